@@ -1,0 +1,58 @@
+# Everything runs in .venv of this checkout; `make setup` builds it, every other target asks for it.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+STAMP := .venv/setup.stamp
+
+# The first python >= 3.11 that really runs and can make a venv (version managers' shims may exist and still fail).
+FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
+	  for path in $$(type -aP $$name 2>/dev/null || true); do \
+	    if "$$path" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	      echo "$$path"; exit 0; fi; done; done; exit 1
+
+.PHONY: help setup demo test soak mutants lint bench gpu clean
+
+help:
+	@echo "make setup    build .venv (python >= 3.11, exact versions of constraints.txt)"
+	@echo "make demo     train a small GPT in a fraction of its memory, same bits"
+	@echo "make test     all tests but the long ones      make soak   the long ones"
+	@echo "make lint     ruff and mypy                    make mutants  are the tests awake?"
+	@echo "make bench    the measured tables              make gpu    the tests that need a GPU"
+
+setup: $(STAMP)
+	@echo "setup: .venv is ready ($$($(PY) -V))"
+
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(PY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	  found=$$($(FIND_PYTHON)) || { echo "setup: no python >= 3.11 with venv and ensurepip was found on PATH" >&2; exit 1; }; \
+	  echo "setup: making .venv with $$("$$found" -V)"; "$$found" -m venv --clear .venv; fi
+	@echo "setup: installing torch, the other dependencies and this checkout (editable); minutes when torch is downloaded"
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt setuptools
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(PY) examples/train_gpt.py --demo
+
+test: $(STAMP)
+	$(PY) -m pytest -q --durations=15 -m "not soak" tests
+
+soak: $(STAMP)
+	$(PY) -m pytest -q --durations=15 --timeout=3600 -m soak tests
+
+mutants: $(STAMP)
+	$(PY) tests/mutants/run.py
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+bench: $(STAMP)
+	$(PY) -m benchmarks
+
+gpu: $(STAMP)
+	$(PY) -m pytest -q --durations=15 -m gpu tests/gpu
+
+clean:
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,122 @@
+"""A chunk and its states.
+
+A chunk knows its parameters, where they lie in its payload, how the payload is divided over the ranks, and which
+memory holds each of its states on this rank. It moves nothing: the executor does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from gemini.memory.slot import Slot
+from gemini.placement.demand import Kind, Tier
+from sharding import Piece, ShardLayout, Unit
+
+
+class ChunkState(Enum):
+    """Where a chunk's payload is.
+
+    RELEASED: nowhere; only the home shard exists and parameters show an expanded NaN.
+    GATHERED: in a slot of the pool, to be evicted when the plan says so.
+    RESIDENT: its home is the device and this rank holds it whole: the home is the payload, and it never moves.
+    """
+
+    RELEASED = "released"
+    GATHERED = "gathered"
+    RESIDENT = "resident"
+
+
+@dataclass
+class ManagedParameter:
+    """A parameter and its place. `index` numbers the model's distinct parameters in module order."""
+
+    index: int
+    name: str  # the first of its names in the plain module
+    parameter: nn.Parameter
+    chunk: Chunk
+    offset: int  # elements, in the payload
+    shape: torch.Size
+    stride: tuple[int, ...]
+    placeholder: Tensor  # expanded NaN of the true shape, on the compute device
+    requires_grad: bool
+    operator: int  # of the first operator that owns it, in the moment table
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass
+class Home:
+    """Memory that one of a chunk's states rests in: `buffer` is bytes, `flat` the same memory in its dtype."""
+
+    tier: Tier
+    buffer: Tensor
+    flat: Tensor
+
+
+@dataclass(eq=False)
+class Chunk:
+    """One chunk on this rank."""
+
+    index: int
+    dtype: torch.dtype
+    trainable: bool
+    layout: ShardLayout
+    oversize: bool
+    rank: int
+    home_layout: ShardLayout  # of the parameter home: `layout`, or one rank's where every rank holds it whole
+    optim_layout: ShardLayout  # likewise, of the reduced gradient, master and optimizer state
+    parameters: list[ManagedParameter] = field(default_factory=list)
+    homes: dict[Kind, Home] = field(default_factory=dict)
+
+    state: ChunkState = ChunkState.RELEASED
+    slot: Slot | None = None
+    payload: Tensor | None = None  # (layout.numel,) on the device while GATHERED or RESIDENT
+    resident_views: tuple[Tensor, ...] = ()
+    bound: bool = False  # parameters' data are views of the payload
+    plain: bool = False  # parameters are of class nn.Parameter
+    pins: int = 0  # operators, functions and autograd nodes that use the payload now
+    num_updates: int = 0  # optimizer steps so far: a graph from before one must not be run
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.layout.numel * self.dtype.itemsize
+
+    def names(self) -> str:
+        """Parameter names for messages, shortened."""
+        names = [managed.name for managed in self.parameters]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    def home_pieces(self, managed: ManagedParameter) -> tuple[Piece, ...]:
+        """The parts of a parameter that this rank's parameter home holds."""
+        rank = self.rank if self.home_layout.world_size > 1 else 0
+        return self.home_layout.pieces(rank, managed.offset, managed.numel)
+
+    def optim_pieces(self, managed: ManagedParameter) -> tuple[Piece, ...]:
+        """The parts of a parameter that this rank steps; `shard_start` counts in the optimizer's flat tensors."""
+        rank = self.rank if self.optim_layout.world_size > 1 else 0
+        return self.optim_layout.pieces(rank, managed.offset, managed.numel)
+
+    @property
+    def optim_numel(self) -> int:
+        """Elements that this rank steps."""
+        return self.optim_layout.shard_numel
+
+    def views_of(self, payload: Tensor) -> tuple[Tensor, ...]:
+        """A view of `payload` for every parameter."""
+        return tuple(torch.as_strided(payload, m.shape, m.stride, m.offset) for m in self.parameters)
+
+
+def one_rank(layout: ShardLayout) -> ShardLayout:
+    """The layout of a rank that holds the whole payload."""
+    return ShardLayout((Unit(0, layout.numel),) if layout.numel else (), 1)
+

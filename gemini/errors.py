@@ -1,0 +1,46 @@
+"""Every error class of gemini, in one place.
+
+User mistakes are one of these (or `TypeError`/`ValueError`); a bare `AssertionError` is always our own bug.
+Each message says what is wrong, what was found, and what to do.
+"""
+
+
+class GeminiError(RuntimeError):
+    """Base of all errors that gemini raises on purpose."""
+
+
+class BudgetError(GeminiError):
+    """A tier cannot hold what was asked of it: names tier, bytes needed, bytes there, and the knob."""
+
+
+class SlotError(GeminiError):
+    """No slot can be freed for a fetch: names the operator and what holds the slots."""
+
+
+class DivergenceError(GeminiError):
+    """Ranks reached different collectives: names the operators of both sides."""
+
+
+class RemoteRankError(GeminiError):
+    """Another rank failed; carries its rank and its message."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank} failed: {message}")
+        self.rank = rank
+        self.message = message
+
+
+class RankLostError(GeminiError):
+    """A rank did not answer within `rank_timeout`, or its connection closed without a word."""
+
+
+class ReleasedParameterError(GeminiError):
+    """A released parameter was used in a way that needs its memory: names the parameter and the way to do it."""
+
+
+class StaleGraphError(GeminiError):
+    """backward() ran through a graph that was recorded before the last optimizer step."""
+
+
+class UnsupportedError(GeminiError):
+    """Something that gemini refuses rather than gets wrong (double backward, deepcopy, GradScaler)."""

@@ -1,0 +1,254 @@
+"""The executor carries a step out: it fetches what operators and autograd nodes need and moves gradients on.
+
+It is driven by the model's hooks (gemini/model) and knows phases, not modules:
+
+    begin_forward → (enter_operator → exit_operator)* → end_forward → begin_backward → (node_fetch | on_gradient)*
+    → end_backward → ... → the optimizer's step → after_update
+
+[Note: Pins] A chunk is pinned while an operator on the call stack, a function that touches released parameters, or
+the autograd node that runs right now uses it. Only unpinned chunks may leave their slots.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
+from gemini.errors import GeminiError
+from gemini.executor.communicator import Communicator
+from gemini.executor.fetcher import Fetcher
+from gemini.executor.gradients import Gradients
+from gemini.executor.moment import Phase
+
+_graph_task_id = torch._C._current_graph_task_id
+_autograd_node = torch._C._current_autograd_node
+
+
+@dataclass(eq=False)
+class Operator:
+    """What is fetched together: a module's chunks. `index` is its place in the moment table."""
+
+    index: int
+    name: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass
+class _NodePins:
+    """The chunks that the running node of one graph task has unpacked."""
+
+    node: object
+    chunks: list[Chunk]
+
+
+class Executor:
+    """One model's executor on this rank."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], fetcher: Fetcher, gradients: Gradients, communicator: Communicator
+    ) -> None:
+        self.chunks = list(chunks)
+        self.fetcher = fetcher
+        self.gradients = gradients
+        self.communicator = communicator
+        self.moments = communicator.moments
+        self._operators: list[tuple[Operator, list[Chunk]]] = []  # the call stack, with what each has pinned
+        self._nodes: dict[int, _NodePins] = {}  # by graph task
+        self._forward_depth = 0
+        self._awaits_backward = False
+        fetcher.on_touch = gradients.before_touch
+
+    # -- forward
+
+    @staticmethod
+    def is_recomputing() -> bool:
+        """A forward that runs while backward does recomputes a checkpointed region."""
+        return _graph_task_id() != -1
+
+    def begin_forward(self) -> None:
+        """The model's forward starts. Collective in the sense that all ranks do it."""
+        if self._forward_depth or self.is_recomputing():
+            self._forward_depth += 1
+            return
+        watch = self.communicator.watch
+        if watch is not None and watch.failed:
+            self.abandon()
+            self.communicator.restart()
+        elif self.gradients.in_backward:
+            self.abandon()  # the last backward raised and never ended
+        self.moments.set(0, Phase.FORWARD)
+        self.fetcher.write_back_all()
+        if torch.is_grad_enabled() and not self._awaits_backward:
+            self.fetcher.next_use.begin_pass()
+            self._awaits_backward = True
+        self.fetcher.in_step = True
+        self._forward_depth = 1
+
+    def end_forward(self) -> None:
+        """The model's forward ended, with or without an exception."""
+        self._forward_depth = max(0, self._forward_depth - 1)
+        if self._forward_depth == 0 and not self.is_recomputing():
+            self.fetcher.in_step = False
+            self.fetcher.cover()
+
+    def enter_operator(self, operator: Operator) -> None:
+        """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""
+        pinned: list[Chunk] = []
+        self._operators.append((operator, pinned))
+        self.moments.set(operator.index, Phase.FORWARD)
+        fetcher = self.fetcher
+        for chunk in operator.chunks:
+            fetcher.fetch(chunk)
+            chunk.pins += 1
+            pinned.append(chunk)
+            if not chunk.plain:
+                fetcher.bind(chunk)
+
+    def exit_operator(self, operator: Operator) -> None:
+        """The operator is done, or failed: unpin its chunks."""
+        if not self._operators or self._operators[-1][0] is not operator:
+            return
+        for chunk in self._operators.pop()[1]:
+            chunk.pins -= 1
+        if not self._operators and not self.fetcher.in_step and not self.gradients.in_backward:
+            self.fetcher.cover()
+
+    @contextmanager
+    def touching(self, chunks: Sequence[Chunk], operator: int) -> Iterator[None]:
+        """A function uses parameters outside their operators. Collective where parameters are sharded."""
+        fetcher = self.fetcher
+        pinned: list[Chunk] = []
+        before = self.moments.now
+        self.moments.set(operator, Phase.TOUCH)
+        try:
+            for chunk in chunks:
+                fetcher.fetch(chunk)
+                chunk.pins += 1
+                pinned.append(chunk)
+                fetcher.bind(chunk)
+            yield
+        finally:
+            for chunk in pinned:
+                chunk.pins -= 1
+            self.moments.now = before
+            if not fetcher.in_step and not self._operators:
+                fetcher.cover()
+
+    # -- backward
+
+    def begin_backward(self) -> None:
+        """Called by the first of the root's outputs, or else of our nodes, that backward reaches."""
+        if self.gradients.in_backward:
+            return
+        self.gradients.begin_backward()
+        self.moments.set(0, Phase.BACKWARD)
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def node_fetch(self, chunk: Chunk, operator: int) -> Tensor:
+        """The payload for the autograd node that runs now; pinned until another node of its graph task asks."""
+        task = _graph_task_id()
+        if task == -1:  # someone looks at grad_fn._saved_... by hand
+            return self.fetcher.fetch(chunk)
+        self.begin_backward()
+        self.moments.set(operator, Phase.BACKWARD)
+        node = _autograd_node()
+        pins = self._nodes.get(task)
+        if pins is None or pins.node is not node:
+            self._unpin_nodes(task)
+            pins = self._nodes[task] = _NodePins(node, [])
+        payload = self.fetcher.fetch(chunk)
+        chunk.pins += 1
+        pins.chunks.append(chunk)
+        return payload
+
+    def _unpin_nodes(self, task: int) -> None:
+        """The node of `task`, and of every graph task started inside it, is done."""
+        for inner in [t for t in self._nodes if t >= task]:
+            for chunk in self._nodes.pop(inner).chunks:
+                chunk.pins -= 1
+
+    def on_gradient(self, managed: ManagedParameter, position: int, grad: Tensor) -> None:
+        """A parameter's gradient is ready."""
+        self.begin_backward()
+        with torch.no_grad():
+            self.gradients.on_gradient(managed, position, grad)
+
+    def end_backward(self) -> None:
+        """The outermost graph task is done. Collective."""
+        if not self.gradients.in_backward:
+            return
+        with self.publishing():
+            self._unpin_nodes(0)
+            self.moments.set(0, Phase.BACKWARD)
+            self.gradients.end_backward()
+            self.fetcher.next_use.end_pass()
+            self._awaits_backward = False
+            self.fetcher.cover()
+
+    # -- around the step
+
+    def before_update(self) -> None:
+        """Everything an update reads is at home: edits are written back."""
+        self.moments.set(0, Phase.STEP)
+        self.fetcher.write_back_all()
+
+    def after_update(self, chunk: Chunk) -> None:
+        """The chunk's home has new values: a payload in a slot is stale, a payload at home has a new version."""
+        chunk.num_updates += 1
+        if chunk.state is ChunkState.GATHERED:
+            slot = chunk.slot
+            if self.fetcher.release(chunk) and slot is not None and slot.buffer is not None:
+                self.fetcher.device.poison(slot.buffer)
+        else:
+            torch.autograd.graph.increment_version([managed.parameter for managed in chunk.parameters])
+            self.fetcher.rebase_versions(chunk)
+
+    # -- failures
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """What leaves this block as an exception is told to the other ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self.publish(error)
+            raise
+
+    def publish(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed."""
+        if self.communicator.watch is not None:
+            self.communicator.watch.publish(error)
+
+    def abandon(self) -> None:
+        """Forget a step that failed half way: nothing stays pinned, open or expected."""
+        self._operators.clear()
+        self._nodes.clear()
+        for chunk in self.chunks:
+            chunk.pins = 0
+        self.gradients.in_backward = False
+        self.gradients.forget()
+        self._awaits_backward = False
+        self._forward_depth = 0
+        self.fetcher.in_step = False
+        self.fetcher.cover()
+
+    def check_idle(self, what: str) -> None:
+        """Raises GeminiError inside a forward or backward."""
+        if self._forward_depth or self.is_recomputing():
+            raise GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
+
+
+def log_line(what: str, chunk: Chunk, source: str, target: str) -> None:
+    """One line per move with GEMINI_LOG=1."""
+    if LOGS_MOVES:
+        print(f"gemini: {what} chunk {chunk.index} {source} -> {target} {chunk.payload_bytes} B", file=sys.stderr)
+
+
+LOGS_MOVES = os.environ.get("GEMINI_LOG", "") not in ("", "0")

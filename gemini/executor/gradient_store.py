@@ -1,0 +1,208 @@
+"""Where gradients are: open payloads in gradient slots, reduced shards at home, unreduced ones on the host.
+
+A chunk's gradient is *open* from its first to its last local gradient; then it is reduced and merged into its
+home. An open payload that must make room moves to the host as it is, by this rank alone, and comes back when it is
+needed. Where this rank holds the whole gradient on the device anyway, gradients are written to the home directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, Home
+from gemini.errors import BudgetError
+from gemini.memory.ledger import Traffic
+from gemini.memory.slot import Slot, SlotPool
+from gemini.memory.tier import MemoryTier, copy
+from gemini.placement.demand import Kind, Tier
+
+
+@dataclass(eq=False)
+class ChunkGradient:
+    """One trainable chunk's gradient on this rank."""
+
+    chunk: Chunk
+    home: Home  # `shard` (and `whole`, where this rank keeps that) are views of it
+    shard: Tensor  # (optim_numel,) the reduced gradient at rest
+    whole: Tensor | None  # (numel,) on the device: a payload of its own, no slot needed
+    got: bytearray  # by position: a gradient came since the last step
+    fired: bytearray  # by position: a gradient came since the payload was opened
+    expected: int  # gradients after which the payload is complete
+    payload: Tensor | None = None  # (numel,) parameter dtype, while open
+    views: tuple[Tensor, ...] = ()
+    slot: Slot | None = None
+    spilled: Tensor | None = None  # the open payload's bytes on the host, while it has no slot
+    unsynced: Home | None = None  # fp32, (numel,): what backwards under no_sync() left
+    has_unsynced: bool = False
+    merged: bool = False  # the shard holds a gradient of this step
+    merged_in: int = -1  # the backward that was merged first
+    prior: bytes = b""  # `got` when the payload was opened
+    direct: bool = False  # one rank, whole gradient at home: what is written there is reduced already
+    wide: Home | None = None  # fp32 shard, once several micro-batches were added to a 16-bit one
+    use_wide: bool = False
+    whole_views: tuple[Tensor, ...] = field(default=())
+
+    @property
+    def is_open(self) -> bool:
+        return self.payload is not None or self.spilled is not None
+
+    @property
+    def num_fired(self) -> int:
+        return sum(self.fired)
+
+    def reduced(self) -> Tensor:
+        """(optim_numel,) the gradient of this step, parameter dtype or fp32."""
+        if self.use_wide:
+            assert self.wide is not None
+            return self.wide.flat
+        return self.shard
+
+    def reduced_tier(self) -> Tier:
+        return self.wide.tier if self.use_wide and self.wide is not None else self.home.tier
+
+
+class GradientStore:
+    """Gradient slots and the memory behind every `ChunkGradient`."""
+
+    def __init__(self, device: MemoryTier, host: MemoryTier, traffic: Traffic) -> None:
+        self.device = device
+        self.host = host
+        self.traffic = traffic
+        self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
+        self.pools: tuple[SlotPool, SlotPool] | None = None
+        self.num_spills = 0
+        self.peak_open = 0
+
+    def open_pools(self, regular: tuple[int, int], oversize: tuple[int, int]) -> None:
+        """(bytes, count) of both sizes."""
+        self.pools = (
+            SlotPool(self.device, regular[0], regular[1], "gradient slots"),
+            SlotPool(self.device, oversize[0], oversize[1], "gradient slots"),
+        )
+
+    def add(self, chunk: Chunk, keeps_whole: bool) -> ChunkGradient:
+        """The gradient of a trainable chunk, from its GRAD home. `keeps_whole`: the home holds a whole payload."""
+        home = chunk.homes[Kind.GRAD]
+        rank = chunk.rank if chunk.optim_layout.world_size > 1 else 0
+        whole = home.flat[: chunk.numel] if keeps_whole and home.tier is Tier.DEVICE else None
+        if not keeps_whole or chunk.optim_layout.world_size == 1:
+            shard = home.flat[: chunk.optim_numel]
+        elif len(chunk.layout.units) == 1:
+            start = chunk.layout.slices(rank)[0].payload_start
+            shard = home.flat[start : start + chunk.optim_numel]
+        else:  # slices of several units do not lie together
+            shard = home.flat[chunk.numel :]
+        count = len(chunk.parameters)
+        gradient = ChunkGradient(chunk, home, shard, whole, bytearray(count), bytearray(count), count)
+        if whole is not None:
+            gradient.whole_views = chunk.views_of(whole)
+            gradient.direct = chunk.layout.world_size == 1
+        self.gradients[chunk.index] = gradient
+        return gradient
+
+    def open(self, gradient: ChunkGradient) -> None:
+        """Make the payload writable: the whole home where that is free, else a slot, filled from a spill if any."""
+        if gradient.payload is not None:
+            return
+        chunk = gradient.chunk
+        gradient.prior = bytes(gradient.got)
+        if gradient.whole is not None and gradient.spilled is None and self._may_write_home(gradient):
+            gradient.payload, gradient.views = gradient.whole, gradient.whole_views
+            if not gradient.direct:
+                gradient.whole.zero_()  # paddings, and parameters that get no gradient
+            return
+        slot = self._free_slot(gradient)
+        assert slot.buffer is not None
+        if chunk.index not in slot.views:
+            payload = slot.buffer[: chunk.payload_bytes].view(chunk.dtype)
+            slot.views[chunk.index] = payload, chunk.views_of(payload)
+        slot.chunk = chunk.index
+        gradient.slot = slot
+        gradient.payload, gradient.views = slot.views[chunk.index]
+        if gradient.spilled is not None:
+            copy(gradient.payload.view(torch.uint8), gradient.spilled, self.device, self.host, self.traffic)
+            self.device.synchronize()
+            self.host.give(gradient.spilled, "spilled gradients")
+            gradient.spilled = None
+        else:
+            gradient.payload.zero_()  # paddings, and parameters that get no gradient
+            self.peak_open = max(self.peak_open, sum(g.is_open for g in self.gradients.values()))
+
+    def _may_write_home(self, gradient: ChunkGradient) -> bool:
+        """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
+        return not gradient.merged or (gradient.direct and gradient.chunk.dtype.itemsize >= 4)
+
+    def close(self, gradient: ChunkGradient) -> None:
+        """The payload's content is not needed any more."""
+        if gradient.slot is not None:
+            gradient.slot.chunk = None
+        if gradient.spilled is not None:
+            self.host.give(gradient.spilled, "spilled gradients")
+        gradient.slot = None
+        gradient.payload = gradient.spilled = None
+        gradient.views = ()
+        gradient.fired = bytearray(len(gradient.fired))
+
+    def _free_slot(self, wanted: ChunkGradient) -> Slot:
+        assert self.pools is not None
+        pool = self.pools[wanted.chunk.oversize]
+        slot = pool.free()
+        if slot is not None:
+            return slot
+        if not pool.slots:  # whole gradients at home, and a second micro-batch: only now a slot is needed
+            pool.slots.append(Slot(self.device, wanted.chunk.payload_bytes, pool.kind))
+            pool.num_bytes = wanted.chunk.payload_bytes
+            return pool.slots[0]
+        open_chunks = [g for g in self.gradients.values() if g.slot is not None and g.slot in pool.slots]
+        # complete ones wait for their turn; of the others the first in the model gets its next gradient last
+        victim = max(open_chunks, key=lambda g: (g.num_fired == g.expected, -g.chunk.index))
+        return self._spill(victim)
+
+    def _spill(self, victim: ChunkGradient) -> Slot:
+        """Move an open payload to the host, unreduced. Local to this rank: no collective."""
+        assert victim.slot is not None and victim.payload is not None
+        try:
+            buffer = self.host.take(victim.chunk.payload_bytes, "spilled gradients")
+        except BudgetError as error:
+            raise BudgetError(
+                f"no gradient slot is free and the host cannot take an open gradient of chunk {victim.chunk.index} "
+                f"({victim.chunk.names()}): {error}"
+            ) from None
+        copy(buffer, victim.payload.view(torch.uint8), self.host, self.device, self.traffic)
+        self.device.synchronize()
+        self.num_spills += 1
+        slot = victim.slot
+        victim.spilled, victim.slot, victim.payload, victim.views = buffer, None, None, ()
+        slot.chunk = None
+        return slot
+
+    def widen(self, gradient: ChunkGradient) -> None:
+        """From the second micro-batch on a 16-bit shard is added up in fp32; its room is kept for later steps."""
+        if gradient.use_wide or gradient.shard.dtype not in (torch.bfloat16, torch.float16):
+            return
+        if gradient.wide is None:
+            num_bytes = 4 * gradient.chunk.optim_numel
+            tier, memory = gradient.home.tier, self.tier(gradient.home.tier)
+            try:
+                buffer = memory.take(num_bytes, Kind.GRAD)
+            except BudgetError:
+                tier, memory = Tier.HOST, self.host
+                buffer = memory.take(num_bytes, Kind.GRAD)
+            gradient.wide = Home(tier, buffer, buffer.view(torch.float32))
+        source = self.tier(gradient.home.tier)
+        copy(gradient.wide.flat, gradient.shard, self.tier(gradient.wide.tier), source, self.traffic)
+        self.device.synchronize()
+        gradient.use_wide = True
+
+    def forget(self, gradient: ChunkGradient) -> None:
+        """The step consumed the gradient, or it was discarded."""
+        if gradient.is_open:
+            self.close(gradient)
+        gradient.got = bytearray(len(gradient.got))
+        gradient.merged = gradient.use_wide = gradient.has_unsynced = False
+
+    def tier(self, tier: Tier) -> MemoryTier:
+        return self.device if tier is Tier.DEVICE else self.host

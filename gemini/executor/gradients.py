@@ -1,0 +1,290 @@
+"""Gradients on their way: from autograd into chunk payloads, reduced over the ranks, merged into their homes.
+
+Local part: `on_gradient` copies a parameter's gradient into its open chunk. Collective part: `reduce` makes the
+mean over ranks, at points that all ranks share (see placement/reduction_order.py). At the end of a backward
+whatever is open anywhere is reduced, so that every micro-batch is reduced at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, Home, ManagedParameter
+from gemini.executor.communicator import Communicator
+from gemini.executor.gradient_store import ChunkGradient, GradientStore
+from gemini.executor.scratch import Scratch
+from gemini.memory.tier import copy
+from gemini.placement.demand import Tier
+from gemini.placement.reduction_order import ReductionOrder
+
+
+class Gradients:
+    """Gradients of all trainable chunks of one model."""
+
+    def __init__(
+        self,
+        store: GradientStore,
+        communicator: Communicator,
+        scratch: Scratch,
+        trainable: Sequence[Chunk],
+        stage: int,
+        position: Callable[[], int],
+        predicted: Callable[[], bool],
+    ) -> None:
+        self.store = store
+        self.communicator = communicator
+        self.scratch = scratch
+        self.trainable = list(trainable)
+        self.stage = stage
+        self.position = position  # touches so far in this pass
+        self.predicted = predicted  # the pass is as recorded so far
+        self.gathers_in_backward = stage == 3 and communicator.world_size > 1
+        self.reduction = ReductionOrder([chunk.index for chunk in self.trainable])
+        self.synchronizes = True  # False inside no_sync()
+        self.num_backwards = 0  # since the last step
+        self.in_backward = False
+        self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
+        self._next_in_order = 0
+        self._off_plan = False  # something came late or early: record again
+
+    # -- local
+
+    def begin_backward(self) -> None:
+        self.in_backward = True
+        self.num_backwards += 1
+        self.reduction.begin()
+        self._reduced.clear()
+        self._next_in_order = 0
+        self._off_plan = False
+
+    def on_gradient(self, managed: ManagedParameter, position: int, grad: Tensor) -> None:
+        """Take over a parameter's gradient. `position` is the parameter's place in its chunk."""
+        gradient = self.store.gradients[managed.chunk.index]
+        if gradient.payload is None:
+            self.store.open(gradient)
+        view = gradient.views[position]
+        if gradient.fired[position] or (gradient.direct and gradient.slot is None and gradient.got[position]):
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        gradient.fired[position] = gradient.got[position] = 1
+        index = managed.chunk.index
+        self.reduction.last_fire[index] = self.position()
+        if index in self._reduced:
+            self._off_plan = True
+        elif gradient.num_fired == gradient.expected:
+            self.reduction.fired.append(index)
+            self._complete(gradient)
+
+    def _complete(self, gradient: ChunkGradient) -> None:
+        if gradient.direct and gradient.slot is None:
+            return
+        if self.communicator.world_size == 1:
+            self.reduce(gradient)
+        elif self.synchronizes and not self.gathers_in_backward:
+            self._reduce_in_order()
+
+    # -- collective
+
+    def _reduce_in_order(self) -> None:
+        """Reduce what is complete and whose turn it is."""
+        order = self.reduction.order
+        while self._next_in_order < len(order):
+            gradient = self.store.gradients[order[self._next_in_order]]
+            if not gradient.is_open or gradient.num_fired != gradient.expected:
+                return
+            self.reduce(gradient)
+            self._next_in_order += 1
+
+    def before_touch(self) -> None:
+        """A point that all ranks share, if backward gathers parameters: reduce what is due."""
+        if not (self.in_backward and self.gathers_in_backward and self.synchronizes):
+            return
+        if self.predicted() and self.reduction.at_touch is not None:
+            for index in self.reduction.at_touch.get(self.position(), ()):
+                if index not in self._reduced:
+                    self.reduce(self.store.gradients[index])
+            return
+        gradients = [self.store.gradients[chunk.index] for chunk in self.trainable]
+        complete = torch.tensor(
+            [g.is_open and g.num_fired == g.expected for g in gradients], dtype=torch.int64, device=self.device
+        )
+        self.communicator.all_reduce_sum_(complete, "agreement on complete gradients")
+        for gradient, count in zip(gradients, complete.tolist(), strict=True):
+            if count == self.communicator.world_size:
+                self.reduce(gradient)
+
+    def end_backward(self) -> None:
+        """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
+        self.in_backward = False
+        gradients = [self.store.gradients[chunk.index] for chunk in self.trainable]
+        if not self.synchronizes:
+            for gradient in gradients:
+                if gradient.is_open:
+                    self._keep_unsynced(gradient)
+            return
+        if self.communicator.world_size == 1:
+            for gradient in gradients:
+                if gradient.direct and gradient.payload is not None and gradient.slot is None:
+                    self.store.close(gradient)
+                    gradient.merged = True
+                    gradient.merged_in = self.num_backwards
+                elif gradient.is_open:
+                    self.reduce(gradient)
+            self._expect_what_came(gradients)
+            return
+        expected_order = tuple(i for i in self.reduction.order if i in set(self.reduction.fired))
+        off = self._off_plan or (
+            not self.predicted() if self.gathers_in_backward else tuple(self.reduction.fired) != expected_order
+        )
+        words = [g.is_open or g.has_unsynced for g in gradients]
+        flags = torch.tensor([*words, off or self.reduction.at_touch is None], dtype=torch.int64, device=self.device)
+        self.communicator.all_reduce_max_(flags, "end of backward")
+        *is_open, is_off = flags.tolist()
+        for gradient, flag in zip(gradients, is_open, strict=True):
+            if flag:
+                self.reduce(gradient)
+        if is_off:
+            self._agree_on_points()
+            self._expect_what_came(gradients)
+
+    def _expect_what_came(self, gradients: list[ChunkGradient]) -> None:
+        """A chunk is complete with the gradients it got last time: unused parameters do not keep it open."""
+        if self.num_backwards == 1:
+            for gradient in gradients:
+                gradient.expected = max(1, sum(gradient.got))
+
+    def _agree_on_points(self) -> None:
+        points = [self.reduction.last_fire[i] for i in self.reduction.chunks]
+        both = torch.tensor(points + self.reduction.ranking(), dtype=torch.int64, device=self.device)
+        self.communicator.all_reduce_max_(both, "points of reduction")
+        agreed: list[int] = both.tolist()
+        self.reduction.adopt(agreed[: len(points)], agreed[len(points) :])
+
+    def reduce(self, gradient: ChunkGradient) -> None:
+        """Mean over ranks of a chunk's open gradient (zeros if this rank has none), into the home. Collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            if gradient.payload is None:
+                self.store.open(gradient)
+            assert gradient.payload is not None
+            self._add_unsynced(gradient)
+            self._reduced.add(gradient.chunk.index)
+            if self.communicator.world_size == 1:
+                self._merge(gradient, gradient.payload)
+            else:
+                self.scratch.reset()
+                self._merge(gradient, self._reduce_over_ranks(gradient, gradient.payload))
+            self.store.close(gradient)
+
+    def _reduce_over_ranks(self, gradient: ChunkGradient, payload: Tensor) -> Tensor:
+        """(optim_numel,) the mean, in scratch or in place. Collective."""
+        chunk = gradient.chunk
+        several = gradient.merged and gradient.merged_in != self.num_backwards
+        dtype = torch.float32 if several and chunk.dtype.itemsize == 2 else chunk.dtype
+        in_place = gradient.payload is gradient.whole or self.stage == 0
+        if in_place and len(chunk.layout.units) == 1 and dtype == chunk.dtype:
+            start = chunk.layout.slices(chunk.rank)[0].payload_start
+            out = payload[start : start + chunk.layout.shard_numel]
+        else:
+            out = self.scratch.take(chunk.layout.shard_numel, dtype)
+        self.communicator.reduce_scatter(payload, chunk.layout, out, chunk.index, self.scratch.take)
+        if self.stage > 0:
+            return out
+        whole = payload if dtype == chunk.dtype else self.scratch.take(chunk.numel, dtype)
+        self.communicator.all_gather(whole, out, chunk.layout, chunk.index)
+        return whole
+
+    def _merge(self, gradient: ChunkGradient, reduced: Tensor) -> None:
+        """shard <- reduced, or += where this step has a gradient already."""
+        first = not gradient.merged
+        if not first and gradient.merged_in != self.num_backwards:
+            self.store.widen(gradient)
+        target, tier = gradient.reduced(), self.store.tier(gradient.reduced_tier())
+        if first:
+            gradient.merged_in = self.num_backwards
+        gradient.merged = True
+        for start, numel, adds in self._merge_runs(gradient, first):
+            into, values = target[start : start + numel], reduced[start : start + numel]
+            if not adds:
+                if into.data_ptr() != values.data_ptr():
+                    copy(into, values, tier, self.store.device, self.store.traffic)
+            elif tier is self.store.device:
+                into.add_(values)
+            else:
+                staging = torch.empty(numel, dtype=values.dtype)
+                copy(staging, values, tier, self.store.device, self.store.traffic)
+                self.store.device.synchronize()
+                into.add_(staging)
+
+    def _merge_runs(self, gradient: ChunkGradient, first: bool) -> list[tuple[int, int, bool]]:
+        """(start, numel, adds): one run, or one per change of `prior` where one rank merges its own gradient."""
+        numel = gradient.chunk.optim_numel
+        if self.communicator.world_size > 1 or first or all(gradient.prior) or not any(gradient.prior):
+            adds = not first and (self.communicator.world_size > 1 or any(gradient.prior))
+            return [(0, numel, adds)]
+        runs: list[tuple[int, int, bool]] = []
+        for managed, prior in zip(gradient.chunk.parameters, gradient.prior, strict=True):
+            for piece in gradient.chunk.optim_pieces(managed):
+                runs.append((piece.shard_start, piece.numel, bool(prior)))
+        return runs
+
+    # -- no_sync
+
+    def _keep_unsynced(self, gradient: ChunkGradient) -> None:
+        """Add an open local gradient to the whole unreduced one on the host, in fp32 (fp64 for fp64). Local."""
+        chunk = gradient.chunk
+        if self.communicator.world_size == 1:
+            self.end_unsynced_rank(gradient)
+            return
+        if gradient.payload is None:
+            self.store.open(gradient)
+        assert gradient.payload is not None
+        dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
+        local = torch.empty(chunk.numel, dtype=chunk.dtype)
+        copy(local, gradient.payload, self.store.host, self.store.device, self.store.traffic)
+        self.store.device.synchronize()
+        if gradient.unsynced is None:
+            buffer = self.store.host.take(chunk.numel * dtype.itemsize, "unsynced gradients")
+            gradient.unsynced = Home(Tier.HOST, buffer, buffer.view(dtype))
+        if gradient.has_unsynced:
+            gradient.unsynced.flat.add_(local)
+        else:
+            gradient.unsynced.flat.copy_(local)
+        gradient.has_unsynced = True
+        self.store.close(gradient)
+
+    def end_unsynced_rank(self, gradient: ChunkGradient) -> None:
+        """One rank has nothing to synchronize: no_sync() changes nothing."""
+        if gradient.direct and gradient.slot is None and gradient.payload is not None:
+            self.store.close(gradient)
+            gradient.merged, gradient.merged_in = True, self.num_backwards
+        else:
+            self.reduce(gradient)
+
+    def _add_unsynced(self, gradient: ChunkGradient) -> None:
+        if not gradient.has_unsynced:
+            return
+        assert gradient.unsynced is not None and gradient.payload is not None
+        total = gradient.unsynced.flat
+        local = torch.empty(gradient.chunk.numel, dtype=gradient.chunk.dtype)
+        copy(local, gradient.payload, self.store.host, self.store.device, self.store.traffic)
+        self.store.device.synchronize()
+        total.add_(local)
+        copy(gradient.payload, total.to(gradient.chunk.dtype), self.store.device, self.store.host, self.store.traffic)
+        self.store.device.synchronize()
+        gradient.has_unsynced = False
+
+    # -- after
+
+    def forget(self) -> None:
+        """The step consumed all gradients, or zero_grad() discarded them."""
+        for gradient in self.store.gradients.values():
+            self.store.forget(gradient)
+        self.num_backwards = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.store.device.device

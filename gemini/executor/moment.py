@@ -1,0 +1,39 @@
+"""Moments: points in a step's schedule, as numbers that travel in tags and as words that stand in errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """What an operator is doing at a moment."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    TOUCH = 2  # a released parameter was used outside its operator
+    STEP = 3
+
+
+_WORDS = {
+    Phase.FORWARD: "forward of {}",
+    Phase.BACKWARD: "backward of {}",
+    Phase.TOUCH: "use of a parameter of {}",
+    Phase.STEP: "the optimizer step",
+}
+
+
+class Moments:
+    """The current moment; operator 0 is the model itself."""
+
+    def __init__(self, operators: Sequence[str]) -> None:
+        self.operators = tuple(operators)
+        self.now = 0
+
+    def set(self, operator: int, phase: Phase) -> None:
+        self.now = operator * len(Phase) + phase
+
+    def describe(self, moment: int) -> str:
+        operator, phase = divmod(moment, len(Phase))
+        name = self.operators[operator] if operator < len(self.operators) else f"operator {operator}"
+        return _WORDS[Phase(phase)].format(name or "the model")

@@ -1,0 +1,32 @@
+"""Scratch: one piece of device memory that a collective's temporaries share, taken once and counted."""
+
+import torch
+from torch import Tensor
+
+from gemini.memory.tier import MemoryTier
+
+_ALIGNMENT_BYTES = 256
+
+
+class Scratch:
+    """Hands out flat tensors front to back; `reset` takes all of them back."""
+
+    def __init__(self, tier: MemoryTier, num_bytes: int) -> None:
+        self._buffer = tier.take(num_bytes, "scratch")
+        self._used_bytes = 0
+
+    def reset(self) -> None:
+        self._used_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of `dtype`, content irrelevant."""
+        num_bytes = numel * dtype.itemsize
+        start = self._used_bytes
+        assert start + num_bytes <= self._buffer.numel(), "scratch is smaller than the placement's scratch_bytes"
+        self._used_bytes += round_to_alignment(num_bytes)
+        return self._buffer[start : start + num_bytes].view(dtype)
+
+
+def round_to_alignment(num_bytes: int) -> int:
+    """Bytes that a scratch tensor takes up."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,41 @@
+"""The byte ledger: how many bytes of which kind each tier holds, their peak, and what travelled between tiers.
+
+Numbers only. Tiers call it where memory is taken, given back and copied, and nowhere else.
+"""
+
+from collections import Counter
+
+
+class Ledger:
+    """Bytes of one tier."""
+
+    def __init__(self) -> None:
+        self.bytes_by_kind: Counter[str] = Counter()
+        self.total_bytes = 0
+        self.peak_bytes = 0
+        self.peak_by_kind: Counter[str] = Counter()
+
+    def take(self, kind: str, num_bytes: int) -> None:
+        self.bytes_by_kind[kind] += num_bytes
+        self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])
+        self.total_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+
+    def give(self, kind: str, num_bytes: int) -> None:
+        self.bytes_by_kind[kind] -= num_bytes
+        self.total_bytes -= num_bytes
+        assert self.bytes_by_kind[kind] >= 0, f"more {kind} bytes given back than taken"
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.total_bytes
+        self.peak_by_kind = Counter(self.bytes_by_kind)
+
+
+class Traffic:
+    """Bytes copied over each link since the start, counted at the copy primitive."""
+
+    def __init__(self) -> None:
+        self.bytes_by_link: Counter[str] = Counter()  # "host->device", "device->host"
+
+    def copied(self, source: str, target: str, num_bytes: int) -> None:
+        self.bytes_by_link[f"{source}->{target}"] += num_bytes

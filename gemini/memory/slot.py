@@ -1,0 +1,87 @@
+"""Slots: equal pieces of device memory, each of which can hold one chunk's payload.
+
+[Note: Held slots] Parameters of a fetched chunk are views of its slot. A view that user code or an un-hooked
+autograd node keeps beyond the chunk's release shows up in the storage's use count; such a slot must not be
+written again until the view dies. The use count is local to a rank and, with a collective's worker thread
+dropping its references late, also to the moment; so it never decides *which chunk* leaves, only whether this
+rank may reuse the memory at once or has to take a spare slot.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from gemini.memory.tier import MemoryTier
+
+_use_count = torch._C._storage_Use_Count
+
+
+class Slot:
+    """One slot. `chunk` is the index of the chunk whose payload it holds, None if free."""
+
+    def __init__(self, tier: MemoryTier, num_bytes: int, kind: str) -> None:
+        self.buffer: Tensor | None = tier.take(num_bytes, kind)  # (num_bytes,) uint8
+        self.num_bytes = num_bytes
+        self.chunk: int | None = None
+        self.storage = self.buffer.untyped_storage()._cdata
+        self.views: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}  # chunk -> payload and its parameters' views
+        self._num_cached = 0
+        self._base_count = _use_count(self.storage)
+
+    def remember(self, chunk: int, payload: Tensor, views: tuple[Tensor, ...]) -> None:
+        """Cache the views of a chunk in this slot: making them costs more than a fetch's other Python."""
+        self.views[chunk] = (payload, views)
+        self._num_cached += 1 + len(views)
+
+    def num_holders(self) -> int:
+        """References to the slot's memory beyond our own; call it when no parameter is bound to the slot."""
+        return _use_count(self.storage) - self._base_count - self._num_cached
+
+    def settle(self, timeout_s: float) -> bool:
+        """True once nobody holds the slot; waits for finished collectives, whose worker drops references late."""
+        deadline = time.monotonic() + timeout_s
+        while self.num_holders() > 0:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.0002)  # releases the GIL, which the worker thread needs
+        return True
+
+
+class SlotPool:
+    """The slots of one size. Slots that are held from outside wait in `held` until their views die."""
+
+    def __init__(self, tier: MemoryTier, num_bytes: int, count: int, kind: str) -> None:
+        self.tier = tier
+        self.num_bytes = num_bytes
+        self.kind = kind
+        self.slots = [Slot(tier, num_bytes, kind) for _ in range(count)]
+        self.held: list[Slot] = []
+
+    def free(self) -> Slot | None:
+        """A free slot, or None."""
+        self._reclaim()
+        return next((slot for slot in self.slots if slot.chunk is None), None)
+
+    def set_aside(self, slot: Slot) -> None:
+        """Take a held slot out of the pool until its views die."""
+        self.slots.remove(slot)
+        self.held.append(slot)
+
+    def _reclaim(self) -> None:
+        if not self.held:
+            return
+        for slot in [slot for slot in self.held if slot.num_holders() <= 0]:
+            self.held.remove(slot)
+            self.slots.append(slot)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for slot in self.slots + self.held:
+            if slot.buffer is not None:
+                slot.views.clear()
+                self.tier.give(slot.buffer, self.kind)
+                slot.buffer = None
+        self.slots, self.held = [], []

@@ -1,0 +1,63 @@
+"""What the executor asks of a tier of memory: flat byte buffers, taken and given back by kind.
+
+Two device tiers have this interface, `AcceleratorTier` (CUDA) and `EmulatedTier` (CPU memory with a hard
+capacity and poison), and the host tier too. `copy` below is the only place where bytes cross between tiers.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.errors import BudgetError
+from gemini.memory.ledger import Ledger, Traffic
+from gemini.placement.sizes import format_bytes
+
+
+class MemoryTier(Protocol):
+    """A kind of memory that can be filled up."""
+
+    name: str  # "device" or "host"
+    device: torch.device
+    capacity_bytes: int | None  # of model data; None: whatever the machine has
+    ledger: Ledger
+
+    def take(self, num_bytes: int, kind: str) -> Tensor:
+        """A zeroed flat uint8 buffer. Raises BudgetError if the tier cannot hold it."""
+        ...
+
+    def give(self, buffer: Tensor, kind: str) -> None:
+        """Give a buffer from `take` back; its content is gone."""
+        ...
+
+    def poison(self, buffer: Tensor) -> None:
+        """Mark a buffer's content as gone, where the tier can (a read of it then yields NaN)."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all copies from and to this tier are done."""
+        ...
+
+
+def check_capacity(tier: MemoryTier, num_bytes: int, kind: str, knob: str) -> None:
+    """Raises BudgetError if `num_bytes` more would pass the tier's capacity."""
+    if tier.capacity_bytes is None or tier.ledger.total_bytes + num_bytes <= tier.capacity_bytes:
+        return
+    held = ", ".join(f"{k} {format_bytes(b)}" for k, b in sorted(tier.ledger.bytes_by_kind.items()) if b)
+    raise BudgetError(
+        f"{tier.name}: {num_bytes} bytes of {kind} do not fit: {tier.ledger.total_bytes} of "
+        f"{tier.capacity_bytes} bytes are taken ({held or 'nothing'}). Raise {knob}"
+    )
+
+
+def copy(target: Tensor, source: Tensor, target_tier: MemoryTier, source_tier: MemoryTier, traffic: Traffic) -> None:
+    """target <- source, element by element, both flat, with a change of dtype where they differ.
+
+    Between host and device the copy is ordered on the device's current stream; whoever reads the target on the
+    host synchronizes the device tier first.
+    """
+    if target_tier is not source_tier:
+        traffic.copied(source_tier.name, target_tier.name, source.nbytes)
+    target.copy_(source, non_blocking=True)

@@ -1,0 +1,106 @@
+"""The arguments of `ShardedModel`, checked before anything happens."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gemini.errors import UnsupportedError
+from gemini.memory.accelerator import AcceleratorTier
+from gemini.memory.emulated import EmulatedTier
+from gemini.memory.host import HostTier
+from gemini.memory.live import free_device_bytes, free_host_bytes
+from gemini.memory.tier import MemoryTier
+from gemini.placement.sizes import parse_bytes
+from optim.hyperparameters import refuse_unknown_arguments
+
+ACTIVATION_FRACTION = 0.3
+"""Of `device_memory`, left to activations and workspace until a step has shown what they need."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def refuse_unknown(owner: type[nn.Module], unknown: dict[str, Any]) -> None:
+    """TypeError with the nearest valid name."""
+    valid = [name for name in inspect.signature(owner.__init__).parameters if name not in ("self", "unknown")]
+    refuse_unknown_arguments(owner.__name__, unknown, valid)
+
+
+def check_module(
+    module: nn.Module, stage: int, dtype: torch.dtype | None, chunk_numel: int | None, rank_timeout: float
+) -> None:
+    """Raises TypeError, ValueError or UnsupportedError; looks at parameters without reading them."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, found {type(module).__name__}")
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage must be 0, 1, 2 or 3, found {stage!r}")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype must be None or one of {', '.join(map(str, _DTYPES))}, found {dtype!r}")
+    if chunk_numel is not None:
+        if isinstance(chunk_numel, bool) or not isinstance(chunk_numel, int):
+            raise TypeError(f"chunk_size must be an int (elements) or None, found {type(chunk_numel).__name__}")
+        if chunk_numel < 1:
+            raise ValueError(f"chunk_size must be at least 1 element, found {chunk_numel}")
+    if isinstance(rank_timeout, bool) or not isinstance(rank_timeout, (int, float)) or rank_timeout <= 0:
+        raise ValueError(f"rank_timeout must be a number of seconds above 0, found {rank_timeout!r}")
+    for child in module.modules():
+        for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
+            if getattr(hook, "__module__", "") == "gemini.model.hooks":
+                raise UnsupportedError("module is already inside a ShardedModel: wrap it once")
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "_gemini"):
+            raise UnsupportedError(f"parameter {name!r} already belongs to a ShardedModel: wrap a module once")
+        if is_lazy(parameter) or parameter.is_meta:
+            raise UnsupportedError(f"parameter {name!r} has no data yet ({type(parameter).__name__} on meta or lazy)")
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedError(f"parameter {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
+        if parameter.layout is not torch.strided:
+            raise UnsupportedError(f"parameter {name!r} is {parameter.layout}; only strided tensors can be in a chunk")
+
+
+def choose_tiers(device: int | str | torch.device | None, host_memory: int | str | None) -> tuple[MemoryTier, MemoryTier]:
+    """(device tier, host tier). "emulated" and "cpu" are the emulated device."""
+    host_bytes = parse_bytes(host_memory, "host_memory")
+    if host_bytes is None:
+        host_bytes = free_host_bytes()
+    has_accelerator = torch.accelerator.is_available()
+    if device is None:
+        device = torch.accelerator.current_accelerator() if has_accelerator else "emulated"
+        if isinstance(device, torch.device):
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(f'device must be "emulated", an int, a string or a torch.device, found {device!r}')
+    if device == "emulated":
+        return EmulatedTier(), HostTier(host_bytes)
+    if isinstance(device, int):
+        kind = torch.accelerator.current_accelerator()
+        if kind is None:
+            raise ValueError(f"device={device} needs an accelerator; this machine has none: use device='emulated'")
+        device = torch.device(kind.type, device)
+    resolved = torch.device(device)
+    if resolved.type == "cpu":
+        return EmulatedTier(), HostTier(host_bytes)
+    if not has_accelerator:
+        raise ValueError(f"device={str(device)!r} is not here: use device='emulated'")
+    if resolved.index is None:
+        resolved = torch.device(resolved.type, torch.accelerator.current_device_index())
+    return AcceleratorTier(resolved), HostTier(host_bytes, pin=resolved.type == "cuda")
+
+
+def model_data_budget(
+    tier: MemoryTier, device_memory: int | str | None, model_data_memory: int | str | None
+) -> int | None:
+    """Bytes of model data that the device may hold; None without a bound (the emulated device, by default)."""
+    fixed = parse_bytes(model_data_memory, "model_data_memory")
+    total = parse_bytes(device_memory, "device_memory")
+    if fixed is not None:
+        if total is not None and fixed > total:
+            raise ValueError(f"model_data_memory={fixed} is more than device_memory={total}")
+        return fixed
+    if total is None:
+        total = free_device_bytes(tier.device)
+    return None if total is None else int(total * (1 - ACTIVATION_FRACTION))
+

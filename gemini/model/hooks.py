@@ -1,0 +1,150 @@
+"""Hooks: where the module tree and autograd call the executor. All are removable, none patches a class.
+
+[Note: Root hooks] Saved-tensor hooks are pushed at the root's forward, so that functions between operators are
+covered, and again in an operator whenever they are not on top (inside a checkpointed region, under save_on_cpu).
+The end of backward is queued from the root's *outputs*: their hooks run in the outermost graph task, while a
+parameter's gradient may arrive in one that reentrant checkpointing started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gemini.chunks.chunk import ManagedParameter
+from gemini.errors import UnsupportedError
+from gemini.executor.executor import Executor, Operator
+from gemini.model.saved_tensors import SavedTensors
+
+_grad_of = Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class Hooks:
+    """The hooks of one model."""
+
+    def __init__(self, executor: Executor, saved_tensors: SavedTensors) -> None:
+        self._executor = executor
+        self._saved_tensors = saved_tensors
+        self._operator_hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        self._root_hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        self._autocast_cache: list[bool] = []
+        self._handles: list[RemovableHandle] = []
+
+    def install(
+        self, root: nn.Module, operators: list[tuple[nn.Module, Operator]], parameters: list[ManagedParameter]
+    ) -> None:
+        for module, operator in operators:
+            self._handles.append(module.register_forward_pre_hook(self._before_operator(operator), prepend=True))
+            self._handles.append(module.register_forward_hook(self._after_operator(operator), always_call=True))
+        self._handles.append(root.register_forward_pre_hook(self._before_root, prepend=True))
+        self._handles.append(root.register_forward_hook(self._after_root, always_call=True))
+        for managed in parameters:
+            if managed.requires_grad:
+                hook = self._on_gradient(managed, managed.chunk.parameters.index(managed))
+                self._handles.append(managed.parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- operators
+
+    def _before_operator(self, operator: Operator) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            hooks = None
+            try:
+                self._executor.enter_operator(operator)
+                if torch.is_grad_enabled() and not self._saved_tensors.on_top():
+                    hooks = self._saved_tensors.push()
+            except BaseException as error:
+                self._executor.publish(error)
+                raise
+            finally:
+                self._operator_hooks.append(hooks)
+
+        return before
+
+    def _after_operator(self, operator: Operator) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._operator_hooks:
+                return  # the pre-hook of an operator above never ran
+            hooks = self._operator_hooks.pop()
+            if hooks is not None:
+                hooks.__exit__()
+            self._executor.exit_operator(operator)
+
+        return after
+
+    # -- the root
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        with self._executor.publishing():
+            self._executor.begin_forward()
+        self._autocast_cache.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)  # it would serve the weights of a payload that left its slot
+        covered = self._saved_tensors.on_top() or not torch.is_grad_enabled()
+        self._root_hooks.append(None if covered else self._saved_tensors.push())
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1] if output is None else None
+        if self._root_hooks:
+            hooks = self._root_hooks.pop()
+            if hooks is not None:
+                hooks.__exit__()
+            torch.set_autocast_cache_enabled(self._autocast_cache.pop())
+        recomputing = self._executor.is_recomputing()
+        self._executor.end_forward()
+        if error is not None and not recomputing:  # a recomputation may be stopped early by an exception of torch's own
+            self._executor.publish(error)
+            return
+        if torch.is_grad_enabled() and not recomputing:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._on_root_output)
+
+    def _on_root_output(self, grad: Tensor) -> None:
+        self._executor.begin_backward()
+
+    # -- gradients
+
+    def _on_gradient(self, managed: ManagedParameter, position: int) -> Callable[[Tensor], None]:
+        executor = self._executor
+
+        def on_gradient(parameter: Tensor) -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = _grad_of(parameter)
+                _set_grad(parameter, None)
+            if grad.layout is not torch.strided:
+                grad = grad.to_dense()
+            if grad.requires_grad:
+                raise UnsupportedError(
+                    f"backward(create_graph=True) reached parameter {managed.name!r}: gradients of managed parameters "
+                    "carry no graph. Use torch.autograd.grad for the penalty's inputs"
+                )
+            with executor.publishing():
+                executor.on_gradient(managed, position, grad)
+
+        return on_gradient
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """All tensors in what a module returned: containers, dataclasses and plain objects, to any depth."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (list, tuple, set, frozenset)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name, None))

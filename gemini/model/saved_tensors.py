@@ -1,0 +1,126 @@
+"""Saved tensors are handles: what autograd keeps of a parameter is where it lies, not the memory.
+
+`pack` turns a view of a slot into (chunk, size, stride, offset, updates); `unpack` fetches the chunk, wherever it
+now lies, and returns the view there. Backward therefore fetches exactly what it reads, when it reads it. Hooks
+that were on the stack before ours (checkpointing's, offloading's) see everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk
+from gemini.errors import StaleGraphError, UnsupportedError
+from gemini.executor.executor import Executor
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Handle(NamedTuple):
+    """A view of a chunk's payload, without its memory."""
+
+    chunk: Chunk
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset_bytes: int
+    dtype: torch.dtype
+    num_updates: int  # of the chunk when it was saved
+    operator: int
+
+
+class Foreign(NamedTuple):
+    """Something that the hooks below ours packed."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+class SavedTensors:
+    """The saved-tensor hooks of one model."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._slots = executor.fetcher.slot_by_storage
+
+    def on_top(self) -> bool:
+        """Our hooks are the ones that the next saved tensor meets."""
+        top = _top_hooks(True)
+        return top is not None and getattr(top[0], "owner", None) is self
+
+    def push(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Put our hooks on top of those in force. The caller exits what it gets."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(_Pack(self, _top_hooks(True)), self.unpack)
+        hooks.__enter__()
+        return hooks
+
+    @contextmanager
+    def pushed(self) -> Iterator[None]:
+        if self.on_top() or not torch.is_grad_enabled():
+            yield
+            return
+        hooks = self.push()
+        try:
+            yield
+        finally:
+            hooks.__exit__()
+
+    def handle(self, tensor: Tensor) -> Handle | None:
+        """The handle of a view of a slot; None for any other tensor."""
+        if tensor.layout is not torch.strided:
+            return None
+        slot = self._slots.get(tensor.untyped_storage()._cdata)
+        if slot is None or slot.chunk is None:
+            return None
+        executor = self._executor
+        chunk = executor.chunks[slot.chunk]
+        offset_bytes = tensor.storage_offset() * tensor.itemsize
+        updates, operator = chunk.num_updates, executor.moments.now // 4
+        return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, operator)
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, Foreign):
+            return packed.unpack(packed.packed)
+        handle: Handle = packed
+        executor = self._executor
+        chunk = handle.chunk
+        if handle.num_updates != chunk.num_updates:
+            raise StaleGraphError(
+                f"backward through a graph from before the last optimizer step: {chunk.names()} changed since. "
+                "Run the forward again, or call backward before step()"
+            )
+        if torch.is_grad_enabled() and executor.is_recomputing():
+            raise UnsupportedError(
+                f"double backward (create_graph=True) through {chunk.names()} is not possible while its chunk can leave "
+                "the device. Raise the budget until everything is resident, or keep the penalty's modules outside"
+            )
+        with executor.publishing(), torch.inference_mode(False), torch.no_grad():
+            payload = executor.node_fetch(chunk, handle.operator)
+            storage_start = payload.storage_offset() * payload.itemsize
+            flat = payload if handle.dtype is payload.dtype else payload.view(handle.dtype)
+            offset = (handle.offset_bytes - storage_start) // flat.itemsize + flat.storage_offset()
+            return torch.as_strided(flat, handle.size, handle.stride, offset)
+
+
+class _Pack:
+    """`pack`, over the hooks that were in force when it was pushed."""
+
+    __slots__ = ("_below", "owner")
+
+    def __init__(self, owner: SavedTensors, below: _Hooks | None) -> None:
+        self.owner = owner
+        self._below = below
+
+    def __call__(self, tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            handle = self.owner.handle(tensor)
+        if handle is not None:
+            return handle
+        return tensor if self._below is None else Foreign(self._below[0](tensor), self._below[1])

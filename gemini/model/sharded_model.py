@@ -1,0 +1,271 @@
+"""`ShardedModel`: wraps a module so that its parameters live in chunks, and is used like the module."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.errors import GeminiError, UnsupportedError
+from gemini.executor.communicator import Communicator
+from gemini.executor.executor import Executor, Operator, log_line
+from gemini.executor.fetcher import Fetcher
+from gemini.executor.gradient_store import GradientStore
+from gemini.executor.gradients import Gradients
+from gemini.executor.moment import Moments
+from gemini.executor.scratch import Scratch
+from gemini.memory.ledger import Traffic
+from gemini.memory.tier import MemoryTier
+from gemini.model import wrap
+from gemini.model.arguments import check_module, choose_tiers, model_data_budget, refuse_unknown
+from gemini.model.hooks import Hooks
+from gemini.model.operators import find_operators
+from gemini.model.reduced_gradient import ReducedGradient
+from gemini.model.released import Link, ReleasedParameter
+from gemini.model.report import memory_table
+from gemini.model.saved_tensors import SavedTensors
+from gemini.model.weights import gather_gradient, load_whole_state_dict, whole_state_dict
+from gemini.placement.demand import Demand, Placement
+from gemini.placement.policy import PlacementPolicy, resolve_policy
+from sharding import ShardStrategy, resolve_strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided for this rank before the first step."""
+
+    packing: wrap.Packing
+    demand: Demand
+    placement: Placement
+    policy: str
+    budget_bytes: int | None
+    hash: int
+
+
+class ShardedModel(nn.Module):
+    """A module whose parameters are packed into chunks, sharded over ranks and moved between device and host.
+
+    Collective to create and to call: every rank does both with equal arguments. Weights and buffers are rank 0's.
+
+    Args:
+        module: on any device; its own parameter memory is freed. `requires_grad` is read now.
+        shard_strategy: what a unit is; an instance, a class or "tensor", "bucket", "chunk". Default: chunk.
+        process_group: the ranks; default: all of torch.distributed, or one rank where that is not initialized.
+        stage: 3 shards parameters, gradients and optimizer state; 2 the last two; 1 the last; 0 nothing.
+        tensor_placement_policy: "auto", "cpu", "cuda", or an object with `name` and `place(demand, budget_bytes)`.
+        dtype: of the weights in chunks (torch.bfloat16 keeps fp32 masters); None keeps the module's own dtypes.
+        chunk_size: elements; None searches.
+        device: "emulated", an int, a string or a torch.device; None: the current accelerator, else emulated.
+        device_memory: all bytes that this process may hold on the device (int, or a string such as "8GiB").
+        model_data_memory: the part of it that chunks may take; fixes it instead of leaving it to be derived.
+        host_memory: bytes that chunks may take on the host; None: what the machine has.
+        rank_timeout: seconds after which a rank that does not answer counts as lost.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shard_strategy: ShardStrategy | type[ShardStrategy] | str | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        stage: int = 3,
+        tensor_placement_policy: str | PlacementPolicy = "auto",
+        dtype: torch.dtype | None = None,
+        chunk_size: int | None = None,
+        device: int | str | torch.device | None = None,
+        device_memory: int | str | None = None,
+        model_data_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        rank_timeout: float = 600.0,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(type(self), unknown)
+        check_module(module, stage, dtype, chunk_size, rank_timeout)
+        strategy = resolve_strategy(shard_strategy)
+        policy = resolve_policy(tensor_placement_policy)
+        device_tier, host_tier = choose_tiers(device, host_memory)
+        budget = model_data_budget(device_tier, device_memory, model_data_memory)
+        super().__init__()
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        operators = find_operators(module)
+        moments = Moments(["", *(operator.name for operator in operators)])
+        communicator = Communicator(process_group, moments, rank_timeout)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        packing = wrap.pack_model(operators, names, strategy, dtype, chunk_size, communicator.world_size)
+        arguments = f"stage={stage} dtype={dtype} policy={policy.name} strategy={type(strategy).__name__}"
+        communicator.agree(repr((packing.chunks, arguments)).encode(), "the model")
+        by_name = dict(module.named_parameters())
+        chunks = wrap.make_chunks(packing, by_name, operators, dtype, device_tier.device, communicator, stage)
+        demand = wrap.demand_of(chunks, operators, stage, communicator.world_size)
+        placement = policy.place(demand, budget)
+        hash_ = wrap.plan_hash(packing, placement, arguments)
+        communicator.agree(hash_.to_bytes(4, "little"), "the plan (memory budgets may differ between ranks)")
+        communicator.plan_hash = hash_
+        device_tier.capacity_bytes = budget
+
+        self.module = module
+        self.stage = stage
+        self.plan = Plan(packing, demand, placement, policy.name, budget, hash_)
+        self._traffic = Traffic()
+        self._tiers: tuple[MemoryTier, MemoryTier] = (device_tier, host_tier)
+        self._chunks: list[Chunk] = chunks
+        self._optimizer: object | None = None
+        self._build(chunks, operators, communicator)
+
+    def _build(self, chunks: list[Chunk], operators: list[Any], communicator: Communicator) -> None:
+        """Take memory, move the weights in, install hooks."""
+        device, host = self._tiers
+        placement, demand = self.plan.placement, self.plan.demand
+        wrap.allocate_homes(chunks, placement, demand, device, host)
+        for chunk in chunks:
+            wrap.fill_chunk(chunk, communicator, device)
+        with torch.no_grad():
+            for name, buffer in list(self.module.named_buffers()):
+                self._place_buffer(name, buffer, communicator)
+        fetcher = Fetcher(chunks, device, host, communicator, self._traffic, ReleasedParameter, log_line)
+        fetcher.open_pools(*zip(demand.slot_bytes, placement.num_slots, strict=True))
+        store = GradientStore(device, host, self._traffic)
+        store.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
+        trainable = [chunk for chunk in chunks if chunk.trainable]
+        for chunk in trainable:
+            store.add(chunk, keeps_whole=self.stage <= 1 or communicator.world_size == 1)
+        next_use = fetcher.next_use
+        gradients = Gradients(
+            store,
+            communicator,
+            Scratch(device, demand.scratch_bytes),
+            trainable,
+            self.stage,
+            lambda: next_use.position,
+            lambda: next_use.follows,
+        )
+        self.executor = Executor(chunks, fetcher, gradients, communicator)
+        saved_tensors = SavedTensors(self.executor)
+        self._managed = [managed for chunk in chunks for managed in chunk.parameters]
+        for managed in self._managed:
+            managed.parameter._gemini = Link(managed, self.executor, saved_tensors, self._gradient_of)  # type: ignore[attr-defined]
+            managed.parameter.__class__ = ReleasedParameter
+        chunk_of = {managed.parameter: managed.chunk for managed in self._managed}
+        hooked = []
+        for place, found in enumerate(operators):
+            its = {chunk_of[parameter].index for parameter in found.parameters}
+            hooked.append((found.module, Operator(place + 1, found.name, tuple(chunks[i] for i in sorted(its)))))
+        self._hooks = Hooks(self.executor, saved_tensors)
+        self._hooks.install(self.module, hooked, self._managed)
+        self._hooked_module = self.module
+
+    def _place_buffer(self, name: str, buffer: Tensor, communicator: Communicator) -> None:
+        moved = buffer.to(self._tiers[0].device)
+        if communicator.world_size > 1:
+            contiguous = moved.contiguous()
+            communicator.broadcast_(contiguous, f"buffer {name}")
+            moved = moved.copy_(contiguous)
+        if moved is not buffer:
+            owner, _, leaf = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[leaf] = moved
+
+    # -- use
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add whole, unreduced gradients on the host; the first one outside reduces their sum.
+
+        The sum has other bits than reducing every micro-batch, and whole gradients are held: 4 bytes a parameter.
+        """
+        gradients = self.executor.gradients
+        before = gradients.synchronizes
+        gradients.synchronizes = False
+        try:
+            yield
+        finally:
+            gradients.synchronizes = before
+
+    def _gradient_of(self, managed: ManagedParameter) -> Tensor | None:
+        store = self.executor.gradients.store
+        gradient = store.gradients.get(managed.chunk.index)
+        if gradient is None or not self.executor.gradients.num_backwards:
+            return None
+        if self.world_size == 1 and not gradient.got[managed.chunk.parameters.index(managed)]:
+            return None
+        return ReducedGradient.of(managed, lambda: gather_gradient(self.executor, managed))
+
+    @property
+    def world_size(self) -> int:
+        return self.executor.communicator.world_size
+
+    @property
+    def rank(self) -> int:
+        return self.executor.communicator.rank
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard gradients that no step has consumed."""
+        self.executor.gradients.forget()
+
+    def memory_report(self) -> str:
+        """A table: bytes per tier and kind now and at their peaks, slots, and what travelled. Not collective."""
+        return memory_table(self._tiers, self.plan, self.executor, self._traffic)
+
+    # -- the plain module's view
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *, rank0_only: bool = False, prefix: str = "") -> OrderedDict[str, Any]:  # type: ignore[override]
+        """Whole CPU copies under the plain module's names; empty on other ranks with `rank0_only`. Collective."""
+        with self.executor.publishing():
+            return whole_state_dict(self.module, self.executor, rank0_only, prefix)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
+        """Set weights, masters and buffers from whole tensors; checks all keys and shapes first. Collective."""
+        with self.executor.publishing():
+            return load_whole_state_dict(self.module, self.executor, state_dict, strict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UnsupportedError(
+            "copy.deepcopy(ShardedModel) is not possible: its memory is shared with an executor. Build the module anew "
+            "and load model.state_dict() into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError("a ShardedModel cannot be pickled: save model.state_dict() instead")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise UnsupportedError(
+            ".to(), .cuda(), .half() and the like are not possible on a ShardedModel: give device= and dtype= to it"
+        )
+
+    def close(self) -> None:
+        """Remove all hooks and give all slots back. The model cannot be used afterwards."""
+        if self.executor.gradients.in_backward:
+            raise GeminiError("close() inside a backward")
+        self._hooks.remove()
+        for pools in (self.executor.fetcher.pools, self.executor.gradients.store.pools):
+            for pool in pools or ():
+                pool.close()

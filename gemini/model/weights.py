@@ -1,0 +1,159 @@
+"""Whole tensors in and out: state_dict, load_state_dict, and gathered gradients.
+
+A state dict is the plain module's: its keys, shapes and values, as copies in host memory. It is whole or an error.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.executor.executor import Executor
+from gemini.model.released import link_of
+from gemini.placement.demand import Kind
+from optim import to_bfloat16_half_up
+
+
+def whole_state_dict(module: nn.Module, executor: Executor, rank0_only: bool, prefix: str) -> OrderedDict[str, Any]:
+    """Copies of all parameters and buffers under the plain module's names, on the CPU. Collective."""
+    executor.check_idle("state_dict()")
+    entries: Mapping[str, Any] = nn.Module.state_dict(module, prefix=prefix, keep_vars=True)
+    links = {name: link_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
+    keep = not rank0_only or executor.communicator.rank == 0
+    wholes: dict[int, Tensor] = {}  # by parameter index; tied names share one copy, as in the plain module
+    wanted = {link.managed.chunk.index for link in links.values() if link is not None}
+    with torch.no_grad():
+        for chunk in executor.chunks:
+            if chunk.index in wanted:
+                views = chunk.views_of(executor.fetcher.fetch(chunk))
+                for managed, view in zip(chunk.parameters, views, strict=True):
+                    if keep:
+                        wholes[managed.index] = view.to("cpu", copy=True)
+                del views
+    if not keep:
+        return OrderedDict()
+    result: OrderedDict[str, Any] = OrderedDict()
+    for name, value in entries.items():
+        link = links.get(name)
+        if link is not None:
+            result[name] = wholes[link.managed.index]
+        elif isinstance(value, Tensor):
+            result[name] = value.detach().to("cpu", copy=True)
+        else:
+            result[name] = value
+    return result
+
+
+def load_whole_state_dict(
+    module: nn.Module, executor: Executor, state: Mapping[str, Any], strict: bool
+) -> _IncompatibleKeys:
+    """Set parameters, fp32 masters and buffers from whole tensors, equal on all ranks. Collective.
+
+    Raises RuntimeError with every missing, unexpected and wrong-shaped key before anything is changed.
+    """
+    executor.check_idle("load_state_dict()")
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_state_dict() takes a dict of tensors, found {type(state).__name__}")
+    entries: Mapping[str, Any] = nn.Module.state_dict(module, keep_vars=True)
+    missing = [name for name in entries if name not in state]
+    unexpected = [name for name in state if name not in entries]
+    problems = []
+    if strict and missing:
+        problems.append(f"missing keys: {', '.join(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected keys: {', '.join(unexpected)}")
+    for name in entries:
+        if name in state and isinstance(entries[name], Tensor):
+            value = state[name]
+            if not isinstance(value, Tensor):
+                problems.append(f"{name} is a {type(value).__name__}, not a tensor")
+            elif value.shape != entries[name].shape:
+                problems.append(f"{name} has shape {tuple(value.shape)}, the model has {tuple(entries[name].shape)}")
+    if problems:
+        raise RuntimeError("load_state_dict() changed nothing: " + "; ".join(problems))
+    values: dict[int, Tensor] = {}
+    executor.fetcher.write_back_all()
+    with torch.no_grad():
+        for name, entry in entries.items():
+            if name not in state or not isinstance(entry, Tensor):
+                continue
+            link = link_of(entry)
+            if link is not None:
+                values[link.managed.index] = state[name]
+            else:
+                entry.copy_(state[name])
+        for chunk in executor.chunks:
+            given = {m.index: values[m.index] for m in chunk.parameters if m.index in values}
+            if given:
+                _load_chunk(executor, chunk, given)
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> None:
+    payload = executor.fetcher.fetch(chunk)
+    master = chunk.homes.get(Kind.MASTER)
+    for managed, view in zip(chunk.parameters, chunk.views_of(payload), strict=True):
+        if managed.index not in given:
+            continue
+        value = given[managed.index].detach()
+        rounded = _in_layout(value, managed)
+        view.copy_(view.new_empty(0) if view.numel() == 0 else _round(rounded, chunk.dtype))
+        if master is not None:
+            flat = _flat(rounded.to(torch.float32), managed)
+            for piece in chunk.optim_pieces(managed):
+                start = piece.payload_start - managed.offset
+                master.flat[piece.shard_start : piece.shard_start + piece.numel].copy_(flat[start : start + piece.numel])
+        executor.fetcher.write_parameter(managed, payload)
+    executor.fetcher.rebase_versions(chunk)
+
+
+def _in_layout(value: Tensor, managed: ManagedParameter) -> Tensor:
+    """`value` with the parameter's strides."""
+    if value.stride() == managed.stride:
+        return value
+    return torch.empty_strided(managed.shape, managed.stride, dtype=value.dtype).copy_(value)
+
+
+def _flat(value: Tensor, managed: ManagedParameter) -> Tensor:
+    """The elements of `value` in the order in which they lie in the payload."""
+    laid_out = _in_layout(value, managed)
+    return torch.as_strided(laid_out, (managed.numel,), (1,), laid_out.storage_offset())
+
+
+def _round(value: Tensor, dtype: torch.dtype) -> Tensor:
+    if value.dtype == torch.float32 and dtype is torch.bfloat16:
+        return torch.empty_like(value, dtype=dtype).copy_(to_bfloat16_half_up(value.reshape(-1)).view(value.shape))
+    return value.to(dtype)
+
+
+def gather_optimizer_state(executor: Executor, chunk: Chunk, flat: Tensor) -> Tensor:
+    """(numel,) on the CPU: the whole of something that every rank holds `optim_numel` elements of. Collective."""
+    if chunk.optim_layout.world_size == 1:
+        return flat.to("cpu", copy=True)
+    device = executor.fetcher.device.device
+    whole = torch.empty(chunk.numel, dtype=flat.dtype, device=device)
+    executor.communicator.all_gather(whole, flat.to(device), chunk.layout, chunk.index)
+    return whole.cpu()
+
+
+def gather_gradient(executor: Executor, managed: ManagedParameter) -> Tensor:
+    """The reduced gradient of one parameter, whole, on the compute device. Collective."""
+    chunk = managed.chunk
+    gradient = executor.gradients.store.gradients[chunk.index]
+    with torch.no_grad():
+        if not gradient.merged:
+            return torch.zeros(managed.shape, dtype=chunk.dtype, device=executor.fetcher.device.device)
+        flat = gradient.reduced()
+        whole = flat.to(executor.fetcher.device.device)
+        if chunk.optim_layout.world_size > 1:
+            gathered = torch.empty(chunk.numel, dtype=flat.dtype, device=whole.device)
+            executor.communicator.all_gather(gathered, whole, chunk.layout, chunk.index)
+            whole = gathered
+        return torch.as_strided(whole, managed.shape, managed.stride, managed.offset).clone()
+

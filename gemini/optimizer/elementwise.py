@@ -1,0 +1,130 @@
+"""How one run of elements is updated: by our Adam, or by a torch optimizer that works element by element.
+
+A run is a piece of a flat shard whose parameters share group, step count and scalars. Elementwise optimizers give
+equal bits on a run and on the parameters it consists of, so one call serves hundreds of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.errors import UnsupportedError
+from optim import HybridAdam, adam_update_, hyperparameters
+
+TESTED: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers whose updates on flat runs are tested to equal those on separate parameters."""
+
+
+@dataclass
+class RunState:
+    """What an optimizer keeps for a run: `flat` views into the chunk's state, and scalars that all elements share."""
+
+    flat: dict[str, Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    is_new: bool = True
+
+
+class ElementwiseUpdate(Protocol):
+    """Updates runs."""
+
+    def flat_names(self) -> tuple[str, ...]:
+        """Per-element states that exist before the first update."""
+        ...
+
+    def update(
+        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], clip: float
+    ) -> dict[str, Tensor]:
+        """Step `param` (fp32 or fp64, 1-D) in place; returns per-element states that are not views of `state.flat`."""
+        ...
+
+
+class AdamUpdate:
+    """The written Adam of `optim.reference`."""
+
+    def flat_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def update(
+        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], clip: float
+    ) -> dict[str, Tensor]:
+        if param.dtype is not torch.float32:
+            raise UnsupportedError(f"HybridAdam updates fp32 weights; this model has {param.dtype} ones: use AdamW")
+        step = int(state.scalars.get("step", 0)) + 1
+        flat = state.flat
+        adam_update_(
+            param, grad, flat["exp_avg"], flat["exp_avg_sq"], step=step, clip=clip, **hyperparameters(group)
+        )
+        state.scalars["step"] = step
+        return {}
+
+
+class TorchUpdate:
+    """A `torch.optim` optimizer that is lent one run at a time as its only parameter."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._worker = type(optimizer)([torch.zeros(1)], **optimizer.defaults)
+
+    def flat_names(self) -> tuple[str, ...]:
+        return ()
+
+    def update(
+        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], clip: float
+    ) -> dict[str, Tensor]:
+        grad = grad.to(param.dtype)
+        if clip != 1.0:
+            grad = grad * torch.tensor(clip, dtype=param.dtype, device=param.device)
+        lent = param.detach()
+        lent.grad = grad
+        worker = self._worker
+        settings = {name: value for name, value in group.items() if name != "params"}
+        settings |= {name: False for name in ("foreach", "fused") if name in settings}
+        worker.param_groups[0].clear()
+        worker.param_groups[0].update(settings, params=[lent])
+        worker.state.clear()
+        if not state.is_new:
+            scalars = {name: _copy(value) for name, value in state.scalars.items()}
+            worker.state[lent] = {**state.flat, **scalars}
+        worker.step()
+        replaced: dict[str, Tensor] = {}
+        for name, value in worker.state.get(lent, {}).items():
+            if isinstance(value, Tensor) and value.shape == param.shape and value.dim() == 1:
+                if name not in state.flat or state.flat[name].data_ptr() != value.data_ptr():
+                    replaced[name] = value
+            else:
+                state.scalars[name] = _copy(value)
+        worker.state.clear()
+        return replaced
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def resolve_update(optimizer: torch.optim.Optimizer, elementwise: bool) -> ElementwiseUpdate:
+    """The update of a user's optimizer. Raises UnsupportedError for one that is not known to be elementwise."""
+    if isinstance(optimizer, HybridAdam):
+        return AdamUpdate()
+    if type(optimizer) in TESTED or elementwise:
+        return TorchUpdate(optimizer)
+    names = ", ".join(["HybridAdam", "CPUAdam", *(kind.__name__ for kind in TESTED)])
+    raise UnsupportedError(
+        f"{type(optimizer).__name__} is not known to work element by element, which chunks need. Known: {names}. If "
+        "yours does, say elementwise=True"
+    )

@@ -1,0 +1,41 @@
+"""`state_hash`: one hash of everything that training has made, to compare runs bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """SHA-256, in hexadecimal, of all parameters and buffers, and of the optimizer's state if given.
+
+    Equal for a `ShardedModel` on any number of ranks and the plain module with the same bits; of an optimizer,
+    states and fp32 masters count, hyperparameters do not. Collective for a sharded model.
+    """
+    digest = hashlib.sha256()
+    _add(digest, "model", model.state_dict())
+    if optimizer is not None:
+        saved = optimizer.state_dict()
+        _add(digest, "state", saved["state"])
+        masters = saved.get("masters")
+        if masters:
+            _add(digest, "masters", masters)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            _add(digest, f"{name}.{key}", value[key])
+        return
+    digest.update(name.encode())
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    else:
+        digest.update(repr(value).encode())

@@ -1,0 +1,155 @@
+"""The optimizer's state as whole tensors, in torch.optim's format plus fp32 masters.
+
+{"state": {number: {"step": ..., "exp_avg": whole tensor, ...}}, "param_groups": [...], "masters": {number: tensor}}
+
+Numbers count parameters through the param groups, as torch does, so a plain optimizer's state dict loads here and
+this one's (without "masters") loads there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.executor.executor import Executor
+from gemini.model.released import link_of
+from gemini.model.weights import gather_optimizer_state
+from gemini.optimizer.chunk_state import ChunkOptimizerState
+from gemini.placement.demand import Kind
+
+
+def whole_optimizer_state(
+    executor: Executor, states: Mapping[int, ChunkOptimizerState], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Collective."""
+    executor.check_idle("optimizer.state_dict()")
+    executor.fetcher.write_back_all()
+    numbers = _numbers(groups)
+    state: dict[int, dict[str, Any]] = {}
+    masters: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for index, chunk_state in states.items():
+            chunk = chunk_state.chunk
+            known = [m for m in chunk.parameters if m.index in numbers]
+            names = executor.communicator.agree_on_names(sorted(chunk_state.flats))
+            wholes = {n: gather_optimizer_state(executor, chunk, _flat(chunk_state, n)) for n in names}
+            for managed in known:
+                scalars = chunk_state.scalars[chunk.parameters.index(managed)]
+                if scalars:
+                    entry: dict[str, Any] = {name: _scalar(name, value) for name, value in scalars.items()}
+                    entry |= {name: _view(whole, managed).clone() for name, whole in wholes.items()}
+                    state[numbers[managed.index]] = entry
+            master = executor.chunks[index].homes.get(Kind.MASTER)
+            if master is not None:
+                whole = gather_optimizer_state(executor, chunk, master.flat)
+                masters |= {numbers[managed.index]: _view(whole, managed).clone() for managed in known}
+    packed = [{k: v for k, v in group.items() if k != "params"} | {"params": _members(group, numbers)} for group in groups]
+    return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
+
+
+def load_optimizer_state(
+    executor: Executor,
+    states: Mapping[int, ChunkOptimizerState],
+    groups: list[dict[str, Any]],
+    saved: Mapping[str, Any],
+) -> None:
+    """Raises ValueError or KeyError before anything is changed."""
+    executor.check_idle("optimizer.load_state_dict()")
+    numbers = _numbers(groups)
+    by_number = {numbers[m.index]: (s, m) for s in states.values() for m in s.chunk.parameters if m.index in numbers}
+    _check(groups, saved, by_number)
+    for group, loaded in zip(groups, saved["param_groups"], strict=True):
+        group.update({name: value for name, value in loaded.items() if name != "params"})
+    with torch.no_grad():
+        for number, (chunk_state, managed) in by_number.items():
+            position = chunk_state.chunk.parameters.index(managed)
+            entry = saved["state"].get(number)
+            chunk_state.scalars[position] = {}
+            for flat in chunk_state.flats.values():
+                _write(chunk_state.chunk, managed, flat, None)
+            if entry is not None:
+                for name, value in entry.items():
+                    if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
+                        flat = chunk_state.flats.get(name)
+                        flat = chunk_state.take(name, executor.fetcher) if flat is None else flat
+                        _write(chunk_state.chunk, managed, flat, value)
+                    else:
+                        chunk_state.scalars[position][name] = _unscalar(name, value, chunk_state)
+            master = chunk_state.chunk.homes.get(Kind.MASTER)
+            if master is not None and number in saved.get("masters", {}):
+                _write(chunk_state.chunk, managed, master.flat, saved["masters"][number])
+
+
+def _check(
+    groups: list[dict[str, Any]], saved: Mapping[str, Any], known: Mapping[int, tuple[ChunkOptimizerState, ManagedParameter]]
+) -> None:
+    for key in ("state", "param_groups"):
+        if key not in saved:
+            raise ValueError(f"this is not an optimizer state dict: it has no {key!r} (found {sorted(map(str, saved))})")
+    sizes, loaded = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved["param_groups"]]
+    if sizes != loaded:
+        raise ValueError(f"the state dict has param groups of {loaded} parameters, this optimizer of {sizes}")
+    for part in ("state", "masters"):
+        for number, entry in saved.get(part, {}).items():
+            if number not in known:
+                raise ValueError(f"{part} of parameter {number}: this optimizer has no such trainable parameter")
+            managed = known[number][1]
+            tensors = entry.items() if part == "state" else [("master", entry)]
+            for name, value in tensors:
+                if isinstance(value, Tensor) and value.dim() and value.shape != managed.shape:
+                    raise ValueError(
+                        f"{name} of parameter {number} ({managed.name}) has shape {tuple(value.shape)}, expected "
+                        f"{tuple(managed.shape)}"
+                    )
+
+
+def _numbers(groups: list[dict[str, Any]]) -> dict[int, int]:
+    """Parameter index in the model -> its number in torch's state dict."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return {link.managed.index: n for n, p in enumerate(parameters) if (link := link_of(p)) is not None}
+
+
+def _members(group: dict[str, Any], numbers: dict[int, int]) -> list[int]:
+    return [numbers[link.managed.index] for p in group["params"] if (link := link_of(p)) is not None]
+
+
+def _flat(state: ChunkOptimizerState, name: str) -> Tensor:
+    """The rank's part of a state; zeros if only other ranks have it so far."""
+    flat = state.flats.get(name)
+    return torch.zeros(state.chunk.optim_numel, dtype=state.dtype) if flat is None else flat
+
+
+def _view(whole: Tensor, managed: ManagedParameter) -> Tensor:
+    return torch.as_strided(whole, managed.shape, managed.stride, managed.offset)
+
+
+def _write(chunk: Chunk, managed: ManagedParameter, flat: Tensor, value: Tensor | None) -> None:
+    """flat's elements of `managed` <- `value` (None: zeros)."""
+    if value is not None:
+        value = torch.empty_strided(managed.shape, managed.stride, dtype=flat.dtype).copy_(value)
+        value = torch.as_strided(value, (managed.numel,), (1,))
+    for piece in chunk.optim_pieces(managed):
+        target = flat[piece.shard_start : piece.shard_start + piece.numel]
+        if value is None:
+            target.zero_()
+        else:
+            start = piece.payload_start - managed.offset
+            target.copy_(value[start : start + piece.numel])
+
+
+def _scalar(name: str, value: Any) -> Any:
+    """`step` as torch writes it: a 0-dim fp32 tensor."""
+    if name == "step" and not isinstance(value, Tensor):
+        return torch.tensor(float(value), dtype=torch.float32)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _unscalar(name: str, value: Any, state: ChunkOptimizerState) -> Any:
+    """As this optimizer's update keeps it: a count where that is a number here, else as given."""
+    if name == "step" and state.counts_steps:
+        return int(value)
+    return value.clone() if isinstance(value, Tensor) else value

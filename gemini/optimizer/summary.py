@@ -1,0 +1,93 @@
+"""The step's one all-reduce: gradient norm, non-finite gradients, and which parameters have a gradient at all.
+
+Everything is integers, so their sum has no order: the norm's limbs (`optim.norm`), and per parameter one word whose
+low half counts the ranks that have a gradient for it and whose high half those that found a non-finite element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk
+from gemini.executor.executor import Executor
+from gemini.executor.gradient_store import ChunkGradient
+from optim import accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
+from sharding import Piece
+
+_NON_FINITE = 1 << 32
+
+
+@dataclass(frozen=True)
+class GradientSummary:
+    """Equal on all ranks."""
+
+    norm: float  # inf or NaN where a gradient is not finite
+    has_gradient: tuple[bool, ...]  # by parameter index
+    non_finite: int | None  # index of the first parameter with a non-finite gradient
+
+
+def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: int, norm_type: float) -> GradientSummary:
+    """Look at all reduced gradients once. Collective."""
+    words = torch.zeros(num_parameters, dtype=torch.int64)
+    limbs = zero_norm_limbs()
+    largest = torch.zeros((), dtype=torch.float64)
+    for chunk in trainable:
+        gradient = executor.gradients.store.gradients[chunk.index]
+        for managed, got in zip(chunk.parameters, gradient.got, strict=True):
+            words[managed.index] += got
+        if not gradient.merged:
+            continue
+        flat = gradient.reduced()
+        its_limbs = limbs if flat.device == limbs.device else zero_norm_limbs(flat.device)
+        for piece in _counted(chunk, gradient):
+            part = flat[piece.shard_start : piece.shard_start + piece.numel]
+            first = int(accumulate_sum_of_squares_(its_limbs, part))
+            if first >= 0:
+                words[_parameter_at(chunk, piece, first)] += _NON_FINITE
+            if norm_type != 2.0:
+                largest = torch.maximum(largest, max_abs(part).to("cpu", torch.float64))
+        if its_limbs is not limbs:
+            limbs += its_limbs.cpu()
+    both = torch.cat([limbs, words]).to(executor.gradients.device)
+    executor.communicator.all_reduce_sum_(both, "gradient summary")
+    both = both.cpu()
+    limbs, words = both[: limbs.numel()], both[limbs.numel() :]
+    if norm_type != 2.0:
+        largest = largest.to(executor.gradients.device)
+        executor.communicator.all_reduce_max_(largest, "largest gradient")
+    counts: list[int] = words.tolist()
+    bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
+    norm = norm_from_limbs(limbs) if norm_type == 2.0 else float(largest)
+    return GradientSummary(norm, tuple(word & (_NON_FINITE - 1) > 0 for word in counts), bad[0] if bad else None)
+
+
+def _counted(chunk: Chunk, gradient: ChunkGradient) -> list[Piece]:
+    """The parts of the reduced gradient that this rank adds to the norm; `shard_start` counts in `reduced()`."""
+    if chunk.layout.world_size > 1:
+        if chunk.optim_layout.world_size > 1:
+            return [Piece(piece.payload_start, piece.shard_start, piece.numel) for piece in chunk.layout.slices(chunk.rank)]
+        return [Piece(p.payload_start, p.payload_start, p.numel) for p in chunk.layout.slices(chunk.rank)]
+    if all(gradient.got):
+        return [Piece(0, 0, chunk.optim_numel)]
+    return [  # the others' elements are what an earlier step left there
+        piece
+        for managed, got in zip(chunk.parameters, gradient.got, strict=True)
+        if got
+        for piece in chunk.optim_pieces(managed)
+    ]
+
+
+def _parameter_at(chunk: Chunk, piece: Piece, element: int) -> int:
+    """Index of the parameter that element `element` of `piece` belongs to."""
+    at = piece.payload_start + element
+    owner = max((m for m in chunk.parameters if m.offset <= at and m.numel), key=lambda m: m.offset)
+    return owner.index
+
+
+def norm_tensor(norm: float, device: torch.device) -> Tensor:
+    """The norm as users get it: 0-dim fp32."""
+    return torch.tensor(norm, dtype=torch.float32, device=device)

@@ -1,0 +1,73 @@
+"""What a model asks of memory, in numbers: the input of every placement policy. No tensor, no device, no rank."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """A kind of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Kind(StrEnum):
+    """A chunk's states, each with a home of its own."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    MASTER = "master"
+    OPTIM = "optim"  # everything that the optimizer keeps per element (exp_avg, exp_avg_sq, ...)
+
+
+@dataclass(frozen=True)
+class ChunkDemand:
+    """One chunk's bytes on this rank."""
+
+    payload_bytes: int  # full content on the device: a slot's worth
+    home_bytes: dict[Kind, int]  # bytes at rest on this rank; a missing kind needs none
+    oversize: bool  # needs a slot of the second size
+    needs_slot: bool  # even with its parameters at home on the device, using it takes a slot (shards)
+    needs_gradient_slot: bool  # likewise for its gradient
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The whole model's, chunks in order of first use."""
+
+    chunks: tuple[ChunkDemand, ...]
+    slot_bytes: tuple[int, int]  # regular, oversize (0: none)
+    min_slots: tuple[int, int]
+    gradient_slot_bytes: tuple[int, int]
+    min_gradient_slots: tuple[int, int]
+    scratch_bytes: int  # receive buffers of collectives
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every state's home, and how many slots of each size there are."""
+
+    homes: tuple[dict[Kind, Tier], ...]
+    num_slots: tuple[int, int]
+    num_gradient_slots: tuple[int, int]
+
+    def device_bytes(self, demand: Demand) -> int:
+        """Model data that this placement puts on the device, slots and scratch included."""
+        at_home = sum(
+            num_bytes
+            for chunk, homes in zip(demand.chunks, self.homes, strict=True)
+            for kind, num_bytes in chunk.home_bytes.items()
+            if homes[kind] is Tier.DEVICE
+        )
+        slots = sum(n * b for n, b in zip(self.num_slots, demand.slot_bytes, strict=True))
+        gradient = sum(n * b for n, b in zip(self.num_gradient_slots, demand.gradient_slot_bytes, strict=True))
+        return at_home + slots + gradient + demand.scratch_bytes
+
+    def host_bytes(self, demand: Demand) -> int:
+        """Bytes at rest in host memory."""
+        return sum(
+            num_bytes
+            for chunk, homes in zip(demand.chunks, self.homes, strict=True)
+            for kind, num_bytes in chunk.home_bytes.items()
+            if homes[kind] is Tier.HOST
+        )

@@ -1,0 +1,197 @@
+"""`HybridAdam` and `CPUAdam`: Adam and AdamW as ordinary optimizers, in the order of `optim.reference`.
+
+The state of a parameter has torch's format (`step`, `exp_avg`, `exp_avg_sq`), so state dicts go to and come
+from `torch.optim.AdamW` and `Adam`. Moments are fp32 always. A bf16 or fp16 parameter has one state more,
+its fp32 `master`: taken from the parameter as it is at its first update, updated, then rounded into the
+parameter (see `optim.master`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from optim.hyperparameters import AdamHyperparameters, hyperparameters, refuse_unknown_arguments
+from optim.master import HALF_DTYPES, absorb_edits_, round_master_
+from optim.reference import adam_update_
+
+FP32_STATES = ("exp_avg", "exp_avg_sq", "master")
+ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "adamw_mode", "bias_correction", "maximize")
+
+
+class HybridAdam(Optimizer):
+    """Adam on flat memory, for parameters on any device.
+
+    `adamw_mode=True` decouples the weight decay (AdamW), `False` adds it to the gradient (Adam with L2). A
+    parameter without a gradient does not move and its step count does not advance. `step` raises before it
+    moves anything if one parameter's gradient is sparse or its dtype is not fp32, bf16 or fp16.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        **unknown: object,
+    ) -> None:
+        refuse_unknown_arguments(type(self).__name__, unknown, ARGUMENTS)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+            "bias_correction": bias_correction,
+            "maximize": maximize,
+        }
+        hyperparameters(defaults)
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def hyperparameters(group: dict[str, Any]) -> AdamHyperparameters:
+        """Keyword arguments of `adam_update_` from a param group, checked; a snapshot."""
+        return hyperparameters(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch; a hyperparameter that may not be is a ValueError."""
+        hyperparameters({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plan = [
+            (parameter, arguments)
+            for group in self.param_groups
+            for arguments in (hyperparameters(group),)
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for parameter, _ in plan:
+            self._check(parameter)
+        for parameter, arguments in plan:
+            self._update(parameter, arguments)
+        return loss
+
+    def _check(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients, "
+                f"found one of a parameter of shape {tuple(parameter.shape)}"
+            )
+        if parameter.dtype != torch.float32 and parameter.dtype not in HALF_DTYPES:
+            raise ValueError(
+                f"{type(self).__name__} updates fp32, bf16 and fp16 parameters, "
+                f"found {parameter.dtype} of shape {tuple(parameter.shape)}"
+            )
+
+    def _update(self, parameter: Tensor, arguments: AdamHyperparameters) -> None:
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        half = parameter.dtype in HALF_DTYPES
+        weight = _flat(parameter)
+        target = weight
+        if half:
+            if "master" not in state:
+                state["master"] = weight.float().view(parameter.shape)
+            target = _flat(state["master"])
+            absorb_edits_(target, weight)
+        assert parameter.grad is not None
+        exp_avg, exp_avg_sq = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
+        step = int(state["step"]) + 1
+        adam_update_(target, _flat(parameter.grad), exp_avg, exp_avg_sq, step=step, **arguments)
+        if half:
+            round_master_(weight, target)
+            _write_back(state["master"], target)
+        _write_back(parameter, weight)
+        _write_back(state["exp_avg"], exp_avg)
+        _write_back(state["exp_avg_sq"], exp_avg_sq)
+        state["step"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.AdamW`'s; `decoupled_weight_decay` tells `torch.optim.Adam` which one this was."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["decoupled_weight_decay"] = group["adamw_mode"]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch, but fp32 states stay fp32 beside half-precision parameters.
+
+        Takes state dicts of `torch.optim.AdamW` and `Adam`; `amsgrad` is a ValueError.
+        """
+        given: dict[str, Any] = {}
+        # Registered last, so it sees what the user's own hooks made of the state dict.
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: given.update(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        # torch has cast every state to its parameter's dtype: take the fp32 ones again from the source.
+        for saved_group, group in zip(given["param_groups"], self.param_groups):
+            for index, parameter in zip(saved_group["params"], group["params"]):
+                if index in given["state"]:
+                    self._restore_state(parameter, given["state"][index])
+
+    def _restore_state(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "step" in saved:
+            step = saved["step"]
+            state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        for name in FP32_STATES:
+            if name in saved:
+                state[name] = saved[name].detach().to(parameter.device, torch.float32, copy=True)
+        if parameter.dtype not in HALF_DTYPES:
+            state.pop("master", None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        defaults = state.get("defaults") or self.defaults
+        for group in state["param_groups"]:
+            decoupled = group.pop("decoupled_weight_decay", defaults["adamw_mode"])
+            group.setdefault("adamw_mode", decoupled)
+            for name, value in defaults.items():
+                group.setdefault(name, value)
+            if group.get("amsgrad"):
+                raise ValueError(
+                    "amsgrad must be False, found True: the maximum of past second moments is not kept"
+                )
+            hyperparameters(group)
+        super().__setstate__(state)
+
+
+class CPUAdam(HybridAdam):
+    """`HybridAdam` that only updates parameters in host memory; `step` raises for any other."""
+
+    def _check(self, parameter: Tensor) -> None:
+        super()._check(parameter)
+        if parameter.device.type != "cpu":
+            raise ValueError(
+                f"CPUAdam updates parameters on the CPU, found one of shape {tuple(parameter.shape)} "
+                f"on {parameter.device}; use HybridAdam"
+            )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """(numel,) contiguous: a view of a contiguous tensor, else a copy, which `_write_back` returns."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _write_back(tensor: Tensor, flat: Tensor) -> None:
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))

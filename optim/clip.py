@@ -1,0 +1,108 @@
+"""Gradient clipping by the exact, order-independent global norm, for plain models.
+
+Same call and same formula as `torch.nn.utils.clip_grad_norm_`, but the norm is that of `optim.norm`: it
+does not depend on how gradients are cut up or in which order they are added, so a sharded run can reproduce
+it bit for bit.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from optim.norm import (
+    add_tile_sums_,
+    first_nonfinite,
+    max_abs,
+    norm_from_limbs,
+    tile_sums,
+    zero_norm_limbs,
+)
+from optim.reference import GRAD_DTYPES
+from optim.scalars import round_to_float32
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / (norm + 1e-6)), in fp64, rounded once to fp32; NaN for a NaN norm, as in torch."""
+    if not max_norm >= 0.0:
+        raise ValueError(f"max_norm must be a number >= 0, found {max_norm}")
+    quotient = max_norm / (norm + 1e-6)
+    return 1.0 if quotient >= 1.0 else round_to_float32(quotient)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients in place so that their norm is at most `max_norm`; returns the norm as it was.
+
+    The norm is 0-dim fp32; `norm_type` is 2 or infinity. Parameters without a gradient are passed over, but
+    if none has one that is a RuntimeError. With `error_if_nonfinite`, a norm that is not finite raises
+    before any gradient changes.
+    """
+    norm_type = float(norm_type)
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"norm_type must be 2 or inf, found {norm_type}")
+    clip_coefficient(0.0, max_norm)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    # A parameter given twice is still one parameter: scaled once, counted once.
+    holders = list(dict.fromkeys(parameters))
+    gradients = [p.grad.detach() for p in holders if p.grad is not None]
+    if not gradients:
+        raise RuntimeError(
+            f"none of the {len(parameters)} parameters has a gradient, so there is nothing to clip. "
+            "torch returns 0 here, which hides a missing backward() or an early zero_grad()"
+        )
+    _check(gradients)
+    with torch.no_grad():
+        norm = _global_norm(gradients) if norm_type == 2.0 else _infinity_norm(gradients)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the gradient norm is {norm}, so it cannot be clipped: {_culprit(holders)}")
+        coefficient = clip_coefficient(norm, float(max_norm))
+        for gradient in gradients:
+            gradient.mul_(coefficient)
+    return torch.tensor(norm, dtype=torch.float32, device=gradients[0].device)
+
+
+def _check(gradients: list[Tensor]) -> None:
+    for gradient in gradients:
+        if gradient.layout != torch.strided or gradient.dtype not in GRAD_DTYPES:
+            raise ValueError(
+                f"gradients must be dense fp32, bf16 or fp16, found {gradient.layout} {gradient.dtype} "
+                f"of shape {tuple(gradient.shape)}"
+            )
+
+
+def _global_norm(gradients: list[Tensor]) -> float:
+    sums: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        sums.setdefault(gradient.device, []).append(tile_sums(gradient.contiguous().view(-1)))
+    limbs = zero_norm_limbs()
+    for device, parts in sums.items():
+        local = zero_norm_limbs(device)
+        add_tile_sums_(local, torch.cat(parts))
+        limbs += local.to(limbs.device)
+    return norm_from_limbs(limbs)
+
+
+def _infinity_norm(gradients: list[Tensor]) -> float:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(max_abs(gradient.contiguous().view(-1)))
+    # Python's max would drop a NaN; torch's keeps it.
+    return float(torch.stack([torch.stack(parts).max().cpu() for parts in by_device.values()]).max())
+
+
+def _culprit(parameters: list[Tensor]) -> str:
+    for position, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            continue
+        flat = parameter.grad.contiguous().view(-1)
+        index = int(first_nonfinite(flat, tile_sums(flat)))
+        if index >= 0:
+            found = f"{float(flat[index])} at flat index {index}"
+            return f"parameter {position} of shape {tuple(parameter.shape)} has {found}"
+    return "all gradients are finite, but their norm overflows"

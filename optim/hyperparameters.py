@@ -1,0 +1,87 @@
+"""Adam's hyperparameters: what each may be, and what is said when one is not.
+
+Checked where they come in (constructor, `add_param_group`, `load_state_dict`) and again at every step, since
+schedulers and users write into param groups. A learning rate may be a one-element tensor, as in torch.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+
+class AdamHyperparameters(TypedDict):
+    """The keyword arguments of `adam_update_` that a param group fixes."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    adamw_mode: bool
+    bias_correction: bool
+    maximize: bool
+
+
+def hyperparameters(group: Mapping[str, Any]) -> AdamHyperparameters:
+    """Keyword arguments of `adam_update_` from a param group, checked: plain numbers, so a snapshot."""
+    beta1, beta2 = _pair(group["betas"])
+    return AdamHyperparameters(
+        lr=_number("lr", group["lr"]),
+        betas=(_fraction("betas[0]", beta1), _fraction("betas[1]", beta2)),
+        eps=_number("eps", group["eps"]),
+        weight_decay=_number("weight_decay", group["weight_decay"]),
+        adamw_mode=_flag("adamw_mode", group["adamw_mode"]),
+        bias_correction=_flag("bias_correction", group["bias_correction"]),
+        maximize=_flag("maximize", group["maximize"]),
+    )
+
+
+def refuse_unknown_arguments(owner: str, unknown: Iterable[str], valid: Iterable[str]) -> None:
+    """Raise a TypeError that names the first unknown argument and the valid name nearest to it."""
+    valid = list(valid)
+    for name in unknown:
+        nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+        raise TypeError(
+            f"{owner}() has no argument {name!r}; the nearest valid name is {nearest[0]!r} "
+            f"(valid: {', '.join(valid)})"
+        )
+
+
+def _number(name: str, value: object) -> float:
+    number = _real(value)
+    if number is None or not 0.0 <= number < math.inf:
+        raise ValueError(f"{name} must be a finite number >= 0, found {value!r}")
+    return number
+
+
+def _fraction(name: str, value: object) -> float:
+    number = _real(value)
+    if number is None or not 0.0 <= number < 1.0:
+        raise ValueError(f"{name} must be a number with 0 <= {name} < 1, found {value!r}")
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, found {value!r}")
+    return value
+
+
+def _pair(value: object) -> tuple[object, object]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"betas must be a pair of numbers, found {value!r}")
+    return value[0], value[1]
+
+
+def _real(value: object) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
+    # float() takes NumPy's scalars and the like; strings it would take too are not numbers.
+    if isinstance(value, (str, bytes, bool)):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None

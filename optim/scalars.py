@@ -1,0 +1,68 @@
+"""The host constants of one Adam update, computed in fp64 and rounded once to fp32.
+
+Every implementation of the written order (torch operations, C++, Triton) takes its constants from here, so
+that none of them rounds `lr / bc1` or `1 - beta` in a way of its own.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+
+def round_to_float32(value: float) -> float:
+    """Nearest fp32 value, as a Python float; overflow gives an infinity, as a cast in C does."""
+    return ctypes.c_float(value).value
+
+
+class AdamScalars(NamedTuple):
+    """Constants of one update; each is an fp32 value."""
+
+    grad_scale: float
+    """`inv_scale`, negated to maximise: the sign survives every later rounding, so it costs no operation."""
+    clip: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    root_bias2: float
+    """`sqrt(1 - beta2 ** step)`; 1 without bias correction."""
+    eps: float
+    step_size: float
+    """`lr / (1 - beta1 ** step)`; `lr` without bias correction."""
+    l2: float
+    """Weight decay that is added to the gradient (Adam); left out where 0, as in AdamW."""
+    decay: float
+    """`lr * weight_decay`, taken from the parameter (AdamW); left out where 0, as in Adam."""
+
+
+def adam_scalars(
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adamw_mode: bool = True,
+    bias_correction: bool = True,
+    maximize: bool = False,
+    inv_scale: float = 1.0,
+    clip: float = 1.0,
+) -> AdamScalars:
+    """Constants of update number `step`, which counts from 1."""
+    if step < 1:
+        raise ValueError(f"step counts updates from 1, found {step}")
+    beta1, beta2 = betas
+    bias1 = 1.0 - beta1**step if bias_correction else 1.0
+    bias2 = 1.0 - beta2**step if bias_correction else 1.0
+    return AdamScalars(
+        grad_scale=round_to_float32(-inv_scale if maximize else inv_scale),
+        clip=round_to_float32(clip),
+        beta1=round_to_float32(beta1),
+        one_minus_beta1=round_to_float32(1.0 - beta1),
+        beta2=round_to_float32(beta2),
+        one_minus_beta2=round_to_float32(1.0 - beta2),
+        root_bias2=round_to_float32(bias2**0.5),
+        eps=round_to_float32(eps),
+        step_size=round_to_float32(lr / bias1),
+        l2=0.0 if adamw_mode else round_to_float32(weight_decay),
+        decay=round_to_float32(lr * weight_decay) if adamw_mode else 0.0,
+    )

@@ -1,0 +1,42 @@
+"""Buffers that elementwise work on tiles reuses, so that a step on the CPU allocates nothing once it is warm.
+
+A tile is small enough that its scratch stays in cache. Buffers belong to a thread: two threads may update
+two chunks at once. On other devices every call takes new buffers from the caching allocator, because a
+buffer that outlives its call could be written from one stream while another still reads it.
+"""
+
+import threading
+
+import torch
+from torch import Tensor
+
+CPU_TILE_NUMEL_PER_THREAD = 2**17
+DEVICE_TILE_NUMEL = 2**24
+
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.by_use: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_buffers = _Buffers()
+
+
+def tile_numel(device: torch.device) -> int:
+    """Elements a tile has on `device`; on the CPU a multiple of the threads that share its work."""
+    if device.type == "cpu":
+        return CPU_TILE_NUMEL_PER_THREAD * torch.get_num_threads()
+    return DEVICE_TILE_NUMEL
+
+
+def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised buffer (numel,), overwritten by whoever asks next for `name` on this thread."""
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
+    key = (name, dtype)
+    buffer = _buffers.by_use.get(key)
+    if buffer is None or buffer.numel() < numel:
+        # A buffer made in inference mode could never be written outside it.
+        with torch.inference_mode(False):
+            buffer = _buffers.by_use[key] = torch.empty(numel, dtype=dtype, device=device)
+    return buffer[:numel]

@@ -1,0 +1,42 @@
+"""How tensors are divided over ranks.
+
+A strategy says what a unit is, a layout where each rank's part of the units lies; the collectives turn shards
+into payloads and payloads into shards, and a tag says which payload a collective is about. Nothing here knows
+chunks, tiers or optimizers. Reading order: strategy, layout, tag, collectives.
+"""
+
+from .collectives import Collectives, Scratch
+from .layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, round_up
+from .strategy import (
+    BucketTensorShardStrategy,
+    ChunkShardStrategy,
+    ParameterSpec,
+    ShardStrategy,
+    TensorShardStrategy,
+    check_units,
+    resolve_strategy,
+)
+from .tag import TAG_WORDS, Tag, TagMismatch
+
+__all__ = [
+    # public: what a user chooses or subclasses
+    "ShardStrategy",
+    "TensorShardStrategy",
+    "BucketTensorShardStrategy",
+    "ChunkShardStrategy",
+    "ParameterSpec",
+    # for gemini
+    "ALIGNMENT",
+    "Collectives",
+    "Piece",
+    "Scratch",
+    "ShardLayout",
+    "TAG_WORDS",
+    "Tag",
+    "TagMismatch",
+    "Unit",
+    "check_units",
+    "lay_out_unit",
+    "resolve_strategy",
+    "round_up",
+]

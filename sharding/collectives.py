@@ -1,0 +1,252 @@
+"""The collectives of one process group, on shards and payloads.
+
+The only file that knows torch's names for them. `all_gather` turns shards into a payload in place, all units
+in one launch. `reduce_scatter` exchanges slices (`all_to_all_single`) and adds them in rank order, on every
+backend, so that the sum has the same bits for any layout and any number of ranks; where it was measured
+(gloo) it is also the faster way. Both carry every rank's `Tag` and compare them before a result is used. With
+one rank nothing is launched.
+
+Every method returns when its result can be used. On CPU that is when the data has arrived, and the tags are
+compared at no cost; on CUDA, comparing them makes the host wait for the stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .layout import ShardLayout
+from .tag import TAG_WORDS, Tag, TagMismatch
+
+Scratch = Callable[[int, torch.dtype], Tensor]
+"""(numel, dtype) -> a flat tensor of that many elements, on the payload's device, content irrelevant."""
+
+SUM_TILE_NUMEL = 1 << 18
+"""Elements added at a time: its buffer stays small; less is slower, more is not faster."""
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()
+
+
+class Collectives:
+    """The collectives of one group; `group=None` is one rank without torch.distributed, not the default one.
+
+    Not thread-safe: calls are made in one order, which is the same on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
+        self.wait: Callable[[dist.Work], None] = _wait  # replaced by a watched wait where ranks may be lost
+        self.bytes_sent = 0  # by this rank, from the sizes handed to torch; tags are not counted
+        self.calls: Counter[str] = Counter()  # launches by kind; the tag beside an exchange is not one
+        self._tags: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        # (outputs, inputs) -> Work; the second name is torch 2.11's, deprecated later
+        self._gather: Any = getattr(group, "all_gather_single_coalesced", None) or getattr(
+            group, "allgather_into_tensor_coalesced", None
+        )
+
+    def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, tag: Tag) -> None:
+        """Fill the payload from every rank's shard.
+
+        payload: 1-D, at least `layout.numel` elements. shard: `(layout.shard_numel,)` in the payload's dtype;
+        None where this rank's slices already lie in the payload at their place.
+        Raises `TagMismatch` on every rank; the payload is then garbage.
+        """
+        self._check_payload(payload, layout)
+        if shard is not None:
+            _check_flat("shard", shard, layout.shard_numel)
+            if shard.dtype != payload.dtype:
+                raise ValueError(f"shard is {shard.dtype}, payload is {payload.dtype}")
+        if self.world_size == 1:
+            if shard is not None:
+                payload[: layout.numel].copy_(shard)
+            return
+        # a coalesced NCCL launch takes one dtype only, so the tag travels as elements of the payload's
+        own, every = self._tag_buffers(payload.device, tag)
+        inputs, outputs = [own.view(payload.dtype)], [every.view(payload.dtype)]
+        for piece, unit in zip(layout.slices(self.rank), layout.units):
+            if unit.numel == 0:
+                continue
+            source, start = (payload, piece.payload_start) if shard is None else (shard, piece.shard_start)
+            inputs.append(source[start : start + piece.numel])
+            outputs.append(payload[unit.start : unit.start + unit.numel])
+        self._count("all_gather", layout.numel * payload.itemsize)
+        self.wait(self._gather(outputs, inputs))
+        self._verify(every, tag)
+
+    def reduce_scatter(
+        self,
+        payload: Tensor,
+        layout: ShardLayout,
+        out: Tensor,
+        tag: Tag,
+        *,
+        mean: bool = True,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """Put this rank's shard of the sum, or mean, over all ranks' payloads into `out`.
+
+        Added in rank order, in fp32 for 16-bit payloads and in the payload's own dtype otherwise, divided by
+        the world size after the sum, rounded once into `out`'s dtype.
+        out: `(layout.shard_numel,)`, any float dtype; may be this rank's slice of the payload, of which
+        nothing else is changed. scratch is asked for buffers that must not overlap each other: `layout.numel`
+        elements of the payload's dtype, the same again if there are several units, and, if `out` has another
+        dtype than the sum, min(`shard_numel`, `SUM_TILE_NUMEL`) of the sum's. Default: they are allocated.
+        Raises `TagMismatch` on every rank, with `out` untouched.
+        """
+        self._check_payload(payload, layout)
+        _check_flat("out", out, layout.shard_numel)
+        if not (payload.is_floating_point() and out.is_floating_point()):
+            raise ValueError(f"reduce_scatter needs float tensors, got {payload.dtype} into {out.dtype}")
+        if self.world_size == 1:
+            out.copy_(payload[: layout.numel])
+            return
+        if scratch is None:
+
+            def scratch(numel: int, dtype: torch.dtype) -> Tensor:
+                return torch.empty(numel, dtype=dtype, device=payload.device)
+
+        own, every = self._tag_buffers(payload.device, tag)
+        ranked = self._rank_major(payload, layout, scratch)
+        received = scratch(layout.numel, payload.dtype)
+        self._count("reduce_scatter", layout.numel * payload.itemsize)
+        # Both in flight at once, the large one first: cheaper than the tag first. One launch would need every
+        # slice copied next to its tag, which from a few MiB on costs more than it saves.
+        slices = dist.all_to_all_single(received, ranked, group=self.group, async_op=True)
+        tags = self._gather([every], [own])
+        self.wait(slices)
+        self.wait(tags)
+        self._verify(every, tag)
+        rows = received.view(self.world_size, layout.shard_numel)
+        _sum_rows(rows, out, self.world_size if mean else 1, scratch)
+
+    def all_reduce_sum_(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place. The order of a float sum is the backend's: use it for integers."""
+        self._all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def all_reduce_max_(self, tensor: Tensor) -> None:
+        """Largest value over ranks, in place."""
+        self._all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def all_reduce_min_(self, tensor: Tensor) -> None:
+        """Smallest value over ranks, in place."""
+        self._all_reduce(tensor, dist.ReduceOp.MIN)
+
+    def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
+        """Overwrite the tensor with that of rank `src` of the group. Its bytes are counted once, on `src`."""
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"src {src} is not one of {self.world_size} ranks")
+        if self.world_size == 1:
+            return
+        self.calls["broadcast"] += 1
+        self.bytes_sent += tensor.nbytes if self.rank == src else 0
+        self.wait(dist.broadcast(tensor, group=self.group, group_src=src, async_op=True))
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order; lengths may differ. On CPU tensors, and nothing is unpickled."""
+        if self.world_size == 1:
+            return [data]
+        lengths = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
+        self._gather_flat(lengths, torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        sizes: list[int] = lengths.tolist()
+        width = max(sizes)
+        if width == 0:
+            return [b""] * self.world_size
+        everything = bytearray(width * self.world_size)
+        self._gather_flat(
+            torch.frombuffer(everything, dtype=torch.uint8),
+            torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8),
+        )
+        return [bytes(everything[rank * width : rank * width + size]) for rank, size in enumerate(sizes)]
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        if self.world_size == 1:
+            return
+        self.calls["barrier"] += 1
+        self.wait(dist.barrier(group=self.group, async_op=True))
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        if self.world_size == 1:
+            return
+        self._count("all_reduce", 2 * tensor.nbytes)
+        self.wait(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
+
+    def _gather_flat(self, every: Tensor, own: Tensor) -> None:
+        self._count("all_gather_bytes", every.nbytes)
+        self.wait(self._gather([every], [own]))
+
+    def _rank_major(self, payload: Tensor, layout: ShardLayout, scratch: Scratch) -> Tensor:
+        """The payload as [shard of rank 0 | shard of rank 1 | ...]: itself if it is one unit, else a copy."""
+        units = [(unit, piece) for unit, piece in zip(layout.units, layout.slices(0)) if unit.numel]
+        if len(units) <= 1:
+            return payload[: layout.numel]
+        packed = scratch(layout.numel, payload.dtype)
+        rows = packed.view(self.world_size, layout.shard_numel)
+        for unit, piece in units:
+            region = payload[unit.start : unit.start + unit.numel].view(self.world_size, -1)
+            rows[:, piece.shard_start : piece.shard_start + piece.numel].copy_(region)
+        return packed
+
+    def _tag_buffers(self, device: torch.device, tag: Tag) -> tuple[Tensor, Tensor]:
+        """(this rank's tag, room for every rank's): int64 on `device`, made once."""
+        if device not in self._tags:
+            # a buffer made inside inference mode could not be written outside it
+            with torch.inference_mode(False):
+                own = torch.empty(TAG_WORDS, dtype=torch.int64, device=device)
+                every = torch.empty(self.world_size * TAG_WORDS, dtype=torch.int64, device=device)
+            self._tags[device] = own, every
+        own, every = self._tags[device]
+        own[0], own[1] = tag.pack()
+        return own, every
+
+    def _verify(self, every: Tensor, tag: Tag) -> None:
+        words: list[int] = every.tolist()
+        if words != list(tag.pack()) * self.world_size:
+            rows = (words[start : start + TAG_WORDS] for start in range(0, len(words), TAG_WORDS))
+            raise TagMismatch(self.rank, tag, {rank: Tag.unpack(row) for rank, row in enumerate(rows)})
+
+    def _count(self, kind: str, total_bytes: int) -> None:
+        self.calls[kind] += 1
+        self.bytes_sent += total_bytes * (self.world_size - 1) // self.world_size
+
+    def _check_payload(self, payload: Tensor, layout: ShardLayout) -> None:
+        if layout.world_size != self.world_size:
+            raise ValueError(f"the layout is for {layout.world_size} ranks, the group has {self.world_size}")
+        if payload.dim() != 1 or not payload.is_contiguous() or payload.numel() < layout.numel:
+            raise ValueError(
+                f"payload must be contiguous, 1-D, of at least {layout.numel} elements, "
+                f"got {tuple(payload.shape)}"
+            )
+
+
+def _sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+    """out = (rows[0] + rows[1] + ...) / divisor, in this order; elementwise, so tiles change no bit."""
+    half = rows.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if half else rows.dtype
+    numel = out.numel()
+    tile_numel = min(numel, SUM_TILE_NUMEL)
+    tile = None if out.dtype == dtype else scratch(tile_numel, dtype)
+    for start in range(0, numel, SUM_TILE_NUMEL):
+        target = out[start : start + tile_numel]
+        total = target if tile is None else tile[: target.numel()]
+        total.copy_(rows[0, start : start + tile_numel])
+        for row in rows[1:]:
+            total.add_(row[start : start + tile_numel])
+        if divisor != 1:
+            total.div_(divisor)
+        if tile is not None:
+            target.copy_(total)
+
+
+def _check_flat(name: str, tensor: Tensor, numel: int) -> None:
+    if tensor.shape != (numel,) or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous of shape ({numel},), got {tuple(tensor.shape)}")

@@ -1,0 +1,155 @@
+"""Where the elements of a payload lie, in numbers only.
+
+A payload is a row of units; each unit is one contiguous region [rank 0 slice | rank 1 slice | ...], so an
+all-gather lands in place and every parameter is a plain view. A rank's shard is its slices of all units, one
+after the other. Everything here is arithmetic on element counts: no tensor, no process group.
+
+[Note: Alignment] Every parameter starts on, and every slice ends on, a multiple of `ALIGNMENT` elements:
+matrix products then pick the same kernels for every layout, and no 256-element tile of the gradient norm or
+block of a quantised state is cut by a border.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGNMENT = 256
+"""Elements; see [Note: Alignment]."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The region [start, start + numel) of a payload that is split evenly over the ranks."""
+
+    start: int
+    numel: int  # a multiple of world_size * ALIGNMENT; 0 for a unit of zero-size parameters
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements that is contiguous both in the payload and in one rank's shard."""
+
+    payload_start: int
+    shard_start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """How the units of one payload are divided over `world_size` ranks."""
+
+    units: tuple[Unit, ...]  # contiguous, in order, the first at 0
+    world_size: int
+
+    def __post_init__(self) -> None:
+        _check_world_size(self.world_size)
+        quantum = self.world_size * ALIGNMENT
+        end = 0
+        for index, unit in enumerate(self.units):
+            if unit.start != end:
+                raise ValueError(f"unit {index} starts at {unit.start}, expected {end}: units are contiguous")
+            if unit.numel < 0 or unit.numel % quantum:
+                raise ValueError(
+                    f"unit {index} has {unit.numel} elements, expected a multiple of {quantum} "
+                    f"({ALIGNMENT} x {self.world_size} ranks)"
+                )
+            end += unit.numel
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the payload."""
+        return self.units[-1].start + self.units[-1].numel if self.units else 0
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard."""
+        return self.numel // self.world_size
+
+    def slices(self, rank: int) -> tuple[Piece, ...]:
+        """This rank's slice of every unit, in shard order."""
+        self._check_rank(rank)
+        return tuple(self._slice(unit, rank) for unit in self.units)
+
+    def pieces(self, rank: int, start: int, numel: int) -> tuple[Piece, ...]:
+        """The parts of the payload interval [start, start + numel) that lie in the rank's shard, in order."""
+        self._check_rank(rank)
+        overlaps = (_overlap(self._slice(unit, rank), start, numel) for unit in self._touched(start, numel))
+        return tuple(piece for piece in overlaps if piece is not None)
+
+    def owner_pieces(self, start: int, numel: int) -> tuple[tuple[int, Piece], ...]:
+        """(rank, piece) for all of the payload interval [start, start + numel), in payload order."""
+        found = []
+        for unit in self._touched(start, numel):
+            slice_numel = unit.numel // self.world_size
+            first = (max(start, unit.start) - unit.start) // slice_numel
+            last = (min(start + numel, unit.start + unit.numel) - 1 - unit.start) // slice_numel
+            for rank in range(first, last + 1):
+                piece = _overlap(self._slice(unit, rank), start, numel)
+                assert piece is not None
+                found.append((rank, piece))
+        return tuple(found)
+
+    def _slice(self, unit: Unit, rank: int) -> Piece:
+        # every unit before this one gave each rank exactly its 1/N, so the shard offset needs no running sum
+        numel = unit.numel // self.world_size
+        return Piece(unit.start + rank * numel, unit.start // self.world_size, numel)
+
+    def _touched(self, start: int, numel: int) -> list[Unit]:
+        """The units that share at least one element with [start, start + numel)."""
+        end = start + numel
+        if start < 0 or numel < 0 or end > self.numel:
+            raise ValueError(f"interval [{start}, {end}) is not inside the payload of {self.numel} elements")
+        if numel == 0:
+            return []
+        first = bisect_right(self._starts, start) - 1
+        last = bisect_right(self._starts, end - 1)
+        return [unit for unit in self.units[first:last] if unit.numel]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [unit.start for unit in self.units]
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not one of {self.world_size} ranks")
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `n`."""
+    if multiple < 1:
+        raise ValueError(f"multiple must be at least 1, got {multiple}")
+    return -(-n // multiple) * multiple
+
+
+def lay_out_unit(numels: Sequence[int], world_size: int) -> tuple[tuple[int, ...], int]:
+    """Offsets of parameters inside their unit, and the unit's padded element count.
+
+    See [Note: Alignment]. A unit of zero-size parameters only has 0 elements.
+    """
+    _check_world_size(world_size)
+    offsets = []
+    end = 0
+    for numel in numels:
+        if numel < 0:
+            raise ValueError(f"a parameter cannot have {numel} elements")
+        offset = round_up(end, ALIGNMENT)
+        offsets.append(offset)
+        end = offset + numel
+    return tuple(offsets), round_up(end, world_size * ALIGNMENT)
+
+
+def _overlap(piece: Piece, start: int, numel: int) -> Piece | None:
+    """The part of `piece` inside the payload interval [start, start + numel), None if it is empty."""
+    first = max(piece.payload_start, start)
+    last = min(piece.payload_start + piece.numel, start + numel)
+    if first >= last:
+        return None
+    return Piece(first, piece.shard_start + first - piece.payload_start, last - first)
+
+
+def _check_world_size(world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")

@@ -1,0 +1,66 @@
+"""The identity of a collective, 16 bytes that travel with it.
+
+Chunks have one size, so two ranks that gathered *different* chunks would exchange garbage without any error.
+Every collective that moves a payload therefore carries each rank's tag, and the receiver compares them before
+the data is used. A tag says which plan, how many collectives into it, which chunk, at which moment of the
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+TAG_WORDS = 2
+"""int64 words of a packed tag."""
+
+_LOW = 0xFFFF_FFFF
+
+
+class Tag(NamedTuple):
+    """Four unsigned 32-bit numbers; the caller wraps what may grow beyond (`sequence & 0xFFFFFFFF`)."""
+
+    plan_hash: int
+    sequence: int
+    chunk: int
+    moment: int
+
+    def pack(self) -> tuple[int, int]:
+        """The tag as two signed 64-bit integers."""
+        plan_hash, sequence, chunk, moment = self
+        # one test for all four: a negative number keeps its sign when it is shifted
+        if (plan_hash | sequence | chunk | moment) >> 32:
+            raise ValueError(f"every field of a tag is an unsigned 32-bit number, got {self}")
+        return _signed(plan_hash << 32 | sequence), _signed(chunk << 32 | moment)
+
+    @classmethod
+    def unpack(cls, words: Sequence[int]) -> Tag:
+        """The tag that `pack` turned into these two integers."""
+        first, second = words
+        return cls(first >> 32 & _LOW, first & _LOW, second >> 32 & _LOW, second & _LOW)
+
+    def __str__(self) -> str:
+        return (
+            f"chunk {self.chunk} at moment {self.moment} "
+            f"(collective {self.sequence} of plan {self.plan_hash:08x})"
+        )
+
+
+class TagMismatch(RuntimeError):
+    """Ranks entered one collective with different tags. Raised on every rank; the data must not be used."""
+
+    def __init__(self, rank: int, expected: Tag, found: Mapping[int, Tag]) -> None:
+        self.rank = rank
+        self.expected = expected
+        self.found = dict(found)  # every rank's tag
+        lines = [f"  rank {other}: {tag}" for other, tag in self.found.items()]
+        head = f"ranks disagree on a collective; rank {rank} expected {expected}"
+        super().__init__("\n".join([head, *lines]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the default would hand the message to __init__; errors cross processes when ranks report
+        return type(self), (self.rank, self.expected, self.found)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,347 @@
+"""REF: the same training in plain PyTorch, written out, that every feature is compared with.
+
+`train_plain` runs each rank's batch through one model, adds the gradients in rank order, divides by the world
+size and steps; with several micro-batches each one's gradient is reduced at once and added (fp32). In half
+precision (`train_mixed`) the module is cast; the written Adam steps fp32 masters, the weights as given.
+`assert_equal_runs` compares two `Run`s, in bits or within a tolerance, and names the first difference.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import ModelCase
+
+Grads = dict[str, Tensor | None]
+OptimizerName = Literal["hybrid_adam", "adamw", "sgd"]
+
+
+@dataclass
+class Run:
+    """What a run is judged by; `None` where it has nothing to say, and then nothing is compared."""
+
+    losses: Tensor | None = (
+        None  # (steps, world_size, accumulation) each rank's own, as the model returned it
+    )
+    grads: list[Grads] | None = None  # per step: reduced over ranks and micro-batches, unscaled, not clipped
+    norms: list[Tensor] | None = None  # per step: 0-dim, of those gradients
+    weights: dict[str, Tensor] | None = None  # after the last step
+    masters: dict[str, Tensor] | None = None  # fp32, half precision only
+    moments: dict[str, dict[str, Tensor]] | None = None  # name -> exp_avg, exp_avg_sq (or momentum_buffer)
+    buffers: list[dict[str, Tensor]] | None = None  # per rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train; the same object can describe the sharded run."""
+
+    steps: int = 3
+    world_size: int = 1
+    dtype: torch.dtype | None = None  # None keeps the model's own
+    optimizer: OptimizerName = "hybrid_adam"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    adamw_mode: bool = True
+    bias_correction: bool = True
+    maximize: bool = False
+    momentum: float = 0.9  # sgd
+    accumulation: int = 1  # micro-batches a step; each loss is divided by it
+    clip: float | None = None  # largest global norm
+    norm_type: float = 2.0
+    loss_scale: float = 1.0  # half precision: static
+    reduce_dtype: torch.dtype | None = None  # None: the gradient's own
+    accumulate_dtype: torch.dtype | None = None  # None: at least fp32 when there are several micro-batches
+    concatenated: bool = False  # one forward on the whole batch instead of one a rank: equal up to rounding
+    penalty: Callable[[nn.Module], Tensor] | None = None  # added to the loss in the script
+    lr_at: Callable[[int], float] | None = None  # a schedule: factor of lr at step 0, 1, …
+
+    def rank_losses(self, case: ModelCase, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
+        """One rank's loss of one micro-batch, as the model returns it (undivided, unscaled)."""
+        batch = (
+            case.concatenated(step, self.world_size, micro)
+            if self.concatenated
+            else case.batch(step, rank, self.world_size, micro)
+        )
+        loss = case.loss(model, batch)
+        return loss if self.penalty is None else loss + self.penalty(model)
+
+    def for_backward(self, loss: Tensor) -> Tensor:
+        """What backward starts from."""
+        if self.accumulation > 1:
+            loss = loss / self.accumulation
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
+
+
+def train_plain(case: ModelCase, steps: int = 3, world_size: int = 1, **options: Any) -> Run:
+    """Trains `case` in plain PyTorch; options: fields of `Recipe`; half precision goes to `train_mixed`."""
+    recipe = Recipe(steps=steps, world_size=world_size, **options)
+    if recipe.dtype in (torch.bfloat16, torch.float16):
+        return train_mixed(case, recipe)
+    model = case.build(recipe.dtype)
+    optimizer = make_optimizer(model.parameters(), recipe)
+    accumulator = _Accumulator(case, model, recipe)
+    run = Run(grads=[], norms=[])
+    for step in range(recipe.steps):
+        grads = accumulator.gradients(step)
+        assert run.grads is not None
+        assert run.norms is not None
+        run.grads.append({name: None if g is None else g.clone() for name, g in grads.items()})
+        for name, p in model.named_parameters():
+            p.grad = None if (g := grads.get(name)) is None else g.to(p.dtype)
+        run.norms.append(clip_(model.parameters(), recipe))
+        if recipe.lr_at:
+            optimizer.param_groups[0]["lr"] = recipe.lr * recipe.lr_at(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.losses = accumulator.losses
+    run.weights = _copies(model.named_parameters())
+    run.moments = {
+        name: {k: v.clone() for k, v in optimizer.state[p].items() if k != "step" and isinstance(v, Tensor)}
+        for name, p in model.named_parameters()
+        if optimizer.state.get(p)
+    }
+    run.buffers = None if recipe.concatenated else accumulator.buffers
+    return run
+
+
+def train_mixed(case: ModelCase, recipe: Recipe) -> Run:
+    """bf16 or fp16 module, fp32 masters from the weights as given, the written Adam on the masters."""
+    import optim
+
+    assert recipe.optimizer == "hybrid_adam"
+    assert recipe.dtype is not None
+    given = case.build(torch.float32)
+    masters = {name: p.detach().clone().reshape(-1) for name, p in given.named_parameters()}
+    model = case.build(recipe.dtype)
+    params = dict(model.named_parameters())
+    for name, p in params.items():
+        p.data.copy_(_to_half(masters[name], recipe.dtype).view_as(p))
+    moments: dict[str, dict[str, Tensor]] = {}
+    num_steps: dict[str, int] = {}
+    accumulator = _Accumulator(case, model, recipe)
+    run = Run(grads=[], norms=[])
+    for step in range(recipe.steps):
+        grads = accumulator.gradients(step)
+        assert run.grads is not None
+        assert run.norms is not None
+        run.grads.append({name: _unscaled(g, recipe) for name, g in grads.items()})
+        norm = _norm_of([g for g in grads.values() if g is not None], recipe) / recipe.loss_scale
+        run.norms.append(norm)
+        clip = 1.0 if recipe.clip is None else min(1.0, recipe.clip / (float(norm) + 1e-6))
+        for name, p in params.items():
+            grad = grads.get(name)
+            if grad is None:
+                continue
+            state = moments.setdefault(
+                name, {k: torch.zeros_like(masters[name]) for k in ("exp_avg", "exp_avg_sq")}
+            )
+            num_steps[name] = num_steps.get(name, 0) + 1
+            optim.adam_update_(
+                masters[name],
+                grad.reshape(-1).float(),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                step=num_steps[name],
+                lr=recipe.lr * (recipe.lr_at(step) if recipe.lr_at else 1.0),
+                betas=recipe.betas,
+                eps=recipe.eps,
+                weight_decay=recipe.weight_decay,
+                adamw_mode=recipe.adamw_mode,
+                bias_correction=recipe.bias_correction,
+                maximize=recipe.maximize,
+                inv_scale=1.0 / recipe.loss_scale,
+                clip=clip,
+            )
+            p.data.copy_(_to_half(masters[name], recipe.dtype).view_as(p))
+    run.losses = accumulator.losses
+    run.weights = _copies(params.items())
+    run.masters = {name: masters[name].view_as(p) for name, p in params.items() if p.requires_grad}
+    run.moments = {
+        name: {k: v.view_as(params[name]) for k, v in state.items()} for name, state in moments.items()
+    }
+    run.buffers = None if recipe.concatenated else accumulator.buffers
+    return run
+
+
+def make_optimizer(parameters: Any, recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the plain model's or a sharded one's parameters, without frozen ones."""
+    trainable = [p for p in parameters if p.requires_grad]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(
+            trainable, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, foreach=False
+        )
+    adam = {"lr": recipe.lr, "betas": recipe.betas, "eps": recipe.eps, "weight_decay": recipe.weight_decay}
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(trainable, foreach=False, maximize=recipe.maximize, **adam)
+    from optim import HybridAdam
+
+    switches = {k: getattr(recipe, k) for k in ("adamw_mode", "bias_correction", "maximize")}
+    return HybridAdam(trainable, **adam, **switches)
+
+
+def clip_(parameters: Any, recipe: Recipe) -> Tensor:
+    """The norm of all gradients, which are scaled down to `recipe.clip` if that is set."""
+    with_grad = [p for p in parameters if p.grad is not None]
+    largest = math.inf if recipe.clip is None else recipe.clip
+    if recipe.optimizer == "hybrid_adam" and all(p.dtype == torch.float32 for p in with_grad):
+        from optim import clip_grad_norm_  # the exact norm
+    else:
+        from torch.nn.utils import clip_grad_norm_
+    if recipe.clip is None:  # only the norm is wanted: no gradient may be multiplied, not even by one
+        stand_ins = [_with_grad(p.grad.clone()) for p in with_grad]
+        return clip_grad_norm_(stand_ins, largest, norm_type=recipe.norm_type)
+    return clip_grad_norm_(with_grad, largest, norm_type=recipe.norm_type)
+
+
+def reduce_over_ranks(
+    grads: Sequence[Tensor | None], reduce_dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Mean over ranks: the sum in rank order, then divided; a rank without a gradient counts as zeros."""
+    first = next((g for g in grads if g is not None), None)
+    if first is None:
+        return None
+    parts = [torch.zeros_like(first) if g is None else g for g in grads]
+    total = parts[0].to(reduce_dtype or first.dtype, copy=True)
+    for part in parts[1:]:
+        total += part.to(total.dtype)
+    if len(parts) > 1:
+        total /= len(parts)
+    return total.to(first.dtype)
+
+
+@dataclass
+class _Accumulator:
+    """Forward and backward of all ranks and micro-batches of a step on one model."""
+
+    case: ModelCase
+    model: nn.Module
+    recipe: Recipe
+    buffers: list[dict[str, Tensor]] = field(init=False)  # each rank has its own
+    _losses: list[list[list[Tensor]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_ranks = 1 if self.recipe.concatenated else self.recipe.world_size
+        self.buffers = [_copies(self.model.named_buffers()) for _ in range(self.num_ranks)]
+
+    @property
+    def losses(self) -> Tensor:
+        return torch.stack([torch.stack([torch.stack(ranks) for ranks in step]) for step in self._losses])
+
+    def gradients(self, step: int) -> Grads:
+        """Reduced gradients by name; parameters that no rank gave one have None."""
+        recipe = self.recipe
+        total: Grads = {name: None for name, p in self.model.named_parameters() if p.requires_grad}
+        losses: list[list[Tensor]] = [[] for _ in range(self.num_ranks)]
+        for micro in range(recipe.accumulation):
+            by_rank = [self._backward(step, rank, micro, losses[rank]) for rank in range(self.num_ranks)]
+            for name, so_far in total.items():
+                grad = reduce_over_ranks([grads[name] for grads in by_rank], recipe.reduce_dtype)
+                if grad is None:
+                    continue
+                if recipe.accumulation > 1 or recipe.accumulate_dtype:
+                    wide = torch.promote_types(grad.dtype, torch.float32)
+                    grad = grad.to(recipe.accumulate_dtype or wide)
+                total[name] = grad if so_far is None else so_far + grad
+        self._losses.append(losses)
+        return total
+
+    def _backward(self, step: int, rank: int, micro: int, losses: list[Tensor]) -> Grads:
+        recipe, model = self.recipe, self.model
+        for name, buffer in model.named_buffers():
+            buffer.copy_(self.buffers[rank][name])
+        loss = recipe.rank_losses(self.case, model, step, rank, micro)
+        recipe.for_backward(loss).backward()
+        losses.append(loss.detach().clone())
+        self.buffers[rank] = _copies(model.named_buffers())
+        grads: Grads = {name: p.grad for name, p in model.named_parameters()}
+        for p in model.parameters():
+            p.grad = None
+        return grads
+
+
+def _to_half(master: Tensor, dtype: torch.dtype) -> Tensor:
+    import optim
+
+    return optim.to_bfloat16_half_up(master) if dtype == torch.bfloat16 else master.to(dtype)
+
+
+def _unscaled(grad: Tensor | None, recipe: Recipe) -> Tensor | None:
+    return grad if grad is None or recipe.loss_scale == 1.0 else grad.float() / recipe.loss_scale
+
+
+def _norm_of(grads: Sequence[Tensor], recipe: Recipe) -> Tensor:
+    return clip_([_with_grad(g.float()) for g in grads], replace(recipe, clip=None))
+
+
+def _with_grad(grad: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty_like(grad), requires_grad=True)
+    parameter.grad = grad
+    return parameter
+
+
+def _copies(named: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+def assert_equal_runs(
+    got: Run, wanted: Run, *, bits: bool = True, rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Every section that both runs have is equal: in bits, or within a tolerance.
+
+    The error names the first tensor that differs, how many of its elements do, and the largest difference.
+    """
+    for section in Run.__dataclass_fields__:
+        mine, theirs = getattr(got, section), getattr(wanted, section)
+        if mine is not None and theirs is not None:
+            _compare(section, mine, theirs, bits, rtol, atol)
+
+
+def assert_equal_tensors(
+    name: str, got: Tensor, wanted: Tensor, *, bits: bool = True, rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    got, wanted = got.detach().cpu(), wanted.detach().cpu()
+    assert got.shape == wanted.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
+    if bits:
+        assert got.dtype == wanted.dtype, f"{name}: dtype {got.dtype}, wanted {wanted.dtype}"
+        differs = _bits(got) != _bits(wanted)
+    else:
+        differs = ~torch.isclose(got.double(), wanted.double(), rtol=rtol, atol=atol, equal_nan=True)
+    if not differs.any():
+        return
+    distance = (got.double() - wanted.double()).abs()
+    worst = int(distance.nan_to_num(math.inf).argmax())
+    raise AssertionError(
+        f"{name}: {int(differs.sum())} of {got.numel()} elements differ, largest difference "
+        f"{distance.flatten()[worst]:.3e} at {worst} (got {got.flatten()[worst]:.9g}, "
+        f"wanted {wanted.flatten()[worst]:.9g})" + ("" if bits else f", rtol {rtol:g}, atol {atol:g}")
+    )
+
+
+def _compare(name: str, got: Any, wanted: Any, bits: bool, rtol: float, atol: float) -> None:
+    if isinstance(wanted, Tensor) and isinstance(got, Tensor):
+        assert_equal_tensors(name, got, wanted, bits=bits, rtol=rtol, atol=atol)
+    elif isinstance(wanted, Mapping):
+        missing, extra = wanted.keys() - got.keys(), got.keys() - wanted.keys()
+        assert got.keys() == wanted.keys(), f"{name}: missing {sorted(missing)}, unexpected {sorted(extra)}"
+        for key in wanted:
+            _compare(f"{name} {key}", got[key], wanted[key], bits, rtol, atol)
+    elif isinstance(wanted, Sequence):
+        assert len(got) == len(wanted), f"{name}: {len(got)} entries, wanted {len(wanted)}"
+        for index, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+            _compare(f"{name}[{index}]", mine, theirs, bits, rtol, atol)
+    else:
+        assert got is wanted is None, f"{name}: got {got!r}, wanted {wanted!r}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])

@@ -1,0 +1,164 @@
+"""The house rules that a machine can check: imports go one way, files stay small, nothing is left open."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("gemini", "sharding", "optim")
+
+# A lower layer never imports a higher one. Single files in gemini/ itself (errors.py) stand below all layers.
+LAYERS = (
+    "placement",
+    "memory",
+    "chunks",
+    "executor",
+    "model",
+    "optimizer",
+    "checkpoint",
+    "engine",
+    "cli",
+)
+MAX_LINES = 350
+BANNED_NAMES = {"utils.py", "util.py", "common.py", "base.py", "helpers.py", "misc.py"}
+OPEN_WORDS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|farm|root|home|Users|opt/wheels)/")
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def written_files() -> Iterator[Path]:
+    """Everything that people write here, without what tools put beside it."""
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part != ".ci" for part in parts)
+        built = parts[0] in {"build", "dist"} or any(part.endswith(".egg-info") for part in parts)
+        text = path.suffix in {".py", ".md", ".toml", ".txt", ".cpp", ".h", ".cu", ".sh"}
+        if not hidden and not built and path.is_file() and (text or path.name in {"Makefile", "run"}):
+            yield path
+
+
+def imported_names(text: str, package: str) -> Iterator[str]:
+    """Dotted names that a module imports (under TYPE_CHECKING and in functions too), relative ones resolved.
+
+    `package` is the package the module lives in. `from a import b` yields `a.b`: b may be a module.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def layer(name: str) -> int | None:
+    """Position of a gemini module, higher imports lower; None for `gemini` itself: it re-exports."""
+    parts = name.split(".")
+    if len(parts) == 1:
+        return None
+    return LAYERS.index(parts[1]) if parts[1] in LAYERS else -1
+
+
+def wrong_imports(package: str, text: str) -> list[str]:
+    """What the module `text`, which lives in `package`, must not import."""
+    wrong = []
+    for name in imported_names(text, package):
+        top = name.split(".")[0]
+        if package.split(".")[0] != "gemini":
+            if top in PACKAGES and top != package.split(".")[0]:
+                wrong.append(name)
+        elif top == "gemini":
+            own = layer(package)
+            theirs = layer(name)
+            # `from gemini import ShardedModel`: neither a layer nor a single file, so a name of the root
+            is_file = (ROOT / (name.replace(".", "/") + ".py")).exists()
+            from_root = name.count(".") == 1 and theirs == -1 and not is_file
+            if theirs is None or from_root or (own is not None and theirs > own):
+                wrong.append(name)
+    return wrong
+
+
+def importers() -> Iterator[tuple[Path, str]]:
+    for path in sources(*PACKAGES):
+        package = ".".join(path.relative_to(ROOT).parent.parts)
+        if path.relative_to(ROOT).as_posix() not in {"gemini/__init__.py", "gemini/__main__.py"}:
+            # a single file directly in gemini/ stands below all layers
+            yield path, "gemini.single" if package == "gemini" else package
+
+
+def test_imports_go_in_one_direction() -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): names
+        for path, package in importers()
+        if (names := wrong_imports(package, path.read_text()))
+    }
+    assert not wrong, f"imports against the layering: {wrong}"
+
+
+def test_errors_imports_nothing_of_gemini() -> None:
+    path = ROOT / "gemini" / "errors.py"
+    ours = [n for n in imported_names(path.read_text(), "gemini") if n.split(".")[0] in PACKAGES]
+    assert not ours
+
+
+def test_placement_knows_numbers_and_optim_knows_no_ranks() -> None:
+    def users(folder: str, *banned: str) -> list[str]:
+        return [
+            f"{path.relative_to(ROOT)} imports {name}"
+            for path in sources(folder)
+            for name in imported_names(path.read_text(), folder.replace("/", "."))
+            if any(name == b or name.startswith(b + ".") for b in banned)
+        ]
+
+    assert not users("gemini/placement", "torch")
+    assert not users("optim", "torch.distributed")
+
+
+@pytest.mark.parametrize(
+    ("package", "text", "is_wrong"),
+    [
+        ("gemini.chunks", "from gemini.memory.slot import Slot", False),
+        ("gemini.chunks", "from gemini.executor import fetch", True),
+        ("gemini.chunks", "from ..model import hooks", True),
+        ("gemini.chunks", "from . import chunk", False),
+        ("gemini.memory", "def f():\n    import gemini.engine.config", True),
+        ("gemini.memory", "from gemini import ShardedModel", True),
+        ("gemini.memory", "from gemini.errors import BudgetError", False),
+        ("gemini.placement", "if TYPE_CHECKING:\n    from gemini.memory import Tier", True),
+        ("gemini.executor", "import sharding, optim", False),
+        ("gemini.single", "from gemini.placement import plan", True),
+        ("sharding", "import optim", True),
+        ("optim", "from gemini.errors import ConfigError", True),
+        ("optim.kernels", "from optim.adam import adam_update_", False),
+    ],
+)
+def test_the_import_rule_itself_sees_what_it_should(package: str, text: str, is_wrong: bool) -> None:
+    assert bool(wrong_imports(package, text)) == is_wrong
+
+
+def test_no_file_of_the_packages_is_over_350_lines() -> None:
+    counts = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources(*PACKAGES)}
+    assert not {name: n for name, n in counts.items() if n > MAX_LINES}
+
+
+def test_no_file_is_called_utils() -> None:
+    assert not [str(p.relative_to(ROOT)) for p in sources(*PACKAGES) if p.name in BANNED_NAMES]
+
+
+def test_nothing_names_a_machine_or_is_left_open() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()}"
+        for path in written_files()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if path != Path(__file__).resolve() and (MACHINE_PATHS.search(line) or OPEN_WORDS.search(line))
+    ]
+    assert not found, "\n".join(found)
