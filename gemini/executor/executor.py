@@ -103,6 +103,8 @@ class Executor:
         pinned: list[Chunk] = []
         self._operators.append((operator, pinned))
         self.moments.set(operator.index, Phase.FORWARD)
+        if self._nodes:
+            self._follow_node()
         fetcher = self.fetcher
         for chunk in operator.chunks:
             fetcher.fetch(chunk)
@@ -158,15 +160,20 @@ class Executor:
             return self.fetcher.fetch(chunk)
         self.begin_backward()
         self.moments.set(operator, Phase.BACKWARD)
-        node = _autograd_node()
-        pins = self._nodes.get(task)
-        if pins is None or pins.node is not node:
-            self._unpin_nodes(task)
-            pins = self._nodes[task] = _NodePins(node, [])
+        pins = self._follow_node()
         payload = self.fetcher.fetch(chunk)
         chunk.pins += 1
         pins.chunks.append(chunk)
         return payload
+
+    def _follow_node(self) -> _NodePins:
+        """The pins of the node that runs now; those of the node before it, and of tasks inside that, are lifted."""
+        task, node = _graph_task_id(), _autograd_node()
+        pins = self._nodes.get(task)
+        if pins is None or pins.node is not node:
+            self._unpin_nodes(task)
+            pins = self._nodes[task] = _NodePins(node, [])
+        return pins
 
     def _unpin_nodes(self, task: int) -> None:
         """The node of `task`, and of every graph task started inside it, is done."""

@@ -39,7 +39,7 @@ class ChunkGradient:
     has_unsynced: bool = False
     merged: bool = False  # the shard holds a gradient of this step
     merged_in: int = -1  # the backward that was merged first
-    prior: bytes = b""  # `got` when the payload was opened
+    resumed: bool = False  # the payload began with what the home holds; gradients are added to that
     direct: bool = False  # one rank, whole gradient at home: what is written there is reduced already
     wide: Home | None = None  # fp32 shard, once several micro-batches were added to a 16-bit one
     use_wide: bool = False
@@ -103,12 +103,15 @@ class GradientStore:
         self.gradients[chunk.index] = gradient
         return gradient
 
-    def open(self, gradient: ChunkGradient) -> None:
-        """Make the payload writable: the whole home where that is free, else a slot, filled from a spill if any."""
+    def open(self, gradient: ChunkGradient, resume: bool = False) -> None:
+        """Make the payload writable: the whole home where that is free, else a slot, filled from a spill if any.
+
+        resume: go on from what was merged before. One rank alone does so, since (a + b) + c, as autograd adds, has
+        other bits than a + (b + c).
+        """
         if gradient.payload is not None:
             return
         chunk = gradient.chunk
-        gradient.prior = bytes(gradient.got)
         if gradient.whole is not None and gradient.spilled is None and self._may_write_home(gradient):
             gradient.payload, gradient.views = gradient.whole, gradient.whole_views
             if not gradient.direct:
@@ -128,7 +131,11 @@ class GradientStore:
             self.host.give(gradient.spilled, "spilled gradients")
             gradient.spilled = None
         else:
-            gradient.payload.zero_()  # paddings, and parameters that get no gradient
+            if resume:
+                gradient.resumed = True
+                copy(gradient.payload, gradient.shard, self.device, self.tier(gradient.home.tier), self.traffic)
+            else:
+                gradient.payload.zero_()  # paddings, and parameters that get no gradient
             self.peak_open = max(self.peak_open, sum(g.is_open for g in self.gradients.values()))
 
     def _may_write_home(self, gradient: ChunkGradient) -> bool:
@@ -144,6 +151,7 @@ class GradientStore:
         gradient.slot = None
         gradient.payload = gradient.spilled = None
         gradient.views = ()
+        gradient.resumed = False
         gradient.fired = bytearray(len(gradient.fired))
 
     def _free_slot(self, wanted: ChunkGradient) -> Slot:

@@ -64,9 +64,10 @@ class Gradients:
         """Take over a parameter's gradient. `position` is the parameter's place in its chunk."""
         gradient = self.store.gradients[managed.chunk.index]
         if gradient.payload is None:
-            self.store.open(gradient)
+            self.store.open(gradient, self._resumes(gradient))
         view = gradient.views[position]
-        if gradient.fired[position] or (gradient.direct and gradient.slot is None and gradient.got[position]):
+        in_place = gradient.resumed or (gradient.direct and gradient.slot is None)
+        if gradient.fired[position] or (in_place and gradient.got[position]):
             view.add_(grad)
         else:
             view.copy_(grad)
@@ -78,6 +79,12 @@ class Gradients:
         elif gradient.num_fired == gradient.expected:
             self.reduction.fired.append(index)
             self._complete(gradient)
+
+    def _resumes(self, gradient: ChunkGradient) -> bool:
+        """One rank adds to what this step has already; a 16-bit sum of several micro-batches is made in fp32 instead."""
+        if self.communicator.world_size > 1 or not gradient.merged or gradient.use_wide:
+            return False
+        return gradient.chunk.dtype.itemsize >= 4 or gradient.merged_in == self.num_backwards
 
     def _complete(self, gradient: ChunkGradient) -> None:
         if gradient.direct and gradient.slot is None:
@@ -129,9 +136,7 @@ class Gradients:
         if self.communicator.world_size == 1:
             for gradient in gradients:
                 if gradient.direct and gradient.payload is not None and gradient.slot is None:
-                    self.store.close(gradient)
-                    gradient.merged = True
-                    gradient.merged_in = self.num_backwards
+                    self._settle(gradient)
                 elif gradient.is_open:
                     self.reduce(gradient)
             self._expect_what_came(gradients)
@@ -150,6 +155,15 @@ class Gradients:
         if is_off:
             self._agree_on_points()
             self._expect_what_came(gradients)
+
+    def _settle(self, gradient: ChunkGradient) -> None:
+        """A gradient that was written to its home directly is at rest; what no gradient wrote to becomes zero."""
+        if not gradient.merged:
+            gradient.merged, gradient.merged_in = True, self.num_backwards
+            for position, got in enumerate(gradient.got):
+                if not got:
+                    gradient.views[position].zero_()
+        self.store.close(gradient)
 
     def _expect_what_came(self, gradients: list[ChunkGradient]) -> None:
         """A chunk is complete with the gradients it got last time: unused parameters do not keep it open."""
@@ -206,30 +220,16 @@ class Gradients:
         if first:
             gradient.merged_in = self.num_backwards
         gradient.merged = True
-        for start, numel, adds in self._merge_runs(gradient, first):
-            into, values = target[start : start + numel], reduced[start : start + numel]
-            if not adds:
-                if into.data_ptr() != values.data_ptr():
-                    copy(into, values, tier, self.store.device, self.store.traffic)
-            elif tier is self.store.device:
-                into.add_(values)
-            else:
-                staging = torch.empty(numel, dtype=values.dtype)
-                copy(staging, values, tier, self.store.device, self.store.traffic)
-                self.store.device.synchronize()
-                into.add_(staging)
-
-    def _merge_runs(self, gradient: ChunkGradient, first: bool) -> list[tuple[int, int, bool]]:
-        """(start, numel, adds): one run, or one per change of `prior` where one rank merges its own gradient."""
-        numel = gradient.chunk.optim_numel
-        if self.communicator.world_size > 1 or first or all(gradient.prior) or not any(gradient.prior):
-            adds = not first and (self.communicator.world_size > 1 or any(gradient.prior))
-            return [(0, numel, adds)]
-        runs: list[tuple[int, int, bool]] = []
-        for managed, prior in zip(gradient.chunk.parameters, gradient.prior, strict=True):
-            for piece in gradient.chunk.optim_pieces(managed):
-                runs.append((piece.shard_start, piece.numel, bool(prior)))
-        return runs
+        if first or gradient.resumed:
+            if target.data_ptr() != reduced.data_ptr():
+                copy(target, reduced[: target.numel()], tier, self.store.device, self.store.traffic)
+        elif tier is self.store.device:
+            target.add_(reduced[: target.numel()])
+        else:
+            staging = torch.empty(target.numel(), dtype=reduced.dtype)
+            copy(staging, reduced[: target.numel()], tier, self.store.device, self.store.traffic)
+            self.store.device.synchronize()
+            target.add_(staging)
 
     # -- no_sync
 
@@ -259,8 +259,7 @@ class Gradients:
     def end_unsynced_rank(self, gradient: ChunkGradient) -> None:
         """One rank has nothing to synchronize: no_sync() changes nothing."""
         if gradient.direct and gradient.slot is None and gradient.payload is not None:
-            self.store.close(gradient)
-            gradient.merged, gradient.merged_in = True, self.num_backwards
+            self._settle(gradient)
         else:
             self.reduce(gradient)
 

@@ -158,9 +158,9 @@ class ShardedModel(nn.Module):
         for place, found in enumerate(operators):
             its = {chunk_of[parameter].index for parameter in found.parameters}
             hooked.append((found.module, Operator(place + 1, found.name, tuple(chunks[i] for i in sorted(its)))))
+        self.operators = [operator for _, operator in hooked]
         self._hooks = Hooks(self.executor, saved_tensors)
         self._hooks.install(self.module, hooked, self._managed)
-        self._hooked_module = self.module
 
     def _place_buffer(self, name: str, buffer: Tensor, communicator: Communicator) -> None:
         moved = buffer.to(self._tiers[0].device)

@@ -31,11 +31,9 @@ def whole_state_dict(module: nn.Module, executor: Executor, rank0_only: bool, pr
     with torch.no_grad():
         for chunk in executor.chunks:
             if chunk.index in wanted:
-                views = chunk.views_of(executor.fetcher.fetch(chunk))
-                for managed, view in zip(chunk.parameters, views, strict=True):
-                    if keep:
-                        wholes[managed.index] = view.to("cpu", copy=True)
-                del views
+                payload = executor.fetcher.fetch(chunk)
+                if keep:
+                    wholes |= _copies(chunk, payload)
     if not keep:
         return OrderedDict()
     result: OrderedDict[str, Any] = OrderedDict()
@@ -48,6 +46,12 @@ def whole_state_dict(module: nn.Module, executor: Executor, rank0_only: bool, pr
         else:
             result[name] = value
     return result
+
+
+def _copies(chunk: Chunk, payload: Tensor) -> dict[int, Tensor]:
+    """Copies of a chunk's parameters by index. A function of its own: no view of the slot outlives it."""
+    views = chunk.views_of(payload)
+    return {m.index: view.to("cpu", copy=True) for m, view in zip(chunk.parameters, views, strict=True)}
 
 
 def load_whole_state_dict(

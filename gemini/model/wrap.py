@@ -102,7 +102,8 @@ def make_chunks(
             home_layout=packed.layout if stage == 3 else whole,
             optim_layout=packed.layout if stage >= 1 else whole,
         )
-        empty = torch.full((1,), float("nan") if kind.is_floating_point or kind.is_complex else 0, dtype=kind, device=device)
+        nothing = float("nan") if kind.is_floating_point or kind.is_complex else 0
+        empty = torch.full((), nothing, dtype=kind, device=device)
         for name, offset in zip(packed.names, packed.offsets, strict=True):
             parameter = by_name[name]
             stride = parameter.stride()

@@ -1,0 +1,116 @@
+"""The sharded counterpart of tests/reference.py: the same recipe through ShardedModel and ShardedOptimizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini import ShardedModel, ShardedOptimizer
+from tests.models import ModelCase
+from tests.reference import Recipe, Run, make_optimizer
+
+
+@dataclass
+class Facts:
+    """What the machinery did, to assert that it was used."""
+
+    num_chunks: int
+    num_evictions: int
+    num_fetches: int
+    num_refetches_elsewhere: int
+    spans_two_chunks: bool
+    peak_bytes: int
+    budget_bytes: int | None
+    num_spills: int
+    peak_open_gradients: int
+    bytes_sent: int
+
+
+def train_sharded(
+    case: ModelCase, recipe: Recipe, rank: int = 0, *, read_grads: bool = True, **wrap: Any
+) -> tuple[Run, Facts]:
+    """Trains `case` sharded; `wrap`: arguments of ShardedModel. Losses have shape (steps, 1, micro), this rank's."""
+    half = recipe.dtype in (torch.bfloat16, torch.float16)
+    module = case.build(torch.float32 if half else recipe.dtype)
+    wrap.setdefault("chunk_size", case.chunk_numel)
+    model = ShardedModel(module, device="emulated", dtype=recipe.dtype if half else None, rank_timeout=60, **wrap)
+    optimizer = ShardedOptimizer(model, make_optimizer(model.parameters(), recipe), clip_grad_norm=recipe.clip)
+    slots_of: dict[int, set[int]] = {}
+    _watch_slots(model, slots_of)
+    run = Run(grads=[] if read_grads else None, norms=[])
+    losses = []
+    for step in range(recipe.steps):
+        micro_losses = []
+        for micro in range(recipe.accumulation):
+            loss = recipe.rank_losses(case, model, step, rank, micro)
+            recipe.for_backward(loss).backward()
+            micro_losses.append(loss.detach().clone())
+        losses.append(torch.stack(micro_losses))
+        if read_grads:
+            grads: dict[str, Tensor | None] = {}
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    grads[name] = None if parameter.grad is None else parameter.grad.clone()
+            run.grads.append(grads)
+        if recipe.norm_type != 2.0 or recipe.clip is None:
+            norm = optimizer.clip_grad_norm_(recipe.clip or 1e30, norm_type=recipe.norm_type)
+            optimizer._requested_clip = None if recipe.clip is None else optimizer._requested_clip
+        if recipe.lr_at:
+            optimizer.param_groups[0]["lr"] = recipe.lr * recipe.lr_at(step)
+        optimizer.step()
+        norm = optimizer.grad_norm
+        optimizer.zero_grad()
+        run.norms.append(norm)
+    run.losses = torch.stack(losses).unsqueeze(1)
+    state = model.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    run.weights = {name: state[name] for name in names}
+    saved = optimizer.state_dict()
+    numbers = {n: name for n, name in enumerate(n for n, p in model.named_parameters() if p.requires_grad)}
+    run.moments = {
+        numbers[n]: {k: v for k, v in entry.items() if k != "step" and isinstance(v, Tensor)}
+        for n, entry in saved["state"].items()
+    }
+    if half:
+        run.masters = {numbers[n]: master for n, master in saved["masters"].items()}
+    executor = model.executor
+    facts = Facts(
+        len(executor.chunks),
+        executor.fetcher.num_evictions,
+        executor.fetcher.num_fetches,
+        sum(len(slots) > 1 for slots in slots_of.values()),
+        any(len({c.index for c in op.chunks}) > 1 for op in model.operators),
+        model._tiers[0].ledger.peak_bytes,
+        model.plan.budget_bytes,
+        executor.gradients.store.num_spills,
+        executor.gradients.store.peak_open,
+        executor.communicator.collectives.bytes_sent,
+    )
+    return run, facts
+
+
+def smallest_budget(case: ModelCase, recipe: Recipe, **wrap: Any) -> int:
+    """The least model_data_memory that ShardedModel accepts for the auto policy, as its own error says."""
+    from gemini import BudgetError
+
+    half = recipe.dtype in (torch.bfloat16, torch.float16)
+    wrap.setdefault("chunk_size", case.chunk_numel)
+    module = case.build(torch.float32 if half else recipe.dtype)
+    try:
+        ShardedModel(module, device="emulated", dtype=recipe.dtype if half else None, model_data_memory=0, **wrap)
+    except BudgetError as error:
+        return int(str(error).split("needs ")[1].split()[0])
+    raise AssertionError("a budget of 0 bytes was accepted")
+
+
+def _watch_slots(model: ShardedModel, slots_of: dict[int, set[int]]) -> None:
+    fetcher = model.executor.fetcher
+    log = fetcher._log
+
+    def watch(what: str, chunk: Any, source: str, target: str) -> None:
+        log(what, chunk, source, target)
+        if what == "fetch":
+            slots_of.setdefault(chunk.index, set()).add(next(i for i, s in enumerate(fetcher.pools[chunk.oversize].slots) if s.chunk == chunk.index))
+
+    fetcher._log = watch
