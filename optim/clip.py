@@ -20,15 +20,14 @@ from optim.norm import (
     zero_norm_limbs,
 )
 from optim.reference import GRAD_DTYPES
-from optim.scalars import round_to_float32
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """min(1, max_norm / (norm + 1e-6)), in fp64, rounded once to fp32; NaN for a NaN norm, as in torch."""
+    """min(1, max_norm / (norm + 1e-6)) in fp64, for the caller to round once; NaN for a NaN norm, as in torch."""
     if not max_norm >= 0.0:
         raise ValueError(f"max_norm must be a number >= 0, found {max_norm}")
     quotient = max_norm / (norm + 1e-6)
-    return 1.0 if quotient >= 1.0 else round_to_float32(quotient)
+    return 1.0 if quotient >= 1.0 else quotient
 
 
 def clip_grad_norm_(

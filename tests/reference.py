@@ -8,7 +8,7 @@ precision (`train_mixed`) the module is cast; the written Adam steps fp32 master
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -118,10 +118,10 @@ def train_mixed(case: ModelCase, recipe: Recipe) -> Run:
     assert recipe.dtype is not None
     given = case.build(torch.float32)
     masters = {name: p.detach().clone().reshape(-1) for name, p in given.named_parameters()}
-    model = case.build(recipe.dtype)
+    model = case.build(torch.float32)
     params = dict(model.named_parameters())
-    for name, p in params.items():
-        p.data.copy_(_to_half(masters[name], recipe.dtype).view_as(p))
+    for name, p in params.items():  # buffers keep their dtype
+        p.data = _to_half(masters[name], recipe.dtype).view_as(p)
     moments: dict[str, dict[str, Tensor]] = {}
     num_steps: dict[str, int] = {}
     accumulator = _Accumulator(case, model, recipe)
@@ -131,9 +131,9 @@ def train_mixed(case: ModelCase, recipe: Recipe) -> Run:
         assert run.grads is not None
         assert run.norms is not None
         run.grads.append({name: _unscaled(g, recipe) for name, g in grads.items()})
-        norm = _norm_of([g for g in grads.values() if g is not None], recipe) / recipe.loss_scale
-        run.norms.append(norm)
-        clip = 1.0 if recipe.clip is None else min(1.0, recipe.clip / (float(norm) + 1e-6))
+        norm = _exact_norm([g for g in grads.values() if g is not None], recipe) / recipe.loss_scale
+        run.norms.append(torch.tensor(norm, dtype=torch.float32))
+        clip = 1.0 if recipe.clip is None else optim.clip_coefficient(norm, recipe.clip)
         for name, p in params.items():
             grad = grads.get(name)
             if grad is None:
@@ -275,8 +275,16 @@ def _unscaled(grad: Tensor | None, recipe: Recipe) -> Tensor | None:
     return grad if grad is None or recipe.loss_scale == 1.0 else grad.float() / recipe.loss_scale
 
 
-def _norm_of(grads: Sequence[Tensor], recipe: Recipe) -> Tensor:
-    return clip_([_with_grad(g.float()) for g in grads], replace(recipe, clip=None))
+def _exact_norm(grads: Sequence[Tensor], recipe: Recipe) -> float:
+    """The global norm in fp64, of gradients in the dtype that they are held in."""
+    import optim
+
+    if recipe.norm_type != 2.0:
+        return max((float(g.abs().max()) for g in grads if g.numel()), default=0.0)
+    limbs = optim.zero_norm_limbs()
+    for g in grads:
+        optim.accumulate_sum_of_squares_(limbs, g.reshape(-1))
+    return optim.norm_from_limbs(limbs)
 
 
 def _with_grad(grad: Tensor) -> nn.Parameter:

@@ -16,6 +16,7 @@ class Facts:
     """What the machinery did, to assert that it was used."""
 
     num_chunks: int
+    num_oversize: int
     num_evictions: int
     num_fetches: int
     num_refetches_elsewhere: int
@@ -34,6 +35,9 @@ def train_sharded(
     half = recipe.dtype in (torch.bfloat16, torch.float16)
     module = case.build(torch.float32 if half else recipe.dtype)
     wrap.setdefault("chunk_size", case.chunk_numel)
+    if wrap.get("model_data_memory") == "smallest":
+        del wrap["model_data_memory"]
+        wrap["model_data_memory"] = smallest_budget(case, recipe, **wrap)
     model = ShardedModel(module, device="emulated", dtype=recipe.dtype if half else None, rank_timeout=60, **wrap)
     optimizer = ShardedOptimizer(model, make_optimizer(model.parameters(), recipe), clip_grad_norm=recipe.clip)
     slots_of: dict[int, set[int]] = {}
@@ -51,7 +55,9 @@ def train_sharded(
             grads: dict[str, Tensor | None] = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    grads[name] = None if parameter.grad is None else parameter.grad.clone()
+                    grad = None if parameter.grad is None else parameter.grad.clone()
+                    wide = grad is not None and recipe.accumulation > 1 and grad.itemsize == 2
+                    grads[name] = grad.float() if wide else grad
             run.grads.append(grads)
         if recipe.norm_type != 2.0 or recipe.clip is None:
             norm = optimizer.clip_grad_norm_(recipe.clip or 1e30, norm_type=recipe.norm_type)
@@ -67,7 +73,7 @@ def train_sharded(
     names = [name for name, _ in model.named_parameters()]
     run.weights = {name: state[name] for name in names}
     saved = optimizer.state_dict()
-    numbers = {n: name for n, name in enumerate(n for n, p in model.named_parameters() if p.requires_grad)}
+    numbers = dict(enumerate(n for n, p in model.named_parameters() if p.requires_grad))
     run.moments = {
         numbers[n]: {k: v for k, v in entry.items() if k != "step" and isinstance(v, Tensor)}
         for n, entry in saved["state"].items()
@@ -77,6 +83,7 @@ def train_sharded(
     executor = model.executor
     facts = Facts(
         len(executor.chunks),
+        sum(chunk.oversize for chunk in executor.chunks),
         executor.fetcher.num_evictions,
         executor.fetcher.num_fetches,
         sum(len(slots) > 1 for slots in slots_of.values()),
@@ -111,6 +118,8 @@ def _watch_slots(model: ShardedModel, slots_of: dict[int, set[int]]) -> None:
     def watch(what: str, chunk: Any, source: str, target: str) -> None:
         log(what, chunk, source, target)
         if what == "fetch":
-            slots_of.setdefault(chunk.index, set()).add(next(i for i, s in enumerate(fetcher.pools[chunk.oversize].slots) if s.chunk == chunk.index))
+            slots_of.setdefault(chunk.index, set()).add(
+                next(i for i, s in enumerate(fetcher.pools[chunk.oversize].slots) if s.chunk == chunk.index)
+            )
 
     fetcher._log = watch

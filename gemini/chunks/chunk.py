@@ -119,4 +119,3 @@ class Chunk:
 def one_rank(layout: ShardLayout) -> ShardLayout:
     """The layout of a rank that holds the whole payload."""
     return ShardLayout((Unit(0, layout.numel),) if layout.numel else (), 1)
-

@@ -53,7 +53,7 @@ def report(chunks: Sequence[PackedChunk], chunk_bytes: int, model_bytes: int) ->
 def search_chunk_bytes(
     operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int
 ) -> tuple[SearchReport, list[SearchReport]]:
-    """(best, all candidates). Candidates are multiples of 64 KiB from the largest operators' sizes and powers of two."""
+    """(best, all candidates). Candidates: powers of two, multiples of the largest operators' sizes."""
     items = [item for operator in operators for item in operator]
     model_bytes = sum(item.spec.numel * item.itemsize for item in items)
     candidates = {_GRANULARITY_BYTES * 2**power for power in range(14)}

@@ -249,7 +249,9 @@ class Executor:
     def check_idle(self, what: str) -> None:
         """Raises GeminiError inside a forward or backward."""
         if self._forward_depth or self.is_recomputing():
-            raise GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
+            raise GeminiError(
+                f"{what} inside a forward or backward of the model is not possible: call it between steps"
+            )
 
 
 def log_line(what: str, chunk: Chunk, source: str, target: str) -> None:

@@ -160,10 +160,6 @@ class GradientStore:
         slot = pool.free()
         if slot is not None:
             return slot
-        if not pool.slots:  # whole gradients at home, and a second micro-batch: only now a slot is needed
-            pool.slots.append(Slot(self.device, wanted.chunk.payload_bytes, pool.kind))
-            pool.num_bytes = wanted.chunk.payload_bytes
-            return pool.slots[0]
         open_chunks = [g for g in self.gradients.values() if g.slot is not None and g.slot in pool.slots]
         # complete ones wait for their turn; of the others the first in the model gets its next gradient last
         victim = max(open_chunks, key=lambda g: (g.num_fired == g.expected, -g.chunk.index))

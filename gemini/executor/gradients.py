@@ -81,7 +81,7 @@ class Gradients:
             self._complete(gradient)
 
     def _resumes(self, gradient: ChunkGradient) -> bool:
-        """One rank adds to what this step has already; a 16-bit sum of several micro-batches is made in fp32 instead."""
+        """One rank adds to what this step has already; 16-bit sums of several micro-batches are made in fp32."""
         if self.communicator.world_size > 1 or not gradient.merged or gradient.use_wide:
             return False
         return gradient.chunk.dtype.itemsize >= 4 or gradient.merged_in == self.num_backwards
@@ -194,22 +194,19 @@ class Gradients:
             self.store.close(gradient)
 
     def _reduce_over_ranks(self, gradient: ChunkGradient, payload: Tensor) -> Tensor:
-        """(optim_numel,) the mean, in scratch or in place. Collective."""
+        """(optim_numel,) the mean, rounded to the gradient's dtype, in scratch or in place. Collective."""
         chunk = gradient.chunk
-        several = gradient.merged and gradient.merged_in != self.num_backwards
-        dtype = torch.float32 if several and chunk.dtype.itemsize == 2 else chunk.dtype
         in_place = gradient.payload is gradient.whole or self.stage == 0
-        if in_place and len(chunk.layout.units) == 1 and dtype == chunk.dtype:
+        if in_place and len(chunk.layout.units) == 1:
             start = chunk.layout.slices(chunk.rank)[0].payload_start
             out = payload[start : start + chunk.layout.shard_numel]
         else:
-            out = self.scratch.take(chunk.layout.shard_numel, dtype)
+            out = self.scratch.take(chunk.layout.shard_numel, chunk.dtype)
         self.communicator.reduce_scatter(payload, chunk.layout, out, chunk.index, self.scratch.take)
         if self.stage > 0:
             return out
-        whole = payload if dtype == chunk.dtype else self.scratch.take(chunk.numel, dtype)
-        self.communicator.all_gather(whole, out, chunk.layout, chunk.index)
-        return whole
+        self.communicator.all_gather(payload, out, chunk.layout, chunk.index)
+        return payload
 
     def _merge(self, gradient: ChunkGradient, reduced: Tensor) -> None:
         """shard <- reduced, or += where this step has a gradient already."""

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError
 
@@ -41,7 +42,7 @@ class RankWatch:
         ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
         self._prefix = f"gemini/watch/{_num_watches}/{ranks}"
         _num_watches += 1
-        self._store = dist.PrefixStore(self._prefix, dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(self._prefix, dist.distributed_c10d._get_default_store())
         _publish_on_exit(self)
 
     def wait(self, work: dist.Work) -> None:
@@ -94,7 +95,9 @@ class RankWatch:
         deadline = time.monotonic() + self.rank_timeout_s
         while self._store.add(joined, 0) < self.world_size:
             if time.monotonic() > deadline:
-                raise RankLostError(f"rank {self.rank} waited {self.rank_timeout_s:.0f} s to start anew after a failure")
+                raise RankLostError(
+                    f"rank {self.rank} waited {self.rank_timeout_s:.0f} s to start anew after a failure"
+                )
             time.sleep(0.05)
         self.failed = False
 
@@ -139,7 +142,9 @@ class RankWatch:
             if isinstance(gone, GeminiError):
                 raise
         self.failed = True
-        raise RankLostError(f"rank {self.rank} lost the connection to another rank at {self._where()}: {error}") from error
+        raise RankLostError(
+            f"rank {self.rank} lost the connection to another rank at {self._where()}: {error}"
+        ) from error
 
 
 _watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()

@@ -66,7 +66,7 @@ class PinnedSlab:
         self._memory = raw[start : start + num_bytes]
         self._used_bytes = 0
         self._live_bytes = 0
-        error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0))  # type: ignore[no-untyped-call]
+        error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0))
         self.pinned = error == 0
         if not self.pinned:
             warnings.warn(
@@ -91,5 +91,5 @@ class PinnedSlab:
 
     def close(self) -> None:
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
             self.pinned = False

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gemini.device import current_device
 from gemini.errors import UnsupportedError
 from gemini.memory.accelerator import AcceleratorTier
 from gemini.memory.emulated import EmulatedTier
@@ -61,16 +62,15 @@ def check_module(
             raise UnsupportedError(f"parameter {name!r} is {parameter.layout}; only strided tensors can be in a chunk")
 
 
-def choose_tiers(device: int | str | torch.device | None, host_memory: int | str | None) -> tuple[MemoryTier, MemoryTier]:
+def choose_tiers(
+    device: int | str | torch.device | None, host_memory: int | str | None
+) -> tuple[MemoryTier, MemoryTier]:
     """(device tier, host tier). "emulated" and "cpu" are the emulated device."""
     host_bytes = parse_bytes(host_memory, "host_memory")
     if host_bytes is None:
         host_bytes = free_host_bytes()
-    has_accelerator = torch.accelerator.is_available()
     if device is None:
-        device = torch.accelerator.current_accelerator() if has_accelerator else "emulated"
-        if isinstance(device, torch.device):
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+        device = current_device()
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f'device must be "emulated", an int, a string or a torch.device, found {device!r}')
     if device == "emulated":
@@ -83,10 +83,9 @@ def choose_tiers(device: int | str | torch.device | None, host_memory: int | str
     resolved = torch.device(device)
     if resolved.type == "cpu":
         return EmulatedTier(), HostTier(host_bytes)
-    if not has_accelerator:
+    if resolved.type != current_device().type:
         raise ValueError(f"device={str(device)!r} is not here: use device='emulated'")
-    if resolved.index is None:
-        resolved = torch.device(resolved.type, torch.accelerator.current_device_index())
+    resolved = torch.empty(0, device=resolved).device  # "cuda" with its index
     return AcceleratorTier(resolved), HostTier(host_bytes, pin=resolved.type == "cuda")
 
 
@@ -103,4 +102,3 @@ def model_data_budget(
     if total is None:
         total = free_device_bytes(tier.device)
     return None if total is None else int(total * (1 - ACTIVATION_FRACTION))
-

@@ -22,8 +22,9 @@ from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor, Operator
 from gemini.model.saved_tensors import SavedTensors
 
-_grad_of = Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = Tensor.grad.__set__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad
+_grad_of = _GRAD.__get__
+_set_grad = _GRAD.__set__
 
 
 class Hooks:

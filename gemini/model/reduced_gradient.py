@@ -26,7 +26,7 @@ class ReducedGradient(Tensor):
     @staticmethod
     def of(managed: ManagedParameter, gather: Callable[[], Tensor]) -> ReducedGradient:
         with torch._C.DisableTorchFunctionSubclass():
-            gradient: ReducedGradient = Tensor._make_subclass(ReducedGradient, managed.placeholder)  # type: ignore[assignment]
+            gradient: ReducedGradient = Tensor._make_subclass(ReducedGradient, managed.placeholder)
         gradient._gather = gather
         gradient._name = managed.name
         return gradient
@@ -43,11 +43,11 @@ class ReducedGradient(Tensor):
         gradients = [g for g in pytree.tree_leaves((args, kwargs)) if isinstance(g, ReducedGradient)]
         if name.startswith("_foreach") or name == "__set__" or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedError(
-                f"{name} on the gradient of {gradients[0]._name!r} would not reach the optimizer: gradients are sharded. "
+                f"{name} on the gradient of {gradients[0]._name!r} would not reach the sharded optimizer. "
                 "Clip with optimizer.clip_grad_norm_(max_norm) or ShardedOptimizer(..., clip_grad_norm=max_norm)"
             )
         args, kwargs = pytree.tree_map_only(ReducedGradient, lambda g: g._gather(), (args, kwargs))
         return func(*args, **kwargs)
 
 
-_READS_DATA: set[Any] = {Tensor.data.__get__, Tensor.T.__get__, Tensor.real.__get__, Tensor.mT.__get__}
+_READS_DATA: set[Any] = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}

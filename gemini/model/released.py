@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gemini.executor.executor import Executor
     from gemini.model.saved_tensors import SavedTensors
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
 
 
 class Link:
@@ -112,9 +112,7 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         for executor, its_links in by_executor.items():
             chunks = sorted({link.managed.chunk.index for link in its_links})
             stack.enter_context(executor.publishing())
-            stack.enter_context(
-                executor.touching([executor.chunks[i] for i in chunks], its_links[0].managed.operator)
-            )
+            stack.enter_context(executor.touching([executor.chunks[i] for i in chunks], its_links[0].managed.operator))
             if len(by_executor) == 1:
                 stack.enter_context(its_links[0].saved_tensors.pushed())
         if any(isinstance(t, LazyDetach) for t in found):
@@ -168,7 +166,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     if not isinstance(value, Tensor) or value.shape != managed.shape or value.dtype != managed.chunk.dtype:
         found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise ReleasedParameterError(
-            f"parameter {managed.name!r} is {tuple(managed.shape)} {managed.chunk.dtype}; its .data cannot become {found}"
+            f"parameter {managed.name!r} is {tuple(managed.shape)} {managed.chunk.dtype}; its .data cannot be {found}"
         )
     with torch.no_grad():
         _use(_T.copy_, (tensor, value), {})
@@ -230,10 +228,10 @@ def _is_contiguous(tensor: Tensor, **kwargs: Any) -> bool:
 _ADDRESS = "its memory moves. Read it (clone(), item(), numpy()) instead, or use model.state_dict()"
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: _get_data,
-    _T.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _T.data.__set__: _set_data,
     _T.grad.__get__: _get_grad,
-    _T.grad.__set__: _set_grad,  # type: ignore[attr-defined]
-    _T.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _T.grad.__set__: _set_grad,
+    _T.requires_grad.__set__: _set_requires_grad,
     _T.requires_grad_: _set_requires_grad,
     _T.detach: _detach,
     torch.detach: _detach,
@@ -249,8 +247,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.__deepcopy__: _refuse("copy.deepcopy", "build the module anew and load model.state_dict() into it"),
     _T.__reduce_ex__: _refuse("pickling", "save model.state_dict() instead"),
 }
-
-
 
 
 _SPECIAL[_T.__format__] = lambda tensor, spec="": _repr(tensor)

@@ -19,17 +19,26 @@ def memory_table(tiers: tuple[MemoryTier, MemoryTier], plan: Plan, executor: Exe
     for tier in tiers:
         for kind in sorted(tier.ledger.peak_by_kind):
             rows.append(
-                (tier.name, kind, format_bytes(tier.ledger.bytes_by_kind[kind]), format_bytes(tier.ledger.peak_by_kind[kind]))
+                (
+                    tier.name,
+                    kind,
+                    format_bytes(tier.ledger.bytes_by_kind[kind]),
+                    format_bytes(tier.ledger.peak_by_kind[kind]),
+                )
             )
         rows.append((tier.name, "total", format_bytes(tier.ledger.total_bytes), format_bytes(tier.ledger.peak_bytes)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     budget = "unlimited" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     fetcher = executor.fetcher
-    lines.append(f"policy {plan.policy}, model data budget {budget}, {len(plan.packing.chunks)} chunks of up to "
-                 f"{format_bytes(plan.packing.chunk_bytes)}")
-    lines.append(f"{fetcher.num_fetches} fetches, {fetcher.num_evictions} evictions, "
-                 f"{executor.gradients.store.num_spills} gradients moved to the host unreduced")
+    lines.append(
+        f"policy {plan.policy}, model data budget {budget}, {len(plan.packing.chunks)} chunks of up to "
+        f"{format_bytes(plan.packing.chunk_bytes)}"
+    )
+    lines.append(
+        f"{fetcher.num_fetches} fetches, {fetcher.num_evictions} evictions, "
+        f"{executor.gradients.store.num_spills} gradients moved to the host unreduced"
+    )
     for link, num_bytes in sorted(traffic.bytes_by_link.items()):
         lines.append(f"{link}: {format_bytes(num_bytes)}")
     if executor.communicator.world_size > 1:

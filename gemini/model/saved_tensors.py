@@ -79,7 +79,7 @@ class SavedTensors:
             return None
         executor = self._executor
         chunk = executor.chunks[slot.chunk]
-        offset_bytes = tensor.storage_offset() * tensor.itemsize
+        offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
         updates, operator = chunk.num_updates, executor.moments.now // 4
         return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, operator)
 
@@ -98,7 +98,7 @@ class SavedTensors:
             )
         if torch.is_grad_enabled() and executor.is_recomputing():
             raise UnsupportedError(
-                f"double backward (create_graph=True) through {chunk.names()} is not possible while its chunk can leave "
+                f"double backward (create_graph=True) through {chunk.names()} is not possible while it can leave "
                 "the device. Raise the budget until everything is resident, or keep the penalty's modules outside"
             )
         with executor.publishing(), torch.inference_mode(False), torch.no_grad():

@@ -112,7 +112,9 @@ def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> N
             flat = _flat(rounded.to(torch.float32), managed)
             for piece in chunk.optim_pieces(managed):
                 start = piece.payload_start - managed.offset
-                master.flat[piece.shard_start : piece.shard_start + piece.numel].copy_(flat[start : start + piece.numel])
+                master.flat[piece.shard_start : piece.shard_start + piece.numel].copy_(
+                    flat[start : start + piece.numel]
+                )
         executor.fetcher.write_parameter(managed, payload)
     executor.fetcher.rebase_versions(chunk)
 
@@ -160,4 +162,3 @@ def gather_gradient(executor: Executor, managed: ManagedParameter) -> Tensor:
             executor.communicator.all_gather(gathered, whole, chunk.layout, chunk.index)
             whole = gathered
         return torch.as_strided(whole, managed.shape, managed.stride, managed.offset).clone()
-

@@ -21,6 +21,7 @@ from gemini.model.operators import FoundOperator
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
 from optim import round_master_
 from sharding import ParameterSpec, ShardStrategy
+from sharding.collectives import SUM_TILE_NUMEL
 
 _MASTERED = (torch.bfloat16, torch.float16)
 
@@ -150,7 +151,8 @@ def demand_of(chunks: list[Chunk], operators: list[FoundOperator], stage: int, w
                 home_bytes[Kind.MASTER] = 4 * chunk.optim_numel
             home_bytes[Kind.OPTIM] = 2 * max(4, itemsize) * chunk.optim_numel
         sharded = chunk.home_layout.world_size > 1
-        needs_gradient_slot = stage >= 2 and world_size > 1
+        # one rank adds micro-batches up in a whole home; others, and 16-bit sums, take them in beside what is there
+        needs_gradient_slot = world_size > 1 or chunk.dtype in _MASTERED
         demands.append(ChunkDemand(chunk.payload_bytes, home_bytes, chunk.oversize, sharded, needs_gradient_slot))
     slot_bytes = _largest(chunks), _largest(chunks, oversize=True)
     trainable = [chunk for chunk in chunks if chunk.trainable]
@@ -161,7 +163,7 @@ def demand_of(chunks: list[Chunk], operators: list[FoundOperator], stage: int, w
         min_slots(chunks, operators),
         gradient_bytes,
         (2 if gradient_bytes[0] else 0, 1 if gradient_bytes[1] else 0),
-        scratch_bytes(trainable, stage) if world_size > 1 else 0,
+        scratch_bytes(trainable) if world_size > 1 else 0,
     )
 
 
@@ -173,14 +175,16 @@ def gradient_home_numel(chunk: Chunk, stage: int) -> int:
     return chunk.numel + (chunk.optim_numel if several_units else 0)
 
 
-def scratch_bytes(trainable: list[Chunk], stage: int) -> int:
+def scratch_bytes(trainable: list[Chunk]) -> int:
     """Receive buffers of the largest reduction: the exchange, packed units, the result, and a tile of its sum."""
     largest = 0
     for chunk in trainable:
         payload = chunk.payload_bytes
-        pieces = [payload, payload if len(chunk.layout.units) > 1 else 0, 4 * chunk.layout.shard_numel, 4 << 18]
-        if stage == 0:
-            pieces.append(4 * chunk.numel)
+        several = len(chunk.layout.units) > 1
+        shard_bytes = chunk.layout.shard_numel * chunk.dtype.itemsize
+        pieces = [payload, payload if several else 0, shard_bytes]
+        if chunk.dtype in _MASTERED:
+            pieces.append(4 * min(chunk.layout.shard_numel, SUM_TILE_NUMEL))
         largest = max(largest, sum(pieces) + 256 * len(pieces))
     return largest
 
@@ -206,7 +210,9 @@ def min_slots(chunks: list[Chunk], operators: list[FoundOperator]) -> tuple[int,
     return min(need[0] + 1, totals[0]), min(need[1], totals[1])
 
 
-def allocate_homes(chunks: list[Chunk], placement: Placement, demand: Demand, device: MemoryTier, host: MemoryTier) -> None:
+def allocate_homes(
+    chunks: list[Chunk], placement: Placement, demand: Demand, device: MemoryTier, host: MemoryTier
+) -> None:
     """Take the memory of every home but the optimizer's, which its optimizer takes."""
     for chunk, homes, its in zip(chunks, placement.homes, demand.chunks, strict=True):
         for kind, tier in homes.items():

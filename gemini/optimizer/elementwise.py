@@ -6,6 +6,7 @@ equal bits on a run and on the parameters it consists of, so one call serves hun
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -68,9 +69,7 @@ class AdamUpdate:
             raise UnsupportedError(f"HybridAdam updates fp32 weights; this model has {param.dtype} ones: use AdamW")
         step = int(state.scalars.get("step", 0)) + 1
         flat = state.flat
-        adam_update_(
-            param, grad, flat["exp_avg"], flat["exp_avg_sq"], step=step, clip=clip, **hyperparameters(group)
-        )
+        adam_update_(param, grad, flat["exp_avg"], flat["exp_avg_sq"], step=step, clip=clip, **hyperparameters(group))
         state.scalars["step"] = step
         return {}
 
@@ -79,7 +78,9 @@ class TorchUpdate:
     """A `torch.optim` optimizer that is lent one run at a time as its only parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._worker = type(optimizer)([torch.zeros(1)], **optimizer.defaults)
+        accepted = inspect.signature(type(optimizer).__init__).parameters
+        settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        self._worker = type(optimizer)([torch.zeros(1)], **settings)
 
     def flat_names(self) -> tuple[str, ...]:
         return ()

@@ -48,7 +48,11 @@ class ShardView:
         chunk = self._chunk
         master = chunk.homes.get(Kind.MASTER)
         if master is not None:
-            return master.flat if master.tier is self._tier else self._stage([(master.flat, 0)], master.tier, torch.float32)
+            return (
+                master.flat
+                if master.tier is self._tier
+                else self._stage([(master.flat, 0)], master.tier, torch.float32)
+            )
         home = chunk.homes[Kind.PARAM]
         runs = [(home.flat[p.payload_start : p.payload_start + p.numel], p.shard_start) for p in self._home_slices()]
         if home.tier is self._tier and len(runs) == 1:

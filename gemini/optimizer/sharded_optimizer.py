@@ -103,8 +103,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 link = link_of(parameter)
                 if link is None or link.executor is not self.model.executor:
                     raise ValueError(
-                        f"param group {number} of {type(optimizer).__name__} has a {tuple(parameter.shape)} parameter that "
-                        "is not this model's: make the optimizer with model.parameters() of the wrapped model"
+                        f"param group {number} of {type(optimizer).__name__} has a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not this model's: make the optimizer with model.parameters() of the wrapped model"
                     )
                 group_of[link.managed.index] = number
         return group_of
@@ -114,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`; if it raises, the other ranks are told why."""
         with self.model.executor.publishing():
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the next step's gradients to `max_norm`; returns their norm before clipping, 0-dim. Collective.
@@ -134,7 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.grad_norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights with the gradients since the last step and consume those. Collective.
 
         If any rank has a non-finite gradient, nothing changes on any rank, `last_step.skipped` names the first
@@ -264,7 +264,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_states"):
-            raise UnsupportedError("param groups cannot be added after ShardedOptimizer(...): give all of them at first")
+            raise UnsupportedError(
+                "param groups cannot be added after ShardedOptimizer(...): give all of them at first"
+            )
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -47,7 +47,9 @@ def whole_optimizer_state(
             if master is not None:
                 whole = gather_optimizer_state(executor, chunk, master.flat)
                 masters |= {numbers[managed.index]: _view(whole, managed).clone() for managed in known}
-    packed = [{k: v for k, v in group.items() if k != "params"} | {"params": _members(group, numbers)} for group in groups]
+    packed = [
+        {k: v for k, v in group.items() if k != "params"} | {"params": _members(group, numbers)} for group in groups
+    ]
     return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
 
 
@@ -74,9 +76,9 @@ def load_optimizer_state(
             if entry is not None:
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
-                        flat = chunk_state.flats.get(name)
-                        flat = chunk_state.take(name, executor.fetcher) if flat is None else flat
-                        _write(chunk_state.chunk, managed, flat, value)
+                        if name not in chunk_state.flats:
+                            chunk_state.take(name, executor.fetcher)
+                        _write(chunk_state.chunk, managed, chunk_state.flats[name], value)
                     else:
                         chunk_state.scalars[position][name] = _unscalar(name, value, chunk_state)
             master = chunk_state.chunk.homes.get(Kind.MASTER)
@@ -85,11 +87,15 @@ def load_optimizer_state(
 
 
 def _check(
-    groups: list[dict[str, Any]], saved: Mapping[str, Any], known: Mapping[int, tuple[ChunkOptimizerState, ManagedParameter]]
+    groups: list[dict[str, Any]],
+    saved: Mapping[str, Any],
+    known: Mapping[int, tuple[ChunkOptimizerState, ManagedParameter]],
 ) -> None:
     for key in ("state", "param_groups"):
         if key not in saved:
-            raise ValueError(f"this is not an optimizer state dict: it has no {key!r} (found {sorted(map(str, saved))})")
+            raise ValueError(
+                f"this is not an optimizer state dict: it has no {key!r} (found {sorted(map(str, saved))})"
+            )
     sizes, loaded = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved["param_groups"]]
     if sizes != loaded:
         raise ValueError(f"the state dict has param groups of {loaded} parameters, this optimizer of {sizes}")

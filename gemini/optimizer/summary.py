@@ -35,6 +35,7 @@ def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: in
     words = torch.zeros(num_parameters, dtype=torch.int64)
     limbs = zero_norm_limbs()
     largest = torch.zeros((), dtype=torch.float64)
+    several = executor.gradients.num_backwards > 1
     for chunk in trainable:
         gradient = executor.gradients.store.gradients[chunk.index]
         for managed, got in zip(chunk.parameters, gradient.got, strict=True):
@@ -45,6 +46,8 @@ def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: in
         its_limbs = limbs if flat.device == limbs.device else zero_norm_limbs(flat.device)
         for piece in _counted(chunk, gradient):
             part = flat[piece.shard_start : piece.shard_start + piece.numel]
+            if several and part.itemsize == 2:  # fp32 sums, and what needed no addition counts as one
+                part = part.float()
             first = int(accumulate_sum_of_squares_(its_limbs, part))
             if first >= 0:
                 words[_parameter_at(chunk, piece, first)] += _NON_FINITE
@@ -69,7 +72,9 @@ def _counted(chunk: Chunk, gradient: ChunkGradient) -> list[Piece]:
     """The parts of the reduced gradient that this rank adds to the norm; `shard_start` counts in `reduced()`."""
     if chunk.layout.world_size > 1:
         if chunk.optim_layout.world_size > 1:
-            return [Piece(piece.payload_start, piece.shard_start, piece.numel) for piece in chunk.layout.slices(chunk.rank)]
+            return [
+                Piece(piece.payload_start, piece.shard_start, piece.numel) for piece in chunk.layout.slices(chunk.rank)
+            ]
         return [Piece(p.payload_start, p.payload_start, p.numel) for p in chunk.layout.slices(chunk.rank)]
     if all(gradient.got):
         return [Piece(0, 0, chunk.optim_numel)]

@@ -129,9 +129,7 @@ class AutoPolicy:
         while low < high:
             middle = (low + high + 1) // 2
             moved = set(owners[:middle])
-            homes = tuple(
-                {**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes)
-            )
+            homes = tuple({**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes))
             candidate = slots_for(demand, homes)
             if candidate.device_bytes(demand) <= budget_bytes:
                 best, low = candidate, middle

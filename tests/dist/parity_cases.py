@@ -8,7 +8,9 @@ from tests.reference import Recipe, Run
 from tests.sharded import Facts, train_sharded
 
 
-def train(rank: int, world_size: int, name: str, recipe: dict[str, Any], wrap: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+def train(
+    rank: int, world_size: int, name: str, recipe: dict[str, Any], wrap: dict[str, Any]
+) -> tuple[Run, dict[str, Any]]:
     """(run, facts) of one rank."""
     run, facts = train_sharded(MODELS[name], Recipe(world_size=world_size, **recipe), rank, **wrap)
     return run, asdict(facts)

@@ -1,0 +1,99 @@
+"""Several ranks: the bits of plain PyTorch's sum in rank order, and of every other way to place and shard.
+
+FEATURES' "Equal" allows a tolerance at several ranks; we compare bits, as each rank's plain gradients are added here
+in the order that the ranks' exchange has. Only sums that a reentrant checkpoint brings in several pieces differ.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.parity_cases import train, train_many
+from tests.dist.ranks import RankPool
+from tests.models import MODELS, ModelCase
+from tests.pairwise import all_pairs
+from tests.reference import Recipe, Run, assert_equal_runs, train_plain
+from tests.sharded import smallest_budget
+
+LATE = "checkpoint_shared_reentrant"  # its gradients arrive in four pieces, each reduced by itself
+ROUTES_BY_DATA = "experts"  # each rank runs other experts: needs leaves, see test_rank_failures for what happens now
+NAMES = [name for name in MODELS if name not in ("mixed_dtypes", ROUTES_BY_DATA)]
+
+
+def wanted_on(rank: int, case: ModelCase, steps: int, world_size: int, **options: Any) -> Run:
+    """The reference, as one rank sees it: its own losses; no gradient on any rank reads as zeros."""
+    run = train_plain(case, steps, world_size, **options)
+    assert run.losses is not None and run.grads is not None and run.weights is not None
+    wide = options.get("accumulation", 1) > 1 and options.get("dtype") is torch.bfloat16
+    zeros = {n: torch.zeros_like(w, dtype=torch.float32 if wide else None) for n, w in run.weights.items()}
+    grads = [{n: zeros[n] if g is None else g for n, g in step.items()} for step in run.grads]
+    return dataclasses.replace(run, losses=run.losses[:, rank : rank + 1], grads=grads, buffers=None)
+
+
+def check(case: ModelCase, results: list[tuple[Run, dict[str, Any]]], bits: bool, steps: int, **options: Any) -> None:
+    for rank, (run, facts) in enumerate(results):
+        wanted = wanted_on(rank, case, steps, len(results), **options)
+        assert_equal_runs(run, wanted, bits=bits)
+        assert facts["budget_bytes"] is None or facts["peak_bytes"] <= facts["budget_bytes"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_at_the_smallest_slots_equal_plain(ranks: RankPool, name: str) -> None:
+    case = MODELS[name]
+    results = ranks(2).run(train, name, {"steps": 5}, {"model_data_memory": "smallest"})
+    check(case, results, bits=name != LATE, steps=5)
+    if "big" in case.tags:
+        assert results[0][1]["num_evictions"] > 0
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_three_and_four_ranks_equal_plain(ranks: RankPool, world_size: int) -> None:
+    names = ["gpt2", "llama_checkpoint", "t5", "nested", "sometimes_unused", "odd_shapes", "zero_size", "scalar"]
+    jobs = [(name, {"steps": 3}, {"model_data_memory": "smallest"}) for name in names]
+    results = ranks(world_size).run(train_many, jobs, timeout_s=120)
+    for place, name in enumerate(names):
+        check(MODELS[name], [of_rank[place] for of_rank in results], bits=True, steps=3)
+
+
+COMBINATIONS = all_pairs(
+    {
+        "name": ["gpt2", "bert", "vit", "mixtral", "nested", "borrowed", "sometimes_unused"],
+        "policy": ["auto", "cpu", "cuda"],
+        "strategy": ["tensor", "bucket", "chunk"],
+        "stage": [0, 1, 2, 3],
+        "dtype": [None, torch.bfloat16],
+        "accumulation": [1, 2],
+        "clip": [None, 0.05],
+    }
+)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_pair_of_options_equals_plain(ranks: RankPool, world_size: int) -> None:
+    """fp32: in bits. bf16: each rank's gradients are bits, their sum is rounded once here and in the reference too."""
+    chosen = COMBINATIONS if world_size == 2 else COMBINATIONS[:8]
+    jobs = []
+    for c in chosen:
+        recipe = {"steps": 3, "dtype": c["dtype"], "accumulation": c["accumulation"], "clip": c["clip"]}
+        wrap = {"tensor_placement_policy": c["policy"], "shard_strategy": c["strategy"], "stage": c["stage"]}
+        if c["policy"] == "auto":
+            wrap["model_data_memory"] = "smallest"
+        jobs.append((c["name"], recipe, wrap))
+    results = ranks(world_size).run(train_many, jobs, timeout_s=240)
+    for place, (name, recipe, wrap) in enumerate(jobs):
+        half = recipe["dtype"] is not None
+        options = {k: v for k, v in recipe.items() if k != "steps"}
+        if half:
+            options["reduce_dtype"] = torch.float32
+        try:
+            check(MODELS[name], [of_rank[place] for of_rank in results], bits=True, steps=3, **options)
+        except AssertionError as error:
+            raise AssertionError(f"{name} {recipe} {wrap}: {error}") from None
+
+
+def test_the_smallest_budget_of_a_rank_is_below_that_of_one_rank() -> None:
+    """A shard is smaller than the whole: two ranks fit where one does not."""
+    case, recipe = MODELS["gpt2"], Recipe()
+    assert smallest_budget(case, recipe, tensor_placement_policy="cuda") > smallest_budget(case, recipe)
