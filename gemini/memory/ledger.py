@@ -14,8 +14,10 @@ class Ledger:
         self.total_bytes = 0
         self.peak_bytes = 0
         self.peak_by_kind: Counter[str] = Counter()
+        self.num_takes = 0
 
     def take(self, kind: str, num_bytes: int) -> None:
+        self.num_takes += 1
         self.bytes_by_kind[kind] += num_bytes
         self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])
         self.total_bytes += num_bytes

@@ -104,7 +104,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if link is None or link.executor is not self.model.executor:
                     raise ValueError(
                         f"param group {number} of {type(optimizer).__name__} has a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not this model's: make the optimizer with model.parameters() of the wrapped model"
+                        f"{tuple(parameter.shape)} that is not this model's: make the optimizer with "
+                        "model.parameters() of the wrapped model"
                     )
                 group_of[link.managed.index] = number
         return group_of
