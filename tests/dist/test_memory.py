@@ -11,7 +11,7 @@ FP32 = 4
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_per_rank_equal_the_formulas(ranks: RankPool, stage: int, world_size: int) -> None:
-    """ZeRO (Rajbhandari et al., 2020), table 1, for fp32 Adam: 4 + 4 + 8 bytes a parameter, each over N when sharded."""
+    """ZeRO (Rajbhandari et al., 2020), table 1: 4 + 4 + 8 bytes a parameter for fp32 Adam, over N when sharded."""
     for facts in ranks(world_size).run(cases.ledger_after_a_step, {"stage": stage, "chunk_size": 12288}):
         numel, kinds = facts["numel"], facts["kinds"]
         padding = numel - facts["num_parameters"]
@@ -57,7 +57,7 @@ def test_at_most_two_gradients_are_open_in_a_sequential_model(ranks: RankPool, s
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_budgets_hold_over_live_storages(ranks: RankPool, world_size: int) -> None:
-    budget = 230_000 if world_size == 1 else 260_000
+    budget = 170_000 if world_size == 1 else 260_000
     for facts in ranks(world_size).run(cases.live_tensors_within_budget, budget):
         assert facts["storages"] <= budget
         assert facts["ledger"] <= budget
