@@ -1,8 +1,8 @@
 """Chunk-size search: which chunk size wastes least, everything counted in bytes.
 
-Three costs pull against each other: padding (units rounded up, chunk ends left empty by whole operators), the
-bytes gathered at the busiest moment (slots), and the number of collectives, each charged with the bytes that the
-link could have carried in the time a launch takes.
+Three costs pull against each other: padding (units rounded up, chunk ends left empty by whole operators, large
+slots that hold small chunks), the bytes gathered at the busiest moment (slots), and the number of collectives, each
+charged with the bytes that the link could have carried in the time a launch takes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def report(chunks: Sequence[PackedChunk], chunk_bytes: int, model_bytes: int) ->
     regular = max((chunk.payload_bytes for chunk in chunks if not chunk.oversize), default=0)
     oversize = max((chunk.payload_bytes for chunk in chunks if chunk.oversize), default=0)
     padding = sum(chunk.payload_bytes for chunk in chunks) - model_bytes
+    # a slot of the second size is empty for the difference whenever it holds a smaller chunk
+    padding += sum(oversize - chunk.payload_bytes for chunk in chunks if chunk.oversize)
     return SearchReport(
         chunk_bytes, len(chunks), padding, _NUM_SLOTS * regular + 2 * oversize, _COLLECTIVES_PER_CHUNK * len(chunks)
     )
