@@ -1,0 +1,112 @@
+"""A small perceptron whose every layer is one chunk, wrapped at each kind of placement, and its plain reference.
+
+For tests of behaviour, where a model of milliseconds is enough: 6 layers, 6 chunks, 2 slots at the smallest budget.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini import BudgetError, ShardedModel, ShardedOptimizer
+from optim import HybridAdam
+
+WIDTH = 16
+LAYERS = 6
+CHUNK_NUMEL = 512  # a weight of 256 elements and a bias, which starts on a multiple of 256
+
+# where the state lives: arguments of ShardedModel
+PLACES: dict[str, dict[str, Any]] = {
+    "cuda": {"tensor_placement_policy": "cuda"},
+    "cpu": {"tensor_placement_policy": "cpu"},
+    "auto": {"model_data_memory": "half"},
+    "smallest": {"model_data_memory": "smallest"},
+}
+
+
+class Mlp(nn.Module):
+    """Weights that are bf16 numbers, so that plain bf16 training starts from the same masters."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def build(make: Callable[[], nn.Module] = Mlp) -> Any:
+    """The same weights on every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def inputs(step: int, dtype: torch.dtype | None = None) -> Tensor:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 + step))
+    return x if dtype is None else x.to(dtype)
+
+
+def loss_of(model: nn.Module, step: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    x = inputs(step, dtype)
+    return (model(x) - x.flip(-1)).square().mean()
+
+
+def smallest_budget(make: Callable[[], nn.Module] = Mlp, **arguments: Any) -> int:
+    """The least model_data_memory that is accepted, as the error itself says."""
+    try:
+        ShardedModel(build(make), device="emulated", model_data_memory=0, **arguments)
+    except BudgetError as error:
+        return int(str(error).split("needs ")[1].split()[0])
+    raise AssertionError("a budget of 0 bytes was accepted")
+
+
+def wrap(place: str = "smallest", make: Callable[[], nn.Module] = Mlp, **arguments: Any) -> ShardedModel:
+    arguments = {"chunk_size": CHUNK_NUMEL, **arguments}
+    where = dict(PLACES[place])
+    if where.get("model_data_memory") in ("smallest", "half"):
+        least = smallest_budget(make, **arguments)
+        state_bytes = 16 * CHUNK_NUMEL * len(list(build(make).parameters())) // 2
+        where["model_data_memory"] = least if place == "smallest" else max(least, state_bytes // 2)
+    return ShardedModel(build(make), device="emulated", **arguments, **where)
+
+
+def sharded(place: str = "smallest", **arguments: Any) -> tuple[ShardedModel, ShardedOptimizer]:
+    model = wrap(place, **arguments)
+    return model, ShardedOptimizer(model, adam(model.parameters()))
+
+
+def plain(dtype: torch.dtype | None = None, make: Callable[[], nn.Module] = Mlp) -> tuple[Any, HybridAdam]:
+    model = build(make)
+    model = model if dtype is None else model.to(dtype)
+    return model, adam(model.parameters())
+
+
+def adam(parameters: Iterator[nn.Parameter]) -> HybridAdam:
+    return HybridAdam(parameters, lr=1e-2, weight_decay=0.01)
+
+
+def train_step(model: nn.Module, optimizer: Any, step: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    loss = loss_of(model, step, dtype)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies under the plain names."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(got[name], wanted[name])]
+    assert not different, f"other bits: {', '.join(different)}"

@@ -1,0 +1,187 @@
+"""One-line faults for the core, each with the test that must notice it.
+
+`old` must occur exactly once in `file`, so that a mutant which the code has outgrown is an error, not a pass.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `old` by `new` in `file`; `test` must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+ONE_RANK = "tests/test_parity_one_rank.py::test_a_model_at_its_smallest_budget_has_the_bits_of_the_plain_one"
+TWO_RANKS = "tests/dist/test_parity.py::test_two_ranks_at_the_smallest_slots_equal_plain"
+PAIRS = "tests/dist/test_parity.py::test_every_pair_of_options_equals_plain[2]"
+MEMORY = "tests/dist/test_memory.py"
+
+MUTANTS = [
+    Mutant(
+        "a released chunk keeps its views bound",
+        "gemini/executor/fetcher.py",
+        "        self.write_back(chunk)\n        self.unbind(chunk)\n",
+        "        self.write_back(chunk)\n",
+        f"{ONE_RANK}[gpt2]",
+    ),
+    Mutant(
+        "a stale payload survives the step",
+        "gemini/executor/executor.py",
+        "        if chunk.state is ChunkState.GATHERED:\n            slot = chunk.slot\n",
+        "        if False:\n            slot = chunk.slot\n",
+        f"{ONE_RANK}[chain]",
+    ),
+    Mutant(
+        "nodes do not pin what they have unpacked",
+        "gemini/executor/executor.py",
+        "        chunk.pins += 1\n        pins.chunks.append(chunk)\n        return payload",
+        "        return payload",
+        "tests/test_executor.py::test_a_node_pins_what_it_has_unpacked_until_the_next_node_asks",
+    ),
+    Mutant(
+        "pins of a node are never lifted",
+        "gemini/executor/executor.py",
+        "            for chunk in self._nodes.pop(inner).chunks:\n                chunk.pins -= 1",
+        "            self._nodes.pop(inner)",
+        f"{ONE_RANK}[gpt2]",
+    ),
+    Mutant(
+        "handles ignore steps",
+        "gemini/model/saved_tensors.py",
+        "if handle.num_updates != chunk.num_updates:",
+        "if False:",
+        "tests/test_executor.py::test_backward_through_a_graph_from_before_a_step_raises",
+    ),
+    Mutant(
+        "hooks are not pushed again inside operators",
+        "gemini/model/hooks.py",
+        "if torch.is_grad_enabled() and not self._saved_tensors.on_top():",
+        "if False:",
+        f"{ONE_RANK}[llama_checkpoint]",
+    ),
+    Mutant(
+        "the root pushes no hooks",
+        "gemini/model/hooks.py",
+        "self._root_hooks.append(None if covered else self._saved_tensors.push())",
+        "self._root_hooks.append(None)",
+        f"{ONE_RANK}[norm_penalty]",
+    ),
+    Mutant(
+        "a second gradient overwrites the first",
+        "gemini/executor/gradients.py",
+        "            view.add_(grad)\n",
+        "            view.copy_(grad)\n",
+        f"{ONE_RANK}[checkpoint_shared_reentrant]",
+    ),
+    Mutant(
+        "micro-batches are not added",
+        "gemini/executor/gradients.py",
+        "            target.add_(staging)",
+        "            target.copy_(staging)",
+        PAIRS,
+    ),
+    Mutant(
+        "gradient slots are not zeroed",
+        "gemini/executor/gradient_store.py",
+        "                gradient.payload.zero_()  # paddings",
+        "                pass  # paddings",
+        f"{TWO_RANKS}[sometimes_unused]",
+    ),
+    Mutant(
+        "a spilled gradient is lost",
+        "gemini/executor/gradient_store.py",
+        "            copy(gradient.payload.view(torch.uint8), gradient.spilled, self.device, self.host, self.traffic)",
+        "            gradient.payload.zero_()",
+        f"{ONE_RANK}[experts]",
+    ),
+    Mutant(
+        "the sum over ranks is not divided",
+        "gemini/executor/communicator.py",
+        "out, tag, mean=True,",
+        "out, tag, mean=False,",
+        f"{TWO_RANKS}[chain]",
+    ),
+    Mutant(
+        "ranks add in reverse order",
+        "sharding/collectives.py",
+        "_sum_rows(received.view(self.world_size, -1), out,",
+        "_sum_rows(received.view(self.world_size, -1).flip(0), out,",
+        "tests/dist/test_parity.py::test_three_and_four_ranks_equal_plain[3]",
+    ),
+    Mutant(
+        "tags are not compared",
+        "sharding/collectives.py",
+        "if words != list(tag.pack()) * self.world_size:",
+        "if False:",
+        "tests/dist/test_sharding_collectives.py",
+    ),
+    Mutant(
+        "an idle parameter moves",
+        "gemini/optimizer/chunk_state.py",
+        "active = [i for i in positions if has_gradient[i] and self.groups[i] is not None]",
+        "active = [i for i in positions if self.groups[i] is not None]",
+        f"{ONE_RANK}[sometimes_unused]",
+    ),
+    Mutant(
+        "the clip factor is dropped",
+        "gemini/optimizer/sharded_optimizer.py",
+        "clip = clip_coefficient(summary.norm, max_norm)",
+        "clip = 1.0",
+        PAIRS,
+    ),
+    Mutant(
+        "the norm counts one rank only",
+        "gemini/optimizer/summary.py",
+        '    executor.communicator.all_reduce_sum_(both, "gradient summary")\n',
+        "",
+        f"{TWO_RANKS}[gpt2]",
+    ),
+    Mutant(
+        "masters come from rounded weights",
+        "gemini/model/wrap.py",
+        "                payload[piece.payload_start : piece.payload_start + piece.numel]\n            )\n    if chunk.home",
+        "                rounded[piece.payload_start : piece.payload_start + piece.numel]\n            )\n    if chunk.home",
+        PAIRS,
+    ),
+    Mutant(
+        "weights stay each rank's own",
+        "gemini/model/wrap.py",
+        '        communicator.broadcast_(payload, f"weights of chunk {chunk.index}")',
+        "        pass",
+        "tests/dist/test_rank_failures.py",
+    ),
+    Mutant(
+        "stage 2 does not gather what others updated",
+        "gemini/optimizer/sharded_optimizer.py",
+        "                executor.fetcher.spread(chunk)",
+        "                pass",
+        PAIRS,
+    ),
+    Mutant(
+        "edits stay in the payload",
+        "gemini/executor/fetcher.py",
+        "                    self.write_parameter(chunk.parameters[position], chunk.payload)",
+        "                    pass",
+        "tests/test_executor.py::test_edits_outside_a_step_reach_shard_and_master",
+    ),
+    Mutant(
+        "gradients are never freed after backward",
+        "gemini/executor/gradient_store.py",
+        "            gradient.slot.chunk = None\n        if gradient.spilled",
+        "            pass\n        if gradient.spilled",
+        f"{MEMORY}::test_at_most_two_gradients_are_open_in_a_sequential_model",
+    ),
+    Mutant(
+        "the budget is not enforced",
+        "gemini/placement/policy.py",
+        "    if budget_bytes is not None and needed > budget_bytes:",
+        "    if False:",
+        "tests/test_parity_one_rank.py::test_one_byte_less_than_the_smallest_budget_is_refused",
+    ),
+]

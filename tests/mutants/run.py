@@ -1,0 +1,56 @@
+"""`make mutants`: puts each fault into a copy of the code and checks that its named test fails there."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.mutants.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300
+_NO_TESTS, _FAILED = 5, 1
+
+
+def main() -> int:
+    """Exit code 0 if every mutant is noticed. Arguments pick mutants by a part of their name."""
+    chosen = [m for m in MUTANTS if not sys.argv[1:] or any(part in m.name for part in sys.argv[1:])]
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "*.egg-info", "__pycache__"))
+        for number, mutant in enumerate(chosen, 1):
+            verdict = _try(mutant, copy)
+            print(f"[{number}/{len(chosen)}] {verdict:9} {mutant.name} ({mutant.test})", flush=True)
+            if verdict != "noticed":
+                survivors.append(mutant.name)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants noticed")
+    if survivors:
+        print("not noticed: " + "; ".join(survivors))
+    return 1 if survivors else 0
+
+
+def _try(mutant: Mutant, copy: Path) -> str:
+    path = copy / mutant.file
+    original = path.read_text()
+    if original.count(mutant.old) != 1:
+        return "STALE"
+    path.write_text(original.replace(mutant.old, mutant.new))
+    try:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S, text=True)
+        except subprocess.TimeoutExpired:
+            return "noticed"
+        return "noticed" if done.returncode == _FAILED else f"SURVIVED ({done.returncode})"
+    finally:
+        path.write_text(original)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
