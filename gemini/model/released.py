@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,19 @@ class ReleasedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
+
+    # nn.Parameter has these in Python and never asks __torch_function__
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return _repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _SPECIAL[_T.__deepcopy__](self)
+        raise AssertionError("unreachable")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _SPECIAL[_T.__reduce_ex__](self)
+        raise AssertionError("unreachable")
 
 
 class LazyDetach(Tensor):

@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "ranks add in reverse order",
         "sharding/collectives.py",
-        "_sum_rows(received.view(self.world_size, -1), out,",
-        "_sum_rows(received.view(self.world_size, -1).flip(0), out,",
+        "_sum_rows(rows, out, self.world_size if mean",
+        "_sum_rows(rows.flip(0), out, self.world_size if mean",
         "tests/dist/test_parity.py::test_three_and_four_ranks_equal_plain[3]",
     ),
     Mutant(
@@ -145,8 +145,8 @@ MUTANTS = [
     Mutant(
         "masters come from rounded weights",
         "gemini/model/wrap.py",
-        "                payload[piece.payload_start : piece.payload_start + piece.numel]\n            )\n    if chunk.home",
-        "                rounded[piece.payload_start : piece.payload_start + piece.numel]\n            )\n    if chunk.home",
+        "                payload[piece.payload_start : piece.payload_start + piece.numel]\n            )\n    if",
+        "                rounded[piece.payload_start : piece.payload_start + piece.numel]\n            )\n    if",
         PAIRS,
     ),
     Mutant(
