@@ -1,0 +1,74 @@
+"""Packing and chunk-size search: numbers in, numbers out."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini.chunks.packing import PackedChunk, PackingInput, pack
+from gemini.chunks.search import report, search_chunk_bytes
+from sharding import ALIGNMENT, ParameterSpec, resolve_strategy
+
+NUMELS = st.integers(0, 5000)
+OPERATORS = st.lists(st.lists(st.tuples(NUMELS, st.sampled_from(["a", "b"])), max_size=4), min_size=1, max_size=8)
+
+
+def inputs_of(operators: list[list[tuple[int, str]]]) -> list[list[PackingInput]]:
+    return [
+        [
+            PackingInput(ParameterSpec(f"{i}.{j}", numel, (numel,)), key, 4 if key == "a" else 2)
+            for j, (numel, key) in enumerate(operator)
+        ]
+        for i, operator in enumerate(operators)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(OPERATORS, st.sampled_from(["tensor", "bucket", "chunk"]), st.integers(1, 5), st.sampled_from([1, 4096, 20_000]))
+def test_every_parameter_has_exactly_one_place(operators, strategy, world_size, chunk_bytes):  # type: ignore[no-untyped-def]
+    inputs = inputs_of(operators)
+    chunks = pack(inputs, resolve_strategy(strategy), chunk_bytes, world_size)
+    items = {item.spec.name: item for operator in inputs for item in operator}
+    placed = [name for chunk in chunks for name in chunk.names]
+    assert sorted(placed) == sorted(items)
+    for chunk in chunks:
+        assert chunk.layout.numel % (world_size * ALIGNMENT) == 0
+        assert chunk.oversize == (chunk.payload_bytes > chunk_bytes), "only what is too large has a chunk of its own"
+        end = 0
+        for name, offset in sorted(zip(chunk.names, chunk.offsets, strict=True), key=lambda place: place[1]):
+            assert items[name].key == chunk.key
+            assert offset % ALIGNMENT == 0
+            assert offset >= end, "parameters do not overlap"
+            end = offset + items[name].spec.numel
+        assert end <= chunk.layout.numel
+
+
+def pack_one_key(sizes: list[list[int]], chunk_bytes: int, strategy: str = "chunk") -> list[PackedChunk]:
+    return pack(
+        inputs_of([[(n, "a") for n in operator] for operator in sizes]), resolve_strategy(strategy), chunk_bytes, 1
+    )
+
+
+def test_no_border_cuts_an_operator_that_fits_into_a_chunk() -> None:
+    chunks = pack_one_key([[512, 256], [512, 256], [512, 256]], 4 * 1024)
+    assert [chunk.names for chunk in chunks] == [("0.0", "0.1"), ("1.0", "1.1"), ("2.0", "2.1")]
+
+
+def test_an_oversize_tensor_leaves_the_chunk_around_it_open() -> None:
+    chunks = pack_one_key([[256], [9999], [256]], 4 * 1024)
+    assert [(chunk.names, chunk.oversize) for chunk in chunks] == [(("0.0", "2.0"), False), (("1.0",), True)]
+
+
+def test_the_report_counts_padding_gathered_bytes_and_collectives() -> None:
+    chunks = pack_one_key([[1000], [1000]], 4 * 1024)
+    counted = report(chunks, 4 * 1024, 8000)
+    assert counted.padding_bytes == 2 * 4 * 24
+    assert counted.gathered_bytes == 4 * 4 * 1024
+    assert counted.num_collectives == 6
+    assert counted.total_bytes == counted.padding_bytes + counted.gathered_bytes + counted.collective_bytes
+
+
+def test_the_search_takes_the_cheapest_candidate() -> None:
+    operators = inputs_of([[(n, "a") for n in (262_144, 512)] for _ in range(24)])
+    best, candidates = search_chunk_bytes(operators, resolve_strategy("chunk"), 2)
+    assert best.total_bytes == min(candidate.total_bytes for candidate in candidates)
+    assert len(candidates) > 3
+    assert best.num_chunks < 24 * 2

@@ -1,0 +1,138 @@
+"""Sizes, policies, next use and the order of reductions: numbers in, numbers out."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini.errors import BudgetError
+from gemini.placement.demand import ChunkDemand, Demand, Kind, Tier
+from gemini.placement.next_use import NextUse
+from gemini.placement.policy import AutoPolicy, CpuPolicy, CudaPolicy, resolve_policy
+from gemini.placement.reduction_order import ReductionOrder
+from gemini.placement.sizes import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("2GB", 2 * 10**9), ("2GiB", 2 * 2**30), ("1.5 MiB", 3 * 2**19), ("7B", 7), (5, 5), (None, None)],
+)
+def test_sizes_are_read_as_written(text: object, num_bytes: int | None) -> None:
+    assert parse_bytes(text, "device_memory") == num_bytes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["2G", "", "GiB", "-1GB", "1 GB!", float("inf"), -5])
+def test_a_bad_size_names_the_argument(text: object) -> None:
+    with pytest.raises(ValueError, match="device_memory"):
+        parse_bytes(text, "device_memory")  # type: ignore[arg-type]
+
+
+def test_small_sizes_are_printed_exactly() -> None:
+    assert format_bytes(9999) == "9999 B"
+    assert format_bytes(3 * 2**29) == "1.5 GiB"
+
+
+def demand(sizes: list[int], sharded: bool = False) -> Demand:
+    chunks = tuple(
+        ChunkDemand(size, {Kind.PARAM: size, Kind.GRAD: size, Kind.OPTIM: 2 * size}, False, sharded, sharded)
+        for size in sizes
+    )
+    largest = max(sizes)
+    return Demand(chunks, (largest, 0), (min(2, len(sizes)), 0), (largest, 0), (2, 0), 0)
+
+
+SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SIZES, st.integers(0, 60_000), st.booleans())
+def test_auto_never_passes_its_budget_and_uses_what_it_can(sizes: list[int], budget: int, sharded: bool) -> None:
+    model = demand(sizes, sharded)
+    try:
+        placement = AutoPolicy().place(model, budget)
+    except BudgetError:
+        assert CpuPolicy().place(model, None).device_bytes(model) > 0
+        return
+    assert placement.device_bytes(model) <= budget
+    everything = CudaPolicy().place(model, None)
+    if budget >= everything.device_bytes(model):
+        assert placement.host_bytes(model) == 0, "what fits is on the device"
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(0, 30_000))
+def test_more_budget_never_moves_less_onto_the_device(sizes: list[int], budget: int) -> None:
+    model = demand(sizes)
+    try:
+        less = AutoPolicy().place(model, budget)
+    except BudgetError:
+        return
+    more = AutoPolicy().place(model, budget + 2000)
+    params = [sum(p.homes[i][Kind.PARAM] is Tier.DEVICE for i in range(len(sizes))) for p in (less, more)]
+    assert params[0] <= params[1]
+
+
+def test_a_refusal_names_need_budget_and_knob() -> None:
+    with pytest.raises(BudgetError, match=r"needs 4000 bytes.*2 slots.*budget is 3999 bytes.*model_data_memory"):
+        CpuPolicy().place(demand([1000] * 5), 3999)
+
+
+def test_policies_are_found_by_name_or_taken_as_objects() -> None:
+    assert resolve_policy("cpu").name == "cpu"
+    own = CpuPolicy()
+    assert resolve_policy(own) is own
+    with pytest.raises(ValueError, match="auto"):
+        resolve_policy("gpu")
+    with pytest.raises(TypeError, match="place"):
+        resolve_policy(object())  # type: ignore[arg-type]
+
+
+def run_pass(uses: NextUse, touches: list[int], num_slots: int) -> int:
+    """Fetches of one pass through a cache of `num_slots`."""
+    uses.begin_pass()
+    fetches = 0
+    for chunk in touches:
+        uses.touch(chunk)
+        if chunk not in CACHE:
+            fetches += 1
+            if len(CACHE) == num_slots:
+                CACHE.remove(uses.victim(sorted(CACHE)))
+            CACHE.append(chunk)
+    uses.end_pass()
+    return fetches
+
+
+CACHE: list[int] = []
+
+
+def test_the_predicted_victim_is_the_one_used_last() -> None:
+    """Forward and backward over six layers with three slots: recency misses twelve times less one, next use less."""
+    CACHE.clear()
+    uses = NextUse()
+    touches = [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0]
+    first = run_pass(uses, touches, 3)
+    later = [run_pass(uses, touches, 3) for _ in range(3)]
+    assert first == 9
+    assert max(later) <= 6 + 6 - 3 - 3, "the end of one pass is the start of the next"
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_a_different_pass_is_noticed_and_recorded_anew(one: list[int], other: list[int]) -> None:
+    uses = NextUse()
+    for touches in (one, other):
+        uses.begin_pass()
+        for chunk in touches:
+            uses.touch(chunk)
+        uses.end_pass()
+    uses.begin_pass()
+    for chunk in other:
+        uses.touch(chunk)
+        assert uses.follows
+    assert uses.end_pass()
+
+
+def test_reductions_follow_the_slowest_rank() -> None:
+    order = ReductionOrder([0, 1, 2, 3])
+    assert order.order == (3, 2, 1, 0), "before anything is known, backward is taken to meet the last chunk first"
+    order.adopt([7, 9, 4, -1], [1, 2, 0, 4])
+    assert order.at_touch == {7: (0,), 9: (1,), 4: (2,)}, "a chunk without a gradient has no point"
+    assert order.order == (2, 0, 1, 3)
