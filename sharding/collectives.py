@@ -34,6 +34,13 @@ def _wait(work: dist.Work) -> None:
     work.wait()
 
 
+class Reduction:
+    """A reduce-scatter in flight; other collectives may be launched before it is finished."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+
 class Collectives:
     """The collectives of one group; `group=None` is one rank without torch.distributed, not the default one.
 
@@ -47,7 +54,7 @@ class Collectives:
         self.wait: Callable[[dist.Work], None] = _wait  # replaced by a watched wait where ranks may be lost
         self.bytes_sent = 0  # by this rank, from the sizes handed to torch; tags are not counted
         self.calls: Counter[str] = Counter()  # launches by kind; the tag beside an exchange is not one
-        self._tags: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._tags: dict[tuple[torch.device, str], tuple[Tensor, Tensor]] = {}
         # (outputs, inputs) -> Work; the second name is torch 2.11's, deprecated later
         self._gather: Any = getattr(group, "all_gather_single_coalesced", None) or getattr(
             group, "allgather_into_tensor_coalesced", None
@@ -70,7 +77,7 @@ class Collectives:
                 payload[: layout.numel].copy_(shard)
             return
         # a coalesced NCCL launch takes one dtype only, so the tag travels as elements of the payload's
-        own, every = self._tag_buffers(payload.device, tag)
+        own, every = self._tag_buffers(payload.device, tag, "all_gather")
         inputs, outputs = [own.view(payload.dtype)], [every.view(payload.dtype)]
         for piece, unit in zip(layout.slices(self.rank), layout.units):
             if unit.numel == 0:
@@ -92,6 +99,19 @@ class Collectives:
         mean: bool = True,
         scratch: Scratch | None = None,
     ) -> None:
+        """`start_reduce_scatter` and its `finish`."""
+        self.start_reduce_scatter(payload, layout, out, tag, mean=mean, scratch=scratch).finish()
+
+    def start_reduce_scatter(
+        self,
+        payload: Tensor,
+        layout: ShardLayout,
+        out: Tensor,
+        tag: Tag,
+        *,
+        mean: bool = True,
+        scratch: Scratch | None = None,
+    ) -> Reduction:
         """Put this rank's shard of the sum, or mean, over all ranks' payloads into `out`.
 
         Added in rank order, in fp32 for 16-bit payloads and in the payload's own dtype otherwise, divided by
@@ -100,7 +120,8 @@ class Collectives:
         nothing else is changed. scratch is asked for buffers that must not overlap each other: `layout.numel`
         elements of the payload's dtype, the same again if there are several units, and, if `out` has another
         dtype than the sum, min(`shard_numel`, `SUM_TILE_NUMEL`) of the sum's. Default: they are allocated.
-        Raises `TagMismatch` on every rank, with `out` untouched.
+        Payload and scratch belong to the reduction until it is finished, and `out` is written by `finish`,
+        which raises `TagMismatch` on every rank, with `out` untouched. One reduction at a time.
         """
         self._check_payload(payload, layout)
         _check_flat("out", out, layout.shard_numel)
@@ -108,13 +129,13 @@ class Collectives:
             raise ValueError(f"reduce_scatter needs float tensors, got {payload.dtype} into {out.dtype}")
         if self.world_size == 1:
             out.copy_(payload[: layout.numel])
-            return
+            return Reduction(lambda: None)
         if scratch is None:
 
             def scratch(numel: int, dtype: torch.dtype) -> Tensor:
                 return torch.empty(numel, dtype=dtype, device=payload.device)
 
-        own, every = self._tag_buffers(payload.device, tag)
+        own, every = self._tag_buffers(payload.device, tag, "reduce_scatter")
         ranked = self._rank_major(payload, layout, scratch)
         received = scratch(layout.numel, payload.dtype)
         self._count("reduce_scatter", layout.numel * payload.itemsize)
@@ -122,11 +143,16 @@ class Collectives:
         # slice copied next to its tag, which from a few MiB on costs more than it saves.
         slices = dist.all_to_all_single(received, ranked, group=self.group, async_op=True)
         tags = self._gather([every], [own])
-        self.wait(slices)
-        self.wait(tags)
-        self._verify(every, tag)
-        rows = received.view(self.world_size, layout.shard_numel)
-        _sum_rows(rows, out, self.world_size if mean else 1, scratch)
+        take = scratch
+
+        def finish() -> None:
+            self.wait(slices)
+            self.wait(tags)
+            self._verify(every, tag)
+            rows = received.view(self.world_size, layout.shard_numel)
+            _sum_rows(rows, out, self.world_size if mean else 1, take)
+
+        return Reduction(finish)
 
     def all_reduce_sum_(self, tensor: Tensor) -> None:
         """Sum over ranks, in place. The order of a float sum is the backend's: use it for integers."""
@@ -196,15 +222,15 @@ class Collectives:
             rows[:, piece.shard_start : piece.shard_start + piece.numel].copy_(region)
         return packed
 
-    def _tag_buffers(self, device: torch.device, tag: Tag) -> tuple[Tensor, Tensor]:
-        """(this rank's tag, room for every rank's): int64 on `device`, made once."""
-        if device not in self._tags:
+    def _tag_buffers(self, device: torch.device, tag: Tag, use: str) -> tuple[Tensor, Tensor]:
+        """(this rank's tag, room for every rank's): int64 on `device`, made once for what can be in flight at once."""
+        if (device, use) not in self._tags:
             # a buffer made inside inference mode could not be written outside it
             with torch.inference_mode(False):
                 own = torch.empty(TAG_WORDS, dtype=torch.int64, device=device)
                 every = torch.empty(self.world_size * TAG_WORDS, dtype=torch.int64, device=device)
-            self._tags[device] = own, every
-        own, every = self._tags[device]
+            self._tags[device, use] = own, every
+        own, every = self._tags[device, use]
         own[0], own[1] = tag.pack()
         return own, every
 

@@ -6,8 +6,10 @@ memory holds each of its states on this rank. It moves nothing: the executor doe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +84,22 @@ class Chunk:
     plain: bool = False  # parameters are of class nn.Parameter
     pins: int = 0  # operators, functions and autograd nodes that use the payload now
     num_updates: int = 0  # optimizer steps so far: a graph from before one must not be run
+    num_bumps: int = 0  # how often we ourselves raised the version counters of all parameters
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [managed.offset for managed in self.parameters]
+
+    def num_edits(self, element: int) -> int:
+        """In-place operations so far on the parameter that payload element `element` belongs to, but for a constant."""
+        owner = self.parameters[bisect_right(self._offsets, element) - 1]
+        with torch._C.DisableTorchFunctionSubclass():
+            return owner.parameter._version - self.num_bumps
+
+    def bump_versions(self) -> None:
+        """Raise all parameters' version counters: what autograd saved of them without our hooks is stale."""
+        self.num_bumps += 1
+        torch.autograd.graph.increment_version([managed.parameter for managed in self.parameters])
 
     @property
     def numel(self) -> int:

@@ -49,20 +49,28 @@ class Communicator:
         except TagMismatch as mismatch:
             raise self._diverged(mismatch) from None
 
-    def reduce_scatter(
+    def start_reduce_scatter(
         self,
         payload: Tensor,
         layout: ShardLayout,
         out: Tensor,
         chunk: int,
         scratch: Callable[[int, torch.dtype], Tensor],
-    ) -> None:
-        """This rank's shard of the mean over ranks, summed in rank order. Collective."""
+    ) -> Callable[[], None]:
+        """Start making this rank's shard of the mean over ranks, summed in rank order; call what it returns. Collective.
+
+        `payload` and what `scratch` gave out must not be touched before that call, which writes `out`.
+        """
         tag = self._next("reduce-scatter", chunk)
-        try:
-            self.collectives.reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
-        except TagMismatch as mismatch:
-            raise self._diverged(mismatch) from None
+        reduction = self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
+
+        def finish() -> None:
+            try:
+                reduction.finish()
+            except TagMismatch as mismatch:
+                raise self._diverged(mismatch) from None
+
+        return finish
 
     def all_reduce_sum_(self, tensor: Tensor, what: str) -> None:
         """Collective."""

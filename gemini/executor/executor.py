@@ -214,7 +214,7 @@ class Executor:
             if self.fetcher.release(chunk) and slot is not None and slot.buffer is not None:
                 self.fetcher.device.poison(slot.buffer)
         else:
-            torch.autograd.graph.increment_version([managed.parameter for managed in chunk.parameters])
+            chunk.bump_versions()
             self.fetcher.rebase_versions(chunk)
 
     # -- failures

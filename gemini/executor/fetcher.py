@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
-from gemini.errors import BudgetError, SlotError
+from gemini.errors import BudgetError, ReleasedParameterError, SlotError
 from gemini.executor.communicator import Communicator
 from gemini.memory.ledger import Traffic
 from gemini.memory.slot import Slot, SlotPool
@@ -56,7 +56,11 @@ class Fetcher:
         self.plain_chunks: list[Chunk] = []
         self.edited: dict[int, set[int]] = {}  # chunk -> positions of edited parameters
         self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions when they were last written back
+        self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was unbound
         self.slot_by_storage: dict[int, Slot] = {}
+        self.resident_by_storage: dict[int, Chunk] = {  # homes that are payloads
+            chunk.payload.untyped_storage()._cdata: chunk for chunk in chunks if chunk.payload is not None
+        }
         self.num_fetches = 0
         self.num_evictions = 0
         self.on_touch: Callable[[], None] = lambda: None  # called before every touch of a chunk that can leave
@@ -156,7 +160,7 @@ class Fetcher:
         self.unbind(chunk)
         # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage; with a higher
         # version a save that bypassed our hooks is autograd's own error instead of a wrong gradient
-        torch.autograd.graph.increment_version([managed.parameter for managed in chunk.parameters])
+        chunk.bump_versions()
         slot = chunk.slot
         chunk.slot, chunk.payload, chunk.state = None, None, ChunkState.RELEASED
         slot.chunk = None
@@ -213,6 +217,18 @@ class Fetcher:
             self.versions[chunk.index] = [managed.parameter._version for managed in chunk.parameters]
         chunk.bound = chunk.plain = True
         self.plain_chunks.append(chunk)
+        self._refuse_lost_edits(chunk)
+
+    def _refuse_lost_edits(self, chunk: Chunk) -> None:
+        """Raises if a view that was kept beyond the chunk's release was written to: versions tell, memory does not."""
+        before = self._edits_when_left.pop(chunk.index, None)
+        now = [version - chunk.num_bumps for version in self.versions[chunk.index]]
+        if before is not None and before != now:
+            lost = next(m.name for m, a, b in zip(chunk.parameters, before, now, strict=True) if a != b)
+            raise ReleasedParameterError(
+                f"parameter {lost!r} was written to through a view that was taken before it left the device; the write "
+                "is lost. Write to the parameter itself, or take the view anew"
+            )
 
     def cover(self) -> None:
         """All parameters become self-fetching again; those of chunks in a slot or at home stay bound."""
@@ -227,6 +243,7 @@ class Fetcher:
         """The chunk's parameters show their placeholders."""
         if not chunk.bound:
             return
+        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in self.versions[chunk.index]]
         with torch.inference_mode(False), torch.no_grad():
             for managed in chunk.parameters:
                 parameter = managed.parameter

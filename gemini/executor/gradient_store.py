@@ -7,7 +7,8 @@ needed. Where this rank holds the whole gradient on the device anyway, gradients
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,13 +42,16 @@ class ChunkGradient:
     merged_in: int = -1  # the backward that was merged first
     resumed: bool = False  # the payload began with what the home holds; gradients are added to that
     direct: bool = False  # one rank, whole gradient at home: what is written there is reduced already
+    reducing: bool = False  # the payload is on its way to the other ranks
     wide: Home | None = None  # fp32 shard, once several micro-batches were added to a 16-bit one
     use_wide: bool = False
-    whole_views: tuple[Tensor, ...] = field(default=())
+    whole_views: tuple[Tensor, ...] = ()
+    gaps: tuple[tuple[int, int], ...] = ()  # (start, end) of the paddings, in payload elements
 
     @property
     def is_open(self) -> bool:
-        return self.payload is not None or self.spilled is not None
+        """Local gradients are in the payload, and its reduction has not begun."""
+        return (self.payload is not None or self.spilled is not None) and not self.reducing
 
     @property
     def num_fired(self) -> int:
@@ -73,6 +77,7 @@ class GradientStore:
         self.traffic = traffic
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
         self.pools: tuple[SlotPool, SlotPool] | None = None
+        self.finish_reduction: Callable[[], None] = lambda: None  # the one in flight holds a slot
         self.num_spills = 0
         self.peak_open = 0
 
@@ -96,7 +101,9 @@ class GradientStore:
         else:  # slices of several units do not lie together
             shard = home.flat[chunk.numel :]
         count = len(chunk.parameters)
-        gradient = ChunkGradient(chunk, home, shard, whole, bytearray(count), bytearray(count), count)
+        gradient = ChunkGradient(
+            chunk, home, shard, whole, bytearray(count), bytearray(count), count, gaps=_gaps(chunk)
+        )
         if whole is not None:
             gradient.whole_views = chunk.views_of(whole)
             gradient.direct = chunk.layout.world_size == 1
@@ -114,8 +121,6 @@ class GradientStore:
         chunk = gradient.chunk
         if gradient.whole is not None and gradient.spilled is None and self._may_write_home(gradient):
             gradient.payload, gradient.views = gradient.whole, gradient.whole_views
-            if not gradient.direct:
-                gradient.whole.zero_()  # paddings, and parameters that get no gradient
             return
         slot = self._free_slot(gradient)
         assert slot.buffer is not None
@@ -134,9 +139,18 @@ class GradientStore:
             if resume:
                 gradient.resumed = True
                 copy(gradient.payload, gradient.shard, self.device, self.tier(gradient.home.tier), self.traffic)
-            else:
-                gradient.payload.zero_()  # paddings, and parameters that get no gradient
             self.peak_open = max(self.peak_open, sum(g.is_open for g in self.gradients.values()))
+
+    def complete(self, gradient: ChunkGradient) -> None:
+        """Zeros where no gradient was written since the payload was opened: paddings and unused parameters."""
+        if gradient.resumed or gradient.payload is None:
+            return
+        for start, end in gradient.gaps:
+            gradient.payload[start:end].zero_()
+        if gradient.num_fired < len(gradient.fired):
+            for fired, view in zip(gradient.fired, gradient.views, strict=True):
+                if not fired:
+                    view.zero_()
 
     def _may_write_home(self, gradient: ChunkGradient) -> bool:
         """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
@@ -151,13 +165,16 @@ class GradientStore:
         gradient.slot = None
         gradient.payload = gradient.spilled = None
         gradient.views = ()
-        gradient.resumed = False
+        gradient.resumed = gradient.reducing = False
         gradient.fired = bytearray(len(gradient.fired))
 
     def _free_slot(self, wanted: ChunkGradient) -> Slot:
         assert self.pools is not None
         pool = self.pools[wanted.chunk.oversize]
         slot = pool.free()
+        if slot is None:
+            self.finish_reduction()
+            slot = pool.free()
         if slot is not None:
             return slot
         open_chunks = [g for g in self.gradients.values() if g.slot is not None and g.slot in pool.slots]
@@ -210,3 +227,15 @@ class GradientStore:
 
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host
+
+
+def _gaps(chunk: Chunk) -> tuple[tuple[int, int], ...]:
+    """The parts of a payload that belong to no parameter."""
+    gaps, end = [], 0
+    for managed in sorted(chunk.parameters, key=lambda m: m.offset):
+        if managed.offset > end:
+            gaps.append((end, managed.offset))
+        end = max(end, managed.offset + managed.numel)
+    if end < chunk.numel:
+        gaps.append((end, chunk.numel))
+    return tuple(gaps)

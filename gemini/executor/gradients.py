@@ -49,6 +49,8 @@ class Gradients:
         self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
         self._next_in_order = 0
         self._off_plan = False  # something came late or early: record again
+        self._in_flight: tuple[ChunkGradient, Tensor, Callable[[], None]] | None = None
+        store.finish_reduction = self.finish_reduction
 
     # -- local
 
@@ -63,6 +65,8 @@ class Gradients:
     def on_gradient(self, managed: ManagedParameter, position: int, grad: Tensor) -> None:
         """Take over a parameter's gradient. `position` is the parameter's place in its chunk."""
         gradient = self.store.gradients[managed.chunk.index]
+        if gradient.reducing:
+            self.finish_reduction()
         if gradient.payload is None:
             self.store.open(gradient, self._resumes(gradient))
         view = gradient.views[position]
@@ -152,6 +156,7 @@ class Gradients:
         for gradient, flag in zip(gradients, is_open, strict=True):
             if flag:
                 self.reduce(gradient)
+        self.finish_reduction()
         if is_off:
             self._agree_on_points()
             self._expect_what_came(gradients)
@@ -179,34 +184,55 @@ class Gradients:
         self.reduction.adopt(agreed[: len(points)], agreed[len(points) :])
 
     def reduce(self, gradient: ChunkGradient) -> None:
-        """Mean over ranks of a chunk's open gradient (zeros if this rank has none), into the home. Collective."""
+        """Mean over ranks of a chunk's open gradient (zeros if this rank has none), into the home. Collective.
+
+        With several ranks the exchange is only started here; it is finished when the next one starts, when its slot
+        is wanted, or when the backward ends.
+        """
         with torch.inference_mode(False), torch.no_grad():
+            self.finish_reduction()
             if gradient.payload is None:
                 self.store.open(gradient)
             assert gradient.payload is not None
+            self.store.complete(gradient)
             self._add_unsynced(gradient)
             self._reduced.add(gradient.chunk.index)
             if self.communicator.world_size == 1:
                 self._merge(gradient, gradient.payload)
+                self.store.close(gradient)
             else:
-                self.scratch.reset()
-                self._merge(gradient, self._reduce_over_ranks(gradient, gradient.payload))
-            self.store.close(gradient)
+                self._start_reduction(gradient, gradient.payload)
 
-    def _reduce_over_ranks(self, gradient: ChunkGradient, payload: Tensor) -> Tensor:
-        """(optim_numel,) the mean, rounded to the gradient's dtype, in scratch or in place. Collective."""
+    def _start_reduction(self, gradient: ChunkGradient, payload: Tensor) -> None:
+        """Exchange slices; the mean, rounded to the gradient's dtype, will be in scratch or in place. Collective."""
         chunk = gradient.chunk
+        self.scratch.reset()
         in_place = gradient.payload is gradient.whole or self.stage == 0
         if in_place and len(chunk.layout.units) == 1:
             start = chunk.layout.slices(chunk.rank)[0].payload_start
             out = payload[start : start + chunk.layout.shard_numel]
         else:
             out = self.scratch.take(chunk.layout.shard_numel, chunk.dtype)
-        self.communicator.reduce_scatter(payload, chunk.layout, out, chunk.index, self.scratch.take)
-        if self.stage > 0:
-            return out
-        self.communicator.all_gather(payload, out, chunk.layout, chunk.index)
-        return payload
+        finish = self.communicator.start_reduce_scatter(payload, chunk.layout, out, chunk.index, self.scratch.take)
+        gradient.reducing = True
+        self._in_flight = gradient, out, finish
+        if self.stage == 0:
+            self.finish_reduction()
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduction in flight, if any, and merge its result. Local: launches nothing but at stage 0."""
+        if self._in_flight is None:
+            return
+        gradient, reduced, finish = self._in_flight
+        self._in_flight = None
+        with torch.inference_mode(False), torch.no_grad():
+            finish()
+            if self.stage == 0:
+                assert gradient.payload is not None
+                self.communicator.all_gather(gradient.payload, reduced, gradient.chunk.layout, gradient.chunk.index)
+                reduced = gradient.payload
+            self._merge(gradient, reduced)
+            self.store.close(gradient)
 
     def _merge(self, gradient: ChunkGradient, reduced: Tensor) -> None:
         """shard <- reduced, or += where this step has a gradient already."""
@@ -239,6 +265,7 @@ class Gradients:
         if gradient.payload is None:
             self.store.open(gradient)
         assert gradient.payload is not None
+        self.store.complete(gradient)
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
         local = torch.empty(chunk.numel, dtype=chunk.dtype)
         copy(local, gradient.payload, self.store.host, self.store.device, self.store.traffic)
@@ -275,8 +302,22 @@ class Gradients:
 
     # -- after
 
+    def discard(self, managed: ManagedParameter) -> None:
+        """`parameter.grad = None`: what comes later in this step starts from zero."""
+        gradient = self.store.gradients.get(managed.chunk.index)
+        if gradient is None:
+            return
+        gradient.got[managed.chunk.parameters.index(managed)] = 0
+        if gradient.merged:
+            for piece in managed.chunk.optim_pieces(managed):
+                gradient.reduced()[piece.shard_start : piece.shard_start + piece.numel].zero_()
+        # with several ranks, what this one got says nothing about the others
+        if self.communicator.world_size == 1 and not any(any(g.got) for g in self.store.gradients.values()):
+            self.forget()
+
     def forget(self) -> None:
-        """The step consumed all gradients, or zero_grad() discarded them."""
+        """The step consumed all gradients, or zero_grad() discarded them; one in flight has failed on the way."""
+        self._in_flight = None
         for gradient in self.store.gradients.values():
             self.store.forget(gradient)
         self.num_backwards = 0

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import PrefixStore
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError
 
 _POLL = timedelta(seconds=1)
-_DIVERGED_AFTER_S = 5.0
+_DIVERGED_AFTER_S = 4.0
+_UNCHANGED_S = 6.0  # a rank that is merely slow moves on within this time, on a machine that is not hopeless
 _LAST_WORDS_S = 5.0  # how long to look for the message of a rank whose connection closed
 _num_watches = 0
 
@@ -52,6 +53,8 @@ class RankWatch:
             return
         started = time.monotonic()
         published = False
+        seen: dict[int, str] = {}
+        unchanged_s = 0.0
         try:
             while True:
                 try:
@@ -65,7 +68,11 @@ class RankWatch:
                 if waited > _DIVERGED_AFTER_S:
                     self._store.set(self._key(f"where/{self.rank}"), self._where())
                     published = True
-                    self._raise_diverged()
+                    places = self._places()
+                    unchanged_s = 0.0 if places != seen else unchanged_s + _POLL.total_seconds()
+                    seen = places
+                    if len(set(places.values())) > 1 and unchanged_s >= _UNCHANGED_S:
+                        self._raise_diverged(places)
                 if waited > self.rank_timeout_s:
                     self.failed = True
                     raise RankLostError(
@@ -120,14 +127,16 @@ class RankWatch:
                 self.failed = True
                 raise RemoteRankError(int(rank), message)
 
-    def _raise_diverged(self) -> None:
+    def _places(self) -> dict[int, str]:
+        """Where the ranks that have waited long are."""
         places = {rank: self._read(f"where/{rank}") for rank in range(self.world_size)}
-        known = {rank: place for rank, place in places.items() if place}
-        if len(set(known.values())) > 1:
-            time.sleep(2 * _POLL.total_seconds())  # let the others see it too before this rank leaves
-            self.failed = True
-            words = "; ".join(f"rank {rank} waits at {place}" for rank, place in sorted(known.items()))
-            raise DivergenceError(f"ranks took different ways: {words}. All ranks must run the same operators")
+        return {rank: place for rank, place in places.items() if place}
+
+    def _raise_diverged(self, places: dict[int, str]) -> NoReturn:
+        time.sleep(2 * _POLL.total_seconds())  # let the others see it too before this rank leaves
+        self.failed = True
+        words = "; ".join(f"rank {rank} waits at {place}" for rank, place in sorted(places.items()))
+        raise DivergenceError(f"ranks took different ways: {words}. All ranks must run the same operators")
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
         deadline = time.monotonic() + _LAST_WORDS_S
@@ -136,7 +145,9 @@ class RankWatch:
             self._store.set(self._key(f"where/{self.rank}"), self._where())
             while time.monotonic() < deadline:
                 self._raise_remote()
-                self._raise_diverged()
+                places = self._places()
+                if len(set(places.values())) > 1:
+                    self._raise_diverged(places)
                 time.sleep(0.1)
         except RuntimeError as gone:
             if isinstance(gone, GeminiError):

@@ -45,7 +45,7 @@ def check_module(
             raise TypeError(f"chunk_size must be an int (elements) or None, found {type(chunk_numel).__name__}")
         if chunk_numel < 1:
             raise ValueError(f"chunk_size must be at least 1 element, found {chunk_numel}")
-    if isinstance(rank_timeout, bool) or not isinstance(rank_timeout, (int, float)) or rank_timeout <= 0:
+    if isinstance(rank_timeout, bool) or not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:
         raise ValueError(f"rank_timeout must be a number of seconds above 0, found {rank_timeout!r}")
     for child in module.modules():
         for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
@@ -80,7 +80,10 @@ def choose_tiers(
         if kind is None:
             raise ValueError(f"device={device} needs an accelerator; this machine has none: use device='emulated'")
         device = torch.device(kind.type, device)
-    resolved = torch.device(device)
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device: {error}") from None
     if resolved.type == "cpu":
         return EmulatedTier(), HostTier(host_bytes)
     if resolved.type != current_device().type:

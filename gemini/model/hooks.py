@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor, Operator
+from gemini.model.released import link_of
 from gemini.model.saved_tensors import SavedTensors
 
 _GRAD: Any = Tensor.grad
@@ -48,7 +49,7 @@ class Hooks:
         self._handles.append(root.register_forward_hook(self._after_root, always_call=True))
         for managed in parameters:
             if managed.requires_grad:
-                hook = self._on_gradient(managed, managed.chunk.parameters.index(managed))
+                hook = _on_gradient(managed.chunk.parameters.index(managed))
                 self._handles.append(managed.parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
@@ -114,26 +115,27 @@ class Hooks:
     def _on_root_output(self, grad: Tensor) -> None:
         self._executor.begin_backward()
 
-    # -- gradients
 
-    def _on_gradient(self, managed: ManagedParameter, position: int) -> Callable[[Tensor], None]:
-        executor = self._executor
+def _on_gradient(position: int) -> Callable[[Tensor], None]:
+    """Holds nothing of the model: autograd keeps it where the garbage collector does not look for cycles."""
 
-        def on_gradient(parameter: Tensor) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
-                grad = _grad_of(parameter)
-                _set_grad(parameter, None)
-            if grad.layout is not torch.strided:
-                grad = grad.to_dense()
-            if grad.requires_grad:
-                raise UnsupportedError(
-                    f"backward(create_graph=True) reached parameter {managed.name!r}: gradients of managed parameters "
-                    "carry no graph. Use torch.autograd.grad for the penalty's inputs"
-                )
-            with executor.publishing():
-                executor.on_gradient(managed, position, grad)
+    def on_gradient(parameter: Tensor) -> None:
+        link = link_of(parameter)
+        assert link is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = _grad_of(parameter)
+            _set_grad(parameter, None)
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"backward(create_graph=True) reached parameter {link.managed.name!r}: gradients of managed "
+                "parameters carry no graph. Use torch.autograd.grad for the penalty's inputs"
+            )
+        with link.executor.publishing():
+            link.executor.on_gradient(link.managed, position, grad)
 
-        return on_gradient
+    return on_gradient
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -169,9 +169,8 @@ def _refuse(what: str, remedy: str) -> Callable[..., Any]:
 
 def _get_data(tensor: Tensor) -> Tensor:
     link = _link(tensor)
-    data: Tensor = _use(_T.data.__get__, (tensor,), {})
-    link.executor.fetcher.mark_edited(link.managed)  # a write through .data leaves no trace: assume one
-    return data
+    link.executor.fetcher.mark_edited(link.managed)  # a write through a view of .data may leave no trace: assume one
+    return _detach(tensor)
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
@@ -204,10 +203,7 @@ def _set_grad(tensor: Tensor, value: Tensor | None) -> None:
     link = _link(tensor)
     if value is not None:
         raise UnsupportedError(f"the gradient of {link.managed.name!r} is managed and cannot be assigned")
-    gradients = link.executor.gradients.store.gradients
-    if link.managed.chunk.index in gradients:
-        got = gradients[link.managed.chunk.index].got
-        got[link.managed.chunk.parameters.index(link.managed)] = 0
+    link.executor.gradients.discard(link.managed)
 
 
 def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:

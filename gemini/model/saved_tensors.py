@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gemini.chunks.chunk import Chunk
+from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import StaleGraphError, UnsupportedError
 from gemini.executor.executor import Executor
 
@@ -31,6 +31,7 @@ class Handle(NamedTuple):
     offset_bytes: int
     dtype: torch.dtype
     num_updates: int  # of the chunk when it was saved
+    num_edits: int  # of the parameter
     operator: int
 
 
@@ -47,6 +48,7 @@ class SavedTensors:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._slots = executor.fetcher.slot_by_storage
+        self._resident = executor.fetcher.resident_by_storage
 
     def on_top(self) -> bool:
         """Our hooks are the ones that the next saved tensor meets."""
@@ -71,17 +73,22 @@ class SavedTensors:
             hooks.__exit__()
 
     def handle(self, tensor: Tensor) -> Handle | None:
-        """The handle of a view of a slot; None for any other tensor."""
+        """The handle of a view of a slot or of a resident chunk; None for any other tensor."""
         if tensor.layout is not torch.strided:
             return None
-        slot = self._slots.get(tensor.untyped_storage()._cdata)
-        if slot is None or slot.chunk is None:
-            return None
+        storage = tensor.untyped_storage()._cdata
+        slot = self._slots.get(storage)
         executor = self._executor
-        chunk = executor.chunks[slot.chunk]
+        if slot is not None and slot.chunk is not None:
+            chunk = executor.chunks[slot.chunk]
+        elif storage in self._resident:
+            chunk = self._resident[storage]
+        else:
+            return None
         offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
         updates, operator = chunk.num_updates, executor.moments.now // 4
-        return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, operator)
+        edits = chunk.num_edits(offset_bytes // chunk.dtype.itemsize)
+        return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, edits, operator)
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -96,17 +103,30 @@ class SavedTensors:
                 f"backward through a graph from before the last optimizer step: {chunk.names()} changed since. "
                 "Run the forward again, or call backward before step()"
             )
+        if handle.num_edits != chunk.num_edits(handle.offset_bytes // chunk.dtype.itemsize):
+            raise StaleGraphError(
+                f"a parameter of {chunk.names()} that backward needs was modified by an inplace operation after the "
+                "forward. Edit weights after backward"
+            )
+        if chunk.state is ChunkState.RESIDENT:
+            return self._view(handle)
         if torch.is_grad_enabled() and executor.is_recomputing():
             raise UnsupportedError(
                 f"double backward (create_graph=True) through {chunk.names()} is not possible while it can leave "
                 "the device. Raise the budget until everything is resident, or keep the penalty's modules outside"
             )
         with executor.publishing(), torch.inference_mode(False), torch.no_grad():
-            payload = executor.node_fetch(chunk, handle.operator)
-            storage_start = payload.storage_offset() * payload.itemsize
-            flat = payload if handle.dtype is payload.dtype else payload.view(handle.dtype)
-            offset = (handle.offset_bytes - storage_start) // flat.itemsize + flat.storage_offset()
-            return torch.as_strided(flat, handle.size, handle.stride, offset)
+            executor.node_fetch(chunk, handle.operator)
+            return self._view(handle)
+
+    def _view(self, handle: Handle) -> Tensor:
+        """The tensor that was saved, in the payload as it lies now."""
+        payload = handle.chunk.payload
+        assert payload is not None
+        storage_start = payload.storage_offset() * payload.itemsize
+        flat = payload if handle.dtype is payload.dtype else payload.view(handle.dtype)
+        offset = (handle.offset_bytes - storage_start) // flat.itemsize + flat.storage_offset()
+        return torch.as_strided(flat, handle.size, handle.stride, offset)
 
 
 class _Pack:

@@ -88,6 +88,8 @@ class ShardedModel(nn.Module):
     ) -> None:
         refuse_unknown(type(self), unknown)
         check_module(module, stage, dtype, chunk_size, rank_timeout)
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
         strategy = resolve_strategy(shard_strategy)
         policy = resolve_policy(tensor_placement_policy)
         device_tier, host_tier = choose_tiers(device, host_memory)
@@ -199,6 +201,16 @@ class ShardedModel(nn.Module):
         if self.world_size == 1 and not gradient.got[managed.chunk.parameters.index(managed)]:
             return None
         return ReducedGradient.of(managed, lambda: gather_gradient(self.executor, managed))
+
+    def check_parameters(self) -> None:
+        """Raises GeminiError if the module has parameters that were not wrapped."""
+        wrapped = {managed.parameter for managed in self._managed}
+        for name, parameter in self.module.named_parameters():
+            if parameter not in wrapped:
+                raise GeminiError(
+                    f"parameter {name!r} was added or replaced after ShardedModel(...) and would not be trained: "
+                    "change the module before it is wrapped, and values with model.load_state_dict() or in place"
+                )
 
     @property
     def world_size(self) -> int:

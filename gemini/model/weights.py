@@ -17,7 +17,7 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
 from gemini.model.released import link_of
 from gemini.placement.demand import Kind
-from optim import to_bfloat16_half_up
+from optim import absorb_edits_, to_bfloat16_half_up
 
 
 def whole_state_dict(module: nn.Module, executor: Executor, rank0_only: bool, prefix: str) -> OrderedDict[str, Any]:
@@ -109,14 +109,18 @@ def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> N
         rounded = _in_layout(value, managed)
         view.copy_(view.new_empty(0) if view.numel() == 0 else _round(rounded, chunk.dtype))
         if master is not None:
-            flat = _flat(rounded.to(torch.float32), managed)
+            flat = _flat(rounded, managed)
             for piece in chunk.optim_pieces(managed):
                 start = piece.payload_start - managed.offset
-                master.flat[piece.shard_start : piece.shard_start + piece.numel].copy_(
-                    flat[start : start + piece.numel]
-                )
+                target = master.flat[piece.shard_start : piece.shard_start + piece.numel]
+                source = flat[start : start + piece.numel]
+                if source.dtype is chunk.dtype:  # a master that rounds to this weight already is the better one
+                    absorb_edits_(target, source.to(target.device))
+                else:
+                    target.copy_(source)
         executor.fetcher.write_parameter(managed, payload)
     executor.fetcher.rebase_versions(chunk)
+    chunk.num_updates += 1
 
 
 def _in_layout(value: Tensor, managed: ManagedParameter) -> Tensor:

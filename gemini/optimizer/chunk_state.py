@@ -35,7 +35,7 @@ class ChunkOptimizerState:
     counts_steps: bool  # `step` is an int here, not a tensor
     groups: list[int | None]  # by position: the param group, None for a parameter that no group has
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
-    scalars: list[dict[str, Any]] = field(default_factory=list)  # by position; empty before the first update
+    scalars: list[dict[str, Any] | None] = field(default_factory=list)  # by position; None before the first update
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,12 +74,13 @@ class ChunkOptimizerState:
     def empty_run(self, position: int) -> RunState:
         """The state of a run of no elements of a parameter that this rank holds nothing of."""
         scalars = self.scalars[position]
-        return RunState({name: flat[:0] for name, flat in self.flats.items()}, dict(scalars), is_new=not scalars)
+        flat = {name: whole[:0] for name, whole in self.flats.items()}
+        return RunState(flat, dict(scalars or {}), is_new=scalars is None)
 
     def state_of(self, run: Run) -> RunState:
         scalars = self.scalars[run.positions[0]]
         flat = {name: whole[run.start : run.start + run.numel] for name, whole in self.flats.items()}
-        return RunState(flat, dict(scalars), is_new=not scalars)
+        return RunState(flat, dict(scalars or {}), is_new=scalars is None)
 
     def keep(self, run: Run, state: RunState, replaced: dict[str, Tensor], fetcher: Fetcher) -> None:
         """Note what an update made of the run's state."""
@@ -95,7 +96,9 @@ class ChunkOptimizerState:
             self.scalars[position] = scalars
 
 
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def _same(a: dict[str, Any] | None, b: dict[str, Any] | None) -> bool:
     if a is b:
         return True
+    if a is None or b is None:
+        return False
     return a.keys() == b.keys() and all(bool(a[name] == b[name]) for name in a)

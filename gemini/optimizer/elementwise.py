@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import UnsupportedError
-from optim import HybridAdam, adam_update_, hyperparameters
+from optim import CPUAdam, HybridAdam, adam_update_, hyperparameters
 
 TESTED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -80,7 +80,9 @@ class TorchUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         accepted = inspect.signature(type(optimizer).__init__).parameters
         settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-        self._worker = type(optimizer)([torch.zeros(1)], **settings)
+        self._make = lambda parameter: type(optimizer)([parameter], **settings)
+        self._worker = self._make(torch.zeros(1))
+        self._starts_with_state = bool(self._worker.state)  # Adagrad
 
     def flat_names(self) -> tuple[str, ...]:
         return ()
@@ -102,6 +104,8 @@ class TorchUpdate:
         if not state.is_new:
             scalars = {name: _copy(value) for name, value in state.scalars.items()}
             worker.state[lent] = {**state.flat, **scalars}
+        elif self._starts_with_state:
+            worker.state[lent] = self._make(lent).state[lent]
         worker.step()
         replaced: dict[str, Tensor] = {}
         for name, value in worker.state.get(lent, {}).items():
@@ -120,7 +124,7 @@ def _copy(value: Any) -> Any:
 
 def resolve_update(optimizer: torch.optim.Optimizer, elementwise: bool) -> ElementwiseUpdate:
     """The update of a user's optimizer. Raises UnsupportedError for one that is not known to be elementwise."""
-    if isinstance(optimizer, HybridAdam):
+    if type(optimizer) in (HybridAdam, CPUAdam):
         return AdamUpdate()
     if type(optimizer) in TESTED or elementwise:
         return TorchUpdate(optimizer)

@@ -68,21 +68,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")
         if model._optimizer is not None:
             raise UnsupportedError("this model has a ShardedOptimizer already")
-        if optimizer.state:
+        if any(int(entry.get("step", 1)) for entry in optimizer.state.values()):
             raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
+        if not isinstance(elementwise, bool):
+            raise TypeError(f"elementwise must be True or False, found {elementwise!r}")
         self._update = resolve_update(optimizer, elementwise)
         self._clip_grad_norm = _check_max_norm("clip_grad_norm", clip_grad_norm)
         self.model = model
         self._chunks = [chunk for chunk in model._chunks if chunk.trainable]
         self._num_parameters = len(model._managed)
         group_of = self._groups_by_index(optimizer)
+        optimizer.state.clear()  # Adagrad has a whole state from the start
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._states: dict[int, ChunkOptimizerState] = {}
         counts = isinstance(self._update, AdamUpdate)
         for chunk in self._chunks:
             groups = [group_of.get(managed.index) for managed in chunk.parameters]
             tier = model.plan.placement.homes[chunk.index][Kind.OPTIM]
-            state = ChunkOptimizerState(chunk, tier, counts, groups, scalars=[{} for _ in groups])
+            state = ChunkOptimizerState(chunk, tier, counts, groups, scalars=[None for _ in groups])
             self._states[chunk.index] = state
             if any(group is not None for group in groups):
                 for name in self._update.flat_names():
@@ -90,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._staging = Staging()
         self._requested_clip: tuple[float, float] | None = None
         self._summary: GradientSummary | None = None
+        self._num_summarized = 0  # backwards that `_summary` has seen
         self._num_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
@@ -131,6 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self.model.executor.publishing():
             self._requested_clip = checked, norm_type
             self._summary = self._summarize(norm_type)
+            self._num_summarized = self.model.executor.gradients.num_backwards
         self.grad_norm = norm_tensor(self._summary.norm, self.model.executor.gradients.device)
         return self.grad_norm
 
@@ -146,6 +151,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_has_backward("step()")
+        if self._summary is not None and self._num_summarized != self.model.executor.gradients.num_backwards:
+            raise GeminiError("backward() after clip_grad_norm_(): clip again, after the last backward of the step")
+        self.model.check_parameters()
         with self.model.executor.publishing():
             self._step()
         return loss
@@ -269,6 +277,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "param groups cannot be added after ShardedOptimizer(...): give all of them at first"
             )
         super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # torch.amp.GradScaler.step() asks
+        raise UnsupportedError(
+            "torch.amp.GradScaler cannot scale a ShardedOptimizer: train without it, dtype=torch.bfloat16 needs no "
+            "loss scale"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError("a ShardedOptimizer cannot be pickled or copied: use state_dict()")

@@ -39,10 +39,11 @@ def whole_optimizer_state(
             wholes = {n: gather_optimizer_state(executor, chunk, _flat(chunk_state, n)) for n in names}
             for managed in known:
                 scalars = chunk_state.scalars[chunk.parameters.index(managed)]
-                if scalars:
+                if scalars is not None:
                     entry: dict[str, Any] = {name: _scalar(name, value) for name, value in scalars.items()}
                     entry |= {name: _view(whole, managed).clone() for name, whole in wholes.items()}
-                    state[numbers[managed.index]] = entry
+                    if entry:  # SGD without momentum keeps nothing
+                        state[numbers[managed.index]] = entry
             master = executor.chunks[index].homes.get(Kind.MASTER)
             if master is not None:
                 whole = gather_optimizer_state(executor, chunk, master.flat)
@@ -70,17 +71,18 @@ def load_optimizer_state(
         for number, (chunk_state, managed) in by_number.items():
             position = chunk_state.chunk.parameters.index(managed)
             entry = saved["state"].get(number)
-            chunk_state.scalars[position] = {}
+            scalars: dict[str, Any] | None = None if entry is None else {}
+            chunk_state.scalars[position] = scalars
             for flat in chunk_state.flats.values():
                 _write(chunk_state.chunk, managed, flat, None)
-            if entry is not None:
+            if entry is not None and scalars is not None:
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
                         if name not in chunk_state.flats:
                             chunk_state.take(name, executor.fetcher)
                         _write(chunk_state.chunk, managed, chunk_state.flats[name], value)
                     else:
-                        chunk_state.scalars[position][name] = _unscalar(name, value, chunk_state)
+                        scalars[name] = _unscalar(name, value, chunk_state)
             master = chunk_state.chunk.homes.get(Kind.MASTER)
             if master is not None and number in saved.get("masters", {}):
                 _write(chunk_state.chunk, managed, master.flat, saved["masters"][number])
@@ -100,17 +102,37 @@ def _check(
     if sizes != loaded:
         raise ValueError(f"the state dict has param groups of {loaded} parameters, this optimizer of {sizes}")
     for part in ("state", "masters"):
+        if not isinstance(saved.get(part, {}), Mapping):
+            raise ValueError(f"{part!r} of an optimizer state dict must be a dict, found {type(saved[part]).__name__}")
         for number, entry in saved.get(part, {}).items():
             if number not in known:
                 raise ValueError(f"{part} of parameter {number}: this optimizer has no such trainable parameter")
-            managed = known[number][1]
+            chunk_state, managed = known[number]
+            if part == "state" and not isinstance(entry, Mapping):
+                raise ValueError(
+                    f"state of parameter {number} ({managed.name}) is a {type(entry).__name__}, not a dict"
+                )
             tensors = entry.items() if part == "state" else [("master", entry)]
             for name, value in tensors:
+                if name == "step" and (isinstance(value, str) or not _is_number(value)):
+                    raise ValueError(f"step of parameter {number} ({managed.name}) is not a number: {value!r}")
+                if (name == "master" or name in chunk_state.flats) and not isinstance(value, Tensor):
+                    raise ValueError(
+                        f"{name} of parameter {number} ({managed.name}) is a {type(value).__name__}, not a tensor"
+                    )
                 if isinstance(value, Tensor) and value.dim() and value.shape != managed.shape:
                     raise ValueError(
                         f"{name} of parameter {number} ({managed.name}) has shape {tuple(value.shape)}, expected "
                         f"{tuple(managed.shape)}"
                     )
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
 
 
 def _numbers(groups: list[dict[str, Any]]) -> dict[int, int]:

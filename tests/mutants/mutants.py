@@ -89,8 +89,8 @@ MUTANTS = [
     Mutant(
         "gradient slots are not zeroed",
         "gemini/executor/gradient_store.py",
-        "                gradient.payload.zero_()  # paddings",
-        "                pass  # paddings",
+        "                if not fired:\n                    view.zero_()",
+        "                pass",
         f"{TWO_RANKS}[sometimes_unused]",
     ),
     Mutant(
