@@ -57,7 +57,7 @@ class Communicator:
         chunk: int,
         scratch: Callable[[int, torch.dtype], Tensor],
     ) -> Callable[[], None]:
-        """Start making this rank's shard of the mean over ranks, summed in rank order; call what it returns. Collective.
+        """Start this rank's shard of the mean over ranks, summed in rank order; call what it returns. Collective.
 
         `payload` and what `scratch` gave out must not be touched before that call, which writes `out`.
         """

@@ -1,0 +1,323 @@
+"""Defects that were reproduced in peers do not occur here: stale gradients, leftover patches, empty state dicts,
+masters taken after the cast, overflows that stay, clipping that offloading ignores."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gemini import ShardedModel, ShardedOptimizer, clip_grad_norm_, state_hash
+from optim import HybridAdam
+from tests.mlp import (
+    LAYERS,
+    PLACES,
+    WIDTH,
+    Mlp,
+    adam,
+    assert_same,
+    build,
+    inputs,
+    loss_of,
+    plain,
+    sharded,
+    train_step,
+    weights_of,
+    wrap,
+)
+
+everywhere = pytest.mark.parametrize("place", PLACES)
+both_dtypes = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+class Routed(Mlp):
+    """Layer 3 takes part only when the caller says so."""
+
+    uses_all = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.uses_all or number != 3:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def routed(model: Any, uses_all: bool) -> None:
+    (model.module if isinstance(model, ShardedModel) else model).uses_all = uses_all
+
+
+# ---- 1: an unused parameter moves again by its previous gradient -----------------------------------------------
+
+
+@both_dtypes
+@everywhere
+def test_a_parameter_that_a_step_does_not_use_stays_as_it_is(place: str, dtype: torch.dtype | None) -> None:
+    model, optimizer = sharded(place, make=Routed, dtype=dtype)
+    reference, plain_optimizer = plain(dtype, Routed)
+    for step, uses_all in enumerate([True, False, False, True, False]):
+        before = weights_of(model)["layers.3.weight"]
+        for m, its in ((model, optimizer), (reference, plain_optimizer)):
+            routed(m, uses_all)
+            train_step(m, its, step, dtype)
+        moved = not torch.equal(weights_of(model)["layers.3.weight"], before)
+        assert moved == uses_all
+        assert_same(weights_of(model), weights_of(reference))
+    state = optimizer.state_dict()["state"]
+    assert [int(state[n]["step"]) for n in (0, 6)] == [5, 2], "a step without a gradient is not counted"
+
+
+@everywhere
+def test_a_stale_gradient_is_not_added_to_the_next_micro_batches(place: str) -> None:
+    """Step 1: used. Step 2: used by its second micro-batch only. Step 3: by its first only."""
+    model, optimizer = sharded(place, make=Routed)
+    reference, plain_optimizer = plain(make=Routed)
+    for step, uses in enumerate([(True, True), (False, True), (True, False), (False, False)]):
+        for m in (model, reference):
+            for micro, uses_all in enumerate(uses):
+                routed(m, uses_all)
+                (loss_of(m, 10 * step + micro) / 2).backward()
+        for mine, theirs in zip(model.parameters(), reference.parameters()):
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+        for its in (optimizer, plain_optimizer):
+            its.step()
+            its.zero_grad()
+        assert_same(weights_of(model), weights_of(reference))
+
+
+@both_dtypes
+@pytest.mark.parametrize("how", ["optimizer", "model", "grad_is_none"])
+@everywhere
+def test_discarded_gradients_leave_nothing_behind(place: str, how: str, dtype: torch.dtype | None) -> None:
+    model, optimizer = sharded(place, make=Routed, dtype=dtype)
+    reference, plain_optimizer = plain(dtype, Routed)
+    for m, its in ((model, optimizer), (reference, plain_optimizer)):
+        loss_of(m, 7, dtype).backward()
+        if how == "optimizer":
+            its.zero_grad()
+        elif how == "model":
+            m.zero_grad()
+        else:
+            for p in m.parameters():
+                p.grad = None
+        routed(m, False)
+        train_step(m, its, 1, dtype)
+        routed(m, True)
+        train_step(m, its, 2, dtype)
+    assert_same(weights_of(model), weights_of(reference))
+
+
+@everywhere
+def test_discarding_one_parameters_gradient_leaves_the_others(place: str) -> None:
+    model, optimizer = sharded(place)
+    reference, plain_optimizer = plain()
+    for m, its in ((model, optimizer), (reference, plain_optimizer)):
+        loss_of(m, 1).backward()
+        (m.module if m is model else m).layers[2].weight.grad = None
+        loss_of(m, 2).backward()
+        (m.module if m is model else m).layers[4].bias.grad = None
+        its.step()
+    assert_same(weights_of(model), weights_of(reference))
+
+
+# ---- 6: what wrapping leaves patched, and state dicts with empty tensors ---------------------------------------
+
+
+def _snapshot() -> dict[str, Any]:
+    """What libraries of this kind patch."""
+    owners: list[Any] = [F, nn.init, torch, Tensor, nn.Module, nn.Parameter, nn.Linear, nn.Embedding, nn.LayerNorm]
+    owners += [torch.optim.Optimizer, torch.autograd, torch.nn.functional, torch.nn.utils, torch.utils.checkpoint]
+    return {
+        f"{getattr(owner, '__name__', owner)}.{name}": value
+        for owner in owners
+        for name, value in vars(owner).items()
+        if callable(value) and not name.startswith("_abc") and name not in ("__doc__",)
+    }
+
+
+def test_wrapping_and_training_patch_nothing() -> None:
+    before = _snapshot()
+    hooks = [
+        dict(getattr(nn.modules.module, name))
+        for name in vars(nn.modules.module)
+        if name.startswith("_global_") and isinstance(getattr(nn.modules.module, name), dict)
+    ]
+    model, optimizer = sharded()
+    for step in range(2):
+        train_step(model, optimizer, step)
+    after = _snapshot()
+    assert [name for name in before if after.get(name) is not before[name]] == []
+    assert after.keys() == before.keys()
+    assert hooks == [
+        dict(getattr(nn.modules.module, name))
+        for name in vars(nn.modules.module)
+        if name.startswith("_global_") and isinstance(getattr(nn.modules.module, name), dict)
+    ]
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_close_removes_every_hook_and_gives_the_memory_back() -> None:
+    module = build()
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    model = ShardedModel(module, device="emulated", tensor_placement_policy="cpu", chunk_size=512)
+    assert any(getattr(m, table) for m in module.modules() for table in tables)
+    train_step(model, ShardedOptimizer(model, adam(model.parameters())))
+    model.close()
+    assert not any(getattr(m, table) for m in module.modules() for table in tables)
+    assert model._tiers[0].ledger.total_bytes == 0
+    for p in module.parameters():
+        with torch._C.DisableTorchFunctionSubclass():
+            assert not p._backward_hooks
+            assert not p._post_accumulate_grad_hooks
+
+
+def test_another_model_is_not_touched_by_one_that_is_wrapped() -> None:
+    reference = build()
+    wanted = loss_of(reference)
+    model, optimizer = sharded()
+    train_step(model, optimizer)
+    assert torch.equal(loss_of(build()), wanted)
+    assert all(type(p) is nn.Parameter for p in reference.parameters())
+    with torch.no_grad():
+        assert type(F.linear(inputs(0), reference.layers[0].weight)) is Tensor
+
+
+@both_dtypes
+@everywhere
+def test_the_state_dict_is_whole_before_and_after_training(place: str, dtype: torch.dtype | None) -> None:
+    model, optimizer = sharded(place, dtype=dtype)
+    reference, plain_optimizer = plain(dtype)
+    for step in range(2):
+        state, wanted = model.state_dict(), reference.state_dict()
+        assert list(state) == list(wanted)
+        for name, value in wanted.items():
+            assert state[name].shape == value.shape
+            assert state[name].dtype == value.dtype
+            assert state[name].device.type == "cpu"
+            assert type(state[name]) is Tensor
+            assert torch.equal(state[name], value)
+        kept = {name: value.clone() for name, value in state.items()}
+        train_step(model, optimizer, step, dtype)
+        train_step(reference, plain_optimizer, step, dtype)
+        assert_same(dict(state), kept)  # copies: training does not reach them
+
+
+# ---- 8: masters, overflows, clipping ---------------------------------------------------------------------------
+
+
+@everywhere
+def test_masters_are_the_weights_as_given_before_any_cast(place: str) -> None:
+    given = build()
+    with torch.no_grad():  # weights that bf16 cannot hold
+        for number, p in enumerate(given.parameters()):
+            p.add_(torch.linspace(1e-5, 2e-5, p.numel()).view(p.shape) * (number + 1))
+    wanted = [p.detach().clone() for p in given.parameters()]
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in wanted)
+    where = {k: v for k, v in PLACES[place].items() if k == "tensor_placement_policy"}
+    model = ShardedModel(given, device="emulated", dtype=torch.bfloat16, chunk_size=512, **where)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    masters = optimizer.state_dict()["masters"]
+    assert all(torch.equal(masters[number], w) for number, w in enumerate(wanted))
+    loss_of(model, 0, torch.bfloat16)  # nor does a forward round them
+    assert all(torch.equal(optimizer.state_dict()["masters"][n], w) for n, w in enumerate(wanted))
+
+
+@both_dtypes
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@everywhere
+def test_an_overflow_while_accumulating_leaves_nothing_behind(
+    place: str, poison: float, dtype: torch.dtype | None
+) -> None:
+    def run(overflows: bool) -> str:
+        model, optimizer = sharded(place, dtype=dtype)
+
+        def accumulate(step: int, factors: tuple[float, ...]) -> None:
+            for micro, factor in enumerate(factors):
+                (loss_of(model, 10 * step + micro, dtype) * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        accumulate(0, (0.5, 0.5))
+        if overflows:
+            before = state_hash(model, optimizer)
+            with pytest.warns(UserWarning, match="skipped"):
+                accumulate(1, (0.5, poison, 0.5))
+            assert optimizer.last_step is not None
+            assert optimizer.last_step.skipped is not None
+            assert not torch.isfinite(optimizer.grad_norm)
+            assert state_hash(model, optimizer) == before
+        accumulate(2, (0.5, 0.5))
+        assert optimizer.last_step is not None
+        assert optimizer.last_step.skipped is None
+        accumulate(3, (1.0,))
+        return state_hash(model, optimizer)
+
+    assert run(overflows=True) == run(overflows=False)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@everywhere
+def test_bf16_with_offload_obeys_clipping(place: str, micro_batches: int) -> None:
+    hashes = {}
+    for max_norm in (None, 1e-3):
+        model = wrap(place, dtype=torch.bfloat16)
+        # adam's step does not depend on the gradients' scale: eps makes it so
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2, eps=1e-3), clip_grad_norm=max_norm)
+        for step in range(2):
+            for micro in range(micro_batches):
+                loss_of(model, 10 * step + micro, torch.bfloat16).backward()
+            optimizer.step()
+            assert optimizer.grad_norm is not None
+            assert optimizer.grad_norm > 1e-2, "the true norm, before clipping"
+            assert optimizer.last_step is not None
+            assert (optimizer.last_step.clip < 1) == (max_norm is not None)
+        hashes[max_norm] = state_hash(model, optimizer)
+    assert hashes[None] != hashes[1e-3]
+
+
+@everywhere
+def test_bf16_clipping_has_the_same_bits_offloaded_and_resident(place: str) -> None:
+    model, optimizer = sharded(place, dtype=torch.bfloat16)
+    twin, twin_optimizer = sharded("cuda", dtype=torch.bfloat16)
+    for step in range(3):
+        for m, its in ((model, optimizer), (twin, twin_optimizer)):
+            loss_of(m, step, torch.bfloat16).backward()
+            its.clip_grad_norm_(0.1)
+            its.step()
+        assert torch.equal(optimizer.grad_norm, twin_optimizer.grad_norm)
+    assert state_hash(model, optimizer) == state_hash(twin, twin_optimizer)
+
+
+@everywhere
+def test_fp32_clipping_equals_the_plain_loop(place: str) -> None:
+    model, optimizer = sharded(place)
+    reference, plain_optimizer = plain()
+    for step in range(3):
+        loss_of(model, step).backward()
+        loss_of(reference, step).backward()
+        mine = optimizer.clip_grad_norm_(0.1)
+        theirs = clip_grad_norm_(reference.parameters(), 0.1)
+        assert torch.equal(mine, theirs)
+        optimizer.step()
+        plain_optimizer.step()
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+    assert_same(weights_of(model), weights_of(reference))
+
+
+def test_a_model_that_is_dropped_gives_its_memory_back() -> None:
+    model, optimizer = sharded("cuda")
+    train_step(model, optimizer)
+    home = next(iter(model.executor.chunks[0].homes.values())).buffer
+    alive = weakref.ref(home)
+    del model, optimizer, home
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_model_has_the_layers_that_the_cases_mean() -> None:
+    assert len(Routed().layers) == LAYERS > 4
+    assert next(Mlp().parameters()).shape == (WIDTH, WIDTH)
