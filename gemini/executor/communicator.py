@@ -93,9 +93,12 @@ class Communicator:
         others = self.collectives.all_gather_bytes(data)
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         if different:
+            one, other = others[0], others[different[0]]
+            at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+            start = max(0, at - 80)
             raise DivergenceError(
-                f"{what} differs between rank 0 and rank {different[0]}: {others[0][:200]!r} against "
-                f"{others[different[0]][:200]!r}. All ranks must build the same model with the same arguments"
+                f"{what} differs between rank 0 and rank {different[0]}: ...{one[start : at + 80]!r} against "
+                f"...{other[start : at + 80]!r}. All ranks must build the same model with the same arguments"
             )
 
     def agree_on_names(self, names: list[str]) -> list[str]:

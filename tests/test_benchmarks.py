@@ -1,0 +1,123 @@
+"""The benchmarks run: the CPU's table at its tiny size, a case of the GPU's on the CPU, and what their parts promise."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import case_file
+from benchmarks.launch import ROOT, RankFailed, run_ranks
+from benchmarks.rounds import Spread, StepTime, paired_ratio, slowest_rank, turn
+
+TIMEOUT_S = 200
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def raising(rank: int, world_size: int, who: int) -> str:
+    """What a rank of `run_ranks` runs in the tests below."""
+    if rank == who:
+        raise ValueError(f"rank {rank} of {world_size} gives up")
+    return f"rank {rank}"
+
+
+def sleeping(rank: int, world_size: int) -> None:
+    time.sleep(600)
+
+
+def test_the_train_step_table_runs_and_writes_what_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "train_step.json"
+    done = run("benchmarks.train_step", "--tiny", "--rounds", "1", "--out", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = json.loads(path.read_text())["measurements"]
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert list(one["cases"]) == ["plain", "ours", "ours, half"]
+    assert all(difference == 0 for difference in one["loss_differences"].values()), "one rank: the same bits"
+    assert all(difference < 1e-4 for difference in two["loss_differences"].values())
+    half = one["cases"]["ours, half"]["facts"]
+    assert half["device_peak_bytes"] <= half["budget_bytes"] == 8 * one["num_parameters"]
+    for setting in ("reshard", "no reshard"):
+        theirs = two["cases"][f"FSDP2, {setting}"]["facts"]["peak_model_data"]
+        ours = two["cases"][f"ours, {setting} budget"]["facts"]
+        assert ours["device_peak_bytes"] <= ours["budget_bytes"] <= theirs["total"]
+        assert theirs["total"] >= 16 * two["num_parameters"] // 2 * 0.8, "half of the state, less some gradients"
+    assert {(v["case"], v["part"]) for v in one["verdicts"]} >= {("ours", "step_s"), ("ours", "forward_backward_s")}
+    assert "met" in done.stdout or "MISSED" in done.stdout
+
+
+def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    common = ["benchmarks.gpu_case", "--system", "ours", "--tiny", "--device", "cpu", "--out", str(path)]
+    done = run(*common, "--name", "half", "--options", '{"bytes_per_parameter": 8}', "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(*common, "--name", "too small", "--options", '{"model_data_memory": 1}')
+    assert done.returncode == 1
+    entries = case_file.read(path)
+    assert entries["half"]["tokens_per_s"] > 0
+    assert entries["half"]["error"] is None
+    assert entries["too small"]["error"].startswith("BudgetError")
+    table = run("benchmarks.gpu_table", str(path))
+    assert "BudgetError" in table.stdout
+    assert "half" in table.stdout
+
+
+def test_benchmarks_list_themselves() -> None:
+    done = run("benchmarks", "--list")
+    assert "train_step" in done.stdout
+    assert done.returncode == 0
+    assert run("benchmarks", "no_such_one").returncode != 0
+
+
+def test_a_rank_that_raises_fails_the_run_with_its_message() -> None:
+    assert run_ranks("tests.test_benchmarks:raising", 2, {"who": 5}, 60) == ["rank 0", "rank 1"]
+    with pytest.raises(RankFailed, match="rank 1 of 2 gives up"):
+        run_ranks("tests.test_benchmarks:raising", 2, {"who": 1}, 60)
+
+
+def test_a_rank_that_does_not_end_is_killed() -> None:
+    with pytest.raises(RankFailed, match="did not end within 4 s"):
+        run_ranks("tests.test_benchmarks:sleeping", 1, {}, 4)
+
+
+def test_ratios_are_paired_by_round() -> None:
+    slow_machine = [1.0, 10.0, 1.0, 10.0, 1.0]
+    assert paired_ratio([0.9 * s for s in slow_machine], slow_machine).median == pytest.approx(0.9)
+    with pytest.raises(ValueError, match="argument"):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_a_spread_is_median_quartiles_and_ends() -> None:
+    assert Spread.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Spread(3.0, 2.0, 4.0, 1.0, 5.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 7.0, 7.0)
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of([])
+
+
+def test_every_case_comes_first_equally_often() -> None:
+    orders = [turn(["a", "b", "c"], number) for number in range(6)]
+    assert [order[0] for order in orders] == ["a", "b", "c"] * 2
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+
+
+def test_the_slowest_rank_counts_round_by_round() -> None:
+    first, second = [StepTime(1.0, 1.0), StepTime(5.0, 1.0)], [StepTime(2.0, 0.5), StepTime(1.0, 1.0)]
+    assert slowest_rank([first, second]) == [second[0], first[1]]
+
+
+@pytest.mark.parametrize("line", ["", "no json", '{"name": "a", "x"'])
+def test_a_case_file_survives_a_line_that_was_cut_off(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "cases.jsonl"
+    entries: list[dict[str, Any]] = [{"name": "a", "x": 1}, {"name": "b", "x": 2}]
+    for entry in entries:
+        case_file.write(path, entry)
+    with open(path, "a") as file:
+        file.write(line + "\n")
+    case_file.write(path, {"name": "a", "x": 3})
+    assert case_file.read(path) == {"a": {"name": "a", "x": 3}, "b": {"name": "b", "x": 2}}
