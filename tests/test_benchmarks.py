@@ -1,4 +1,4 @@
-"""The benchmarks run: the CPU's table at its tiny size, a case of the GPU's on the CPU, and what their parts promise."""
+"""The benchmarks run: the CPU table at its tiny size, a case of the GPU's on the CPU, and what their parts promise."""
 
 import json
 import subprocess

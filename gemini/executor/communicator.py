@@ -94,7 +94,8 @@ class Communicator:
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         if different:
             one, other = others[0], others[different[0]]
-            at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+            pairs = enumerate(zip(one, other, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
             start = max(0, at - 80)
             raise DivergenceError(
                 f"{what} differs between rank 0 and rank {different[0]}: ...{one[start : at + 80]!r} against "

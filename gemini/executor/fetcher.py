@@ -127,6 +127,7 @@ class Fetcher:
         victim = self.chunks[self.next_use.victim(unpinned)]
         slot = victim.slot
         assert slot is not None
+        self.num_evictions += 1
         if self.release(victim):
             return slot
         try:
@@ -164,7 +165,6 @@ class Fetcher:
         slot = chunk.slot
         chunk.slot, chunk.payload, chunk.state = None, None, ChunkState.RELEASED
         slot.chunk = None
-        self.num_evictions += 1
         self._log("release", chunk, "slot", chunk.homes[Kind.PARAM].tier)
         if slot.num_holders() > 0 and not slot.settle(_SETTLE_S if self.communicator.world_size > 1 else 0.0):
             self.pools[chunk.oversize].set_aside(slot)

@@ -1,0 +1,50 @@
+"""`python -m benchmarks`: the benchmarks that a machine without a GPU can run.
+
+    python -m benchmarks               # all of them, results in benchmarks/results/
+    python -m benchmarks --list
+    python -m benchmarks train_step    # some
+    python -m benchmarks --tiny        # seconds each, to see that they run
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from benchmarks.launch import ROOT
+
+CPU_BENCHMARKS = {
+    "train_step": "one training step: ours beside plain PyTorch and beside FSDP2 at the same bytes (about 4 minutes)",
+}
+"""Name of the module -> what it measures. Each takes --save and --tiny."""
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Which ones; all if none is given.")] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="Say what there is and stop.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="The smallest sizes.")] = False,
+) -> None:
+    """Run the CPU benchmarks. The GPU's are one command of their own: bash benchmarks/gpu.sh"""
+    unknown = [name for name in names or () if name not in CPU_BENCHMARKS]
+    if unknown:
+        raise typer.BadParameter(f"no benchmark is called {unknown[0]!r}; there are: {', '.join(CPU_BENCHMARKS)}")
+    if list_only:
+        for name, what in CPU_BENCHMARKS.items():
+            typer.echo(f"{name:12} {what}")
+        return
+    failed = []
+    for name in names or CPU_BENCHMARKS:
+        typer.echo(f"== {name}: {CPU_BENCHMARKS[name]}", err=True)
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--save", *(["--tiny"] if tiny else [])]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            failed.append(name)
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command of at most ten minutes: the tests, then every system at every size in
+# a process of its own, then the table of whatever came out.
+#
+#   bash benchmarks/gpu.sh                      # results in benchmarks/results/gpu
+#   OUT=somewhere BUDGET_S=300 bash benchmarks/gpu.sh
+#   TINY=1 bash benchmarks/gpu.sh               # tries the script itself, on the CPU
+#
+# PYTHON chooses the interpreter; the project is installed into it. Exits with the tests' exit code.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+BUDGET_S=${BUDGET_S:-570}
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-benchmarks/results/gpu}
+mkdir -p "$OUT"
+CASES=$OUT/cases.jsonl LOG=$OUT/log.txt
+rm -f "$CASES" "$LOG" "$OUT/profile.txt"
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+DEVICE=(--device cuda)
+[ -n "${TINY:-}" ] && DEVICE=(--device cpu --tiny)
+
+left() { echo $((BUDGET_S - SECONDS)); }
+
+# run_case NAME LIMIT_S SYSTEM SIZE OPTIONS [more arguments]: one process, its own limit, never the end of the script
+run_case() {
+  local name=$1 limit=$2 system=$3 size=$4 options=$5
+  shift 5
+  if (($(left) < 30)); then
+    printf '{"name": "%s", "error": "no time was left to start it"}\n' "$name" >> "$CASES"
+    return
+  fi
+  ((limit > $(left) - 10)) && limit=$(($(left) - 10))
+  timeout -k 5 "$limit" "$PYTHON" -m benchmarks.gpu_case --name "$name" --system "$system" --size "$size" \
+    --options "$options" --out "$CASES" --max-s $((limit - 8)) "${DEVICE[@]}" "$@" >> "$LOG" 2>&1
+  local code=$?
+  echo "[$SECONDS s] $name: exit code $code"
+}
+
+echo "[$SECONDS s] installing into $("$PYTHON" -V 2>&1)"
+"$PYTHON" -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . >> "$LOG" 2>&1 \
+  || echo "the installation failed (see log.txt): running from the checkout"
+"$PYTHON" - << 'PY'
+import os, torch
+free = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
+name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+print(f"torch {torch.__version__}, {name}, {free:.0f} GiB free, {os.cpu_count()} cores")
+PY
+
+timeout -k 5 "${TESTS_S:-150}" "$PYTHON" -m pytest -q --durations=5 --timeout=60 -m gpu tests/gpu > "$OUT/tests.txt" 2>&1
+tests=$?
+tail -n 25 "$OUT/tests.txt"
+echo "[$SECONDS s] tests: exit code $tests"
+
+# host_memory is said because a virtual machine may show little memory until it is used
+HOST='"host_memory": "100GiB"'
+ON_HOST="{$HOST, \"tensor_placement_policy\": \"cpu\", \"bytes_per_parameter\": $([ -n "${TINY:-}" ] && echo 4 || echo 1)}"
+# 7 B parameters have 100 GiB of state: weights and gradients fit into 40 GiB beside 30 % for activations, the rest
+# (76 GiB) is on the host
+BIG_MEMORY=${BIG_MEMORY:-40GiB}
+
+# the most wanted first: what is at the end may find no time left
+run_case "ours 1.3B" 60 "ours" 1.3B '{}' --profile-to "$OUT/profile.txt"
+run_case "plain autocast 1.3B" 40 "plain autocast" 1.3B '{}'
+run_case "FSDP2 1.3B" 40 "FSDP2" 1.3B '{}'
+run_case "FSDP2 offload 1.3B" 45 "FSDP2 + CPUOffloadPolicy" 1.3B '{"offload": true}'
+run_case "ours on the host 1.3B" 45 "ours" 1.3B "$ON_HOST"
+run_case "ours 7B in $BIG_MEMORY" 170 "ours" 7B "{$HOST, \"device_memory\": \"$BIG_MEMORY\"}" --warm-up 1 --steps 3
+run_case "ours 3B" 60 "ours" 3B '{}' --steps 4
+run_case "FSDP2 3B" 60 "FSDP2" 3B '{}' --steps 4
+run_case "plain autocast 3B" 60 "plain autocast" 3B '{}' --steps 4
+run_case "ours on the host 3B" 70 "ours" 3B "$ON_HOST" --warm-up 1 --steps 3
+run_case "FSDP2 offload 3B" 70 "FSDP2 + CPUOffloadPolicy" 3B '{"offload": true}' --warm-up 1 --steps 3
+run_case "plain HybridAdam 1.3B" 40 "plain HybridAdam" 1.3B '{}'
+run_case "ours in half 1.3B" 40 "ours" 1.3B "{$HOST, \"bytes_per_parameter\": 8}"
+
+"$PYTHON" -m benchmarks.gpu_table "$CASES" | tee "$OUT/table.txt"
+echo "[$SECONDS s] done; tests: exit code $tests"
+exit "$tests"
