@@ -4,6 +4,8 @@ User mistakes are one of these (or `TypeError`/`ValueError`); a bare `AssertionE
 Each message says what is wrong, what was found, and what to do.
 """
 
+from typing import Any
+
 
 class GeminiError(RuntimeError):
     """Base of all errors that gemini raises on purpose."""
@@ -28,6 +30,10 @@ class RemoteRankError(GeminiError):
         super().__init__(f"rank {rank} failed: {message}")
         self.rank = rank
         self.message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the default would hand the message to __init__; errors cross processes when a launcher reports
+        return type(self), (self.rank, self.message)
 
 
 class RankLostError(GeminiError):

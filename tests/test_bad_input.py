@@ -719,7 +719,7 @@ def test_a_kept_view_with_a_spare_slot_costs_that_slot_until_it_dies() -> None:
     train_step(model, optimizer, 3)
     train_step(reference, plain_optimizer, 3)
     assert not pool.held
-    assert len(pool.slots) == in_use + 1
+    assert len(pool.slots) == in_use, "a rank with one more slot than the others would evict other chunks"
     assert_same(weights_of(model), weights_of(reference))
 
 

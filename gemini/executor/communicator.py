@@ -7,7 +7,9 @@ whose tags differ is never used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,14 @@ from gemini.errors import DivergenceError
 from gemini.executor.moment import Moments
 from gemini.executor.watch import RankWatch
 from sharding import Collectives, ShardLayout, Tag, TagMismatch
+
+_KINDS = (
+    *("all-gather", "reduce-scatter"),  # of a chunk
+    *("gradient summary", "largest gradient", "end of backward", "points of reduction", "names of states"),
+    "agreement on complete gradients",
+)
+_NUM_OF_CHUNKS = 2
+_KIND_SHIFT = 24  # a tag's chunk says in its upper bits what is done with it
 
 
 class Communicator:
@@ -28,6 +38,7 @@ class Communicator:
         self._sequence = 0
         self._doing = "start"
         self._parent = group
+        self._rank_timeout_s = rank_timeout_s
         self.watch: RankWatch | None = None
         if group is not None and group.size() > 1:
             self.watch = RankWatch(group, rank_timeout_s, self._where)
@@ -44,10 +55,8 @@ class Communicator:
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int) -> None:
         """Fill `payload` from all ranks' shards (this rank's own may already lie in place). Collective."""
         tag = self._next("all-gather", chunk)
-        try:
+        with self._agreeing():
             self.collectives.all_gather(payload, shard, layout, tag)
-        except TagMismatch as mismatch:
-            raise self._diverged(mismatch) from None
 
     def start_reduce_scatter(
         self,
@@ -65,79 +74,118 @@ class Communicator:
         reduction = self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
 
         def finish() -> None:
-            try:
+            with self._agreeing():
                 reduction.finish()
-            except TagMismatch as mismatch:
-                raise self._diverged(mismatch) from None
 
         return finish
 
     def all_reduce_sum_(self, tensor: Tensor, what: str) -> None:
         """Collective."""
-        self._next(what, 0)
-        self.collectives.all_reduce_sum_(tensor)
+        tag = self._next(what, 0)
+        with self._agreeing():
+            self.collectives.all_reduce_sum_(tensor, tag)
 
     def all_reduce_max_(self, tensor: Tensor, what: str) -> None:
         """Collective."""
-        self._next(what, 0)
-        self.collectives.all_reduce_max_(tensor)
+        tag = self._next(what, 0)
+        with self._agreeing():
+            self.collectives.all_reduce_max_(tensor, tag)
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
         """Rank 0's tensor on every rank. Collective."""
-        self._next(what, 0)
-        self.collectives.broadcast_(tensor)
+        tag = self._next(what, 0)
+        with self._agreeing():
+            self.collectives.broadcast_(tensor, tag=tag)
 
-    def agree(self, data: bytes, what: str) -> None:
-        """Raises DivergenceError unless every rank brought the same bytes. Collective."""
-        self._next(what, 0)
-        others = self.collectives.all_gather_bytes(data)
+    def agree(self, data: bytes, what: str, shown: str | None = None) -> None:
+        """Raises DivergenceError unless every rank brought the same bytes; `shown` stands for them. Collective."""
+        tag = self._next(what, 0)
+        words = data if shown is None else shown.encode()
+        with self._agreeing():
+            everything = self.collectives.all_gather_bytes(len(data).to_bytes(8, "little") + data + words, tag)
+        split = [(own[8:], int.from_bytes(own[:8], "little")) for own in everything]
+        others = [own[:length] for own, length in split]
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         if different:
-            one, other = others[0], others[different[0]]
-            pairs = enumerate(zip(one, other, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+            one, other = (split[rank][0][split[rank][1] :].decode(errors="replace") for rank in (0, different[0]))
+            pairs = zip(one, other, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
             start = max(0, at - 80)
             raise DivergenceError(
-                f"{what} differs between rank 0 and rank {different[0]}: ...{one[start : at + 80]!r} against "
-                f"...{other[start : at + 80]!r}. All ranks must build the same model with the same arguments"
+                f"{what} differs between rank 0 and rank {different[0]}: {'...' * (start > 0)}{one[start : at + 80]} "
+                f"against {'...' * (start > 0)}{other[start : at + 80]}. All ranks must build the same model with the "
+                "same arguments"
             )
 
     def agree_on_names(self, names: list[str]) -> list[str]:
         """The sorted union of every rank's names. Collective."""
-        self._next("names", 0)
-        everything = self.collectives.all_gather_bytes("\n".join(names).encode())
+        tag = self._next("names of states", 0)
+        with self._agreeing():
+            everything = self.collectives.all_gather_bytes("\n".join(names).encode(), tag)
         return sorted({name for one in everything for name in one.decode().split("\n") if name})
 
     def restart(self) -> None:
         """A clean process group after a failure that every rank caught. Collective."""
         if self.watch is not None:
-            self.watch.rejoin()
+            self.watch.next_generation()
             self._sequence = 0
             self.collectives = self._connect()
+            self.watch.failed = False
 
     def _connect(self) -> Collectives:
-        # a group of our own: a collective that a failure left half done must not meet the user's next one
-        own: dist.ProcessGroup | None = None
-        if self._parent is not None and self._parent.size() > 1:
-            ranks = dist.get_process_group_ranks(self._parent)
-            own = dist.new_group(ranks, use_local_synchronization=len(ranks) != dist.get_world_size())
-        collectives = Collectives(own)
         if self.watch is not None:
-            collectives.wait = self.watch.wait
-        return collectives
+            self.watch.join()
+        # a group of our own: a collective that a failure left half done must not meet the user's next one
+        if self._parent is None or self.watch is None:
+            return Collectives(None)
+        ranks = dist.get_process_group_ranks(self._parent)
+        own: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=self._rank_timeout_s + 60),  # the watch is first to call a rank lost
+            use_local_synchronization=len(ranks) != dist.get_world_size(),
+        )
+        return Collectives(own, self.watch.wait)
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """What leaves this block as an exception is told to the other ranks."""
+        try:
+            yield
+        except BaseException as error:
+            if self.watch is not None:
+                self.watch.publish(error)
+            raise
 
     def _next(self, what: str, chunk: int) -> Tag:
+        kind = _KINDS.index(what) if what in _KINDS else len(_KINDS)
         self._sequence += 1
-        self._doing = f"{what} of chunk {chunk}" if what in ("all-gather", "reduce-scatter") else what
-        return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, chunk, self.moments.now)
+        self._doing = f"{what} of chunk {chunk}" if kind < _NUM_OF_CHUNKS else what
+        return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << _KIND_SHIFT | chunk, self.moments.now)
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Ranks whose tags differ inside took different ways, and all of them say so."""
+        try:
+            yield
+        except TagMismatch as mismatch:
+            error = self._diverged(mismatch)
+            if self.watch is not None:
+                self.watch.publish(error)
+            raise error from None
 
     def _where(self) -> str:
         return f"{self._doing}, {self.moments.describe(self.moments.now)} (collective {self._sequence})"
 
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
         words = "; ".join(
-            f"rank {rank} was at {self.moments.describe(tag.moment)} with chunk {tag.chunk} (collective "
+            f"rank {rank} was at {self.moments.describe(tag.moment)} with the {_describe(tag)} (collective "
             f"{tag.sequence}{'' if tag.plan_hash == self.plan_hash else ', another plan'})"
             for rank, tag in sorted(mismatch.found.items())
         )
         return DivergenceError(f"ranks took different ways: {words}. All ranks must run the same operators")
+
+
+def _describe(tag: Tag) -> str:
+    kind, chunk = divmod(tag.chunk, 1 << _KIND_SHIFT)
+    what = _KINDS[kind] if kind < len(_KINDS) else "collective"
+    return f"{what} of chunk {chunk}" if kind < _NUM_OF_CHUNKS else what

@@ -77,12 +77,11 @@ class Executor:
         if self._forward_depth or self.is_recomputing():
             self._forward_depth += 1
             return
-        watch = self.communicator.watch
-        if watch is not None and watch.failed:
-            self.abandon()
-            self.communicator.restart()
-        elif self.gradients.in_backward:
-            self.abandon()  # the last backward raised and never ended
+        if self.gradients.in_backward:
+            self.publish(GeminiError("its last backward ended with an exception, which its script caught"))
+            if self.communicator.watch is None:
+                self.abandon()
+        self.recover()
         self.moments.set(0, Phase.FORWARD)
         self.fetcher.write_back_all()
         if torch.is_grad_enabled() and not self._awaits_backward:
@@ -127,6 +126,8 @@ class Executor:
         """A function uses parameters outside their operators. Collective where parameters are sharded."""
         fetcher = self.fetcher
         pinned: list[Chunk] = []
+        if not self._forward_depth and not self.gradients.in_backward:
+            self.recover()
         before = self.moments.now
         self.moments.set(operator, Phase.TOUCH)
         try:
@@ -233,25 +234,43 @@ class Executor:
         if self.communicator.watch is not None:
             self.communicator.watch.publish(error)
 
+    @contextmanager
+    def tearing(self) -> Iterator[None]:
+        """An exception that leaves this block leaves weights half updated: no rank may go on with them."""
+        try:
+            yield
+        except BaseException as error:
+            if self.communicator.watch is not None:
+                self.communicator.watch.tear(error)
+            raise
+
     def abandon(self) -> None:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""
         self._operators.clear()
         self._nodes.clear()
         for chunk in self.chunks:
             chunk.pins = 0
-        self.gradients.in_backward = False
-        self.gradients.forget()
+        self.gradients.start_anew()
         self._awaits_backward = False
         self._forward_depth = 0
-        self.fetcher.in_step = False
-        self.fetcher.cover()
+        self.moments.now = 0
+        self.fetcher.start_anew()
+
+    def recover(self) -> None:
+        """After a failure that every rank caught, forget that step and start anew together. Collective then."""
+        watch = self.communicator.watch
+        if watch is not None and watch.failed:
+            self.abandon()
+            self.communicator.restart()
 
     def check_idle(self, what: str) -> None:
-        """Raises GeminiError inside a forward or backward."""
+        """Raises GeminiError inside a forward or backward. Recovers from a failure before."""
         if self._forward_depth or self.is_recomputing():
             raise GeminiError(
                 f"{what} inside a forward or backward of the model is not possible: call it between steps"
             )
+        self.recover()
+        self.moments.set(0, Phase.TOUCH)
 
 
 def log_line(what: str, chunk: Chunk, source: str, target: str) -> None:

@@ -118,7 +118,7 @@ class Fetcher:
     def _free_slot(self, chunk: Chunk) -> Slot:
         assert self.pools is not None
         pool = self.pools[chunk.oversize]
-        slot = pool.free()
+        slot = self._replaced(chunk, None)
         if slot is not None:
             return slot
         unpinned = [s.chunk for s in pool.slots if s.chunk is not None and not self.chunks[s.chunk].pins]
@@ -130,16 +130,23 @@ class Fetcher:
         self.num_evictions += 1
         if self.release(victim):
             return slot
+        slot = self._replaced(chunk, victim)
+        assert slot is not None
+        return slot
+
+    def _replaced(self, chunk: Chunk, victim: Chunk | None) -> Slot | None:
+        """A free slot of the chunk's pool, or None; for one that is held a spare is taken, if the budget has one."""
+        assert self.pools is not None
         try:
-            pool.slots.append(Slot(self.device, pool.num_bytes, pool.kind))  # a spare, if the budget has one
+            return self.pools[chunk.oversize].free()
         except BudgetError:
+            whose = "another chunk" if victim is None else f"chunk {victim.index} ({victim.names()})"
             raise SlotError(
-                f"{self.where()}: chunk {victim.index} ({victim.names()}) must leave its slot for chunk {chunk.index} "
-                f"({chunk.names()}), but a view of one of its parameters is still alive, and there is no spare slot in "
-                f"{self.device.capacity_bytes} bytes. Do not keep views of parameters (or .data of them) beyond their "
-                f"operator, or raise model_data_memory="
+                f"{self.where()}: {whose} must leave its slot for chunk {chunk.index} ({chunk.names()}), but a view of "
+                f"one of its parameters is still alive, and there is no spare slot in {self.device.capacity_bytes} "
+                "bytes. Do not keep views of parameters (or .data of them) beyond their operator, or raise "
+                "model_data_memory="
             ) from None
-        return pool.slots[-1]
 
     def _no_slot(self, chunk: Chunk, pool: SlotPool) -> str:
         users = "; ".join(
@@ -178,6 +185,15 @@ class Fetcher:
                 slot = chunk.slot
                 if self.release(chunk) and slot is not None and slot.buffer is not None:
                     self.device.poison(slot.buffer)
+
+    def start_anew(self) -> None:
+        """After a failed step: every slot is empty and nothing is expected, equally on all ranks."""
+        self.in_step = False
+        self.cover()
+        self.release_all()
+        for pool in self.pools or ():
+            pool.empty()
+        self.next_use.forget()
 
     def spread(self, chunk: Chunk) -> None:
         """Whole weights of which every rank has updated its slices become whole again. Collective."""

@@ -220,7 +220,7 @@ class GradientStore:
 
     def forget(self, gradient: ChunkGradient) -> None:
         """The step consumed the gradient, or it was discarded."""
-        if gradient.is_open:
+        if gradient.is_open or gradient.reducing:
             self.close(gradient)
         gradient.got = bytearray(len(gradient.got))
         gradient.merged = gradient.use_wide = gradient.has_unsynced = False

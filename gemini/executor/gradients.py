@@ -45,6 +45,7 @@ class Gradients:
         self.reduction = ReductionOrder([chunk.index for chunk in self.trainable])
         self.synchronizes = True  # False inside no_sync()
         self.num_backwards = 0  # since the last step
+        self.num_forgotten = 0  # how often that count began anew
         self.in_backward = False
         self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
         self._next_in_order = 0
@@ -315,9 +316,21 @@ class Gradients:
         if self.communicator.world_size == 1 and not any(any(g.got) for g in self.store.gradients.values()):
             self.forget()
 
+    def start_anew(self) -> None:
+        """After a failed step: no gradient, and no agreement with other ranks on when to reduce which."""
+        self.in_backward = False
+        self.forget()
+        for gradient in self.store.gradients.values():
+            gradient.expected = len(gradient.fired)
+        for pool in self.store.pools or ():
+            pool.empty()
+        self.scratch.renew()
+        self.reduction = ReductionOrder(self.reduction.chunks)
+
     def forget(self) -> None:
         """The step consumed all gradients, or zero_grad() discarded them; one in flight has failed on the way."""
         self._in_flight = None
+        self.num_forgotten += 1
         for gradient in self.store.gradients.values():
             self.store.forget(gradient)
         self.num_backwards = 0

@@ -12,10 +12,18 @@ class Scratch:
     """Hands out flat tensors front to back; `reset` takes all of them back."""
 
     def __init__(self, tier: MemoryTier, num_bytes: int) -> None:
+        self._tier = tier
         self._buffer = tier.take(num_bytes, "scratch")
         self._used_bytes = 0
 
     def reset(self) -> None:
+        self._used_bytes = 0
+
+    def renew(self) -> None:
+        """Other memory: a collective that failed may still write to this one."""
+        num_bytes = self._buffer.numel()
+        self._tier.give(self._buffer, "scratch")
+        self._buffer = self._tier.take(num_bytes, "scratch")
         self._used_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -51,18 +51,24 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of one size. Slots that are held from outside wait in `held` until their views die."""
+    """The slots of one size. Slots that are held from outside wait in `held` until their views die.
+
+    There are always `count` slots beside the held ones: a rank with one more or less would evict other chunks.
+    """
 
     def __init__(self, tier: MemoryTier, num_bytes: int, count: int, kind: str) -> None:
         self.tier = tier
         self.num_bytes = num_bytes
         self.kind = kind
+        self.count = count
         self.slots = [Slot(tier, num_bytes, kind) for _ in range(count)]
         self.held: list[Slot] = []
 
     def free(self) -> Slot | None:
-        """A free slot, or None."""
+        """A free slot, or None. Raises BudgetError if one that is held cannot be replaced."""
         self._reclaim()
+        while len(self.slots) < self.count:
+            self.slots.append(Slot(self.tier, self.num_bytes, self.kind))
         return next((slot for slot in self.slots if slot.chunk is None), None)
 
     def set_aside(self, slot: Slot) -> None:
@@ -75,13 +81,27 @@ class SlotPool:
             return
         for slot in [slot for slot in self.held if slot.num_holders() <= 0]:
             self.held.remove(slot)
-            self.slots.append(slot)
+            if len(self.slots) < self.count:
+                self.slots.append(slot)
+            else:
+                self._close(slot)
+
+    def empty(self) -> None:
+        """Free all slots, whatever they hold; those that a collective without an end still holds are replaced."""
+        for position, slot in enumerate(self.slots):
+            slot.chunk = None
+            if slot.num_holders() > 0:
+                self._close(slot)
+                self.slots[position] = Slot(self.tier, self.num_bytes, self.kind)
 
     def close(self) -> None:
         """Give all memory back."""
         for slot in self.slots + self.held:
-            if slot.buffer is not None:
-                slot.views.clear()
-                self.tier.give(slot.buffer, self.kind)
-                slot.buffer = None
-        self.slots, self.held = [], []
+            self._close(slot)
+        self.slots, self.held, self.count = [], [], 0
+
+    def _close(self, slot: Slot) -> None:
+        if slot.buffer is not None:
+            slot.views.clear()
+            self.tier.give(slot.buffer, self.kind)
+            slot.buffer = None

@@ -21,6 +21,7 @@ from gemini.executor.gradient_store import GradientStore
 from gemini.executor.gradients import Gradients
 from gemini.executor.moment import Moments
 from gemini.executor.scratch import Scratch
+from gemini.executor.watch import publish_exit
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
 from gemini.model import wrap
@@ -86,6 +87,7 @@ class ShardedModel(nn.Module):
         rank_timeout: float = 600.0,
         **unknown: Any,
     ) -> None:
+        publish_exit()
         refuse_unknown(type(self), unknown)
         check_module(module, stage, dtype, chunk_size, rank_timeout)
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -100,17 +102,19 @@ class ShardedModel(nn.Module):
         operators = find_operators(module)
         moments = Moments(["", *(operator.name for operator in operators)])
         communicator = Communicator(process_group, moments, rank_timeout)
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        packing = wrap.pack_model(operators, names, strategy, dtype, chunk_size, communicator.world_size)
-        arguments = f"stage={stage} dtype={dtype} policy={policy.name} strategy={type(strategy).__name__}"
-        communicator.agree(repr((packing.chunks, arguments)).encode(), "the model")
-        by_name = dict(module.named_parameters())
-        chunks = wrap.make_chunks(packing, by_name, operators, dtype, device_tier.device, communicator, stage)
-        demand = wrap.demand_of(chunks, operators, stage, communicator.world_size)
-        placement = policy.place(demand, budget)
-        hash_ = wrap.plan_hash(packing, placement, arguments)
-        communicator.agree(hash_.to_bytes(4, "little"), "the plan (memory budgets may differ between ranks)")
-        communicator.plan_hash = hash_
+        with communicator.publishing():
+            names = {parameter: name for name, parameter in module.named_parameters()}
+            packing = wrap.pack_model(operators, names, strategy, dtype, chunk_size, communicator.world_size)
+            arguments = f"stage={stage} dtype={dtype} policy={policy.name} strategy={type(strategy).__name__}"
+            communicator.agree(repr((arguments, packing.chunks)).encode(), "the model")
+            by_name = dict(module.named_parameters())
+            chunks = wrap.make_chunks(packing, by_name, operators, dtype, device_tier.device, communicator, stage)
+            demand = wrap.demand_of(chunks, operators, stage, communicator.world_size)
+            placement = policy.place(demand, budget)
+            hash_ = wrap.plan_hash(packing, placement, arguments)
+            had = f"model data budget of {budget} bytes, {placement.num_slots} slots"
+            communicator.agree(hash_.to_bytes(4, "little"), "the plan", had)
+            communicator.plan_hash = hash_
         device_tier.capacity_bytes = budget
 
         self.module = module
@@ -120,7 +124,8 @@ class ShardedModel(nn.Module):
         self._tiers: tuple[MemoryTier, MemoryTier] = (device_tier, host_tier)
         self._chunks: list[Chunk] = chunks
         self._optimizer: object | None = None
-        self._build(chunks, operators, communicator)
+        with communicator.publishing():
+            self._build(chunks, operators, communicator)
 
     def _build(self, chunks: list[Chunk], operators: list[Any], communicator: Communicator) -> None:
         """Take memory, move the weights in, install hooks."""

@@ -93,7 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._staging = Staging()
         self._requested_clip: tuple[float, float] | None = None
         self._summary: GradientSummary | None = None
-        self._num_summarized = 0  # backwards that `_summary` has seen
+        self._summarized = 0, 0  # the gradients that `_summary` has seen
         self._num_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
@@ -135,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self.model.executor.publishing():
             self._requested_clip = checked, norm_type
             self._summary = self._summarize(norm_type)
-            self._num_summarized = self.model.executor.gradients.num_backwards
+            self._summarized = self._gradients_now()
         self.grad_norm = norm_tensor(self._summary.norm, self.model.executor.gradients.device)
         return self.grad_norm
 
@@ -151,7 +151,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_has_backward("step()")
-        if self._summary is not None and self._num_summarized != self.model.executor.gradients.num_backwards:
+        if self._summarized[0] != self._gradients_now()[0]:
+            self._summary = self._requested_clip = None  # those gradients were discarded
+        if self._summary is not None and self._summarized != self._gradients_now():
             raise GeminiError("backward() after clip_grad_norm_(): clip again, after the last backward of the step")
         self.model.check_parameters()
         with self.model.executor.publishing():
@@ -169,13 +171,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not executor.gradients.num_backwards:
             raise GeminiError(f"{what} without a backward(): there is no gradient since the last step")
 
+    def _gradients_now(self) -> tuple[int, int]:
+        gradients = self.model.executor.gradients
+        return gradients.num_forgotten, gradients.num_backwards
+
     # -- the step
+
+    def _refuse_bad_hyperparameters(self) -> None:
+        """Let the update check its hyperparameters on no elements, while every rank can still go back."""
+        checked: set[int] = set()  # membership only
+        for state in self._states.values():
+            for position, group in enumerate(state.groups):
+                if group is not None and group not in checked:
+                    checked.add(group)
+                    none = torch.zeros(0, dtype=state.dtype)
+                    self._update.update(none, none.clone(), state.empty_run(position), self.param_groups[group], 1.0)
 
     def _summarize(self, norm_type: float) -> GradientSummary:
         return summarize(self.model.executor, self._chunks, self._num_parameters, norm_type)
 
     def _step(self) -> None:
         executor = self.model.executor
+        self._refuse_bad_hyperparameters()
         executor.before_update()
         max_norm, norm_type = self._requested_clip or (self._clip_grad_norm, 2.0)
         executor.fetcher.device.synchronize()
@@ -193,8 +210,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             if max_norm is not None:
                 clip = clip_coefficient(summary.norm, max_norm)
-            for chunk in self._chunks:
-                self._update_chunk(chunk, summary, clip)
+            with executor.tearing():
+                for chunk in self._chunks:
+                    self._update_chunk(chunk, summary, clip)
         executor.gradients.forget()
         self.last_step = StepReport(self._num_steps, summary.norm, clip, skipped)
 

@@ -14,6 +14,10 @@ class NextUse:
     """Touches of the running pass against those of the last complete one. Positions count touches."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, as at first."""
         self.position = 0  # touches so far in the running pass
         self.follows = False  # the running pass has agreed with the expected one so far
         self.expected: list[int] = []

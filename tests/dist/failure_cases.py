@@ -1,63 +1,124 @@
-"""Ranks that fail, diverge or dawdle on purpose. Each case is run by every rank of its own short-lived group."""
+"""Ranks that fail, diverge or dawdle on purpose. Each case is run by every rank, mostly of a short-lived group."""
 
-import os
+import gc
 import random
-import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gemini import DivergenceError, GeminiError, RemoteRankError, ShardedModel, ShardedOptimizer, state_hash
+from gemini import (
+    BudgetError,
+    DivergenceError,
+    GeminiError,
+    RemoteRankError,
+    ShardedModel,
+    ShardedOptimizer,
+    state_hash,
+)
+from gemini.executor import fetcher as fetcher_module
+from gemini.executor import watch
+from gemini.placement.demand import Demand, Placement, Tier
+from gemini.placement.policy import slots_for
 from optim import HybridAdam
 
 WIDTH = 32
-CHUNK = WIDTH * WIDTH + 256
+CHUNK = WIDTH * WIDTH + 512  # a weight and a bias, and a shard ends on a multiple of 256 elements
+LAYERS = 8
+_wrong: list[str] = []  # layers that computed with something else than their weights
 
 
 class Boom(Exception):
     """The failure that the others must hear of."""
 
 
+class Layer(nn.Linear):
+    """Knows what its weight must be, once it was told."""
+
+    truth: Tensor | None = None
+    name = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.truth is not None and not torch.equal(self.weight, self.truth):
+            _wrong.append(self.name)
+        return super().forward(x)
+
+
 class Net(nn.Module):
-    """Eight layers; `at` says what to do before which layer."""
+    """`at` says what to do before which layer, and with which layer to go on instead."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-        self.at: dict[int, Any] = {}
+        self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.at: dict[int, Callable[[Net, Tensor], Any]] = {}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
             if number in self.at:
-                layer = self.at[number](self) or layer
+                instead = self.at[number](self, x)
+                if isinstance(instead, nn.Module):
+                    layer = instead
+                elif isinstance(instead, Tensor):
+                    x = instead
             x = torch.tanh(layer(x))
         return x
 
 
-class FailsInBackward(torch.autograd.Function):
+class InBackward(torch.autograd.Function):
+    """The identity, whose backward does something else first."""
+
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: Tensor, what: Callable[[], Any]) -> Tensor:
+        ctx.what = what
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        raise Boom("in backward")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.what()
+        return grad, None
 
 
-def make(slots: int = 3, seed: int = 0, **options: Any) -> tuple[ShardedModel, ShardedOptimizer, Net]:
+def impatient() -> None:
+    """A watch that decides within a second; the machine that runs the tests may still be slow."""
+    watch.POLL_S, watch.DIVERGED_AFTER_S, watch.UNCHANGED_S = 0.25, 0.5, 1.5
+
+
+def make(slots: int = 0, seed: int = 0, **options: Any) -> tuple[ShardedModel, ShardedOptimizer, Net]:
+    """In the smallest budget, and `slots` more."""
+    options = {"rank_timeout": 30, "chunk_size": CHUNK, "device": "emulated", **options}
+    if "model_data_memory" not in options:
+        options["model_data_memory"] = smallest_budget(options) + 4 * CHUNK * slots
+        options["tensor_placement_policy"] = SlotsOnly()
+    model = ShardedModel(build(seed), **options)
+    return model, ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2)), model.module  # type: ignore[return-value]
+
+
+class SlotsOnly:
+    """The smallest placement; what the budget has beyond it stays free."""
+
+    name = "slots only"
+
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        return slots_for(demand, tuple(dict.fromkeys(chunk.home_bytes, Tier.HOST) for chunk in demand.chunks))
+
+
+def build(seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    net = Net()
-    options.setdefault("model_data_memory", (slots + 4) * CHUNK * 4 * 2)
-    options.setdefault("tensor_placement_policy", "cpu")
-    options.setdefault("rank_timeout", 30)
-    model = ShardedModel(net, device="emulated", chunk_size=CHUNK, **options)
-    return model, ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2)), net
+    return Net()
 
 
-def batch(rank: int, step: int) -> torch.Tensor:
+def smallest_budget(options: dict[str, Any]) -> int:
+    try:
+        ShardedModel(build(), **{**options, "model_data_memory": 0})
+    except BudgetError as error:
+        return int(str(error).split("needs ")[1].split()[0])
+    raise AssertionError("a budget of 0 bytes was accepted")
+
+
+def batch(rank: int, step: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
@@ -66,131 +127,319 @@ def train_step(model: ShardedModel, optimizer: ShardedOptimizer, rank: int, step
     optimizer.step()
 
 
-def one_rank_raises(rank: int, world_size: int, where: str) -> None:
-    """Nobody catches it: rank 1 ends, and so must all others."""
-    model, optimizer, net = make()
+def boom(*_: Any) -> None:
+    raise Boom("on purpose")
+
+
+# -- recovery
+
+
+def all_catch_and_go_on(rank: int, world_size: int, stage: int) -> list[Any]:
+    """Failures of every kind, several in a row, between good steps: (hash, hash of a run that never failed, caught)."""
+    impatient()
+    model, optimizer, net = make(stage=stage)
+    calm, calm_optimizer, _ = make(stage=stage)
+    failures = [["forward", "forward"], ["backward"], ["plain backward", "backward"], ["step", "backward after a step"]]
+    caught = []
+    for step, kinds in enumerate(failures):
+        train_step(calm, calm_optimizer, rank, step)
+        for number, kind in enumerate(kinds):
+            try:
+                _failing_step(model, optimizer, net, rank, kind, who=number % world_size)
+                caught.append(f"{kind}: nothing")
+            except (Boom, GeminiError, ValueError) as error:
+                caught.append(f"{type(error).__name__}: {error}")
+            net.at.clear()
+            optimizer.param_groups[0]["lr"] = 1e-2
+            if kind == "backward":  # not only a forward starts anew
+                model.state_dict()
+        train_step(model, optimizer, rank, step)
+    refused = ""
+    try:
+        net.at[7] = lambda net, x: InBackward.apply(x, boom) if rank == 1 else None
+        optimizer.backward(model(batch(rank, 7)).square().mean())
+    except (Boom, RemoteRankError):
+        net.at.clear()
+        try:
+            optimizer.step()
+        except GeminiError as error:
+            refused = str(error)
+    return [state_hash(model, optimizer), state_hash(calm, calm_optimizer), caught, refused]
+
+
+def _failing_step(
+    model: ShardedModel, optimizer: ShardedOptimizer, net: Net, rank: int, kind: str, who: int
+) -> None:
+    if rank == who and kind == "forward":
+        net.at[3] = boom
+    if rank == who and kind == "step":
+        optimizer.param_groups[0]["lr"] = -1.0
+    if rank == who and "backward" in kind:
+        net.at[4] = lambda net, x: InBackward.apply(x, boom)
+    if kind == "backward after a step":  # gradients of an earlier micro-batch are discarded with it
+        net_at, net.at = net.at, {}
+        optimizer.backward(model(batch(rank, 50)).square().mean())
+        optimizer.clip_grad_norm_(1e-3)
+        net.at = net_at
+    loss = model(batch(rank, 60)).square().mean()
+    if kind == "plain backward":
+        try:
+            loss.backward()
+        except Boom:  # nothing of ours saw it: the others hear of it when this rank goes on
+            model(batch(rank, 61))
+    else:
+        optimizer.backward(loss)
+    optimizer.step()
+
+
+def a_torn_step(rank: int, world_size: int) -> tuple[str, list[str]]:
+    """An update that fails half way, on one rank: (its error, what the next steps say)."""
+    impatient()
+    model, optimizer, _ = make()
     train_step(model, optimizer, rank, 0)
     if rank == 1:
-        if where == "forward":
-            net.at[4] = _raise
-        elif where == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-    output = model(batch(rank, 1))
-    if rank == 1 and where == "backward":
-        output = FailsInBackward.apply(output)
-    optimizer.backward(output.square().mean())
-    if rank == 1 and where == "step":
-        optimizer.param_groups[0]["lr"] = -1.0
-    optimizer.step()
-    train_step(model, optimizer, rank, 2)
+        update = optimizer._update_chunk
+        optimizer._update_chunk = lambda chunk, *rest: boom() if chunk.index == 4 else update(chunk, *rest)  # type: ignore[method-assign]
+    said = []
+    for step in range(1, 4):
+        try:
+            train_step(model, optimizer, rank, step)
+            said.append("nothing")
+        except (Boom, GeminiError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said[0], said[1:]
 
 
-def _raise(net: Net) -> None:
-    raise Boom("forward")
-
-
-def all_catch_and_go_on(rank: int, world_size: int) -> tuple[str, str, int]:
-    """Two failed steps in a row, then training: the hash of a run that never failed."""
-    model, optimizer, net = make()
-    calm, calm_optimizer, _ = make()
-    caught = 0
-    for step in range(4):
-        train_step(calm, calm_optimizer, rank, step)
-        for attempt in range(2 if step == 1 else 0):
-            if rank == attempt:
-                net.at[3] = _raise
-            try:
-                train_step(model, optimizer, rank, 90 + attempt)
-            except (Boom, RemoteRankError):
-                caught += 1
+def a_failure_that_only_one_rank_catches(rank: int, world_size: int) -> None:
+    """Rank 1 goes on after its own failure; rank 0 ends."""
+    impatient()
+    model, optimizer, net = make(rank_timeout=60)
+    train_step(model, optimizer, rank, 0)
+    if rank == 1:
+        net.at[3] = boom
+        try:
+            train_step(model, optimizer, rank, 1)
+        except Boom:
             net.at.clear()
-        train_step(model, optimizer, rank, step)
-    return state_hash(model, optimizer), state_hash(calm, calm_optimizer), caught
+    train_step(model, optimizer, rank, 1)
 
 
-def ranks_diverge(rank: int, world_size: int, how: str) -> tuple[str, bool]:
-    """(the error's words, whether weights are as before)."""
-    model, optimizer, net = make()
+# -- divergence
+
+
+def ranks_diverge(rank: int, world_size: int, stage: int, ways: list[str]) -> dict[str, Any]:
+    """By way: (the error's words, whether the weights are as before); and whether training goes on as it should."""
+    impatient()
+    model, optimizer, net = make(slots=1, stage=stage)
     for step in range(2):
         train_step(model, optimizer, rank, step)
-    before = [chunk.homes["param"].flat.clone() for chunk in model.executor.chunks]
+    before = model.state_dict()
+    wanted = state_hash(model, optimizer)
+    for number, layer in enumerate(net.layers):
+        layer.truth, layer.name = before[f"layers.{number}.weight"], f"layers.{number}"  # type: ignore[assignment]
+    said: dict[str, Any] = {}
+    for way in ways:
+        try:
+            _diverge(model, optimizer, net, rank, way)
+            message = "no error"
+        except GeminiError as error:
+            message = f"{type(error).__name__}: {error}"
+        net.at.clear()
+        optimizer.zero_grad()
+        said[way] = message, state_hash(model, optimizer) == wanted
+    said["wrong"] = list(_wrong)
+    for layer in net.layers:
+        layer.truth = None
+    train_step(model, optimizer, rank, 2)
+    calm, calm_optimizer, _ = make(slots=1, stage=stage)
+    for step in range(3):
+        train_step(calm, calm_optimizer, rank, step)
+    said["goes on"] = state_hash(model, optimizer) == state_hash(calm, calm_optimizer)
+    return said
+
+
+def _diverge(model: ShardedModel, optimizer: ShardedOptimizer, net: Net, rank: int, way: str) -> None:
     other = rank == 1
-    try:
-        if how == "forward" and other:
-            net.at[3] = lambda n: n.layers[6]
-        if how == "touch in forward" and other:
-            net.at[3] = lambda n: n.layers[7].weight.sum() and None
-        if how == "outside a step":
-            if other:
-                float(model.get_parameter("layers.5.weight").sum())
-            else:
-                float(model.get_parameter("layers.2.weight").sum())
-        elif how == "evaluation":
-            with torch.no_grad():
-                if other:
-                    net.at[0] = lambda n: n.layers[4]
-                model(batch(rank, 2))
-        elif how == "skipped backward":
-            output = model(batch(rank, 2))
-            if other:
-                model(batch(rank, 2))
-            else:
-                optimizer.backward(output.square().mean())
+    weights = [layer.weight for layer in net.layers]
+    if way == "outside a step":
+        float(weights[5 if other else 2].sum())
+        float(weights[1 if other else 7].sum())
+    elif way == "outside, one rank only":
+        if other:
+            model.state_dict()
+        train_step(model, optimizer, rank, 2)
+    elif way == "evaluation":
+        if other:
+            net.at[0] = lambda net, x: net.layers[4]
+        with torch.no_grad():
+            model(batch(rank, 2))
+    elif way == "skipped backward":
+        loss = model(batch(rank, 2)).square().mean()
+        if not other:
+            optimizer.backward(loss)
+            optimizer.step()
         else:
-            train_step(model, optimizer, rank, 2)
-        message = ""
-    except GeminiError as error:
-        message = f"{type(error).__name__}: {error}"
-    after = [chunk.homes["param"].flat for chunk in model.executor.chunks]
-    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return message, same
+            model(batch(rank, 3))
+            optimizer.clip_grad_norm_(1.0) if optimizer.model.executor.gradients.num_backwards else model.state_dict()
+    elif way == "skipped step":
+        optimizer.backward(model(batch(rank, 2)).square().mean())
+        if other:
+            optimizer.backward(model(batch(rank, 3)).square().mean())
+        optimizer.step()
+    elif way == "read gradient":
+        optimizer.backward(model(batch(rank, 2)).square().mean())
+        if other:
+            net.layers[2].weight.grad.sum()
+        optimizer.step()
+    else:
+        if other:
+            net.at[3] = {
+                "forward": lambda net, x: net.layers[6],
+                "backward": lambda net, x: InBackward.apply(x, lambda: net.layers[7].weight.detach().sum()),
+                "touch in forward": lambda net, x: net.layers[7].weight.detach().sum() and None,
+                "fails nothing": lambda net, x: None,
+            }[way]
+        train_step(model, optimizer, rank, 2)
+
+
+def another_update_order(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1 updates in reverse at a stage where every update is spread: (the error, what the next step says)."""
+    impatient()
+    model, optimizer, _ = make(stage=2)
+    train_step(model, optimizer, rank, 0)
+    if rank == 1:
+        optimizer._chunks.reverse()
+    said = []
+    for step in (1, 2):
+        try:
+            train_step(model, optimizer, rank, step)
+            said.append("nothing")
+        except GeminiError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said[0], said[1]
+
+
+# -- references and views
 
 
 def late_references(rank: int, world_size: int, disturbed: bool) -> tuple[list[tuple[str, int]], str]:
-    """A thread on rank 1 keeps references to slots for random milliseconds: the log of moves must not change."""
-    model, optimizer, _ = make(slots=3)
-    fetcher = model.executor.fetcher
-    moves: list[tuple[str, int]] = []
-    fetcher._log = lambda what, chunk, source, target: moves.append((what, chunk.index))
+    """A thread on rank 1 keeps references to slots for random milliseconds: (log of moves, hash)."""
+    model, optimizer, _ = make()
+    moves = _log_moves(model)
     if disturbed and rank == 1:
-        gather = fetcher.gather_into
+        communicator = model.executor.communicator
+        gather = communicator.all_gather
         clock = random.Random(0)
 
-        def gather_and_hold(chunk, payload):  # type: ignore[no-untyped-def]
-            gather(chunk, payload)
+        def gather_and_hold(payload: Tensor, *rest: Any) -> None:
+            gather(payload, *rest)
             if clock.random() < 0.5:
                 threading.Thread(target=_hold, args=([payload[:1]], clock.random() * 0.02)).start()
 
-        fetcher.gather_into = gather_and_hold  # type: ignore[method-assign]
+        communicator.all_gather = gather_and_hold  # type: ignore[method-assign]
     for step in range(6):
         train_step(model, optimizer, rank, step)
     return moves, state_hash(model, optimizer)
 
 
-def _hold(references: list[torch.Tensor], seconds: float) -> None:
+def kept_view(rank: int, world_size: int, from_step: int, to_step: int) -> tuple[list[tuple[str, int]], str, int, bool]:
+    """Rank 1 keeps a view over several steps: (log of moves, hash, most slots set aside, view's content kept)."""
+    fetcher_module._SETTLE_S = 0.05
+    model, optimizer, net = make(slots=1)
+    moves = _log_moves(model)
+    pools = model.executor.fetcher.pools
+    assert pools is not None
+    kept: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def keep(net: Net, x: Tensor) -> None:
+        with torch.no_grad():
+            kept.append(net.layers[2].weight.view(-1))
+        copies.append(kept[0].clone())
+
+    held, intact = 0, True
+    for step in range(7):
+        if rank == 1 and step == from_step:
+            net.at[3] = keep
+        if step == to_step:
+            intact = all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+            kept.clear()
+            copies.clear()
+            gc.collect()
+        train_step(model, optimizer, rank, step)
+        net.at.clear()
+        held = max(held, len(pools[0].held))
+    intact = intact and all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+    result = moves, state_hash(model, optimizer), held, intact
+    kept.clear()
+    return result
+
+
+def _log_moves(model: ShardedModel) -> list[tuple[str, int]]:
+    fetcher = model.executor.fetcher
+    moves: list[tuple[str, int]] = []
+    fetcher._log = lambda what, chunk, source, target: moves.append((what, chunk.index))
+    return moves
+
+
+def _hold(references: list[Tensor], seconds: float) -> None:
     time.sleep(seconds)
     references.clear()
 
 
-def different_weights(rank: int, world_size: int) -> str:
-    return state_hash(make(seed=rank)[0])
+# -- wrapping
 
 
-def different_arguments(rank: int, world_size: int, what: str) -> str:
-    options: dict[str, Any] = {}
-    if what == "stage":
-        options["stage"] = 2 + rank
-    if what == "budget":
-        options["model_data_memory"] = (7 + 4 * rank) * CHUNK * 8
-        options["tensor_placement_policy"] = "auto"
+class WithBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.randn(5))
+
+
+def different_weights(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(what this rank had before, what it has after)."""
+    torch.manual_seed(rank)
+    module = WithBuffer()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    return before, dict(ShardedModel(module, device="emulated", chunk_size=CHUNK).state_dict())
+
+
+def different_arguments(rank: int, world_size: int) -> dict[str, str]:
+    """What each difference is answered with."""
+    impatient()
+    least = smallest_budget({"chunk_size": CHUNK, "device": "emulated"})
+    options: dict[str, list[dict[str, Any]]] = {
+        "stage": [{"stage": 2}, {"stage": 3}],
+        "dtype": [{"dtype": torch.bfloat16}, {}],
+        "strategy": [{"shard_strategy": "tensor"}, {}],
+        "chunk size": [{"chunk_size": CHUNK}, {"chunk_size": 2 * CHUNK}],
+        "budget": [{"model_data_memory": least}, {"model_data_memory": least + 40 * CHUNK}],
+        "too small": [{"model_data_memory": least}, {"model_data_memory": least // 2}],
+        "shape": [{}, {"module": nn.Sequential(nn.Linear(WIDTH, WIDTH + 1))}],
+    }
+    said = {}
+    for what, by_rank in options.items():
+        mine = {"chunk_size": CHUNK, "module": build(), "device": "emulated", "rank_timeout": 20, **by_rank[rank]}
+        try:
+            ShardedModel(mine.pop("module"), **mine)
+            said[what] = "accepted"
+        except GeminiError as error:
+            said[what] = f"{type(error).__name__}: {error}"
+    equal = build()
+    for parameter in equal.layers[rank].parameters():  # a frozen layer on one rank is another model
+        parameter.requires_grad_(False)
     try:
-        make(**options)
+        ShardedModel(equal, chunk_size=CHUNK, device="emulated")
     except DivergenceError as error:
-        return str(error)
-    return ""
+        said["frozen"] = str(error)
+    return said
+
+
+# -- time
 
 
 def one_rank_dawdles(rank: int, world_size: int, seconds: float, rank_timeout: float) -> str:
+    impatient()
     model, optimizer, _ = make(rank_timeout=rank_timeout)
     train_step(model, optimizer, rank, 0)
     if rank == 1:

@@ -1,5 +1,7 @@
-"""One rank of a script whose data loader breaks on rank 1: `script_that_fails.py STORE RANK`, started twice."""
+"""A training script of which one rank fails: `script_that_fails.py WHERE WHO INIT_METHOD RANK`, started twice."""
 
+import os
+import signal
 import sys
 
 import torch
@@ -8,13 +10,53 @@ import torch.distributed as dist
 from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
 
-store, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-module = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+where, who, init_method, rank = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        fail_in("backward")
+        return grad
+
+
+class Layer(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fail_in("forward")
+        return Fails.apply(super().forward(x))
+
+
+def fail_in(place: str) -> None:
+    if place == where and rank == who and step == 1:
+        if where == "exit":
+            sys.exit(4)
+        if where == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError(f"the {where} broke")
+
+
+step = -1
+dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
+if where == "wrap" and rank == who:
+    ShardedModel(torch.nn.Linear(8, 8), stage=9)
+module = torch.nn.Sequential(*(Layer(32, 32) for _ in range(4)))
 model = ShardedModel(module, device="emulated")
-optimizer = ShardedOptimizer(model, HybridAdam(model.parameters()))
-for step in range(3):
-    if rank == 1 and step == 1:
-        raise ValueError("the loader broke")
-    optimizer.backward(model(torch.ones(2, 32)).square().mean())
+optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3))
+for step in range(3):  # noqa: B007  (fail_in reads it)
+    fail_in("loader")
+    output = model(torch.ones(2, 32))
+    fail_in("loss")
+    output.square().mean().backward()
+    fail_in("exit")
+    fail_in("killed")
+    if where == "step" and rank == who:
+        optimizer.param_groups[0]["lr"] = -1.0
     optimizer.step()
+if where == "diverging":
+    with torch.no_grad():
+        model.module[3 if rank == who else 0].weight.sum()
+        model.module[2 if rank == who else 1].weight.sum()
