@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class Case:
     losses: list[float] = field(default_factory=list)
 
     def step(self, tokens: Tensor) -> None:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         loss = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         between = time.perf_counter()
@@ -50,7 +50,8 @@ class Case:
             self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.times.append(StepTime(between - started, time.perf_counter() - between))
+        ended, cpu_ended = time.perf_counter(), time.process_time()
+        self.times.append(StepTime(between - started, ended - between, cpu_ended - cpu_started))
         self.losses.append(loss.item())
 
 
@@ -120,7 +121,7 @@ def _rounds(cases: dict[str, Case], rank: int, rounds: int, tokens: Callable[[in
     for name, case in cases.items():
         if isinstance(case.model, ShardedModel):
             case.facts |= _facts(case.model)
-        times = [[time.forward_backward_s, time.optimizer_s] for time in case.times[WARM_UP:]]
+        times = [astuple(time) for time in case.times[WARM_UP:]]
         result[name] = {"times_s": times, "losses": case.losses, "facts": case.facts}
     return result
 

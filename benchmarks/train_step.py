@@ -25,7 +25,12 @@ from benchmarks.rounds import PARTS, Spread, StepTime, paired_ratio, part_of, sl
 from gemini.placement.sizes import format_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"
-TITLES = {"forward_backward_s": "forward+backward", "optimizer_s": "optimizer", "step_s": "step"}
+TITLES = {
+    "forward_backward_s": "forward+backward",
+    "optimizer_s": "optimizer",
+    "step_s": "step",
+    "cpu_s": "CPU time, all ranks",
+}
 LOSS_TOLERANCE = 1e-4
 """Relative, for losses beside FSDP2: AdamW's kernels and the order of sums differ."""
 
@@ -78,7 +83,7 @@ class Measurement:
     def of(cls, by_rank: list[dict[str, Any]]) -> Measurement:
         cases = by_rank[0]["cases"]
         times = {
-            name: slowest_rank([[StepTime(*pair) for pair in rank["cases"][name]["times_s"]] for rank in by_rank])
+            name: slowest_rank([[StepTime(*each) for each in rank["cases"][name]["times_s"]] for rank in by_rank])
             for name in cases
         }
         return cls(
@@ -149,8 +154,9 @@ def show(console: Console, found: Measurement, targets: tuple[Target, ...]) -> N
             f"[{style}]{verdict.text()}[/{style}]",
         )
     for target in targets:
-        spread = found.ratio(target, "optimizer_s")
-        ratios.add_row(f"{target.case} / {target.base}", TITLES["optimizer_s"], spread.text(digits=3), "no target")
+        for part in ("optimizer_s", "cpu_s"):
+            spread = found.ratio(target, part)
+            ratios.add_row(f"{target.case} / {target.base}", TITLES[part], spread.text(digits=3), "no target")
     console.print(ratios)
     for names, difference in found.loss_differences(targets).items():
         bits = "the same bits" if difference == 0 else f"largest relative difference {difference:.1e}"
@@ -183,7 +189,10 @@ def as_json(found: Measurement, targets: tuple[Target, ...]) -> dict[str, Any]:
             for name, times in found.times.items()
         },
         "verdicts": [asdict(verdict) | {"met": verdict.met} for verdict in found.verdicts(targets)],
-        "optimizer_ratios": {f"{t.case} / {t.base}": asdict(found.ratio(t, "optimizer_s")) for t in targets},
+        "other_ratios": {
+            f"{t.case} / {t.base}": {part: asdict(found.ratio(t, part)) for part in ("optimizer_s", "cpu_s")}
+            for t in targets
+        },
         "loss_differences": found.loss_differences(targets),
     }
 
@@ -199,7 +208,7 @@ def main(
     """Time one training step: ours beside plain PyTorch (1 rank) and beside FSDP2 (2 ranks)."""
     if ranks not in ("1", "2", "both"):
         raise typer.BadParameter(f"must be 1, 2 or both, found {ranks!r}", param_hint="--ranks")
-    console = Console(width=150)
+    console = Console(width=170)
     result: dict[str, Any] = {
         "benchmark": "train_step",
         "torch": torch.__version__,

@@ -107,8 +107,9 @@ def test_every_case_comes_first_equally_often() -> None:
 
 
 def test_the_slowest_rank_counts_round_by_round() -> None:
-    first, second = [StepTime(1.0, 1.0), StepTime(5.0, 1.0)], [StepTime(2.0, 0.5), StepTime(1.0, 1.0)]
-    assert slowest_rank([first, second]) == [second[0], first[1]]
+    first = [StepTime(1.0, 1.0, 1.0), StepTime(5.0, 1.0, 2.0)]
+    second = [StepTime(2.0, 0.5, 3.0), StepTime(1.0, 1.0, 4.0)]
+    assert slowest_rank([first, second]) == [StepTime(2.0, 0.5, 4.0), StepTime(5.0, 1.0, 6.0)]
 
 
 @pytest.mark.parametrize("line", ["", "no json", '{"name": "a", "x"'])

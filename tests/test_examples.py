@@ -1,0 +1,117 @@
+"""The examples as a user runs them: as scripts, with tiny settings."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+# small enough for seconds, deep enough for a third of the state to hold two chunks and two gradients
+TINY = (
+    *("--layers", "10", "--width", "32", "--heads", "2", "--vocabulary", "257", "--context", "32"),
+    *("--batch", "2", "--steps", "6", "--lr", "1e-2", "--corpus-bytes", "64KiB", "--chunk-size", "8704"),
+    *("--sample", "4", "--timeout", "40"),
+)
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    """The script with `flags`, from another folder, on a wide page without colours."""
+    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "FORCE_COLOR"}
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT.parent)
+
+
+def numbers(pattern: str, output: str) -> list[float]:
+    return [float(found) for found in re.findall(pattern, output)]
+
+
+def test_help_names_every_flag() -> None:
+    done = run("--help")
+    assert done.returncode == 0, done.stderr
+    flags = {flag for flag in TINY if flag.startswith("--")}
+    flags |= {"--demo", "--ranks", "--device-memory", "--model-data-memory", "--policy", "--stage", "--dtype", "--seed"}
+    assert not [flag for flag in sorted(flags) if f"{flag} " not in done.stdout], done.stdout
+
+
+def test_a_size_without_a_unit_is_refused_before_anything_is_done() -> None:
+    done = run("--model-data-memory", "8G")
+    assert done.returncode == 2
+    assert not done.stdout
+    assert "--model-data-memory" in done.stderr
+    assert "'8G' is not a size" in done.stderr
+
+
+def test_one_rank_says_what_it_does_trains_and_reports(tmp_path: Path) -> None:
+    done = run(*TINY, "--cache", str(tmp_path), "--policy", "cpu")
+    assert done.returncode == 0, done.stderr
+    said = [line.split(":")[0] for line in done.stdout.splitlines()]
+    order = [said.index(what) for what in ("corpus", "tokenizer", "model", "ranks", "budget", "loss", "state hash")]
+    assert order == sorted(order), done.stdout
+    losses = numbers(r"step +\d+ of 6: loss ([\d.]+)", done.stdout)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert "def " in done.stdout  # the sample's prompt
+    assert re.search(r"^host +optim ", done.stdout, re.MULTILINE)
+    assert re.search(r"^state hash: [0-9a-f]{64}$", done.stdout, re.MULTILINE)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]
+
+
+def test_the_demo_has_the_same_bits_on_two_ranks_with_a_third_of_the_memory() -> None:
+    done = run("--demo", *TINY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    hashes = re.findall(r"^state hash: ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
+    assert len(hashes) == 2
+    assert hashes[0] == hashes[1]
+    evictions = numbers(r"(\d+) evictions", done.stdout)
+    assert evictions[0] > 0
+    assert "(33%)" in done.stdout
+
+
+def test_a_budget_that_is_too_small_ends_all_ranks_with_one_message() -> None:
+    done = run("--ranks", "2", *TINY, "--model-data-memory", "1KiB")
+    assert done.returncode == 1
+    assert done.stdout.count("BudgetError") == 1, done.stdout
+    assert "error: rank 0, 1: BudgetError: device:" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    """The script as a module, to try what a good core never gives it."""
+    spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = module  # dataclasses and typer look their annotations up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({}, None),
+        ({"state_hash": "b"}, "state hashes differ"),
+        ({"losses": [2.0, 1.5]}, "losses differ from step 2 on"),
+        ({"num_evictions": 0}, "rank 1 evicted nothing"),
+        ({"peak_device_bytes": 101}, "rank 1 held 101 bytes, its budget is 100"),
+    ],
+)
+def test_the_demo_fails_for_every_broken_promise(
+    example: ModuleType, change: dict[str, object], complaint: str | None
+) -> None:
+    numbers = {"num_evictions": 7, "budget_bytes": 100, "peak_device_bytes": 100, "peak_host_bytes": 0}
+    words = {"state_hash": "a", "sample": "", "memory_report": ""}
+    fields = {"losses": [2.0, 1.0], "tokens_per_s": 1.0, **words, **numbers}
+    good = [example.Result(rank=rank, **fields) for rank in range(2)]
+    changed = [good[0], dataclasses.replace(good[1], **change)]
+    wrong = example.broken_promises(changed, good, 100)
+    assert (wrong == []) if complaint is None else (len(wrong) == 1 and complaint in wrong[0])
