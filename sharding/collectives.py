@@ -26,14 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import ShardLayout
+from .layout import Piece, ShardLayout
+from .rank_order_sum import Scratch, sum_rows
 from .tag import TAG_WORDS, Tag, TagMismatch
-
-Scratch = Callable[[int, torch.dtype], Tensor]
-"""(numel, dtype) -> a flat tensor of that many elements, on the payload's device, content irrelevant."""
-
-SUM_TILE_NUMEL = 1 << 18
-"""Elements added at a time: its buffer stays small; less is slower, more is not faster."""
 
 
 def _wait(work: dist.Work) -> None:
@@ -85,19 +80,34 @@ class Collectives:
             if shard is not None:
                 payload[: layout.numel].copy_(shard)
             return
-        beside = self._announce(tag, payload.device, "all_gather")
+        self._count("all_gather", layout.numel * payload.itemsize)
+        if self._is_gloo:
+            self._check(tag, payload.device, "all_gather")
+            self._wait_for(self._broadcast_slices(payload, shard, layout))
+            return
+        own, every = self._tag_buffers(payload.device, tag, "all_gather")
         # a coalesced NCCL launch takes one dtype only, so the tag travels as elements of the payload's
-        inputs, outputs = ([words.view(payload.dtype)] for words in beside) if beside else ([], [])
+        inputs, outputs = [own.view(payload.dtype)], [every.view(payload.dtype)]
         for piece, unit in zip(layout.slices(self.rank), layout.units):
             if unit.numel == 0:
                 continue
             source, start = (payload, piece.payload_start) if shard is None else (shard, piece.shard_start)
             inputs.append(source[start : start + piece.numel])
             outputs.append(payload[unit.start : unit.start + unit.numel])
-        self._count("all_gather", layout.numel * payload.itemsize)
-        self._wait_for(self._gather(outputs, inputs))
-        if beside:
-            self._verify(beside[1], tag)
+        self.wait(self._gather_coalesced(outputs, inputs))
+        self._verify(every, tag)
+
+    def _broadcast_slices(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> list[dist.Work]:
+        """Every rank's slices to all, in place: gloo's own all-gather needs a whole copy, and a third more time."""
+        if shard is not None:
+            for piece in layout.slices(self.rank):
+                _part(payload, piece).copy_(shard[piece.shard_start : piece.shard_start + piece.numel])
+        return [
+            dist.broadcast(_part(payload, piece), group=self.group, group_src=rank, async_op=True)
+            for rank in range(self.world_size)
+            for piece in layout.slices(rank)
+            if piece.numel
+        ]
 
     def reduce_scatter(
         self,
@@ -152,15 +162,15 @@ class Collectives:
         take = scratch
         slices = dist.all_to_all_single(received, ranked, group=self.group, async_op=True)
         # in flight at once, the large one first: a single launch would need every slice copied next to its tag
-        tags = self._gather([beside[1]], [beside[0]]) if beside else []
+        tags = self._gather(*beside) if beside else None
 
         def finish() -> None:
             self.wait(slices)
-            if beside:
-                self._wait_for(tags)
+            if beside and tags:
+                self.wait(tags)
                 self._verify(beside[1], tag)
             rows = received.view(self.world_size, layout.shard_numel)
-            _sum_rows(rows, out, self.world_size if mean else 1, take)
+            sum_rows(rows, out, self.world_size if mean else 1, take)
 
         return Reduction(finish)
 
@@ -230,17 +240,13 @@ class Collectives:
         beside = None if tag is None else self._announce(tag, tensor.device, "all_reduce")
         self.wait(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
         if beside and tag is not None:
-            self._wait_for(self._gather([beside[1]], [beside[0]]))
+            self.wait(self._gather(*beside))
             self._verify(beside[1], tag)
 
-    def _gather(self, outputs: list[Tensor], inputs: list[Tensor]) -> list[dist.Work]:
-        """Start to send every input to every rank; each output has room for all ranks' of one input."""
-        if self._is_gloo:
-            return [
-                self._gather_one(output, input_, group=self.group, async_op=True)
-                for output, input_ in zip(outputs, inputs, strict=True)
-            ]
-        return [self._gather_coalesced(outputs, inputs)] if inputs else []
+    def _gather(self, own: Tensor, every: Tensor) -> dist.Work:
+        """Start to send every rank's `own`, all of one size, to all."""
+        work: dist.Work = self._gather_one(every, own, group=self.group, async_op=True)
+        return work
 
     def _wait_for(self, works: list[dist.Work]) -> None:
         for work in works:
@@ -248,7 +254,7 @@ class Collectives:
 
     def _gather_flat(self, every: Tensor, own: Tensor) -> None:
         self._count("all_gather_bytes", every.nbytes)
-        self._wait_for(self._gather([every], [own]))
+        self.wait(self._gather(own, every))
 
     def _rank_major(self, payload: Tensor, layout: ShardLayout, scratch: Scratch) -> Tensor:
         """The payload as [shard of rank 0 | shard of rank 1 | ...]: itself if it is one unit, else a copy."""
@@ -271,7 +277,7 @@ class Collectives:
 
     def _check(self, tag: Tag, device: torch.device, use: str) -> None:
         own, every = self._tag_buffers(device, tag, use)
-        self._wait_for(self._gather([every], [own]))
+        self.wait(self._gather(own, every))
         self._verify(every, tag)
 
     def _tag_buffers(self, device: torch.device, tag: Tag, use: str) -> tuple[Tensor, Tensor]:
@@ -306,23 +312,8 @@ class Collectives:
             )
 
 
-def _sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-    """out = (rows[0] + rows[1] + ...) / divisor, in this order; elementwise, so tiles change no bit."""
-    half = rows.dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if half else rows.dtype
-    numel = out.numel()
-    tile_numel = min(numel, SUM_TILE_NUMEL)
-    tile = None if out.dtype == dtype else scratch(tile_numel, dtype)
-    for start in range(0, numel, SUM_TILE_NUMEL):
-        target = out[start : start + tile_numel]
-        total = target if tile is None else tile[: target.numel()]
-        total.copy_(rows[0, start : start + tile_numel])
-        for row in rows[1:]:
-            total.add_(row[start : start + tile_numel])
-        if divisor != 1:
-            total.div_(divisor)
-        if tile is not None:
-            target.copy_(total)
+def _part(payload: Tensor, piece: Piece) -> Tensor:
+    return payload[piece.payload_start : piece.payload_start + piece.numel]
 
 
 def _check_flat(name: str, tensor: Tensor, numel: int) -> None:

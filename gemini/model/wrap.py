@@ -20,8 +20,7 @@ from gemini.memory.tier import MemoryTier
 from gemini.model.operators import FoundOperator
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
 from optim import round_master_
-from sharding import ParameterSpec, ShardStrategy
-from sharding.collectives import SUM_TILE_NUMEL
+from sharding import SUM_TILE_NUMEL, ParameterSpec, ShardStrategy
 
 _MASTERED = (torch.bfloat16, torch.float16)
 

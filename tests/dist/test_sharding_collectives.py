@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding import ALIGNMENT, Collectives, ShardLayout, Tag, TagMismatch, Unit
-from sharding.collectives import SUM_TILE_NUMEL
+from sharding.rank_order_sum import SUM_TILE_NUMEL
 from tests.dist.ranks import RankPool
 
 WORLD_SIZES = [1, 2, 3, 5]
@@ -293,7 +293,7 @@ def every_launch_goes_through_wait(rank: int, world_size: int) -> None:
     layout = layout_of([2], world_size)
     payload, shard = values(rank, layout.numel, torch.float32), torch.zeros(layout.shard_numel)
     for launch, works in (
-        (lambda: ours.all_gather(payload, shard, layout, TAG), 2),
+        (lambda: ours.all_gather(payload, shard, layout, TAG), 1 + world_size),
         (lambda: ours.reduce_scatter(payload, layout, shard, TAG), 2),
         (lambda: ours.all_reduce_sum_(shard), 1),
         (lambda: ours.all_reduce_max_(shard, TAG), 2),

@@ -1,0 +1,37 @@
+"""The sum over ranks in the order of ranks: its bits depend neither on the layout nor on the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Scratch = Callable[[int, torch.dtype], Tensor]
+"""(numel, dtype) -> a flat tensor of that many elements, on the payload's device, content irrelevant."""
+
+SUM_TILE_NUMEL = 1 << 18
+"""Elements added at a time: its buffer stays small; less is slower, more is not faster."""
+
+
+def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+    """out = (rows[0] + rows[1] + ...) / divisor, in this order; elementwise, so tiles change no bit."""
+    half = rows.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if half else rows.dtype
+    numel = out.numel()
+    tile_numel = min(numel, SUM_TILE_NUMEL)
+    tile = None if out.dtype == dtype else scratch(tile_numel, dtype)
+    for start in range(0, numel, SUM_TILE_NUMEL):
+        target = out[start : start + tile_numel]
+        total = target if tile is None else tile[: target.numel()]
+        first, *others = (row[start : start + tile_numel] for row in rows)
+        if half or not others:
+            total.copy_(first)
+        else:
+            torch.add(first, others.pop(0), out=total)
+        for other in others:
+            total.add_(other)
+        if divisor != 1:
+            total.div_(divisor)
+        if tile is not None:
+            target.copy_(total)
