@@ -10,6 +10,7 @@ be used.
 of its own, when a rank receives more than it expects, which is what ranks that took different ways would bring
 about. So on gloo the tags go first, in a collective that has one size whatever it announces, and what does not
 fit is never launched. Elsewhere they travel beside the payload; comparing them makes the host wait for the stream.
+A caller that knows that all ranks agree gives no tag.
 
 [Note: gloo and coalescing] gloo's coalesced all-gather corrupts the heap when something else is in flight: with
 torch 2.13 two ranks crash within some 20,000 rounds of two in flight, and once in 500 training runs with a single
@@ -54,7 +55,7 @@ class Collectives:
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self.wait = wait
-        self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
+        self.checks_tags_first = group is not None and dist.get_backend(group) == "gloo"
         self.bytes_sent = 0  # by this rank, from the sizes handed to torch; tags are not counted
         self.calls: Counter[str] = Counter()  # launches by kind; the tag beside an exchange is not one
         self._tags: dict[tuple[torch.device, str], tuple[Tensor, Tensor]] = {}
@@ -64,7 +65,7 @@ class Collectives:
             group, "allgather_into_tensor_coalesced", None
         )
 
-    def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, tag: Tag) -> None:
+    def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, tag: Tag | None) -> None:
         """Fill the payload from every rank's shard.
 
         payload: 1-D, at least `layout.numel` elements. shard: `(layout.shard_numel,)` in the payload's dtype;
@@ -81,13 +82,12 @@ class Collectives:
                 payload[: layout.numel].copy_(shard)
             return
         self._count("all_gather", layout.numel * payload.itemsize)
-        if self._is_gloo:
-            self._check(tag, payload.device, "all_gather")
+        beside = self._announce(tag, payload.device, "all_gather")
+        if self.checks_tags_first:
             self._wait_for(self._broadcast_slices(payload, shard, layout))
             return
-        own, every = self._tag_buffers(payload.device, tag, "all_gather")
         # a coalesced NCCL launch takes one dtype only, so the tag travels as elements of the payload's
-        inputs, outputs = [own.view(payload.dtype)], [every.view(payload.dtype)]
+        inputs, outputs = ([words.view(payload.dtype)] for words in beside) if beside else ([], [])
         for piece, unit in zip(layout.slices(self.rank), layout.units):
             if unit.numel == 0:
                 continue
@@ -95,7 +95,7 @@ class Collectives:
             inputs.append(source[start : start + piece.numel])
             outputs.append(payload[unit.start : unit.start + unit.numel])
         self.wait(self._gather_coalesced(outputs, inputs))
-        self._verify(every, tag)
+        self._verify(beside, tag)
 
     def _broadcast_slices(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> list[dist.Work]:
         """Every rank's slices to all, in place: gloo's own all-gather needs a whole copy, and a third more time."""
@@ -114,7 +114,7 @@ class Collectives:
         payload: Tensor,
         layout: ShardLayout,
         out: Tensor,
-        tag: Tag,
+        tag: Tag | None,
         *,
         mean: bool = True,
         scratch: Scratch | None = None,
@@ -127,7 +127,7 @@ class Collectives:
         payload: Tensor,
         layout: ShardLayout,
         out: Tensor,
-        tag: Tag,
+        tag: Tag | None,
         *,
         mean: bool = True,
         scratch: Scratch | None = None,
@@ -166,9 +166,9 @@ class Collectives:
 
         def finish() -> None:
             self.wait(slices)
-            if beside and tags:
+            if tags:
                 self.wait(tags)
-                self._verify(beside[1], tag)
+                self._verify(beside, tag)
             rows = received.view(self.world_size, layout.shard_numel)
             sum_rows(rows, out, self.world_size if mean else 1, take)
 
@@ -199,7 +199,7 @@ class Collectives:
         if self.world_size == 1:
             return
         if tag is not None:
-            self._check(tag, tensor.device, "broadcast")
+            self.check(tag, tensor.device, "broadcast")
         self.calls["broadcast"] += 1
         self.bytes_sent += tensor.nbytes if self.rank == src else 0
         self.wait(dist.broadcast(tensor, group=self.group, group_src=src, async_op=True))
@@ -212,7 +212,7 @@ class Collectives:
         if self.world_size == 1:
             return [data]
         if tag is not None:
-            self._check(tag, torch.device("cpu"), "all_gather_bytes")
+            self.check(tag, torch.device("cpu"), "all_gather_bytes")
         lengths = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
         self._gather_flat(lengths, torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
         sizes: list[int] = lengths.tolist()
@@ -237,11 +237,11 @@ class Collectives:
         if self.world_size == 1:
             return
         self._count("all_reduce", 2 * tensor.nbytes)
-        beside = None if tag is None else self._announce(tag, tensor.device, "all_reduce")
+        beside = self._announce(tag, tensor.device, "all_reduce")
         self.wait(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
-        if beside and tag is not None:
+        if beside:
             self.wait(self._gather(*beside))
-            self._verify(beside[1], tag)
+            self._verify(beside, tag)
 
     def _gather(self, own: Tensor, every: Tensor) -> dist.Work:
         """Start to send every rank's `own`, all of one size, to all."""
@@ -268,17 +268,22 @@ class Collectives:
             rows[:, piece.shard_start : piece.shard_start + piece.numel].copy_(region)
         return packed
 
-    def _announce(self, tag: Tag, device: torch.device, use: str) -> tuple[Tensor, Tensor] | None:
+    def _announce(self, tag: Tag | None, device: torch.device, use: str) -> tuple[Tensor, Tensor] | None:
         """On gloo, compare the tags now. Elsewhere (own tag, room for all), to send along and to compare then."""
-        if self._is_gloo:
-            self._check(tag, device, use)
+        if tag is None:
+            return None
+        if self.checks_tags_first:
+            self.check(tag, device, use)
             return None
         return self._tag_buffers(device, tag, use)
 
-    def _check(self, tag: Tag, device: torch.device, use: str) -> None:
-        own, every = self._tag_buffers(device, tag, use)
+    def check(self, tag: Tag, device: torch.device | None = None, use: str = "check") -> None:
+        """Raise `TagMismatch` on every rank unless all brought the same tag."""
+        if self.world_size == 1:
+            return
+        own, every = self._tag_buffers(device or torch.device("cpu"), tag, use)
         self.wait(self._gather(own, every))
-        self._verify(every, tag)
+        self._verify((own, every), tag)
 
     def _tag_buffers(self, device: torch.device, tag: Tag, use: str) -> tuple[Tensor, Tensor]:
         """(this rank's tag, room for every rank's): int64 on `device`, made once for what can be in flight at once."""
@@ -292,8 +297,10 @@ class Collectives:
         own[0], own[1] = tag.pack()
         return own, every
 
-    def _verify(self, every: Tensor, tag: Tag) -> None:
-        words: list[int] = every.tolist()
+    def _verify(self, sent: tuple[Tensor, Tensor] | None, tag: Tag | None) -> None:
+        if sent is None or tag is None:
+            return
+        words: list[int] = sent[1].tolist()
         if words != list(tag.pack()) * self.world_size:
             rows = (words[start : start + TAG_WORDS] for start in range(0, len(words), TAG_WORDS))
             raise TagMismatch(self.rank, tag, {rank: Tag.unpack(row) for rank, row in enumerate(rows)})

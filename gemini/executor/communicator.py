@@ -2,7 +2,7 @@
 
 [Note: Ranks agree] Chunks have one size, so two ranks that gather different chunks would exchange garbage without
 any error. Every collective therefore carries (plan hash, sequence number, chunk, moment) of every rank, and data
-whose tags differ is never used.
+whose tags differ is never used; or all ranks have agreed on it before (agreement.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gemini.errors import DivergenceError
+from gemini.executor.agreement import Agreement, Collective
 from gemini.executor.moment import Moments
 from gemini.executor.watch import RankWatch
 from sharding import Collectives, ShardLayout, Tag, TagMismatch
 
 _KINDS = (
     *("all-gather", "reduce-scatter"),  # of a chunk
-    *("gradient summary", "largest gradient", "end of backward", "points of reduction", "names of states"),
-    "agreement on complete gradients",
+    *("gradient summary", "largest gradient", "end of backward", "points of reduction"),
+    *("agreement on complete gradients", "agreement on the pass", "names of states"),
 )
 _NUM_OF_CHUNKS = 2
 _KIND_SHIFT = 24  # a tag's chunk says in its upper bits what is done with it
@@ -36,7 +37,8 @@ class Communicator:
         self.moments = moments
         self.plan_hash = 0
         self._sequence = 0
-        self._doing = "start"
+        self._doing = "start", 0, 0  # what, its chunk, its moment
+        self._agreement = Agreement()
         self._parent = group
         self._rank_timeout_s = rank_timeout_s
         self.watch: RankWatch | None = None
@@ -51,6 +53,24 @@ class Communicator:
     @property
     def world_size(self) -> int:
         return self.collectives.world_size
+
+    def begin_pass(self, kind: str) -> None:
+        """What comes until the pass ends is expected to be as in the last pass of this kind. Collective."""
+        if not self.collectives.checks_tags_first:
+            return
+        expected = self._agreement.begin(kind)
+        if expected is not None:
+            tag = self._tag("agreement on the pass", expected & 0xFFFFFF)
+            with self._agreeing():
+                self.collectives.check(tag)
+
+    def end_pass(self) -> None:
+        """The running pass is complete. Local."""
+        self._agreement.end()
+
+    def leave_pass(self) -> None:
+        """What comes until the next pass is not part of any. Local."""
+        self._agreement.leave()
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int) -> None:
         """Fill `payload` from all ranks' shards (this rank's own may already lie in place). Collective."""
@@ -129,6 +149,7 @@ class Communicator:
         if self.watch is not None:
             self.watch.next_generation()
             self._sequence = 0
+            self._agreement = Agreement()
             self.collectives = self._connect()
             self.watch.failed = False
 
@@ -156,10 +177,19 @@ class Communicator:
                 self.watch.publish(error)
             raise
 
-    def _next(self, what: str, chunk: int) -> Tag:
+    def _next(self, what: str, chunk: int) -> Tag | None:
+        """The tag of the next collective; None where ranks have agreed on it already."""
+        tag = self._tag(what, chunk)
+        followed = self._agreement.follows
+        agreed = self._agreement.keeps(Collective(tag.chunk >> _KIND_SHIFT, chunk, tag.moment))
+        if followed and not agreed and self.watch is not None:
+            self.watch.meet()
+        return None if agreed else tag
+
+    def _tag(self, what: str, chunk: int) -> Tag:
         kind = _KINDS.index(what) if what in _KINDS else len(_KINDS)
         self._sequence += 1
-        self._doing = f"{what} of chunk {chunk}" if kind < _NUM_OF_CHUNKS else what
+        self._doing = what, chunk, self.moments.now
         return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << _KIND_SHIFT | chunk, self.moments.now)
 
     @contextmanager
@@ -173,8 +203,11 @@ class Communicator:
                 self.watch.publish(error)
             raise error from None
 
-    def _where(self) -> str:
-        return f"{self._doing}, {self.moments.describe(self.moments.now)} (collective {self._sequence})"
+    def _where(self) -> tuple[int, str]:
+        """(number of the last collective, what it is), the same on all ranks that take one way."""
+        what, chunk, moment = self._doing
+        words = f"{what} of chunk {chunk}" if what in _KINDS[:_NUM_OF_CHUNKS] else what
+        return self._sequence, f"{words}, {self.moments.describe(moment)} (collective {self._sequence})"
 
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
         words = "; ".join(

@@ -86,7 +86,10 @@ class Executor:
         self.fetcher.write_back_all()
         if torch.is_grad_enabled() and not self._awaits_backward:
             self.fetcher.next_use.begin_pass()
+            self.communicator.begin_pass("forward and backward")
             self._awaits_backward = True
+        elif not torch.is_grad_enabled():
+            self.communicator.leave_pass()
         self.fetcher.in_step = True
         self._forward_depth = 1
 
@@ -199,13 +202,19 @@ class Executor:
             self.fetcher.next_use.end_pass()
             self._awaits_backward = False
             self.fetcher.cover()
+            self.communicator.end_pass()
 
     # -- around the step
 
     def before_update(self) -> None:
-        """Everything an update reads is at home: edits are written back."""
+        """Everything an update reads is at home: edits are written back. Collective."""
         self.moments.set(0, Phase.STEP)
         self.fetcher.write_back_all()
+        self.communicator.begin_pass("step")
+
+    def end_update(self) -> None:
+        """All chunks are updated, or the step was skipped."""
+        self.communicator.end_pass()
 
     def after_update(self, chunk: Chunk) -> None:
         """The chunk's home has new values: a payload in a slot is stale, a payload at home has a new version."""

@@ -1,33 +1,31 @@
 """The watch: no rank waits for ever, and every rank learns why another one stopped.
 
 A rank that waits for a collective looks at the store once a second. If another rank has published an exception, or
-its process has ended, it raises `RemoteRankError` with that rank's message. If it has waited `DIVERGED_AFTER_S`, it
-publishes where it is; two ranks that keep waiting at different places diverged, and all say so with both places.
+its process has ended, it raises `RemoteRankError` with that rank's message. If it has waited `DIVERGED_AFTER_S`, or
+for others that do not come where it meets them, it publishes where it is. Two ranks that mean different things by one
+number of collective diverged, and so did two that keep waiting at different places; all say so with both places.
 After `rank_timeout_s` the missing rank is called lost. The watch needs the store that the process group was made
 with, nothing else.
 """
 
 from __future__ import annotations
 
-import atexit
-import sys
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError
+from gemini.executor import last_words
 
 POLL_S = 1.0
 DIVERGED_AFTER_S = 4.0
 UNCHANGED_S = 6.0  # a rank that is merely slow moves on within this time, on a machine that is not hopeless
-LAST_WORDS_S = 6.0  # how long to look for the message of a rank whose connection closed, and to leave one's own
 _JOIN_POLL_S = 0.02
+_MEET_POLL_S = 0.0005
 _DIVERGED = f"{DivergenceError.__name__}: "
 _num_watches = 0
 
@@ -35,22 +33,23 @@ _num_watches = 0
 class RankWatch:
     """The watch of one process group. Collective to create: every rank makes its watches in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup, rank_timeout_s: float, where: Callable[[], str]) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank_timeout_s: float, where: Callable[[], tuple[int, str]]) -> None:
         global _num_watches
         self.rank = group.rank()
         self.world_size = group.size()
         self.rank_timeout_s = rank_timeout_s
         self.generation = 0
         self.failed = False
-        self._where = where  # (place and sequence of the collective being waited for)
+        self._met = ""  # key of this rank's last word to the others when it met them
+        self._where = where  # (number, description) of the last collective
         self._polls = group.name() == "gloo" if callable(getattr(group, "name", None)) else True
         self._ranks = dist.get_process_group_ranks(group)
         prefix = f"gemini/watch/{_num_watches}/{'-'.join(map(str, self._ranks))}"
         _num_watches += 1
-        self._store = PrefixStore(prefix, _default_store())
+        self._store = PrefixStore(prefix, last_words.default_store())
         self._heard = -1  # the last generation of whose failure this rank knows
-        publish_exit()
-        _watches.add(self)
+        last_words.publish_exit()
+        last_words.watches.add(self)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. Raises RemoteRankError, DivergenceError or RankLostError."""
@@ -59,7 +58,7 @@ class RankWatch:
             return
         started = time.monotonic()
         published = False
-        seen: dict[int, str] = {}
+        seen: dict[int, tuple[str, str]] = {}
         changed = started
         try:
             while not self._done(work, POLL_S):
@@ -67,23 +66,44 @@ class RankWatch:
                 now = time.monotonic()
                 places = self._places()
                 if now - started > DIVERGED_AFTER_S or places:
-                    self._store.set(self._key(f"where/{self.rank}"), self._where())
+                    self._say_where()
                     published = True
                     places = self._places()
                     if places != seen:
                         seen, changed = places, now
-                    if len(set(places.values())) > 1 and now - changed >= UNCHANGED_S:
+                    if _contradict(places) or (len(set(places.values())) > 1 and now - changed >= UNCHANGED_S):
                         self._raise_diverged(places)
-                if now - started > self.rank_timeout_s:
-                    error = RankLostError(
-                        f"rank {self.rank} waited {now - started:.0f} s for the others at {self._where()}; not all of "
-                        f"them answered. Raise rank_timeout= if a rank may be that slow"
-                    )
-                    self.publish(error)
-                    raise error
+                self._raise_if_lost(now - started)
         finally:
             if published and not self.failed:
                 self._store.delete_key(self._key(f"where/{self.rank}"))
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, without a collective that could stay open.
+
+        Raises DivergenceError on all ranks if one is elsewhere, RemoteRankError or RankLostError.
+        """
+        number, words = self._where()
+        keys = [self._key(f"met/{number}/{rank}") for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], words)
+        started = last_look = time.monotonic()
+        while not self._store.check(keys):
+            now = time.monotonic()
+            if now - last_look > POLL_S:
+                last_look = now
+                self._raise_remote(None)
+                self._say_where()
+                if _contradict(places := self._places()):
+                    self._raise_diverged(places)
+                self._raise_if_lost(now - started)
+            time.sleep(_MEET_POLL_S)
+        said = {rank: (str(number), self._store.get(key).decode()) for rank, key in enumerate(keys)}
+        if _contradict(said):
+            self._raise_diverged(said)
+        self._store.delete_key(self._key(f"where/{self.rank}"))
+        if self._met:
+            self._store.delete_key(self._met)  # by now all have read it
+        self._met = keys[self.rank]
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. What another rank caused is not published again."""
@@ -91,7 +111,7 @@ class RankWatch:
         if isinstance(error, RemoteRankError):
             return
         try:
-            self._store.compare_set(self._key("error"), "", f"{self.rank}\n{_words(error)}")
+            self._store.compare_set(self._key("error"), "", f"{self.rank}\n{last_words.words_of(error)}")
             self._note_heard()
         except RuntimeError:  # the store's rank is gone, and with it everyone who could read the message
             return
@@ -99,7 +119,7 @@ class RankWatch:
     def tear(self, error: BaseException) -> None:
         """This rank failed half way through an update: no generation after this one can start clean."""
         try:
-            self._store.compare_set("torn", "", f"rank {self.rank}: {_words(error)}")
+            self._store.compare_set("torn", "", f"rank {self.rank}: {last_words.words_of(error)}")
         except RuntimeError:  # as above
             return
 
@@ -131,7 +151,7 @@ class RankWatch:
         """Before this process ends, which may hold the store: wait until every rank knows of the failure."""
         while self._heard == self.generation and time.monotonic() < deadline:
             if all(
-                self._store.check([self._key(f"heard/{rank}")]) or _default_store().check([_ended_key(global_rank)])
+                self._store.check([self._key(f"heard/{rank}")]) or last_words.of(global_rank) is not None
                 for rank, global_rank in enumerate(self._ranks)
             ):
                 return
@@ -199,30 +219,43 @@ class RankWatch:
 
     def _ended(self) -> tuple[int, str] | None:
         """(rank, why) of a rank whose process has ended."""
-        store = _default_store()
-        if _num_ended(store, 0):
+        if last_words.any_ended():
             for rank, global_rank in enumerate(self._ranks):
-                if rank != self.rank and store.check([_ended_key(global_rank)]):
-                    return rank, store.get(_ended_key(global_rank)).decode()
+                words = last_words.of(global_rank)
+                if rank != self.rank and words is not None:
+                    return rank, words
         return None
 
-    def _places(self) -> dict[int, str]:
-        """Where the ranks that have waited long are."""
-        places = {rank: self._read(f"where/{rank}") for rank in range(self.world_size)}
-        return {rank: place for rank, place in places.items() if place}
+    def _raise_if_lost(self, waited_s: float) -> None:
+        if waited_s > self.rank_timeout_s:
+            error = RankLostError(
+                f"rank {self.rank} waited {waited_s:.0f} s for the others at {self._where()[1]}; not all of them "
+                "answered. Raise rank_timeout= if a rank may be that slow"
+            )
+            self.publish(error)
+            raise error
 
-    def _raise_diverged(self, places: dict[int, str]) -> NoReturn:
-        words = "; ".join(f"rank {rank} waits at {place}" for rank, place in sorted(places.items()))
+    def _say_where(self) -> None:
+        number, words = self._where()
+        self._store.set(self._key(f"where/{self.rank}"), f"{number}\n{words}")
+
+    def _places(self) -> dict[int, tuple[str, str]]:
+        """(number of collective, description) of the ranks that have waited long."""
+        places = {rank: self._read(f"where/{rank}") for rank in range(self.world_size)}
+        return {rank: (place.split("\n")[0], place.split("\n")[1]) for rank, place in places.items() if place}
+
+    def _raise_diverged(self, places: dict[int, tuple[str, str]]) -> NoReturn:
+        words = "; ".join(f"rank {rank} waits at {place}" for rank, (_, place) in sorted(places.items()))
         error = DivergenceError(f"ranks took different ways: {words}. All ranks must run the same operators")
         self.publish(error)
         raise error
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
         """The backend gave up: because a rank is gone, or because two ranks' collectives did not fit each other."""
-        deadline = time.monotonic() + LAST_WORDS_S
+        deadline = time.monotonic() + last_words.LAST_WORDS_S
         self.failed = True
         try:
-            self._store.set(self._key(f"where/{self.rank}"), self._where())
+            self._say_where()
             while time.monotonic() < deadline:
                 self._raise_remote(None)
                 places = self._places()
@@ -233,62 +266,10 @@ class RankWatch:
             if isinstance(gone, GeminiError):
                 raise
         raise RankLostError(
-            f"rank {self.rank} lost the connection to another rank at {self._where()}: {error}"
+            f"rank {self.rank} lost the connection to another rank at {self._where()[1]}: {error}"
         ) from error
 
 
-# -- the end of this process
-
-_watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_previous_hook: _Hook | None = None
-_last_words = "its process ended while the others waited for it; its own output says why"
-
-
-def publish_exit() -> None:
-    """From now on the end of this process is published, and why: wherever an exception was raised."""
-    global _previous_hook
-    if _previous_hook is None:
-        _previous_hook = sys.excepthook
-        sys.excepthook = _excepthook
-        atexit.register(_at_exit)
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    global _last_words
-    _last_words = error.message if isinstance(error, RemoteRankError) else _words(error)
-    for watch in list(_watches):
-        watch.publish(error)
-    assert _previous_hook is not None
-    _previous_hook(kind, error, traceback)
-
-
-def _at_exit() -> None:
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    try:
-        store = _default_store()
-        store.set(_ended_key(dist.get_rank()), _last_words)
-        _num_ended(store, 1)
-        deadline = time.monotonic() + LAST_WORDS_S
-        for watch in list(_watches):
-            if watch.failed:
-                watch.let_others_hear(deadline)
-    except RuntimeError:  # the store is gone
-        return
-
-
-def _default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _ended_key(global_rank: int) -> str:
-    return f"gemini/ended/{global_rank}"
-
-
-def _num_ended(store: Any, more: int) -> int:
-    return int(store.add("gemini/num_ended", more))
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _contradict(places: dict[int, tuple[str, str]]) -> bool:
+    """Two ranks are at the same number of collective with different intentions: not slow, but diverged."""
+    return len(set(places.values())) > len({number for number, _ in places.values()})

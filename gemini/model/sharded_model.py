@@ -19,9 +19,9 @@ from gemini.executor.executor import Executor, Operator, log_line
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradient_store import GradientStore
 from gemini.executor.gradients import Gradients
+from gemini.executor.last_words import publish_exit
 from gemini.executor.moment import Moments
 from gemini.executor.scratch import Scratch
-from gemini.executor.watch import publish_exit
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
 from gemini.model import wrap

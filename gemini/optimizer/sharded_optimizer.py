@@ -158,6 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.model.check_parameters()
         with self.model.executor.publishing():
             self._step()
+            self.model.executor.end_update()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

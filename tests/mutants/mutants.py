@@ -122,6 +122,21 @@ MUTANTS = [
         "tests/dist/test_sharding_collectives.py",
     ),
     Mutant(
+        "ranks follow an agreement that they have left",
+        "gemini/executor/communicator.py",
+        "return None if agreed else tag",
+        "return None",
+        "tests/dist/test_rank_failures.py::"
+        "test_ranks_that_take_different_ways_all_name_both_and_use_nothing[3-ways0]",
+    ),
+    Mutant(
+        "an agreement overlooks the moment",
+        "gemini/executor/agreement.py",
+        "expected[position] == collective",
+        "expected[position].chunk == collective.chunk",
+        "tests/pure/test_agreement.py",
+    ),
+    Mutant(
         "an idle parameter moves",
         "gemini/optimizer/chunk_state.py",
         "active = [i for i in positions if has_gradient[i] and self.groups[i] is not None]",
