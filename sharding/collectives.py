@@ -84,7 +84,7 @@ class Collectives:
         self._count("all_gather", layout.numel * payload.itemsize)
         beside = self._announce(tag, payload.device, "all_gather")
         if self.checks_tags_first:
-            self._wait_for(self._broadcast_slices(payload, shard, layout))
+            self._gather_on_gloo(payload, shard, layout)
             return
         # a coalesced NCCL launch takes one dtype only, so the tag travels as elements of the payload's
         inputs, outputs = ([words.view(payload.dtype)] for words in beside) if beside else ([], [])
@@ -97,17 +97,30 @@ class Collectives:
         self.wait(self._gather_coalesced(outputs, inputs))
         self._verify(beside, tag)
 
-    def _broadcast_slices(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> list[dist.Work]:
-        """Every rank's slices to all, in place: gloo's own all-gather needs a whole copy, and a third more time."""
-        if shard is not None:
-            for piece in layout.slices(self.rank):
-                _part(payload, piece).copy_(shard[piece.shard_start : piece.shard_start + piece.numel])
-        return [
-            dist.broadcast(_part(payload, piece), group=self.group, group_src=rank, async_op=True)
-            for rank in range(self.world_size)
-            for piece in layout.slices(rank)
-            if piece.numel
-        ]
+    def _gather_on_gloo(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> None:
+        """One unit: every rank's slice to all, in place; gloo's own all-gather takes a copy and a third more time."""
+        if len(layout.units) == 1:
+            (own,) = layout.slices(self.rank)
+            if shard is not None:
+                _part(payload, own).copy_(shard)
+            slices = [_part(payload, *layout.slices(rank)) for rank in range(self.world_size)]
+            works = [
+                dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
+                for rank, part in enumerate(slices)
+                if part.numel()
+            ]
+            for work in works:
+                self.wait(work)
+            return
+        if not layout.numel:
+            return
+        if shard is None:
+            shard = torch.cat([_part(payload, piece) for piece in layout.slices(self.rank)])
+        rows = payload.new_empty(self.world_size, layout.shard_numel)
+        self.wait(self._gather(shard, rows.view(-1)))
+        for unit, piece in zip(layout.units, layout.slices(0), strict=True):
+            region = payload[unit.start : unit.start + unit.numel].view(self.world_size, piece.numel)
+            region.copy_(rows[:, piece.shard_start : piece.shard_start + piece.numel])
 
     def reduce_scatter(
         self,
@@ -247,10 +260,6 @@ class Collectives:
         """Start to send every rank's `own`, all of one size, to all."""
         work: dist.Work = self._gather_one(every, own, group=self.group, async_op=True)
         return work
-
-    def _wait_for(self, works: list[dist.Work]) -> None:
-        for work in works:
-            self.wait(work)
 
     def _gather_flat(self, every: Tensor, own: Tensor) -> None:
         self._count("all_gather_bytes", every.nbytes)
