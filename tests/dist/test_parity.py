@@ -70,10 +70,8 @@ COMBINATIONS = all_pairs(
 )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_pair_of_options_equals_plain(ranks: RankPool, world_size: int) -> None:
+def check_pairs(ranks: RankPool, world_size: int, chosen: list[dict[str, Any]], timeout_s: float) -> None:
     """fp32: in bits. bf16: each rank's gradients are bits, their sum is rounded once here and in the reference too."""
-    chosen = COMBINATIONS if world_size == 2 else COMBINATIONS[:8]
     jobs = []
     for c in chosen:
         recipe = {"steps": 3, "dtype": c["dtype"], "accumulation": c["accumulation"], "clip": c["clip"]}
@@ -81,7 +79,7 @@ def test_every_pair_of_options_equals_plain(ranks: RankPool, world_size: int) ->
         if c["policy"] == "auto":
             wrap["model_data_memory"] = "smallest"
         jobs.append((c["name"], recipe, wrap))
-    results = ranks(world_size).run(train_many, jobs, timeout_s=240)
+    results = ranks(world_size).run(train_many, jobs, timeout_s=timeout_s)
     for place, (name, recipe, wrap) in enumerate(jobs):
         half = recipe["dtype"] is not None
         options = {k: v for k, v in recipe.items() if k != "steps"}
@@ -91,6 +89,17 @@ def test_every_pair_of_options_equals_plain(ranks: RankPool, world_size: int) ->
             check(MODELS[name], [of_rank[place] for of_rank in results], bits=True, steps=3, **options)
         except AssertionError as error:
             raise AssertionError(f"{name} {recipe} {wrap}: {error}") from None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_pair_of_options_equals_plain(ranks: RankPool, world_size: int) -> None:
+    check_pairs(ranks, world_size, COMBINATIONS if world_size == 2 else COMBINATIONS[:8], timeout_s=240)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_every_pair_of_options_equals_plain_on_more_ranks(ranks: RankPool, world_size: int) -> None:
+    check_pairs(ranks, world_size, COMBINATIONS, timeout_s=1800)
 
 
 def test_the_smallest_budget_of_a_rank_is_below_that_of_one_rank() -> None:

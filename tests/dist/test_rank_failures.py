@@ -1,6 +1,7 @@
 """One rank's failure ends all with its message; ranks that take different ways are told apart, never mixed up."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -19,12 +20,19 @@ SOAK = pytest.mark.soak
 
 
 def run_script(where: str, who: int, init_method: str) -> tuple[list[int], list[str]]:
-    """(exit codes, stderr) by rank. Must end within 30 s of the failure, interpreter exit included."""
+    return ends_of(start_script(where, who, init_method))
+
+
+def start_script(where: str, who: int, init_method: str) -> list[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), where, str(who), init_method]
-    processes = [
+    return [
         subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in (0, 1)
     ]
+
+
+def ends_of(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
+    """(exit codes, stderr) by rank. Must end within 30 s of the failure, interpreter exit included."""
     try:
         errors = [process.communicate(timeout=45)[1] for process in processes]
     finally:
@@ -66,6 +74,19 @@ def test_a_killed_rank_is_lost(tmp_path: Path) -> None:
     codes, errors = run_script("killed", 1, f"file://{tmp_path / 'store'}")
     assert codes == [1, -9], errors
     assert "RankLostError: rank 0 lost the connection" in errors[0]
+
+
+@SOAK
+@pytest.mark.parametrize("attempt", range(10))
+def test_a_rank_killed_at_any_time_is_lost(attempt: int, tmp_path: Path) -> None:
+    """From outside, in a step or between two; the other one says so and ends."""
+    who = attempt % 2
+    processes = start_script("endless", who, f"file://{tmp_path / 'store'}")
+    time.sleep(6 + random.Random(attempt).random() * 2)  # the start of the ranks, and some steps
+    processes[who].kill()
+    codes, errors = ends_of(processes)
+    assert codes == ([-9, 1] if who == 0 else [1, -9]), errors
+    assert "RankLostError" in errors[1 - who], errors
 
 
 def test_ranks_that_diverge_leave_the_interpreter_too(tmp_path: Path) -> None:
