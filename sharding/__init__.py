@@ -2,10 +2,11 @@
 
 A strategy says what a unit is, a layout where each rank's part of the units lies; the collectives turn shards
 into payloads and payloads into shards, and a tag says which payload a collective is about. Nothing here knows
-chunks, tiers or optimizers. Reading order: strategy, layout, tag, rank_order_sum, collectives.
+chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers,
+rank_order_sum, collectives.
 """
 
-from .collectives import Collectives
+from .collectives import Collectives, InFlight
 from .layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, round_up
 from .rank_order_sum import SUM_TILE_NUMEL, Scratch
 from .strategy import (
@@ -29,6 +30,7 @@ __all__ = [
     # for gemini
     "ALIGNMENT",
     "Collectives",
+    "InFlight",
     "Piece",
     "SUM_TILE_NUMEL",
     "Scratch",

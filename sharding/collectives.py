@@ -29,17 +29,18 @@ from torch import Tensor
 
 from .layout import Piece, ShardLayout
 from .rank_order_sum import Scratch, sum_rows
-from .tag import TAG_WORDS, Tag, TagMismatch
+from .tag import Tag
+from .tag_buffers import Announced, TagBuffers
 
 
 def _wait(work: dist.Work) -> None:
     work.wait()
 
 
-class Reduction:
-    """A reduce-scatter in flight; other collectives may be launched before it is finished."""
+class InFlight:
+    """A collective that was started; others may be started before it is finished. Finishing launches nothing."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None] = lambda: None) -> None:
         self.finish = finish
 
 
@@ -58,7 +59,7 @@ class Collectives:
         self.checks_tags_first = group is not None and dist.get_backend(group) == "gloo"
         self.bytes_sent = 0  # by this rank, from the sizes handed to torch; tags are not counted
         self.calls: Counter[str] = Counter()  # launches by kind; the tag beside an exchange is not one
-        self._tags: dict[tuple[torch.device, str], tuple[Tensor, Tensor]] = {}
+        self._tags = TagBuffers(self.rank, self.world_size)
         # the second names are torch 2.11's, deprecated later
         self._gather_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._gather_coalesced: Any = getattr(group, "all_gather_single_coalesced", None) or getattr(
@@ -66,11 +67,18 @@ class Collectives:
         )
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, tag: Tag | None) -> None:
+        """`start_all_gather` and its `finish`."""
+        self.start_all_gather(payload, shard, layout, tag).finish()
+
+    def start_all_gather(
+        self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, tag: Tag | None, *, use: str = "all_gather"
+    ) -> InFlight:
         """Fill the payload from every rank's shard.
 
-        payload: 1-D, at least `layout.numel` elements. shard: `(layout.shard_numel,)` in the payload's dtype;
-        None where this rank's slices already lie in the payload at their place.
-        Raises `TagMismatch` on every rank; the payload is then garbage.
+        payload: 1-D, at least `layout.numel` elements. shard: `(layout.shard_numel,)` in the payload's dtype, may be
+        this rank's slice of the payload; None where this rank's slices already lie in the payload at their place.
+        Both belong to the collective until it is finished. All-gathers in flight at once need a `use` each.
+        Start or finish raises `TagMismatch` on every rank; the payload is then garbage.
         """
         self._check_payload(payload, layout)
         if shard is not None:
@@ -80,24 +88,30 @@ class Collectives:
         if self.world_size == 1:
             if shard is not None:
                 payload[: layout.numel].copy_(shard)
-            return
+            return InFlight()
         self._count("all_gather", layout.numel * payload.itemsize)
-        beside = self._announce(tag, payload.device, "all_gather")
+        beside = self._announce(tag, payload.device, use)
         if self.checks_tags_first:
-            self._gather_on_gloo(payload, shard, layout)
-            return
+            return self._gather_on_gloo(payload, shard, layout)
         # a coalesced NCCL launch takes one dtype only, so the tag travels as elements of the payload's
-        inputs, outputs = ([words.view(payload.dtype)] for words in beside) if beside else ([], [])
+        inputs = [beside.own.view(payload.dtype)] if beside else []
+        outputs = [beside.every.view(payload.dtype)] if beside else []
         for piece, unit in zip(layout.slices(self.rank), layout.units):
             if unit.numel == 0:
                 continue
             source, start = (payload, piece.payload_start) if shard is None else (shard, piece.shard_start)
             inputs.append(source[start : start + piece.numel])
             outputs.append(payload[unit.start : unit.start + unit.numel])
-        self.wait(self._gather_coalesced(outputs, inputs))
-        self._verify(beside, tag)
+        launched = self._gather_coalesced(outputs, inputs)
 
-    def _gather_on_gloo(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> None:
+        def finish() -> None:
+            self.wait(launched)
+            if beside:
+                beside.verify()
+
+        return InFlight(finish)
+
+    def _gather_on_gloo(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> InFlight:
         """One unit: every rank's slice to all, in place; gloo's own all-gather takes a copy and a third more time."""
         if len(layout.units) == 1:
             (own,) = layout.slices(self.rank)
@@ -109,18 +123,26 @@ class Collectives:
                 for rank, part in enumerate(slices)
                 if part.numel()
             ]
-            for work in works:
-                self.wait(work)
-            return
+
+            def wait_for_all() -> None:
+                for work in works:
+                    self.wait(work)
+
+            return InFlight(wait_for_all)
         if not layout.numel:
-            return
+            return InFlight()
         if shard is None:
             shard = torch.cat([_part(payload, piece) for piece in layout.slices(self.rank)])
         rows = payload.new_empty(self.world_size, layout.shard_numel)
-        self.wait(self._gather(shard, rows.view(-1)))
-        for unit, piece in zip(layout.units, layout.slices(0), strict=True):
-            region = payload[unit.start : unit.start + unit.numel].view(self.world_size, piece.numel)
-            region.copy_(rows[:, piece.shard_start : piece.shard_start + piece.numel])
+        launched = self._gather(shard, rows.view(-1))
+
+        def unpack() -> None:
+            self.wait(launched)
+            for unit, piece in zip(layout.units, layout.slices(0), strict=True):
+                region = payload[unit.start : unit.start + unit.numel].view(self.world_size, piece.numel)
+                region.copy_(rows[:, piece.shard_start : piece.shard_start + piece.numel])
+
+        return InFlight(unpack)
 
     def reduce_scatter(
         self,
@@ -144,7 +166,7 @@ class Collectives:
         *,
         mean: bool = True,
         scratch: Scratch | None = None,
-    ) -> Reduction:
+    ) -> InFlight:
         """Put this rank's shard of the sum, or mean, over all ranks' payloads into `out`.
 
         Added in rank order, in fp32 for 16-bit payloads and in the payload's own dtype otherwise, divided by
@@ -162,7 +184,7 @@ class Collectives:
             raise ValueError(f"reduce_scatter needs float tensors, got {payload.dtype} into {out.dtype}")
         if self.world_size == 1:
             out.copy_(payload[: layout.numel])
-            return Reduction(lambda: None)
+            return InFlight()
         if scratch is None:
 
             def scratch(numel: int, dtype: torch.dtype) -> Tensor:
@@ -175,17 +197,17 @@ class Collectives:
         take = scratch
         slices = dist.all_to_all_single(received, ranked, group=self.group, async_op=True)
         # in flight at once, the large one first: a single launch would need every slice copied next to its tag
-        tags = self._gather(*beside) if beside else None
+        tags = self._gather(beside.own, beside.every) if beside else None
 
         def finish() -> None:
             self.wait(slices)
-            if tags:
+            if beside and tags:
                 self.wait(tags)
-                self._verify(beside, tag)
+                beside.verify()
             rows = received.view(self.world_size, layout.shard_numel)
             sum_rows(rows, out, self.world_size if mean else 1, take)
 
-        return Reduction(finish)
+        return InFlight(finish)
 
     def all_reduce_sum_(self, tensor: Tensor, tag: Tag | None = None) -> None:
         """Sum over ranks, in place. The order of a float sum is the backend's: use it for integers.
@@ -253,8 +275,8 @@ class Collectives:
         beside = self._announce(tag, tensor.device, "all_reduce")
         self.wait(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
         if beside:
-            self.wait(self._gather(*beside))
-            self._verify(beside, tag)
+            self.wait(self._gather(beside.own, beside.every))
+            beside.verify()
 
     def _gather(self, own: Tensor, every: Tensor) -> dist.Work:
         """Start to send every rank's `own`, all of one size, to all."""
@@ -277,42 +299,22 @@ class Collectives:
             rows[:, piece.shard_start : piece.shard_start + piece.numel].copy_(region)
         return packed
 
-    def _announce(self, tag: Tag | None, device: torch.device, use: str) -> tuple[Tensor, Tensor] | None:
-        """On gloo, compare the tags now. Elsewhere (own tag, room for all), to send along and to compare then."""
+    def _announce(self, tag: Tag | None, device: torch.device, use: str) -> Announced | None:
+        """On gloo, compare the tags now. Elsewhere what to send along and to compare then."""
         if tag is None:
             return None
         if self.checks_tags_first:
             self.check(tag, device, use)
             return None
-        return self._tag_buffers(device, tag, use)
+        return self._tags.announce(tag, device, use)
 
     def check(self, tag: Tag, device: torch.device | None = None, use: str = "check") -> None:
         """Raise `TagMismatch` on every rank unless all brought the same tag."""
         if self.world_size == 1:
             return
-        own, every = self._tag_buffers(device or torch.device("cpu"), tag, use)
-        self.wait(self._gather(own, every))
-        self._verify((own, every), tag)
-
-    def _tag_buffers(self, device: torch.device, tag: Tag, use: str) -> tuple[Tensor, Tensor]:
-        """(this rank's tag, room for every rank's): int64 on `device`, made once for what can be in flight at once."""
-        if (device, use) not in self._tags:
-            # a buffer made inside inference mode could not be written outside it
-            with torch.inference_mode(False):
-                own = torch.empty(TAG_WORDS, dtype=torch.int64, device=device)
-                every = torch.empty(self.world_size * TAG_WORDS, dtype=torch.int64, device=device)
-            self._tags[device, use] = own, every
-        own, every = self._tags[device, use]
-        own[0], own[1] = tag.pack()
-        return own, every
-
-    def _verify(self, sent: tuple[Tensor, Tensor] | None, tag: Tag | None) -> None:
-        if sent is None or tag is None:
-            return
-        words: list[int] = sent[1].tolist()
-        if words != list(tag.pack()) * self.world_size:
-            rows = (words[start : start + TAG_WORDS] for start in range(0, len(words), TAG_WORDS))
-            raise TagMismatch(self.rank, tag, {rank: Tag.unpack(row) for rank, row in enumerate(rows)})
+        announced = self._tags.announce(tag, device or torch.device("cpu"), use)
+        self.wait(self._gather(announced.own, announced.every))
+        announced.verify()
 
     def _count(self, kind: str, total_bytes: int) -> None:
         self.calls[kind] += 1

@@ -117,7 +117,7 @@ def _watch_slots(model: ShardedModel, slots_of: dict[int, set[int]]) -> None:
 
     def watch(what: str, chunk: Any, source: str, target: str) -> None:
         log(what, chunk, source, target)
-        if what == "fetch":
+        if what == "fetch" and chunk.own_slot is None:
             slots_of.setdefault(chunk.index, set()).add(
                 next(i for i, s in enumerate(fetcher.pools[chunk.oversize].slots) if s.chunk == chunk.index)
             )

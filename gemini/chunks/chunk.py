@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from gemini.memory.slot import Slot
+from gemini.memory.slot import KeptSlot, Slot
+from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind, Tier
 from sharding import Piece, ShardLayout, Unit
 
@@ -78,6 +79,7 @@ class Chunk:
 
     state: ChunkState = ChunkState.RELEASED
     slot: Slot | None = None
+    own_slot: KeptSlot | None = None  # the only slot it is ever in; its parameter home is a part of it
     payload: Tensor | None = None  # (layout.numel,) on the device while GATHERED or RESIDENT
     resident_views: tuple[Tensor, ...] = ()
     bound: bool = False  # parameters' data are views of the payload
@@ -128,6 +130,26 @@ class Chunk:
     def optim_numel(self) -> int:
         """Elements that this rank steps."""
         return self.optim_layout.shard_numel
+
+    def keep_slot(self, tier: MemoryTier) -> None:
+        """Take a slot for good, and move the parameter home, if there is one, into it. Raises BudgetError."""
+        (own,) = self.layout.slices(self.rank)
+        start, end = own.payload_start, own.payload_start + own.numel
+        itemsize = self.dtype.itemsize
+        slot = KeptSlot(tier, self.payload_bytes, slice(start * itemsize, end * itemsize), self.dtype)
+        before = self.homes.get(Kind.PARAM)
+        if before is not None:
+            slot.shard.copy_(before.flat)
+        self.own_slot, self.homes[Kind.PARAM] = slot, Home(Tier.DEVICE, slot.home, slot.shard)
+
+    def renew_own_slot(self, tier: MemoryTier) -> None:
+        """Other memory for the own slot, and no more of it at any time."""
+        assert self.own_slot is not None
+        home = self.homes.pop(Kind.PARAM)
+        shard = home.flat.to("cpu", copy=True)
+        self.own_slot.close()
+        self.keep_slot(tier)
+        self.homes[Kind.PARAM].flat.copy_(shard)
 
     def views_of(self, payload: Tensor) -> tuple[Tensor, ...]:
         """A view of `payload` for every parameter."""

@@ -19,7 +19,7 @@ from gemini.errors import DivergenceError
 from gemini.executor.agreement import Agreement, Collective
 from gemini.executor.moment import Moments
 from gemini.executor.watch import RankWatch
-from sharding import Collectives, ShardLayout, Tag, TagMismatch
+from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch
 
 _KINDS = (
     *("all-gather", "reduce-scatter"),  # of a chunk
@@ -74,9 +74,20 @@ class Communicator:
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int) -> None:
         """Fill `payload` from all ranks' shards (this rank's own may already lie in place). Collective."""
+        self.start_all_gather(payload, shard, layout, chunk)()
+
+    def start_all_gather(
+        self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int, ahead: bool = False
+    ) -> Callable[[], None]:
+        """Start to fill `payload`; call what it returns before payload or shard is touched. Collective.
+
+        ahead: other all-gathers will be started before it is finished, but none of them ahead.
+        """
         tag = self._next("all-gather", chunk)
         with self._agreeing():
-            self.collectives.all_gather(payload, shard, layout, tag)
+            use = "all_gather ahead" if ahead else "all_gather"
+            launched = self.collectives.start_all_gather(payload, shard, layout, tag, use=use)
+        return self._finishing(launched)
 
     def start_reduce_scatter(
         self,
@@ -91,11 +102,14 @@ class Communicator:
         `payload` and what `scratch` gave out must not be touched before that call, which writes `out`.
         """
         tag = self._next("reduce-scatter", chunk)
-        reduction = self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
+        with self._agreeing():
+            launched = self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
+        return self._finishing(launched)
 
+    def _finishing(self, launched: InFlight) -> Callable[[], None]:
         def finish() -> None:
             with self._agreeing():
-                reduction.finish()
+                launched.finish()
 
         return finish
 

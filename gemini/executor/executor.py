@@ -3,7 +3,7 @@
 It is driven by the model's hooks (gemini/model) and knows phases, not modules:
 
     begin_forward → (enter_operator → exit_operator)* → end_forward → begin_backward → (node_fetch | on_gradient)*
-    → end_backward → ... → the optimizer's step → after_update
+    → end_backward → ... → before_update → (before_chunk_update → after_chunk_update)* → end_update
 
 [Note: Pins] A chunk is pinned while an operator on the call stack, a function that touches released parameters, or
 the autograd node that runs right now uses it. Only unpinned chunks may leave their slots.
@@ -56,6 +56,7 @@ class Executor:
     ) -> None:
         self.chunks = list(chunks)
         self.fetcher = fetcher
+        self.binding = fetcher.binding
         self.gradients = gradients
         self.communicator = communicator
         self.moments = communicator.moments
@@ -83,7 +84,8 @@ class Executor:
                 self.abandon()
         self.recover()
         self.moments.set(0, Phase.FORWARD)
-        self.fetcher.write_back_all()
+        self.fetcher.settle()
+        self.binding.write_back_all()
         if torch.is_grad_enabled() and not self._awaits_backward:
             self.fetcher.next_use.begin_pass()
             self.communicator.begin_pass("forward and backward")
@@ -98,7 +100,7 @@ class Executor:
         self._forward_depth = max(0, self._forward_depth - 1)
         if self._forward_depth == 0 and not self.is_recomputing():
             self.fetcher.in_step = False
-            self.fetcher.cover()
+            self.binding.cover()
 
     def enter_operator(self, operator: Operator) -> None:
         """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""
@@ -113,7 +115,8 @@ class Executor:
             chunk.pins += 1
             pinned.append(chunk)
             if not chunk.plain:
-                fetcher.bind(chunk)
+                self.binding.bind(chunk)
+        fetcher.fetch_ahead()
 
     def exit_operator(self, operator: Operator) -> None:
         """The operator is done, or failed: unpin its chunks."""
@@ -122,7 +125,7 @@ class Executor:
         for chunk in self._operators.pop()[1]:
             chunk.pins -= 1
         if not self._operators and not self.fetcher.in_step and not self.gradients.in_backward:
-            self.fetcher.cover()
+            self.binding.cover()
 
     @contextmanager
     def touching(self, chunks: Sequence[Chunk], operator: int) -> Iterator[None]:
@@ -138,14 +141,14 @@ class Executor:
                 fetcher.fetch(chunk)
                 chunk.pins += 1
                 pinned.append(chunk)
-                fetcher.bind(chunk)
+                self.binding.bind(chunk)
             yield
         finally:
             for chunk in pinned:
                 chunk.pins -= 1
             self.moments.now = before
             if not fetcher.in_step and not self._operators:
-                fetcher.cover()
+                self.binding.cover()
 
     # -- backward
 
@@ -168,6 +171,7 @@ class Executor:
         payload = self.fetcher.fetch(chunk)
         chunk.pins += 1
         pins.chunks.append(chunk)
+        self.fetcher.fetch_ahead()
         return payload
 
     def _follow_node(self) -> _NodePins:
@@ -199,9 +203,10 @@ class Executor:
             self._unpin_nodes(0)
             self.moments.set(0, Phase.BACKWARD)
             self.gradients.end_backward()
+            self.fetcher.settle()
             self.fetcher.next_use.end_pass()
             self._awaits_backward = False
-            self.fetcher.cover()
+            self.binding.cover()
             self.communicator.end_pass()
 
     # -- around the step
@@ -209,23 +214,25 @@ class Executor:
     def before_update(self) -> None:
         """Everything an update reads is at home: edits are written back. Collective."""
         self.moments.set(0, Phase.STEP)
-        self.fetcher.write_back_all()
+        self.fetcher.settle()
+        self.binding.write_back_all()
         self.communicator.begin_pass("step")
 
     def end_update(self) -> None:
         """All chunks are updated, or the step was skipped."""
         self.communicator.end_pass()
 
-    def after_update(self, chunk: Chunk) -> None:
-        """The chunk's home has new values: a payload in a slot is stale, a payload at home has a new version."""
-        chunk.num_updates += 1
+    def before_chunk_update(self, chunk: Chunk) -> None:
+        """The chunk's home will have new values: a payload in a slot is stale. Before, since both may be one memory."""
         if chunk.state is ChunkState.GATHERED:
-            slot = chunk.slot
-            if self.fetcher.release(chunk) and slot is not None and slot.buffer is not None:
-                self.fetcher.device.poison(slot.buffer)
-        else:
+            self.fetcher.release(chunk, wipes=True)
+
+    def after_chunk_update(self, chunk: Chunk) -> None:
+        """The chunk's home has new values: a payload at home has a new version."""
+        chunk.num_updates += 1
+        if chunk.state is ChunkState.RESIDENT:
             chunk.bump_versions()
-            self.fetcher.rebase_versions(chunk)
+            self.binding.rebase_versions(chunk)
 
     # -- failures
 

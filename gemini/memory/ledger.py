@@ -28,6 +28,12 @@ class Ledger:
         self.total_bytes -= num_bytes
         assert self.bytes_by_kind[kind] >= 0, f"more {kind} bytes given back than taken"
 
+    def recount(self, was: str, kind: str, num_bytes: int) -> None:
+        """Bytes that were taken as one kind are of another from now on."""
+        self.bytes_by_kind[was] -= num_bytes
+        self.bytes_by_kind[kind] += num_bytes
+        self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])
+
     def reset_peak(self) -> None:
         self.peak_bytes = self.total_bytes
         self.peak_by_kind = Counter(self.bytes_by_kind)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.memory.tier import MemoryTier
+from gemini.placement.demand import Kind
 
 _use_count = torch._C._storage_Use_Count
 
@@ -23,6 +24,8 @@ class Slot:
     """One slot. `chunk` is the index of the chunk whose payload it holds, None if free."""
 
     def __init__(self, tier: MemoryTier, num_bytes: int, kind: str) -> None:
+        self._tier = tier
+        self._kind = kind
         self.buffer: Tensor | None = tier.take(num_bytes, kind)  # (num_bytes,) uint8
         self.num_bytes = num_bytes
         self.chunk: int | None = None
@@ -36,6 +39,18 @@ class Slot:
         self.views[chunk] = (payload, views)
         self._num_cached += 1 + len(views)
 
+    def wipe(self) -> None:
+        """The content is gone."""
+        if self.buffer is not None:
+            self._tier.poison(self.buffer)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self.buffer is not None:
+            self.views.clear()
+            self._tier.give(self.buffer, self._kind)
+            self.buffer = None
+
     def num_holders(self) -> int:
         """References to the slot's memory beyond our own; call it when no parameter is bound to the slot."""
         return _use_count(self.storage) - self._base_count - self._num_cached
@@ -48,6 +63,29 @@ class Slot:
                 return False
             time.sleep(0.0002)  # releases the GIL, which the worker thread needs
         return True
+
+
+class KeptSlot(Slot):
+    """A slot that one chunk never leaves; the chunk's home shard is a part of it and outlives what the rest holds."""
+
+    def __init__(self, tier: MemoryTier, num_bytes: int, home: slice, dtype: torch.dtype) -> None:
+        """home: the bytes that are the home shard."""
+        super().__init__(tier, num_bytes, "slots")
+        assert self.buffer is not None
+        self.home = self.buffer[home]  # uint8
+        self.shard = self.home.view(dtype)
+        self._around = self.buffer[: home.start], self.buffer[home.stop :]
+        self._base_count = _use_count(self.storage)
+        tier.ledger.recount("slots", Kind.PARAM, self.home.nbytes)
+
+    def wipe(self) -> None:
+        for part in self._around:
+            self._tier.poison(part)
+
+    def close(self) -> None:
+        if self.buffer is not None:
+            self._tier.ledger.recount(Kind.PARAM, "slots", self.home.nbytes)
+        super().close()
 
 
 class SlotPool:
@@ -84,24 +122,18 @@ class SlotPool:
             if len(self.slots) < self.count:
                 self.slots.append(slot)
             else:
-                self._close(slot)
+                slot.close()
 
     def empty(self) -> None:
         """Free all slots, whatever they hold; those that a collective without an end still holds are replaced."""
         for position, slot in enumerate(self.slots):
             slot.chunk = None
             if slot.num_holders() > 0:
-                self._close(slot)
+                slot.close()
                 self.slots[position] = Slot(self.tier, self.num_bytes, self.kind)
 
     def close(self) -> None:
         """Give all memory back."""
         for slot in self.slots + self.held:
-            self._close(slot)
+            slot.close()
         self.slots, self.held, self.count = [], [], 0
-
-    def _close(self, slot: Slot) -> None:
-        if slot.buffer is not None:
-            slot.views.clear()
-            self.tier.give(slot.buffer, self.kind)
-            slot.buffer = None

@@ -132,7 +132,7 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             args, kwargs = pytree.tree_map_only(LazyDetach, _materialise, (args, kwargs))
         result = func(*args, **kwargs)
         for link in _written(func, args, kwargs, links):
-            link.executor.fetcher.mark_edited(link.managed)
+            link.executor.binding.mark_edited(link.managed)
         return result
 
 
@@ -169,7 +169,8 @@ def _refuse(what: str, remedy: str) -> Callable[..., Any]:
 
 def _get_data(tensor: Tensor) -> Tensor:
     link = _link(tensor)
-    link.executor.fetcher.mark_edited(link.managed)  # a write through a view of .data may leave no trace: assume one
+    # a write through a view of .data may leave no trace: assume one
+    link.executor.binding.mark_edited(link.managed)
     return _detach(tensor)
 
 

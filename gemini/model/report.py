@@ -36,7 +36,7 @@ def memory_table(tiers: tuple[MemoryTier, MemoryTier], plan: Plan, executor: Exe
         f"{format_bytes(plan.packing.chunk_bytes)}"
     )
     lines.append(
-        f"{fetcher.num_fetches} fetches, {fetcher.num_evictions} evictions, "
+        f"{fetcher.num_fetches} fetches, {fetcher.num_ahead} of them ahead, {fetcher.num_evictions} evictions, "
         f"{executor.gradients.store.num_spills} gradients moved to the host unreduced"
     )
     for link, num_bytes in sorted(traffic.bytes_by_link.items()):

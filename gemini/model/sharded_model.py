@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.executor.binding import Binding
 from gemini.executor.communicator import Communicator
 from gemini.executor.executor import Executor, Operator, log_line
 from gemini.executor.fetcher import Fetcher
@@ -137,7 +138,8 @@ class ShardedModel(nn.Module):
         with torch.no_grad():
             for name, buffer in list(self.module.named_buffers()):
                 self._place_buffer(name, buffer, communicator)
-        fetcher = Fetcher(chunks, device, host, communicator, self._traffic, ReleasedParameter, log_line)
+        binding = Binding(chunks, device, host, self._traffic, ReleasedParameter)
+        fetcher = Fetcher(chunks, device, host, communicator, self._traffic, binding, log_line)
         fetcher.open_pools(*zip(demand.slot_bytes, placement.num_slots, strict=True))
         store = GradientStore(device, host, self._traffic)
         store.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
@@ -283,6 +285,6 @@ class ShardedModel(nn.Module):
         if self.executor.gradients.in_backward:
             raise GeminiError("close() inside a backward")
         self._hooks.remove()
-        for pools in (self.executor.fetcher.pools, self.executor.gradients.store.pools):
-            for pool in pools or ():
-                pool.close()
+        self.executor.fetcher.close()
+        for pool in self.executor.gradients.store.pools or ():
+            pool.close()

@@ -82,7 +82,7 @@ def load_whole_state_dict(
     if problems:
         raise RuntimeError("load_state_dict() changed nothing: " + "; ".join(problems))
     values: dict[int, Tensor] = {}
-    executor.fetcher.write_back_all()
+    executor.binding.write_back_all()
     with torch.no_grad():
         for name, entry in entries.items():
             if name not in state or not isinstance(entry, Tensor):
@@ -118,8 +118,8 @@ def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> N
                     absorb_edits_(target, source.to(target.device))
                 else:
                     target.copy_(source)
-        executor.fetcher.write_parameter(managed, payload)
-    executor.fetcher.rebase_versions(chunk)
+        executor.binding.write_parameter(managed, payload)
+    executor.binding.rebase_versions(chunk)
     chunk.num_updates += 1
 
 

@@ -152,7 +152,10 @@ def demand_of(chunks: list[Chunk], operators: list[FoundOperator], stage: int, w
         sharded = chunk.home_layout.world_size > 1
         # one rank adds micro-batches up in a whole home; others, and 16-bit sums, take them in beside what is there
         needs_gradient_slot = world_size > 1 or chunk.dtype in _MASTERED
-        demands.append(ChunkDemand(chunk.payload_bytes, home_bytes, chunk.oversize, sharded, needs_gradient_slot))
+        may_keep = sharded and len(chunk.layout.units) == 1
+        demands.append(
+            ChunkDemand(chunk.payload_bytes, home_bytes, chunk.oversize, sharded, needs_gradient_slot, may_keep)
+        )
     slot_bytes = _largest(chunks), _largest(chunks, oversize=True)
     trainable = [chunk for chunk in chunks if chunk.trainable]
     gradient_bytes = _largest(trainable), _largest(trainable, oversize=True)
@@ -217,6 +220,9 @@ def allocate_homes(
         for kind, tier in homes.items():
             if kind is Kind.OPTIM:
                 continue
+            if kind is Kind.PARAM and chunk.index in placement.kept:
+                chunk.keep_slot(device)
+                continue
             memory = device if tier is Tier.DEVICE else host
             buffer = memory.take(its.home_bytes[kind], kind)
             dtype = torch.float32 if kind is Kind.MASTER else chunk.dtype
@@ -258,4 +264,5 @@ def fill_chunk(chunk: Chunk, communicator: Communicator, device: MemoryTier) -> 
 
 def plan_hash(packing: Packing, placement: Placement, extra: str) -> int:
     """32 bits of all that decides the order of collectives."""
-    return zlib.crc32(repr((packing.chunks, placement.num_slots, placement.homes, extra)).encode())
+    decided = packing.chunks, placement.num_slots, placement.homes, sorted(placement.kept), extra
+    return zlib.crc32(repr(decided).encode())

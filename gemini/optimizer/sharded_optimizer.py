@@ -189,6 +189,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._update.update(none, none.clone(), state.empty_run(position), self.param_groups[group], 1.0)
 
     def _summarize(self, norm_type: float) -> GradientSummary:
+        """What all ranks must know. Who cannot update says so before it, while nobody has changed anything."""
+        for chunk in self._chunks:
+            self.model.executor.before_chunk_update(chunk)
         return summarize(self.model.executor, self._chunks, self._num_parameters, norm_type)
 
     def _step(self) -> None:
@@ -211,8 +214,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             if max_norm is not None:
                 clip = clip_coefficient(summary.norm, max_norm)
+            updated = [chunk for chunk in self._chunks if any(self._steps(chunk, summary))]
             with executor.tearing():
-                for chunk in self._chunks:
+                for chunk in updated:
+                    executor.before_chunk_update(chunk)  # again, for those that were used after the summary
                     self._update_chunk(chunk, summary, clip)
         executor.gradients.forget()
         self.last_step = StepReport(self._num_steps, summary.norm, clip, skipped)
@@ -220,16 +225,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update_chunk(self, chunk: Chunk, summary: GradientSummary, clip: float) -> None:
         """Update one chunk where its state lives; it is on this rank alone until the new weights are gathered."""
         executor, state = self.model.executor, self._states[chunk.index]
-        has_gradient = [summary.has_gradient[managed.index] for managed in chunk.parameters]
-        runs = state.runs(has_gradient)
-        if any(has and group is not None for has, group in zip(has_gradient, state.groups, strict=True)):
-            if runs:
-                self._update_runs(chunk, state, runs, clip)
-            updated = [i for i, has in enumerate(has_gradient) if has and state.groups[i] is not None]
-            self._count_elsewhere(state, runs, updated)
-            executor.after_update(chunk)
-            if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-                executor.fetcher.spread(chunk)
+        steps = self._steps(chunk, summary)
+        runs = state.runs(steps)
+        if runs:
+            self._update_runs(chunk, state, runs, clip)
+        self._count_elsewhere(state, runs, [position for position, does in enumerate(steps) if does])
+        executor.after_chunk_update(chunk)
+        if chunk.home_layout.world_size < chunk.optim_layout.world_size:
+            executor.fetcher.spread(chunk)
+
+    def _steps(self, chunk: Chunk, summary: GradientSummary) -> list[bool]:
+        """By position in the chunk: the parameter has a gradient on some rank, and is in a param group."""
+        groups = self._states[chunk.index].groups
+        return [
+            summary.has_gradient[managed.index] and group is not None
+            for managed, group in zip(chunk.parameters, groups, strict=True)
+        ]
 
     def _update_runs(self, chunk: Chunk, state: ChunkOptimizerState, runs: list[Run], clip: float) -> None:
         executor = self.model.executor

@@ -27,7 +27,7 @@ def whole_optimizer_state(
 ) -> dict[str, Any]:
     """Collective."""
     executor.check_idle("optimizer.state_dict()")
-    executor.fetcher.write_back_all()
+    executor.binding.write_back_all()
     numbers = _numbers(groups)
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}

@@ -29,6 +29,7 @@ class ChunkDemand:
     oversize: bool  # needs a slot of the second size
     needs_slot: bool  # even with its parameters at home on the device, using it takes a slot (shards)
     needs_gradient_slot: bool  # likewise for its gradient
+    may_keep_slot: bool = False  # its parameter home is one piece of its payload, so that both can share memory
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Placement:
     homes: tuple[dict[Kind, Tier], ...]
     num_slots: tuple[int, int]
     num_gradient_slots: tuple[int, int]
+    kept: frozenset[int] = frozenset()  # chunks with a slot of their own for good, in which their parameter home lies
 
     def device_bytes(self, demand: Demand) -> int:
         """Model data that this placement puts on the device, slots and scratch included."""
@@ -59,9 +61,11 @@ class Placement:
             for kind, num_bytes in chunk.home_bytes.items()
             if homes[kind] is Tier.DEVICE
         )
+        kept = (demand.chunks[index] for index in self.kept)
+        around = sum(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM] for chunk in kept)
         slots = sum(n * b for n, b in zip(self.num_slots, demand.slot_bytes, strict=True))
         gradient = sum(n * b for n, b in zip(self.num_gradient_slots, demand.gradient_slot_bytes, strict=True))
-        return at_home + slots + gradient + demand.scratch_bytes
+        return at_home + around + slots + gradient + demand.scratch_bytes
 
     def host_bytes(self, demand: Demand) -> int:
         """Bytes at rest in host memory."""

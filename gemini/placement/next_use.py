@@ -62,6 +62,10 @@ class NextUse:
         at = bisect_left(uses, self.position)
         return uses[at] if at < len(uses) else len(self.expected) + uses[0]
 
+    def coming(self, count: int) -> list[int]:
+        """The next `count` expected touches; none if the pass is not predicted."""
+        return self.expected[self.position : self.position + count] if self.follows else []
+
     def victim(self, candidates: Iterable[int]) -> int:
         """The candidate to evict: farthest next use while the pass is predicted, else least recently used."""
         if self.follows:

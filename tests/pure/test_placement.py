@@ -32,11 +32,15 @@ def test_small_sizes_are_printed_exactly() -> None:
 
 
 def demand(sizes: list[int], sharded: bool = False) -> Demand:
+    """On one rank, or on one of two."""
+    share = 2 if sharded else 1
     chunks = tuple(
-        ChunkDemand(size, {Kind.PARAM: size, Kind.GRAD: size, Kind.OPTIM: 2 * size}, False, sharded, sharded)
+        ChunkDemand(
+            share * size, {Kind.PARAM: size, Kind.GRAD: size, Kind.OPTIM: 2 * size}, False, sharded, sharded, sharded
+        )
         for size in sizes
     )
-    largest = max(sizes)
+    largest = share * max(sizes)
     return Demand(chunks, (largest, 0), (min(2, len(sizes)), 0), (largest, 0), (2, 0), 0)
 
 
@@ -69,6 +73,18 @@ def test_more_budget_never_moves_less_onto_the_device(sizes: list[int], budget: 
     more = AutoPolicy().place(model, budget + 2000)
     params = [sum(p.homes[i][Kind.PARAM] is Tier.DEVICE for i in range(len(sizes))) for p in (less, more)]
     assert params[0] <= params[1]
+
+
+def test_what_is_left_is_kept_slots_first_in_order_of_use_then_slots_for_all() -> None:
+    model = demand([10] * 8, sharded=True)
+    all_kept = CudaPolicy().place(model, None).device_bytes(model)
+    assert all_kept == 8 * (20 + 10 + 20) + 2 * 20, "payloads with homes inside, gradients, moments, gradient slots"
+    everything_at_home = 8 * 40 + 2 * 20 + 2 * 20
+    for spare, kept, slots in ((0, 0, 2), (9, 0, 2), (10, 1, 2), (29, 2, 2), (39, 3, 2), (40, 8, 0)):
+        for policy in (AutoPolicy(), CudaPolicy()):
+            placement = policy.place(model, everything_at_home + spare)
+            assert (placement.kept, placement.num_slots[0]) == (frozenset(range(kept)), slots), (spare, policy.name)
+    assert CpuPolicy().place(model, None).kept == frozenset(), "a home on the host is not in a slot"
 
 
 def test_a_refusal_names_need_budget_and_knob() -> None:

@@ -1,0 +1,146 @@
+"""Binding: parameters become views of their chunk's payload and placeholders again, and what users write to them
+is brought home.
+
+[Note: Edits] Parameters may be written to outside their operators (`p.mul_()`, `p.data.zero_()`). The payload is
+then newer than its home and the fp32 master; it is written back before the chunk leaves its slot, before a step and
+before anything reads the home. Writes through the parameter raise its version counter; `.data` marks it edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.errors import ReleasedParameterError
+from gemini.memory.ledger import Traffic
+from gemini.memory.tier import MemoryTier, copy
+from gemini.placement.demand import Kind, Tier
+from optim import absorb_edits_
+
+
+class Binding:
+    """What the parameters of one model's chunks show."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        device: MemoryTier,
+        host: MemoryTier,
+        traffic: Traffic,
+        released_class: type[nn.Parameter],
+    ) -> None:
+        self.chunks = chunks
+        self.device = device
+        self.host = host
+        self.traffic = traffic
+        self.released_class = released_class
+        self.plain_chunks: list[Chunk] = []
+        self.edited: dict[int, set[int]] = {}  # chunk -> positions of edited parameters
+        self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions when they were last written back
+        self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was unbound
+
+    def bind(self, chunk: Chunk) -> None:
+        """Make the chunk's parameters plain `nn.Parameter`s that are views of its payload."""
+        if chunk.plain:
+            return
+        if chunk.bound:
+            for managed in chunk.parameters:
+                managed.parameter.__class__ = nn.Parameter
+        else:
+            views = chunk.resident_views if chunk.slot is None else chunk.slot.views[chunk.index][1]
+            with torch.inference_mode(False), torch.no_grad():
+                for managed, view in zip(chunk.parameters, views, strict=True):
+                    parameter = managed.parameter
+                    parameter.__class__ = nn.Parameter  # first: setting .data of the other class would fetch
+                    parameter.data = view
+            self.versions[chunk.index] = [managed.parameter._version for managed in chunk.parameters]
+        chunk.bound = chunk.plain = True
+        self.plain_chunks.append(chunk)
+        self._refuse_lost_edits(chunk)
+
+    def _refuse_lost_edits(self, chunk: Chunk) -> None:
+        """Raises if a view that was kept beyond the chunk's release was written to: versions tell, memory does not."""
+        before = self._edits_when_left.pop(chunk.index, None)
+        now = [version - chunk.num_bumps for version in self.versions[chunk.index]]
+        if before is not None and before != now:
+            lost = next(m.name for m, a, b in zip(chunk.parameters, before, now, strict=True) if a != b)
+            raise ReleasedParameterError(
+                f"parameter {lost!r} was written to through a view that was taken before it left the device; the write "
+                "is lost. Write to the parameter itself, or take the view anew"
+            )
+
+    def cover(self) -> None:
+        """All parameters become self-fetching again; those of chunks in a slot or at home stay bound."""
+        for chunk in self.plain_chunks:
+            if chunk.plain:
+                for managed in chunk.parameters:
+                    managed.parameter.__class__ = self.released_class
+                chunk.plain = False
+        self.plain_chunks.clear()
+
+    def unbind(self, chunk: Chunk) -> None:
+        """The chunk's parameters show their placeholders."""
+        if not chunk.bound:
+            return
+        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in self.versions[chunk.index]]
+        with torch.inference_mode(False), torch.no_grad():
+            for managed in chunk.parameters:
+                parameter = managed.parameter
+                parameter.__class__ = nn.Parameter
+                parameter.data = managed.placeholder
+                parameter.__class__ = self.released_class
+        chunk.bound = chunk.plain = False
+
+    # -- edits
+
+    def mark_edited(self, managed: ManagedParameter) -> None:
+        """The parameter's payload was, or may have been, written to."""
+        chunk = managed.chunk
+        self.edited.setdefault(chunk.index, set()).add(chunk.parameters.index(managed))
+
+    def write_back(self, chunk: Chunk) -> None:
+        """Bring edits of the payload to the home and the master. See [Note: Edits]."""
+        positions = self.edited.pop(chunk.index, set())
+        if chunk.bound:
+            recorded = self.versions[chunk.index]
+            with torch._C.DisableTorchFunctionSubclass():
+                for position, managed in enumerate(chunk.parameters):
+                    version = managed.parameter._version
+                    if version != recorded[position]:
+                        recorded[position] = version
+                        positions.add(position)
+        if positions and chunk.payload is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                for position in sorted(positions):
+                    self.write_parameter(chunk.parameters[position], chunk.payload)
+
+    def rebase_versions(self, chunk: Chunk) -> None:
+        """The versions of now are those of an unedited chunk."""
+        if chunk.bound:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.versions[chunk.index] = [managed.parameter._version for managed in chunk.parameters]
+
+    def write_back_all(self, chunks: Iterable[Chunk] | None = None) -> None:
+        """`write_back` of every chunk that has a payload."""
+        for chunk in self.chunks if chunks is None else chunks:
+            if chunk.payload is not None:
+                self.write_back(chunk)
+
+    def write_parameter(self, managed: ManagedParameter, payload: Tensor) -> None:
+        """home, master <- the parameter's elements of `payload`. A master changes only where the payload did."""
+        chunk = managed.chunk
+        home = chunk.homes[Kind.PARAM]
+        master = chunk.homes.get(Kind.MASTER)
+        if home.flat.data_ptr() != payload.data_ptr():
+            for piece in chunk.home_pieces(managed):
+                target = home.flat[piece.shard_start : piece.shard_start + piece.numel]
+                source = payload[piece.payload_start : piece.payload_start + piece.numel]
+                copy(target, source, self.device if home.tier is Tier.DEVICE else self.host, self.device, self.traffic)
+            self.device.synchronize()
+        if master is not None:
+            for piece in chunk.optim_pieces(managed):
+                old = master.flat[piece.shard_start : piece.shard_start + piece.numel]
+                absorb_edits_(old, payload[piece.payload_start : piece.payload_start + piece.numel].to(old.device))

@@ -1,0 +1,129 @@
+"""What ranks do with kept slots and with payloads that are fetched ahead."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, SlotError
+from gemini.placement.demand import Tier
+from gemini.placement.policy import slots_for
+from tests import mlp
+from tests.mlp import CHUNK_NUMEL, LAYERS, assert_same, build, loss_of, plain, train_step, weights_of
+
+PAYLOAD_BYTES = 4 * CHUNK_NUMEL
+
+
+def sharded(budget: str | int | None, **arguments: Any) -> tuple[ShardedModel, ShardedOptimizer]:
+    """budget: None, "smallest", "one kept", or bytes."""
+    arguments = {"chunk_size": CHUNK_NUMEL, **arguments}
+    if budget == "smallest":
+        budget = mlp.smallest_budget(**arguments)
+    elif budget == "one kept":  # all homes and two slots fit, and what a payload has beside its home
+        budget = _all_at_home() + PAYLOAD_BYTES // 2
+    model = ShardedModel(build(), device="emulated", model_data_memory=budget, **arguments)
+    return model, ShardedOptimizer(model, mlp.adam(model.parameters()))
+
+
+def _all_at_home() -> int:
+    demand = sharded(None)[0].plan.demand
+    homes = tuple(dict.fromkeys(chunk.home_bytes, Tier.DEVICE) for chunk in demand.chunks)
+    return slots_for(demand, homes).device_bytes(demand)
+
+
+def everything_kept() -> int:
+    """The bytes of a model whose chunks all keep their slots."""
+    model, _ = sharded(None)
+    assert model.plan.placement.kept == frozenset(range(LAYERS))
+    return model.plan.placement.device_bytes(model.plan.demand)
+
+
+def a_payload_is_kept_once(rank: int, world_size: int) -> dict[str, int]:
+    """Bytes on the device, and how often a step gathers."""
+    model, optimizer = sharded(None)
+    for step in range(3):
+        gathered = model.executor.communicator.collectives.calls["all_gather"]
+        train_step(model, optimizer, step)
+    kinds = model._tiers[0].ledger.peak_by_kind
+    return {
+        "payloads": kinds["slots"] + kinds["param"],
+        "param": kinds["param"],
+        "all": sum(chunk.payload_bytes for chunk in model.executor.chunks),
+        "largest": max(chunk.payload_bytes for chunk in model.executor.chunks),
+        "chunks": len(model.executor.chunks),
+        "gathers": model.executor.communicator.collectives.calls["all_gather"] - gathered,
+    }
+
+
+def detours(rank: int, world_size: int, budget: str | int | None) -> dict[str, int]:
+    """Steps that are not as the last one, while something is on its way: the bits are those of one plain process.
+
+    All ranks see the same data, so the mean of their gradients is each one's own.
+    """
+    model, optimizer = sharded(budget)
+    reference, its = plain()
+    ahead = []
+    for step in range(8):
+        both: tuple[tuple[Any, Any, Any], ...] = ((model, model.module, optimizer), (reference, reference, its))
+        for which, module, steps in both:
+            layers = module.layers
+            if step == 3:  # a forward that skips what is on its way
+                module.layers = torch.nn.ModuleList([*layers[:2], *layers[3:]])
+            loss = loss_of(which, step)
+            module.layers = layers
+            if step == 4:  # an evaluation between forward and backward
+                with torch.no_grad():
+                    loss_of(which, step)
+            loss.backward()
+            if step == 5:  # a forward that ends early, before the step: what it fetched ahead will be stale
+                module.layers = layers[:2]
+                loss_of(which, step)
+                module.layers = layers
+            steps.step()
+            steps.zero_grad()
+        if step in (5, 6):
+            weight = model.layers[2].weight * 1
+            assert torch.equal(weight, reference.layers[2].weight)
+        ahead.append(model.executor.fetcher.num_ahead)
+    assert_same(weights_of(model), weights_of(reference))
+    placement = model.plan.placement
+    return {"ahead": ahead[-1] - ahead[-2], "kept": len(placement.kept), "slots": placement.num_slots[0]}
+
+
+def a_view_outlives_a_step(rank: int, world_size: int, spare_bytes: int | None) -> str:
+    """Rank 0 keeps a view that it took inside an operator over a step. What step() says, "" if it went on."""
+    model, optimizer = sharded(None if spare_bytes is None else everything_kept() + spare_bytes)
+    reference, its = plain()
+    for step in range(2):
+        train_step(model, optimizer, step)
+        train_step(reference, its, step)
+    before = weights_of(model)
+    bytes_before = model._tiers[0].ledger.total_bytes
+    views: list[Tensor] = []
+    if rank == 0:
+        layer = model.layers[2]
+        handle = layer.register_forward_hook(lambda module, *_: views.append(module.weight.detach()))
+    loss_of(model, 2).backward()
+    if rank == 0:
+        handle.remove()
+    said = ""
+    try:
+        optimizer.step()
+    except (SlotError, RemoteRankError) as error:
+        said = f"{type(error).__name__}: {error}"
+        views.clear()
+        assert_same(weights_of(model), before)  # nothing was changed, and the ranks go on together
+        train_step(model, optimizer, 2)
+    optimizer.zero_grad()
+    for view in views:
+        assert torch.equal(view, before["layers.2.weight"]), "the view has its memory alone"
+        assert model._tiers[0].ledger.total_bytes == bytes_before + PAYLOAD_BYTES
+    train_step(reference, its, 2)
+    views.clear()
+    view = None  # type: ignore[assignment]
+    for step in range(3, 5):
+        train_step(model, optimizer, step)
+        train_step(reference, its, step)
+    assert_same(weights_of(model), weights_of(reference))
+    assert model._tiers[0].ledger.total_bytes == bytes_before, "what the view had is given back"
+    return said
