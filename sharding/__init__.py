@@ -3,10 +3,12 @@
 A strategy says what a unit is, a layout where each rank's part of the units lies; the collectives turn shards
 into payloads and payloads into shards, and a tag says which payload a collective is about. Nothing here knows
 chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers,
-rank_order_sum, collectives.
+rank_order_sum, backend, collectives.
 """
 
-from .collectives import Collectives, InFlight
+from .backend import check_backend
+from .collectives import Collectives
+from .in_flight import InFlight
 from .layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, round_up
 from .rank_order_sum import SUM_TILE_NUMEL, Scratch
 from .strategy import (
@@ -39,6 +41,7 @@ __all__ = [
     "Tag",
     "TagMismatch",
     "Unit",
+    "check_backend",
     "check_units",
     "lay_out_unit",
     "resolve_strategy",

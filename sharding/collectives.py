@@ -27,36 +27,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .backend import backends, check_backend, control_device
+from .in_flight import InFlight
 from .layout import Piece, ShardLayout
 from .rank_order_sum import Scratch, sum_rows
 from .tag import Tag
 from .tag_buffers import Announced, TagBuffers
+
+_CPU = torch.device("cpu")
 
 
 def _wait(work: dist.Work) -> None:
     work.wait()
 
 
-class InFlight:
-    """A collective that was started; others may be started before it is finished. Finishing launches nothing."""
-
-    def __init__(self, finish: Callable[[], None] = lambda: None) -> None:
-        self.finish = finish
-
-
 class Collectives:
     """The collectives of one group; `group=None` is one rank without torch.distributed, not the default one.
 
-    wait: a watched wait where ranks may be lost.
+    wait: a watched wait where ranks may be lost. device: of payloads and shards.
+    Raises ValueError if the group has no backend for that device.
     Not thread-safe: calls are made in one order, which is the same on every rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, wait: Callable[[dist.Work], None] = _wait) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        wait: Callable[[dist.Work], None] = _wait,
+        device: torch.device = _CPU,
+    ) -> None:
+        if group is not None:
+            check_backend(group, device)
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self.wait = wait
-        self.checks_tags_first = group is not None and dist.get_backend(group) == "gloo"
+        self.checks_tags_first = group is not None and backends(group)[device.type] == "gloo"
+        self._control_device = device if group is None else control_device(group, device)
         self.bytes_sent = 0  # by this rank, from the sizes handed to torch; tags are not counted
         self.calls: Counter[str] = Counter()  # launches by kind; the tag beside an exchange is not one
         self._tags = TagBuffers(self.rank, self.world_size)
@@ -240,26 +246,26 @@ class Collectives:
         self.wait(dist.broadcast(tensor, group=self.group, group_src=src, async_op=True))
 
     def all_gather_bytes(self, data: bytes, tag: Tag | None = None) -> list[bytes]:
-        """Every rank's bytes, in rank order; lengths may differ. On CPU tensors, and nothing is unpickled.
+        """Every rank's bytes, in rank order; lengths may differ. Nothing is unpickled.
 
         With a tag, raises `TagMismatch` on every rank, before anything is believed of the others' lengths.
         """
         if self.world_size == 1:
             return [data]
         if tag is not None:
-            self.check(tag, torch.device("cpu"), "all_gather_bytes")
-        lengths = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
-        self._gather_flat(lengths, torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+            self.check(tag, use="all_gather_bytes")
+        device = self._control_device
+        lengths = torch.empty(self.world_size, dtype=torch.int64, device=device)
+        self._gather_flat(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device))
         sizes: list[int] = lengths.tolist()
         width = max(sizes)
         if width == 0:
             return [b""] * self.world_size
-        everything = bytearray(width * self.world_size)
-        self._gather_flat(
-            torch.frombuffer(everything, dtype=torch.uint8),
-            torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8),
-        )
-        return [bytes(everything[rank * width : rank * width + size]) for rank, size in enumerate(sizes)]
+        every = torch.empty(width * self.world_size, dtype=torch.uint8, device=device)
+        own = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+        self._gather_flat(every, own.to(device))
+        everything = every.cpu().numpy().tobytes()
+        return [everything[rank * width : rank * width + size] for rank, size in enumerate(sizes)]
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -312,7 +318,7 @@ class Collectives:
         """Raise `TagMismatch` on every rank unless all brought the same tag."""
         if self.world_size == 1:
             return
-        announced = self._tags.announce(tag, device or torch.device("cpu"), use)
+        announced = self._tags.announce(tag, device or self._control_device, use)
         self.wait(self._gather(announced.own, announced.every))
         announced.verify()
 

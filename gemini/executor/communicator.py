@@ -19,7 +19,7 @@ from gemini.errors import DivergenceError
 from gemini.executor.agreement import Agreement, Collective
 from gemini.executor.moment import Moments
 from gemini.executor.watch import RankWatch
-from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch
+from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, check_backend
 
 _KINDS = (
     *("all-gather", "reduce-scatter"),  # of a chunk
@@ -33,7 +33,9 @@ _KIND_SHIFT = 24  # a tag's chunk says in its upper bits what is done with it
 class Communicator:
     """Collectives of a process group of its own; `group=None` is one rank. Collective to create."""
 
-    def __init__(self, group: dist.ProcessGroup | None, moments: Moments, rank_timeout_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, moments: Moments, rank_timeout_s: float, device: torch.device
+    ) -> None:
         self.moments = moments
         self.plan_hash = 0
         self._sequence = 0
@@ -41,6 +43,9 @@ class Communicator:
         self._agreement = Agreement()
         self._parent = group
         self._rank_timeout_s = rank_timeout_s
+        self._device = device
+        if group is not None:
+            check_backend(group, device)
         self.watch: RankWatch | None = None
         if group is not None and group.size() > 1:
             self.watch = RankWatch(group, rank_timeout_s, self._where)
@@ -179,7 +184,7 @@ class Communicator:
             timeout=timedelta(seconds=self._rank_timeout_s + 60),  # the watch is first to call a rank lost
             use_local_synchronization=len(ranks) != dist.get_world_size(),
         )
-        return Collectives(own, self.watch.wait)
+        return Collectives(own, self.watch.wait, self._device)
 
     @contextmanager
     def publishing(self) -> Iterator[None]:

@@ -102,7 +102,7 @@ class ShardedModel(nn.Module):
             process_group = dist.group.WORLD
         operators = find_operators(module)
         moments = Moments(["", *(operator.name for operator in operators)])
-        communicator = Communicator(process_group, moments, rank_timeout)
+        communicator = Communicator(process_group, moments, rank_timeout, device_tier.device)
         with communicator.publishing():
             names = {parameter: name for name, parameter in module.named_parameters()}
             packing = wrap.pack_model(operators, names, strategy, dtype, chunk_size, communicator.world_size)

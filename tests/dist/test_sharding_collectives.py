@@ -370,8 +370,27 @@ def wrong_tensors_are_refused_before_anything_is_sent(rank: int, world_size: int
     assert ours.bytes_sent == 0
 
 
+def knows_gloo_by_the_device(rank: int, world_size: int) -> None:
+    """`init_process_group()` without a backend gives a group whose backend's name says nothing."""
+    group = dist.new_group(backend="cpu:gloo") if world_size > 1 else None
+    assert group is None or dist.get_backend(group) != "gloo"
+    ours = Collectives(group)
+    assert ours.checks_tags_first is (world_size > 1)
+    layout = layout_of([1, 2], world_size)
+    whole = values(1, layout.numel, torch.float32)
+    payload = torch.zeros_like(whole)
+    ours.all_gather(payload, shard_of(whole, layout, rank), layout, TAG)
+    assert same_bits(payload, whole)
+    assert [len(one) for one in ours.all_gather_bytes(b"x" * rank, TAG)] == list(range(world_size))
+    if group is not None:
+        with pytest.raises(ValueError, match=r"no backend for tensors on 'cuda', only cpu:gloo.*'cpu:gloo,cuda:nccl'"):
+            Collectives(group, device=torch.device("cuda"))
+        dist.destroy_process_group(group)
+
+
 CASES = [
     gathers_in_place_and_from_shards,
+    knows_gloo_by_the_device,
     reduces_in_rank_order,
     reduces_into_its_own_slice,
     reduces_to_the_same_bits_in_every_layout,

@@ -1,0 +1,28 @@
+"""Which backend of a process group carries the tensors of a device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type, whatever `init_process_group` was called with: "gloo", "cpu:gloo,cuda:nccl", nothing."""
+    pairs = dist.get_backend_config(group).split(",")
+    return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
+
+
+def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises ValueError if the group cannot carry tensors of `device`."""
+    found = backends(group)
+    if device.type not in found:
+        words = ",".join(f"{kind}:{backend}" for kind, backend in found.items())
+        raise ValueError(
+            f"the process group has no backend for tensors on {device.type!r}, only {words}: call "
+            "init_process_group() without a backend, or name one for each device, such as 'cpu:gloo,cuda:nccl'"
+        )
+
+
+def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a few control words travel: on the CPU if the group can, else on `device`."""
+    return torch.device("cpu") if "cpu" in backends(group) else device
