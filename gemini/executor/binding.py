@@ -117,6 +117,14 @@ class Binding:
                 for position in sorted(positions):
                     self.write_parameter(chunk.parameters[position], chunk.payload)
 
+    def is_edited(self, managed: ManagedParameter) -> bool:
+        """The parameter was written to since its payload was last brought home."""
+        chunk = managed.chunk
+        position = chunk.parameters.index(managed)
+        with torch._C.DisableTorchFunctionSubclass():
+            version = managed.parameter._version
+        return position in self.edited.get(chunk.index, ()) or version != self.versions[chunk.index][position]
+
     def rebase_versions(self, chunk: Chunk) -> None:
         """The versions of now are those of an unedited chunk."""
         if chunk.bound:

@@ -1,8 +1,9 @@
 """Saved tensors are handles: what autograd keeps of a parameter is where it lies, not the memory.
 
 `pack` turns a view of a slot into (chunk, size, stride, offset, updates); `unpack` fetches the chunk, wherever it
-now lies, and returns the view there. Backward therefore fetches exactly what it reads, when it reads it. Hooks
-that were on the stack before ours (checkpointing's, offloading's) see everything else.
+now lies, and returns the view there. Backward therefore fetches exactly what it reads, when it reads it. A cast that
+autocast made of a parameter is a handle too, and made anew. Hooks that were on the stack before ours (checkpointing's,
+offloading's) see everything else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import StaleGraphError, UnsupportedError
 from gemini.executor.executor import Executor
+from gemini.model.cast_weights import Cast, find_cast
+from gemini.model.released import link_of
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -35,6 +38,13 @@ class Handle(NamedTuple):
     operator: int
 
 
+class CastHandle(NamedTuple):
+    """A cast of a parameter, without its memory."""
+
+    weight: Handle
+    cast: Cast
+
+
 class Foreign(NamedTuple):
     """Something that the hooks below ours packed."""
 
@@ -51,13 +61,18 @@ class SavedTensors:
         self._resident = executor.fetcher.resident_by_storage
 
     def on_top(self) -> bool:
-        """Our hooks are the ones that the next saved tensor meets."""
+        """Our hooks are the ones that the next saved tensor meets, and know whether autocast is on."""
         top = _top_hooks(True)
-        return top is not None and getattr(top[0], "owner", None) is self
+        pack = None if top is None else top[0]
+        return isinstance(pack, _Pack) and pack.owner is self and pack.autocasts == self._autocasts()
+
+    def _autocasts(self) -> bool:
+        return torch.is_autocast_enabled(self._executor.fetcher.device.device.type)
 
     def push(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Put our hooks on top of those in force. The caller exits what it gets."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(_Pack(self, _top_hooks(True)), self.unpack)
+        pack = _Pack(self, _top_hooks(True), self._autocasts())
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
         hooks.__enter__()
         return hooks
 
@@ -90,11 +105,26 @@ class SavedTensors:
         edits = chunk.num_edits(offset_bytes // chunk.dtype.itemsize)
         return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, edits, operator)
 
+    def cast_handle(self, tensor: Tensor) -> CastHandle | None:
+        """The handle of a cast of one of our parameters that nobody has written to in this forward."""
+        cast = find_cast(tensor)
+        link = None if cast is None else link_of(cast.parameter)
+        if cast is None or link is None or link.saved_tensors is not self:
+            return None
+        if self._executor.binding.is_edited(link.managed):
+            return None
+        weight = self.handle(cast.parameter)
+        return None if weight is None else CastHandle(weight, cast)
+
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, Foreign):
             return packed.unpack(packed.packed)
+        if isinstance(packed, CastHandle):
+            weight = self.unpack(packed.weight)
+            with torch.autocast(weight.device.type, enabled=False), torch.no_grad():
+                return packed.cast.of(weight)
         handle: Handle = packed
         executor = self._executor
         chunk = handle.chunk
@@ -132,15 +162,18 @@ class SavedTensors:
 class _Pack:
     """`pack`, over the hooks that were in force when it was pushed."""
 
-    __slots__ = ("_below", "owner")
+    __slots__ = ("_below", "autocasts", "owner")
 
-    def __init__(self, owner: SavedTensors, below: _Hooks | None) -> None:
+    def __init__(self, owner: SavedTensors, below: _Hooks | None, autocasts: bool) -> None:
         self.owner = owner
+        self.autocasts = autocasts
         self._below = below
 
     def __call__(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            handle = self.owner.handle(tensor)
+            handle: Handle | CastHandle | None = self.owner.handle(tensor)
+            if handle is None and self.autocasts and tensor.grad_fn is not None:
+                handle = self.owner.cast_handle(tensor)
         if handle is not None:
             return handle
         return tensor if self._below is None else Foreign(self._below[0](tensor), self._below[1])
