@@ -6,7 +6,7 @@ chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers,
 rank_order_sum, backend, collectives.
 """
 
-from .backend import check_backend
+from .backend import backends, check_backend
 from .collectives import Collectives
 from .in_flight import InFlight
 from .layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, round_up
@@ -41,6 +41,7 @@ __all__ = [
     "Tag",
     "TagMismatch",
     "Unit",
+    "backends",
     "check_backend",
     "check_units",
     "lay_out_unit",

@@ -19,7 +19,7 @@ from gemini.errors import DivergenceError
 from gemini.executor.agreement import Agreement, Collective
 from gemini.executor.moment import Moments
 from gemini.executor.watch import RankWatch
-from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, check_backend
+from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
 _KINDS = (
     *("all-gather", "reduce-scatter"),  # of a chunk
@@ -48,7 +48,7 @@ class Communicator:
             check_backend(group, device)
         self.watch: RankWatch | None = None
         if group is not None and group.size() > 1:
-            self.watch = RankWatch(group, rank_timeout_s, self._where)
+            self.watch = RankWatch(group, rank_timeout_s, self._where, backends(group)[device.type] == "gloo")
         self.collectives = self._connect()
 
     @property
@@ -171,6 +171,12 @@ class Communicator:
             self._agreement = Agreement()
             self.collectives = self._connect()
             self.watch.failed = False
+
+    def close(self) -> None:
+        """Give the process group back, with its threads and sockets. Collective, but for models that failed."""
+        group, self.collectives = self.collectives.group, Collectives(None)
+        if group is not None and self.watch is not None and not self.watch.failed:
+            dist.destroy_process_group(group)
 
     def _connect(self) -> Collectives:
         if self.watch is not None:

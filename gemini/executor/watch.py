@@ -31,9 +31,14 @@ _num_watches = 0
 
 
 class RankWatch:
-    """The watch of one process group. Collective to create: every rank makes its watches in the same order."""
+    """The watch of one process group. Collective to create: every rank makes its watches in the same order.
 
-    def __init__(self, group: dist.ProcessGroup, rank_timeout_s: float, where: Callable[[], tuple[int, str]]) -> None:
+    polls: the backend's waits hold up the host, so that this must look for itself whether one is over.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank_timeout_s: float, where: Callable[[], tuple[int, str]], polls: bool
+    ) -> None:
         global _num_watches
         self.rank = group.rank()
         self.world_size = group.size()
@@ -42,7 +47,7 @@ class RankWatch:
         self.failed = False
         self._met = ""  # key of this rank's last word to the others when it met them
         self._where = where  # (number, description) of the last collective
-        self._polls = group.name() == "gloo" if callable(getattr(group, "name", None)) else True
+        self._polls = polls
         self._ranks = dist.get_process_group_ranks(group)
         prefix = f"gemini/watch/{_num_watches}/{'-'.join(map(str, self._ranks))}"
         _num_watches += 1

@@ -281,10 +281,11 @@ class ShardedModel(nn.Module):
         )
 
     def close(self) -> None:
-        """Remove all hooks and give all slots back. The model cannot be used afterwards."""
+        """Remove all hooks, give all slots and the process group back. The model cannot be used afterwards. Collective."""
         if self.executor.gradients.in_backward:
             raise GeminiError("close() inside a backward")
         self._hooks.remove()
         self.executor.fetcher.close()
         for pool in self.executor.gradients.store.pools or ():
             pool.close()
+        self.executor.communicator.close()

@@ -1,5 +1,6 @@
 """What ranks do with kept slots and with payloads that are fetched ahead."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,3 +128,16 @@ def a_view_outlives_a_step(rank: int, world_size: int, spare_bytes: int | None) 
     assert_same(weights_of(model), weights_of(reference))
     assert model._tiers[0].ledger.total_bytes == bytes_before, "what the view had is given back"
     return said
+
+
+def closed_models_leave_nothing(rank: int, world_size: int) -> list[int]:
+    """Threads of this process after each of several models was used and closed."""
+    counts = []
+    for _ in range(4):
+        model, optimizer = sharded(None)
+        for step in range(3):
+            train_step(model, optimizer, step)
+        model.close()
+        model.close()
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    return counts

@@ -37,3 +37,8 @@ def test_a_kept_view_without_room_beside_it_stops_the_step_before_anything_chang
     assert "model_data_memory=" in said[0]
     assert said[0].startswith("SlotError") and said[1].startswith("RemoteRankError")
     assert "must leave its slot" in said[1]
+
+
+def test_a_closed_model_gives_its_process_group_back(ranks: RankPool) -> None:
+    for counts in ranks(2).run(cases.closed_models_leave_nothing):
+        assert counts[-1] <= counts[0], "threads"
