@@ -281,7 +281,10 @@ class ShardedModel(nn.Module):
         )
 
     def close(self) -> None:
-        """Remove all hooks, give all slots and the process group back. The model cannot be used afterwards. Collective."""
+        """Remove all hooks, give all slots and the process group back; collective.
+
+        The model cannot be used afterwards.
+        """
         if self.executor.gradients.in_backward:
             raise GeminiError("close() inside a backward")
         self._hooks.remove()
