@@ -22,6 +22,7 @@ from gemini.errors import (  # noqa: E402
     StaleGraphError,
     UnsupportedError,
 )
+from gemini.model.operators import set_leaf_module  # noqa: E402
 from gemini.model.sharded_model import ShardedModel  # noqa: E402
 from gemini.optimizer.hashing import state_hash  # noqa: E402
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer  # noqa: E402
@@ -43,5 +44,6 @@ __all__ = [
     "UnsupportedError",
     "clip_grad_norm_",
     "current_device",
+    "set_leaf_module",
     "state_hash",
 ]

@@ -21,6 +21,7 @@ from gemini import (
     SlotError,
     StaleGraphError,
     UnsupportedError,
+    set_leaf_module,
     state_hash,
 )
 from optim import HybridAdam
@@ -893,6 +894,23 @@ def test_unfreezing_what_was_frozen_at_wrapping_is_refused() -> None:
 def test_parameters_without_data_are_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(UnsupportedError, match="has no data yet"):
         ShardedModel(nn.Sequential(make()), device="emulated")
+
+
+# ---- leaves ----------------------------------------------------------------------------------------------------
+
+
+def test_set_leaf_module_names_what_it_does_not_find() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert set_leaf_module(model, [nn.Sequential]) == [model, model[1]]
+    with pytest.raises(ValueError, match="no module of class Bilinear, GRU in Sequential, which has Sequential"):
+        set_leaf_module(model, (nn.Bilinear, nn.GRU))
+    for bad in ((), "Linear", [int], model):
+        with pytest.raises(TypeError, match="classes must be a module class or several"):
+            set_leaf_module(model, bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model must be a torch module, found int"):
+        set_leaf_module(3, nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="before it is wrapped"):
+        set_leaf_module(wrap(), nn.Linear)
 
 
 # ---- autocast --------------------------------------------------------------------------------------------------

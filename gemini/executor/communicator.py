@@ -18,7 +18,7 @@ from torch import Tensor
 from gemini.errors import DivergenceError
 from gemini.executor.agreement import Agreement, Collective
 from gemini.executor.moment import Moments
-from gemini.executor.watch import RankWatch
+from gemini.executor.watch import ALL_ALIKE, RankWatch
 from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
 _KINDS = (
@@ -240,7 +240,7 @@ class Communicator:
             f"{tag.sequence}{'' if tag.plan_hash == self.plan_hash else ', another plan'})"
             for rank, tag in sorted(mismatch.found.items())
         )
-        return DivergenceError(f"ranks took different ways: {words}. All ranks must run the same operators")
+        return DivergenceError(f"ranks took different ways: {words}. {ALL_ALIKE}")
 
 
 def _describe(tag: Tag) -> str:

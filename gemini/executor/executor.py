@@ -33,11 +33,15 @@ _autograd_node = torch._C._current_autograd_node
 
 @dataclass(eq=False)
 class Operator:
-    """What is fetched together: a module's chunks. `index` is its place in the moment table."""
+    """What is fetched together: a module's chunks. `index` is its place in the moment table.
+
+    routes: ranks may use different parts of it, so that backward, too, fetches it whole.
+    """
 
     index: int
     name: str
     chunks: tuple[Chunk, ...]
+    routes: bool = False
 
 
 @dataclass
@@ -62,6 +66,7 @@ class Executor:
         self.moments = communicator.moments
         self._operators: list[tuple[Operator, list[Chunk]]] = []  # the call stack, with what each has pinned
         self._nodes: dict[int, _NodePins] = {}  # by graph task
+        self._whole: tuple[Chunk, ...] = ()  # the leaf that backward is in
         self._forward_depth = 0
         self._awaits_backward = False
         fetcher.on_touch = gradients.before_touch
@@ -160,12 +165,43 @@ class Executor:
         self.moments.set(0, Phase.BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
+    def enter_leaf(self, operator: Operator) -> None:
+        """Backward reaches a leaf of which this rank may use a part or nothing: all of it is fetched and pinned.
+
+        Until another chunk is asked for, so at the same point on all ranks. Collective.
+        """
+        self.begin_backward()
+        if self._whole is operator.chunks:
+            return
+        self._leave_leaf()
+        self._unpin_nodes(0)
+        self.moments.set(operator.index, Phase.BACKWARD)
+        fetched: list[Chunk] = []
+        for chunk in operator.chunks:
+            self.fetcher.fetch(chunk)
+            chunk.pins += 1
+            fetched.append(chunk)
+            self._whole = tuple(fetched)
+            self.binding.bind(chunk)
+        self._whole = operator.chunks
+        self.fetcher.fetch_ahead()
+
+    def _leave_leaf(self) -> None:
+        for chunk in self._whole:
+            chunk.pins -= 1
+        self._whole = ()
+
     def node_fetch(self, chunk: Chunk, operator: int) -> Tensor:
         """The payload for the autograd node that runs now; pinned until another node of its graph task asks."""
         task = _graph_task_id()
         if task == -1:  # someone looks at grad_fn._saved_... by hand
             return self.fetcher.fetch(chunk)
         self.begin_backward()
+        if self._whole:
+            if chunk in self._whole:
+                assert chunk.payload is not None
+                return chunk.payload
+            self._leave_leaf()
         self.moments.set(operator, Phase.BACKWARD)
         pins = self._follow_node()
         payload = self.fetcher.fetch(chunk)
@@ -200,6 +236,7 @@ class Executor:
         if not self.gradients.in_backward:
             return
         with self.publishing():
+            self._leave_leaf()
             self._unpin_nodes(0)
             self.moments.set(0, Phase.BACKWARD)
             self.gradients.end_backward()
@@ -264,6 +301,7 @@ class Executor:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""
         self._operators.clear()
         self._nodes.clear()
+        self._whole = ()
         for chunk in self.chunks:
             chunk.pins = 0
         self.gradients.start_anew()

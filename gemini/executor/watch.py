@@ -27,6 +27,10 @@ UNCHANGED_S = 6.0  # a rank that is merely slow moves on within this time, on a 
 _JOIN_POLL_S = 0.02
 _MEET_POLL_S = 0.0005
 _DIVERGED = f"{DivergenceError.__name__}: "
+ALL_ALIKE = (
+    "All ranks must run the same operators; mark modules that choose among their children by data with "
+    "gemini.set_leaf_module() before they are wrapped"
+)
 _num_watches = 0
 
 
@@ -251,7 +255,7 @@ class RankWatch:
 
     def _raise_diverged(self, places: dict[int, tuple[str, str]]) -> NoReturn:
         words = "; ".join(f"rank {rank} waits at {place}" for rank, (_, place) in sorted(places.items()))
-        error = DivergenceError(f"ranks took different ways: {words}. All ranks must run the same operators")
+        error = DivergenceError(f"ranks took different ways: {words}. {ALL_ALIKE}")
         self.publish(error)
         raise error
 

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor, Operator
+from gemini.model.leaf import reached_by_backward
 from gemini.model.released import link_of
 from gemini.model.saved_tensors import SavedTensors
 
@@ -44,7 +45,8 @@ class Hooks:
     ) -> None:
         for module, operator in operators:
             self._handles.append(module.register_forward_pre_hook(self._before_operator(operator), prepend=True))
-            self._handles.append(module.register_forward_hook(self._after_operator(operator), always_call=True))
+            after = self._after_operator(operator)
+            self._handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
         self._handles.append(root.register_forward_pre_hook(self._before_root, prepend=True))
         self._handles.append(root.register_forward_hook(self._after_root, always_call=True))
         for managed in parameters:
@@ -75,15 +77,22 @@ class Hooks:
         return before
 
     def _after_operator(self, operator: Operator) -> Callable[..., None]:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not self._operator_hooks:
-                return  # the pre-hook of an operator above never ran
+                return None  # the pre-hook of an operator above never ran
             hooks = self._operator_hooks.pop()
             if hooks is not None:
                 hooks.__exit__()
             self._executor.exit_operator(operator)
+            if operator.routes and torch.is_grad_enabled():
+                return reached_by_backward((args, kwargs), output, lambda: self._enter_leaf(operator))
+            return None
 
         return after
+
+    def _enter_leaf(self, operator: Operator) -> None:
+        with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
+            self._executor.enter_leaf(operator)
 
     # -- the root
 
@@ -125,6 +134,8 @@ def _on_gradient(position: int) -> Callable[[Tensor], None]:
         with torch._C.DisableTorchFunctionSubclass():
             grad = _grad_of(parameter)
             _set_grad(parameter, None)
+        if grad is None:  # backward came by without one
+            return
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if grad.requires_grad:

@@ -100,7 +100,8 @@ class ShardedModel(nn.Module):
         super().__init__()
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
-        operators = find_operators(module)
+        num_ranks = 1 if process_group is None else process_group.size()
+        operators = find_operators(module, gathers=stage == 3 and num_ranks > 1)
         moments = Moments(["", *(operator.name for operator in operators)])
         communicator = Communicator(process_group, moments, rank_timeout, device_tier.device)
         with communicator.publishing():
@@ -166,7 +167,8 @@ class ShardedModel(nn.Module):
         hooked = []
         for place, found in enumerate(operators):
             its = {chunk_of[parameter].index for parameter in found.parameters}
-            hooked.append((found.module, Operator(place + 1, found.name, tuple(chunks[i] for i in sorted(its)))))
+            its_chunks = tuple(chunks[i] for i in sorted(its))
+            hooked.append((found.module, Operator(place + 1, found.name, its_chunks, found.routes)))
         self.operators = [operator for _, operator in hooked]
         self._hooks = Hooks(self.executor, saved_tensors)
         self._hooks.install(self.module, hooked, self._managed)

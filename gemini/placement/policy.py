@@ -160,8 +160,9 @@ class AutoPolicy:
     name = "auto"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        if budget_bytes is None:
-            return CudaPolicy().place(demand, None)
+        everything = CudaPolicy().place(demand, None)
+        if budget_bytes is None or everything.device_bytes(demand) <= budget_bytes:
+            return everything
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
         check_fits(demand, placement, budget_bytes, self.name)
         for kind in _MOVING_IN:

@@ -18,8 +18,7 @@ from tests.reference import Recipe, Run, assert_equal_runs, train_plain
 from tests.sharded import smallest_budget
 
 LATE = "checkpoint_shared_reentrant"  # its gradients arrive in four pieces, each reduced by itself
-ROUTES_BY_DATA = "experts"  # each rank runs other experts: needs leaves, see test_rank_failures for what happens now
-NAMES = [name for name in MODELS if name not in ("mixed_dtypes", ROUTES_BY_DATA)]
+NAMES = [name for name in MODELS if name != "mixed_dtypes"]
 
 
 def wanted_on(rank: int, case: ModelCase, steps: int, world_size: int, **options: Any) -> Run:
@@ -50,7 +49,8 @@ def test_two_ranks_at_the_smallest_slots_equal_plain(ranks: RankPool, name: str)
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_three_and_four_ranks_equal_plain(ranks: RankPool, world_size: int) -> None:
-    names = ["gpt2", "llama_checkpoint", "t5", "nested", "sometimes_unused", "odd_shapes", "zero_size", "scalar"]
+    names = ["gpt2", "llama_checkpoint", "t5", "nested", "experts"]
+    names += ["sometimes_unused", "odd_shapes", "zero_size", "scalar"]
     jobs = [(name, {"steps": 3}, {"model_data_memory": "smallest"}) for name in names]
     results = ranks(world_size).run(train_many, jobs, timeout_s=120)
     for place, name in enumerate(names):
@@ -59,7 +59,7 @@ def test_three_and_four_ranks_equal_plain(ranks: RankPool, world_size: int) -> N
 
 COMBINATIONS = all_pairs(
     {
-        "name": ["gpt2", "bert", "vit", "mixtral", "nested", "borrowed", "sometimes_unused"],
+        "name": ["gpt2", "bert", "vit", "mixtral", "nested", "borrowed", "sometimes_unused", "experts"],
         "policy": ["auto", "cpu", "cuda"],
         "strategy": ["tensor", "bucket", "chunk"],
         "stage": [0, 1, 2, 3],

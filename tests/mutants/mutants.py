@@ -179,6 +179,20 @@ MUTANTS = [
         "tests/dist/test_slots.py::test_what_was_fetched_ahead_in_vain_changes_nothing",
     ),
     Mutant(
+        "a leaf is left to the nodes of each rank",
+        "gemini/executor/executor.py",
+        "            if chunk in self._whole:",
+        "            if False:",
+        "tests/dist/test_leaves.py",
+    ),
+    Mutant(
+        "a rank that uses nothing of a leaf goes around it",
+        "gemini/model/leaf.py",
+        "isinstance(t, Tensor) and t.requires_grad]",
+        "False]",
+        "tests/dist/test_leaves.py",
+    ),
+    Mutant(
         "a kept slot is updated under a view",
         "gemini/executor/fetcher.py",
         "                self._keep_another(chunk)",

@@ -1,0 +1,125 @@
+"""Modules that choose among their children by data: every rank uses others of them, or none."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gemini import DivergenceError, RemoteRankError, ShardedModel, ShardedOptimizer, set_leaf_module
+from tests import mlp
+from tests.mlp import CHUNK_NUMEL, WIDTH, assert_same, build, weights_of
+
+NUM_BRANCHES = 4
+IDLE = "idle"  # one of the ways: rank 1 uses no branch at all
+
+
+class Switch(nn.Module):
+    """Whose turn it is follows from rank and step. `in_place`: what it returns is written to by who called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BRANCHES))
+        self.rank = self.step = 0
+        self.idles = False
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        if self.idles and self.rank == 1:
+            return {"out": torch.zeros_like(x), "aux": (torch.zeros(()),)}
+        first = self.branches[(self.rank + self.step) % NUM_BRANCHES](x)
+        second = self.branches[(2 * self.rank + 1) % NUM_BRANCHES](first)
+        return {"out": 2 * second, "aux": (second.square().mean(),)}
+
+
+class Block(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.before, self.switch, self.after = nn.Linear(WIDTH, WIDTH), Switch(), nn.Linear(WIDTH, WIDTH)
+        self.switch.idles = way == IDLE
+        self.way = way
+
+    def inner(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.switch(torch.tanh(self.before(x)))
+        out = found["out"]
+        out += x  # in place, on what the leaf returned
+        return self.after(out), found["aux"][0]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.way in ("reentrant", "not reentrant"):
+            return checkpoint(self.inner, x, use_reentrant=self.way == "reentrant")  # type: ignore[no-any-return]
+        return self.inner(x)
+
+
+class Net(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(way) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        extra = torch.zeros(())
+        for block in self.blocks:
+            x, aux = block(x)
+            extra = extra + aux
+        return x.square().mean() + extra
+
+
+def turn(module: nn.Module, rank: int, step: int) -> None:
+    for each in module.modules():
+        if isinstance(each, Switch):
+            each.rank, each.step = rank, step
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def routes(rank: int, world_size: int, way: str, budget: str | None) -> int:
+    """Five steps beside plain PyTorch, which takes the ranks' turns one after the other. Evictions."""
+
+    def make() -> nn.Module:
+        net = Net(way)
+        assert len(set_leaf_module(net, Switch)) == 2
+        return net
+
+    wrap: dict[str, Any] = {"chunk_size": CHUNK_NUMEL}
+    if budget == "smallest":
+        wrap["model_data_memory"] = mlp.smallest_budget(make, **wrap)
+    module, reference = build(make), build(make)
+    model = ShardedModel(module, device="emulated", **wrap)
+    optimizer, its = ShardedOptimizer(model, mlp.adam(model.parameters())), mlp.adam(reference.parameters())
+    for step in range(5):
+        turn(module, rank, step)
+        loss = model(inputs(rank, step))
+        loss.backward()
+        optimizer.step()
+        for other in range(world_size):
+            turn(reference, other, step)
+            wanted = reference(inputs(other, step))
+            wanted.backward()
+            assert other != rank or torch.equal(loss, wanted)
+        for parameter in reference.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= world_size
+        its.step()
+        its.zero_grad()
+        assert_same(weights_of(model), weights_of(reference))
+    num_evictions = model.executor.fetcher.num_evictions
+    model.close()
+    return num_evictions
+
+
+def unmarked(rank: int, world_size: int) -> str:
+    """The same without a mark, at one slot for each branch."""
+    module = build(lambda: Net(""))
+    wrap = {"chunk_size": CHUNK_NUMEL}
+    model = ShardedModel(
+        module, device="emulated", model_data_memory=mlp.smallest_budget(lambda: Net(""), **wrap), **wrap
+    )
+    turn(module, rank, 0)
+    try:
+        model(inputs(rank, 0)).backward()
+    except (DivergenceError, RemoteRankError) as error:
+        return str(error)
+    return ""
