@@ -22,6 +22,7 @@ from gemini.errors import (  # noqa: E402
     StaleGraphError,
     UnsupportedError,
 )
+from gemini.model.estimate import MemoryEstimate, estimate_memory  # noqa: E402
 from gemini.model.operators import set_leaf_module  # noqa: E402
 from gemini.model.sharded_model import ShardedModel  # noqa: E402
 from gemini.optimizer.hashing import state_hash  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     "BudgetError",
     "DivergenceError",
     "GeminiError",
+    "MemoryEstimate",
     "RankLostError",
     "ReleasedParameterError",
     "RemoteRankError",
@@ -44,6 +46,7 @@ __all__ = [
     "UnsupportedError",
     "clip_grad_norm_",
     "current_device",
+    "estimate_memory",
     "set_leaf_module",
     "state_hash",
 ]

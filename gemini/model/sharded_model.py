@@ -110,7 +110,8 @@ class ShardedModel(nn.Module):
             arguments = f"stage={stage} dtype={dtype} policy={policy.name} strategy={type(strategy).__name__}"
             communicator.agree(repr((arguments, packing.chunks)).encode(), "the model")
             by_name = dict(module.named_parameters())
-            chunks = wrap.make_chunks(packing, by_name, operators, dtype, device_tier.device, communicator, stage)
+            rank = communicator.rank
+            chunks = wrap.make_chunks(packing, by_name, operators, dtype, device_tier.device, rank, stage)
             demand = wrap.demand_of(chunks, operators, stage, communicator.world_size)
             placement = policy.place(demand, budget)
             hash_ = wrap.plan_hash(packing, placement, arguments)

@@ -78,7 +78,7 @@ def make_chunks(
     operators: list[FoundOperator],
     dtype: torch.dtype | None,
     device: torch.device,
-    communicator: Communicator,
+    rank: int,
     stage: int,
 ) -> list[Chunk]:
     """Chunks and their parameters' places; no memory yet but the placeholders' few bytes."""
@@ -98,7 +98,7 @@ def make_chunks(
             trainable=some.requires_grad,
             layout=packed.layout,
             oversize=packed.oversize,
-            rank=communicator.rank,
+            rank=rank,
             home_layout=packed.layout if stage == 3 else whole,
             optim_layout=packed.layout if stage >= 1 else whole,
         )

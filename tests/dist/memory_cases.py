@@ -8,6 +8,8 @@ from torch import nn
 
 from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
+from tests.ledger import WRAPS, assert_equals_ledger
+from tests.mlp import CHUNK_NUMEL
 
 LAYERS, WIDTH = 8, 64
 
@@ -105,3 +107,9 @@ def steady_state_allocations(rank: int, world_size: int) -> tuple[int, int]:
         if step in (1, 11):
             counts.append(sum(tier.ledger.num_takes for tier in model._tiers))
     return counts[0], counts[1]
+
+
+def estimates_equal_ledgers(rank: int, world_size: int) -> None:
+    for wrap in WRAPS:
+        assert_equals_ledger(wrap, world_size)
+    assert_equals_ledger({"chunk_size": CHUNK_NUMEL, "shard_strategy": "tensor"}, world_size)

@@ -68,3 +68,8 @@ def test_budgets_hold_over_live_storages(ranks: RankPool, world_size: int) -> No
 def test_no_model_data_is_allocated_after_the_first_steps(ranks: RankPool) -> None:
     for before, after in ranks(2).run(cases.steady_state_allocations):
         assert before == after
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_estimate_is_what_each_rank_takes(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(cases.estimates_equal_ledgers)

@@ -1,0 +1,34 @@
+"""The estimator and the ledgers of a model that took a step: the same bytes."""
+
+from typing import Any
+
+import torch
+
+from gemini import ShardedModel, ShardedOptimizer, estimate_memory
+from optim import HybridAdam
+from tests import mlp
+
+WRAPS: list[dict[str, Any]] = [
+    {"stage": stage, "dtype": dtype, "tensor_placement_policy": policy, "chunk_size": mlp.CHUNK_NUMEL}
+    for stage in (0, 1, 2, 3)
+    for dtype in (None, torch.bfloat16)
+    for policy in ("cuda", "cpu")
+]
+
+
+def measured(model: ShardedModel) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by kind on both tiers, as the ledgers have them after a step."""
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters()))
+    mlp.train_step(model, optimizer, dtype=next(model.parameters()).dtype)
+    device, host = model._tiers
+    return dict(device.ledger.bytes_by_kind), dict(host.ledger.bytes_by_kind)
+
+
+def assert_equals_ledger(wrap: dict[str, Any], world_size: int) -> None:
+    module = mlp.build()
+    estimate = estimate_memory(module, world_size=world_size, **wrap)
+    model = ShardedModel(module, device="emulated", **wrap)
+    device, host = measured(model)
+    model.close()
+    for found, wanted in ((estimate.device, device), (estimate.host, host)):
+        assert {k: n for k, n in found.items() if n} == {k: n for k, n in wanted.items() if n}, wrap
