@@ -15,6 +15,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, Home, ManagedParameter
 from gemini.executor.communicator import Communicator
 from gemini.executor.gradient_store import ChunkGradient, GradientStore
+from gemini.executor.moment import Phase
 from gemini.executor.scratch import Scratch
 from gemini.memory.tier import copy
 from gemini.placement.demand import Tier
@@ -102,14 +103,17 @@ class Gradients:
     # -- collective
 
     def _reduce_in_order(self) -> None:
-        """Reduce what is complete and whose turn it is."""
-        order = self.reduction.order
+        """Reduce what is complete and whose turn it is. Ranks may be at different operators here."""
+        order, moments = self.reduction.order, self.communicator.moments
+        before = moments.now
+        moments.set(0, Phase.BACKWARD)
         while self._next_in_order < len(order):
             gradient = self.store.gradients[order[self._next_in_order]]
             if not gradient.is_open or gradient.num_fired != gradient.expected:
-                return
+                break
             self.reduce(gradient)
             self._next_in_order += 1
+        moments.now = before
 
     def before_touch(self) -> None:
         """A point that all ranks share, if backward gathers parameters: reduce what is due."""
@@ -146,10 +150,12 @@ class Gradients:
                     self.reduce(gradient)
             self._expect_what_came(gradients)
             return
-        expected_order = tuple(i for i in self.reduction.order if i in set(self.reduction.fired))
-        off = self._off_plan or (
-            not self.predicted() if self.gathers_in_backward else tuple(self.reduction.fired) != expected_order
-        )
+        if self.gathers_in_backward:
+            off = self._off_plan or not self.predicted()
+        else:
+            off = self._off_plan or tuple(self.reduction.fired) != self.reduction.order
+            for index in self.reduction.order[self._next_in_order :]:
+                self.reduce(self.store.gradients[index])
         words = [g.is_open or g.has_unsynced for g in gradients]
         flags = torch.tensor([*words, off or self.reduction.at_touch is None], dtype=torch.int64, device=self.device)
         self.communicator.all_reduce_max_(flags, "end of backward")

@@ -6,7 +6,8 @@ which the slowest rank had the last gradient of a chunk is the point at which al
 nothing to give by then gives zeros, and a gradient that comes later still is reduced at the end of the backward.
 
 Two kinds of points. Where backward gathers parameters, points are touches, and a chunk is reduced right before
-a certain touch. Where it does not, only the reductions' own order matters: `order`.
+a certain touch. Where it does not, only the reductions' own order matters: `order` holds the chunks that every rank
+completed, and every rank reduces all of them in every backward, in this order, before it asks what is left.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ class ReductionOrder:
 
     def __init__(self, chunks: Sequence[int]) -> None:
         self.chunks = tuple(chunks)
-        self.order = tuple(reversed(self.chunks))  # backward meets the last operator first
+        self.order = tuple(reversed(self.chunks))  # at first: all; backward meets the last operator first
         self.at_touch: dict[int, tuple[int, ...]] | None = None  # None: not recorded yet
         self.last_fire = dict.fromkeys(self.chunks, -1)  # this backward: touches before the chunk's last gradient
         self.fired: list[int] = []  # this backward: chunks in order of completion
@@ -39,7 +40,8 @@ class ReductionOrder:
                 at_touch.setdefault(point, []).append(chunk)
         self.at_touch = {point: tuple(sorted(chunks, reverse=True)) for point, chunks in at_touch.items()}
         places = dict(zip(self.chunks, ranking, strict=True))
-        self.order = tuple(sorted(self.chunks, key=lambda chunk: (places[chunk], -chunk)))
+        complete = [chunk for chunk in self.chunks if places[chunk] < len(self.chunks)]
+        self.order = tuple(sorted(complete, key=lambda chunk: (places[chunk], -chunk)))
 
     def ranking(self) -> list[int]:
         """This rank's `ranking` for `adopt`; chunks that did not complete come last."""

@@ -179,6 +179,13 @@ MUTANTS = [
         "tests/dist/test_slots.py::test_what_was_fetched_ahead_in_vain_changes_nothing",
     ),
     Mutant(
+        "a rank without a gradient leaves its place in the order",
+        "gemini/executor/gradients.py",
+        "            for index in self.reduction.order[self._next_in_order :]:",
+        "            for index in ():",
+        PAIRS,
+    ),
+    Mutant(
         "a leaf is left to the nodes of each rank",
         "gemini/executor/executor.py",
         "            if chunk in self._whole:",
