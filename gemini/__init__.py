@@ -23,8 +23,23 @@ from gemini.errors import (  # noqa: E402
     UnsupportedError,
 )
 from gemini.model.estimate import MemoryEstimate, estimate_memory  # noqa: E402
+from gemini.model.gathered import GatheredParameters  # noqa: E402
 from gemini.model.operators import set_leaf_module  # noqa: E402
 from gemini.model.sharded_model import ShardedModel  # noqa: E402
+from gemini.optimizer.full_access import (  # noqa: E402
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 from gemini.optimizer.hashing import state_hash  # noqa: E402
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from optim import clip_grad_norm_  # noqa: E402
@@ -34,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "DivergenceError",
+    "GatheredParameters",
     "GeminiError",
     "MemoryEstimate",
     "RankLostError",
@@ -47,6 +63,18 @@ __all__ = [
     "clip_grad_norm_",
     "current_device",
     "estimate_memory",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "set_leaf_module",
     "state_hash",
 ]

@@ -130,11 +130,11 @@ class Communicator:
         with self._agreeing():
             self.collectives.all_reduce_max_(tensor, tag)
 
-    def broadcast_(self, tensor: Tensor, what: str) -> None:
-        """Rank 0's tensor on every rank. Collective."""
+    def broadcast_(self, tensor: Tensor, what: str, src: int = 0) -> None:
+        """The tensor of rank `src` on every rank. Collective."""
         tag = self._next(what, 0)
         with self._agreeing():
-            self.collectives.broadcast_(tensor, tag=tag)
+            self.collectives.broadcast_(tensor, src, tag=tag)
 
     def agree(self, data: bytes, what: str, shown: str | None = None) -> None:
         """Raises DivergenceError unless every rank brought the same bytes; `shown` stands for them. Collective."""

@@ -30,7 +30,7 @@ _T: Any = torch.Tensor
 class Link:
     """What a managed parameter knows of its model; its attribute `_gemini`."""
 
-    __slots__ = ("executor", "gradient", "managed", "saved_tensors")
+    __slots__ = ("executor", "gradient", "managed", "optimizer", "saved_tensors")
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Link:
         self.executor = executor
         self.saved_tensors = saved_tensors
         self.gradient = gradient
+        self.optimizer: object | None = None  # its ShardedOptimizer, once there is one
 
 
 def link_of(parameter: Tensor) -> Link | None:

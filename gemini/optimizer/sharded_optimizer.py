@@ -98,6 +98,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
         model._optimizer = self
+        for managed in model._managed:
+            link = link_of(managed.parameter)
+            assert link is not None
+            link.optimizer = self
 
     def _groups_by_index(self, optimizer: torch.optim.Optimizer) -> dict[int, int]:
         """Parameter index -> param group. Raises if a parameter is not this model's."""
@@ -169,12 +173,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_has_backward(self, what: str) -> None:
         executor = self.model.executor
         executor.check_idle(what)
+        if any(chunk.pins for chunk in executor.chunks):
+            raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
         if not executor.gradients.num_backwards:
             raise GeminiError(f"{what} without a backward(): there is no gradient since the last step")
 
     def _gradients_now(self) -> tuple[int, int]:
         gradients = self.model.executor.gradients
         return gradients.num_forgotten, gradients.num_backwards
+
+    def forget_summary(self) -> None:
+        """Gradients changed after their norm was taken: the step takes it again, and clips as was asked."""
+        self._summary = None
 
     # -- the step
 

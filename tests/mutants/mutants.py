@@ -186,6 +186,27 @@ MUTANTS = [
         PAIRS,
     ),
     Mutant(
+        "a change in GatheredParameters stays on its rank",
+        "gemini/model/gathered.py",
+        '            executor.communicator.broadcast_(flat, f"changes to {managed.name}", src=rank)',
+        "            pass",
+        "tests/dist/test_access.py",
+    ),
+    Mutant(
+        "a change without a modifier is not undone",
+        "gemini/model/gathered.py",
+        "                        _payload_view(link).copy_(before)",
+        "                        pass",
+        "tests/test_access.py",
+    ),
+    Mutant(
+        "a master that was set does not reach its parameter",
+        "gemini/optimizer/full_access.py",
+        "        view.store(weights)",
+        "        pass",
+        "tests/test_access.py",
+    ),
+    Mutant(
         "a leaf is left to the nodes of each rank",
         "gemini/executor/executor.py",
         "            if chunk in self._whole:",

@@ -1,0 +1,224 @@
+"""Whole or local fp32 weights, gradients and optimizer states of one parameter, to read and to set.
+
+The names are DeepSpeed's. All of it is called between steps, and on every rank but for `safe_get_local_*`. What is set
+whole is rank 0's value. Gradients are there after backward and before the step. A value that was set is what the next
+forward and the next step use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.errors import GeminiError
+from gemini.model.released import Link, link_of
+from gemini.model.weights import gather_gradient, gather_optimizer_state
+from gemini.optimizer.chunk_state import ChunkOptimizerState
+from gemini.optimizer.shard_view import ShardView, Staging
+from gemini.placement.demand import Kind, Tier
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """A copy of the master weights, whole, in fp32 (fp64 for fp64 weights), on the compute device. Collective."""
+    link = _begin("safe_get_full_fp32_param", param)
+    managed, executor = link.managed, link.executor
+    with executor.publishing(), torch.no_grad():
+        executor.binding.write_back_all()
+        master = managed.chunk.homes.get(Kind.MASTER)
+        if master is not None:
+            return _shaped(gather_optimizer_state(executor, managed.chunk, master.flat), link)
+        whole = executor.fetcher.fetch(managed.chunk)
+        return _shaped(whole if whole.dtype is torch.float64 else whole.float(), link)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """A copy of the reduced gradient, whole, in fp32; None without a backward since the last step. Collective."""
+    link = _begin("safe_get_full_grad", param)
+    if link.gradient(link.managed) is None:
+        return None
+    with link.executor.publishing():
+        whole = gather_gradient(link.executor, link.managed)
+        return whole if whole.dtype is torch.float64 else whole.float()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+    """A copy of a state such as "exp_avg", whole, on the compute device. Collective."""
+    link = _begin("safe_get_full_optimizer_state", param)
+    flat = _state(link, optim_state_key)
+    with link.executor.publishing(), torch.no_grad():
+        return _shaped(gather_optimizer_state(link.executor, link.managed.chunk, flat), link)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set the master weights and the parameter to rank 0's value. Collective."""
+    link = _begin("safe_set_full_fp32_param", param)
+    _set_weights(link, _pieces_of(link, _rank_0s(link, value)))
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set the gradient that the next step uses, before its clipping, to rank 0's value. Collective."""
+    link = _begin("safe_set_full_grad", param)
+    flat = _gradient(link)
+    _set_gradient(link, flat, _pieces_of(link, _rank_0s(link, value)))
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set a state such as "exp_avg" to rank 0's value. Collective."""
+    link = _begin("safe_set_full_optimizer_state", param)
+    flat = _state(link, optim_state_key)
+    _write(link, flat, _pieces_of(link, _rank_0s(link, value)))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+    """A copy of the master weights that this rank steps, 1-D, in the order in which they lie in memory."""
+    link = _begin("safe_get_local_fp32_param", param)
+    with torch.no_grad():
+        return _local(link, _view(link).load().clone())
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """A copy of this rank's part of the reduced gradient, 1-D, fp32; None without a backward since the last step."""
+    link = _begin("safe_get_local_grad", param)
+    if link.gradient(link.managed) is None:
+        return None
+    flat = _gradient(link)
+    return _local(link, flat if flat.dtype is torch.float64 else flat.float())
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+    """A copy of this rank's part of a state, 1-D."""
+    link = _begin("safe_get_local_optimizer_state", param)
+    return _local(link, _state(link, optim_state_key))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set the master weights that this rank steps, and the parameter there. Collective."""
+    link = _begin("safe_set_local_fp32_param", param)
+    _set_weights(link, _checked_local(link, value))
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the gradient that the next step uses. Every rank calls it."""
+    link = _begin("safe_set_local_grad", param)
+    _set_gradient(link, _gradient(link), _checked_local(link, value))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of a state. Every rank calls it."""
+    link = _begin("safe_set_local_optimizer_state", param)
+    _write(link, _state(link, optim_state_key), _checked_local(link, value))
+
+
+def _begin(what: str, param: nn.Parameter) -> Link:
+    link = link_of(param) if isinstance(param, Tensor) else None
+    if link is None:
+        raise TypeError(f"{what}() takes a parameter of a ShardedModel, found {type(param).__name__}")
+    link.executor.check_idle(f"{what}()")
+    return link
+
+
+def _shaped(whole: Tensor, link: Link) -> Tensor:
+    managed = link.managed
+    view = torch.as_strided(whole, managed.shape, managed.stride, managed.offset)
+    return view.to(link.executor.fetcher.device.device, copy=True)
+
+
+def _state(link: Link, key: str) -> Tensor:
+    optimizer: Any = link.optimizer
+    states: dict[int, ChunkOptimizerState] = {} if optimizer is None else optimizer._states
+    chunk = link.managed.chunk
+    flats = states[chunk.index].flats if chunk.index in states else {}
+    if key not in flats:
+        reason = "the model has no ShardedOptimizer" if optimizer is None else f"it has {sorted(flats) or 'none'}"
+        raise ValueError(f"parameter {link.managed.name!r} has no optimizer state {key!r}: {reason}")
+    return flats[key]
+
+
+def _gradient(link: Link) -> Tensor:
+    gradient = link.executor.gradients.store.gradients.get(link.managed.chunk.index)
+    if gradient is None or not gradient.merged:
+        raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")
+    return gradient.reduced()
+
+
+def _rank_0s(link: Link, value: Tensor) -> Tensor:
+    """The parameter's elements in their order in memory, 1-D, equal on all ranks. Collective."""
+    managed, communicator = link.managed, link.executor.communicator
+    if not isinstance(value, Tensor) or value.shape != managed.shape:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        wanted = tuple(managed.shape)
+        raise ValueError(f"the value for {managed.name!r} must be a tensor of shape {wanted}, found {found}")
+    dtype = torch.float64 if managed.chunk.dtype is torch.float64 else torch.float32
+    device = link.executor.fetcher.device.device
+    with torch.no_grad():
+        laid_out = torch.empty_strided(managed.shape, managed.stride, dtype=dtype, device=device).copy_(value)
+        flat = torch.as_strided(laid_out, (managed.numel,), (1,))
+        if communicator.world_size > 1:
+            with link.executor.publishing():
+                communicator.broadcast_(flat, f"a value for {managed.name}")
+    return flat
+
+
+def _pieces_of(link: Link, whole: Tensor) -> list[Tensor]:
+    managed = link.managed
+    starts = ((piece.payload_start - managed.offset, piece.numel) for piece in managed.chunk.optim_pieces(managed))
+    return [whole[start : start + numel] for start, numel in starts]
+
+
+def _checked_local(link: Link, value: Tensor) -> list[Tensor]:
+    managed = link.managed
+    sizes = [piece.numel for piece in managed.chunk.optim_pieces(managed)]
+    if not isinstance(value, Tensor) or value.shape != (sum(sizes),):
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"this rank's part of {managed.name!r} must be a tensor of shape ({sum(sizes)},), found {found}"
+        )
+    return list(value.split(sizes))
+
+
+def _local(link: Link, flat: Tensor) -> Tensor:
+    pieces = link.managed.chunk.optim_pieces(link.managed)
+    parts = [flat[piece.shard_start : piece.shard_start + piece.numel] for piece in pieces]
+    return torch.cat(parts) if parts else flat[:0].clone()
+
+
+def _write(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
+    """flat's elements of the parameter <- parts."""
+    with torch.no_grad():
+        for piece, part in zip(link.managed.chunk.optim_pieces(link.managed), parts, strict=True):
+            flat[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
+
+
+def _set_gradient(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
+    """The parameter has a gradient now, and a norm that was computed before does not count any more."""
+    _write(link, flat, parts)
+    chunk = link.managed.chunk
+    link.executor.gradients.store.gradients[chunk.index].got[chunk.parameters.index(link.managed)] = 1
+    optimizer: Any = link.optimizer
+    if optimizer is not None:
+        optimizer.forget_summary()
+
+
+def _view(link: Link) -> ShardView:
+    chunk, executor = link.managed.chunk, link.executor
+    executor.binding.write_back(chunk)
+    tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
+    return ShardView(chunk, executor.fetcher, Staging(), Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST)
+
+
+def _set_weights(link: Link, parts: Sequence[Tensor]) -> None:
+    """As an update of these elements would, on every rank."""
+    chunk, executor = link.managed.chunk, link.executor
+    with executor.publishing(), torch.no_grad():
+        executor.before_chunk_update(chunk)
+        view = _view(link)
+        weights = view.load()
+        _write(link, weights, parts)
+        view.store(weights)
+        executor.after_chunk_update(chunk)
+        if chunk.home_layout.world_size < chunk.optim_layout.world_size:
+            executor.fetcher.spread(chunk)
+
