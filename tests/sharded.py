@@ -39,7 +39,10 @@ def train_sharded(
         del wrap["model_data_memory"]
         wrap["model_data_memory"] = smallest_budget(case, recipe, **wrap)
     model = ShardedModel(module, device="emulated", dtype=recipe.dtype if half else None, rank_timeout=60, **wrap)
-    optimizer = ShardedOptimizer(model, make_optimizer(model.parameters(), recipe), clip_grad_norm=recipe.clip)
+    scaled = {"initial_scale": recipe.loss_scale} if recipe.dtype is torch.float16 else {}
+    optimizer = ShardedOptimizer(
+        model, make_optimizer(model.parameters(), recipe), clip_grad_norm=recipe.clip, **scaled
+    )
     slots_of: dict[int, set[int]] = {}
     _watch_slots(model, slots_of)
     run = Run(grads=[] if read_grads else None, norms=[])
@@ -48,7 +51,10 @@ def train_sharded(
         micro_losses = []
         for micro in range(recipe.accumulation):
             loss = recipe.rank_losses(case, model, step, rank, micro)
-            recipe.for_backward(loss).backward()
+            if recipe.dtype is torch.float16:
+                optimizer.backward(loss / recipe.accumulation if recipe.accumulation > 1 else loss)
+            else:
+                recipe.for_backward(loss).backward()
             micro_losses.append(loss.detach().clone())
         losses.append(torch.stack(micro_losses))
         if read_grads:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,6 +69,7 @@ class Executor:
         self._whole: tuple[Chunk, ...] = ()  # the leaf that backward is in
         self._forward_depth = 0
         self._awaits_backward = False
+        self.check_backward: Callable[[], None] = lambda: None  # may refuse one before anything has happened
         fetcher.on_touch = gradients.before_touch
 
     # -- forward
@@ -161,6 +162,7 @@ class Executor:
         """Called by the first of the root's outputs, or else of our nodes, that backward reaches."""
         if self.gradients.in_backward:
             return
+        self.check_backward()
         self.gradients.begin_backward()
         self.moments.set(0, Phase.BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)

@@ -21,7 +21,7 @@ from optim.hyperparameters import refuse_unknown_arguments
 
 ACTIVATION_FRACTION = 0.3
 """Of `device_memory`, left to activations and workspace until a step has shown what they need."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def refuse_unknown(owner: type[nn.Module], unknown: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ TESTED: tuple[type[torch.optim.Optimizer], ...] = (
 """Optimizers whose updates on flat runs are tested to equal those on separate parameters."""
 
 
+class GradientFactors(NamedTuple):
+    """What every gradient is multiplied by, one after the other, before it is used."""
+
+    inv_scale: float = 1.0
+    clip: float = 1.0
+
+
 @dataclass
 class RunState:
     """What an optimizer keeps for a run: `flat` views into the chunk's state, and scalars that all elements share."""
@@ -50,7 +57,7 @@ class ElementwiseUpdate(Protocol):
         ...
 
     def update(
-        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], clip: float
+        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], factors: GradientFactors
     ) -> dict[str, Tensor]:
         """Step `param` (fp32 or fp64, 1-D) in place; returns per-element states that are not views of `state.flat`."""
         ...
@@ -63,13 +70,15 @@ class AdamUpdate:
         return ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], clip: float
+        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], factors: GradientFactors
     ) -> dict[str, Tensor]:
         if param.dtype is not torch.float32:
             raise UnsupportedError(f"HybridAdam updates fp32 weights; this model has {param.dtype} ones: use AdamW")
         step = int(state.scalars.get("step", 0)) + 1
         flat = state.flat
-        adam_update_(param, grad, flat["exp_avg"], flat["exp_avg_sq"], step=step, clip=clip, **hyperparameters(group))
+        adam_update_(
+            param, grad, flat["exp_avg"], flat["exp_avg_sq"], step=step, **factors._asdict(), **hyperparameters(group)
+        )
         state.scalars["step"] = step
         return {}
 
@@ -88,11 +97,12 @@ class TorchUpdate:
         return ()
 
     def update(
-        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], clip: float
+        self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], factors: GradientFactors
     ) -> dict[str, Tensor]:
         grad = grad.to(param.dtype)
-        if clip != 1.0:
-            grad = grad * torch.tensor(clip, dtype=param.dtype, device=param.device)
+        for factor in factors:
+            if factor != 1.0:
+                grad = grad * torch.tensor(factor, dtype=param.dtype, device=param.device)
         lent = param.detach()
         lent.grad = grad
         worker = self._worker

@@ -6,6 +6,7 @@ chunk where the chunk's state lives, in order of first use.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -15,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.model.released import link_of
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.chunk_state import ChunkOptimizerState, Run
-from gemini.optimizer.elementwise import AdamUpdate, resolve_update
-from gemini.optimizer.shard_view import ShardView, Staging
+from gemini.optimizer.chunk_state import ChunkOptimizerState
+from gemini.optimizer.chunk_update import ChunkUpdates
+from gemini.optimizer.elementwise import AdamUpdate, GradientFactors, resolve_update
+from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
 from gemini.optimizer.summary import GradientSummary, norm_tensor, summarize
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import Kind
 from optim import clip_coefficient
 from optim.hyperparameters import refuse_unknown_arguments
 
@@ -37,6 +38,7 @@ class StepReport:
     grad_norm: float
     clip: float
     skipped: str | None
+    loss_scale: float
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -48,6 +50,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         model: the `ShardedModel` whose parameters the optimizer was made with.
         optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. It is
             taken over: its `param_groups` become this optimizer's (schedulers act on them), its state stays empty.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the dynamic
+            loss scale, see `loss_scale.py`; it is on where trainable weights are fp16, and `backward(loss)` must
+            then be called on this optimizer.
         clip_grad_norm: clip every step to this global norm (L2 over all ranks); None does not clip.
         elementwise: take an optimizer that is not on the tested list at your word.
     """
@@ -57,11 +62,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         *,
+        initial_scale: float = 2.0**16,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**32,
         clip_grad_norm: float | None = None,
         elementwise: bool = False,
         **unknown: Any,
     ) -> None:
-        refuse_unknown_arguments("ShardedOptimizer", unknown, ["model", "optimizer", "clip_grad_norm", "elementwise"])
+        valid = [name for name in inspect.signature(ShardedOptimizer).parameters if name != "unknown"]
+        refuse_unknown_arguments("ShardedOptimizer", unknown, valid)
         if not isinstance(model, ShardedModel):
             raise TypeError(f"model must be a ShardedModel, found {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
@@ -72,6 +85,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
         if not isinstance(elementwise, bool):
             raise TypeError(f"elementwise must be True or False, found {elementwise!r}")
+        scale = LossScale(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+        )
+        half = any(chunk.trainable and chunk.dtype is torch.float16 for chunk in model._chunks)
+        self._loss_scale = scale if half else None
         self._update = resolve_update(optimizer, elementwise)
         self._clip_grad_norm = _check_max_norm("clip_grad_norm", clip_grad_norm)
         self.model = model
@@ -90,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if any(group is not None for group in groups):
                 for name in self._update.flat_names():
                     state.take(name, model.executor.fetcher)
-        self._staging = Staging()
+        self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)
         self._requested_clip: tuple[float, float] | None = None
         self._summary: GradientSummary | None = None
         self._summarized = 0, 0  # the gradients that `_summary` has seen
@@ -98,6 +116,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
         model._optimizer = self
+        self._scales_now = False  # inside our own backward()
+        model.executor.check_backward = self._refuse_unscaled
         for managed in model._managed:
             link = link_of(managed.parameter)
             assert link is not None
@@ -121,9 +141,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the loop
 
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()`; if it raises, the other ranks are told why."""
+        """`loss.backward()`, of the scaled loss where there is a scale; if it raises, the other ranks are told why."""
         with self.model.executor.publishing():
-            loss.backward()
+            if self._loss_scale is None:
+                loss.backward()
+                return
+            self._scales_now = True
+            try:
+                (loss.float() * self._loss_scale.scale).backward()
+            finally:
+                self._scales_now = False
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward()` multiplies the loss by now; 1 where there is no loss scaling."""
+        return 1.0 if self._loss_scale is None else self._loss_scale.scale
+
+    def _refuse_unscaled(self) -> None:
+        if self._loss_scale is not None and not self._scales_now:
+            raise GeminiError("loss.backward() without the loss scale that fp16 needs: call optimizer.backward(loss)")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the next step's gradients to `max_norm`; returns their norm before clipping, 0-dim. Collective.
@@ -140,7 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._requested_clip = checked, norm_type
             self._summary = self._summarize(norm_type)
             self._summarized = self._gradients_now()
-        self.grad_norm = norm_tensor(self._summary.norm, self.model.executor.gradients.device)
+        self.grad_norm = norm_tensor(self._true_norm(self._summary), self.model.executor.gradients.device)
         return self.grad_norm
 
     @torch.no_grad()
@@ -188,16 +224,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- the step
 
-    def _refuse_bad_hyperparameters(self) -> None:
-        """Let the update check its hyperparameters on no elements, while every rank can still go back."""
-        checked: set[int] = set()  # membership only
-        for state in self._states.values():
-            for position, group in enumerate(state.groups):
-                if group is not None and group not in checked:
-                    checked.add(group)
-                    none = torch.zeros(0, dtype=state.dtype)
-                    self._update.update(none, none.clone(), state.empty_run(position), self.param_groups[group], 1.0)
-
     def _summarize(self, norm_type: float) -> GradientSummary:
         """What all ranks must know. Who cannot update says so before it, while nobody has changed anything."""
         for chunk in self._chunks:
@@ -206,16 +232,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         executor = self.model.executor
-        self._refuse_bad_hyperparameters()
+        self._updates.refuse_bad_hyperparameters()
         executor.before_update()
         max_norm, norm_type = self._requested_clip or (self._clip_grad_norm, 2.0)
         executor.fetcher.device.synchronize()
         summary = self._summary or self._summarize(norm_type)
         self._summary = self._requested_clip = None
         self._num_steps += 1
-        self.grad_norm = norm_tensor(summary.norm, executor.gradients.device)
+        norm = self._true_norm(summary)
+        self.grad_norm = norm_tensor(norm, executor.gradients.device)
         skipped = None
-        clip = 1.0
+        factors = GradientFactors(1.0 / self.loss_scale)
         if summary.non_finite is not None:
             skipped = self.model._managed[summary.non_finite].name
             warnings.warn(
@@ -223,93 +250,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         else:
             if max_norm is not None:
-                clip = clip_coefficient(summary.norm, max_norm)
-            updated = [chunk for chunk in self._chunks if any(self._steps(chunk, summary))]
+                factors = factors._replace(clip=clip_coefficient(norm, max_norm))
+            updated = [chunk for chunk in self._chunks if any(self._updates.steps(chunk, summary))]
             with executor.tearing():
                 for chunk in updated:
                     executor.before_chunk_update(chunk)  # again, for those that were used after the summary
-                    self._update_chunk(chunk, summary, clip)
+                    self._updates.update_chunk(chunk, summary, factors)
         executor.gradients.forget()
-        self.last_step = StepReport(self._num_steps, summary.norm, clip, skipped)
+        self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)
+        if self._loss_scale is not None:
+            self._loss_scale.update(skipped is not None)
+            if skipped is not None:
+                self._loss_scale.refuse_endless_skips(skipped)
 
-    def _update_chunk(self, chunk: Chunk, summary: GradientSummary, clip: float) -> None:
-        """Update one chunk where its state lives; it is on this rank alone until the new weights are gathered."""
-        executor, state = self.model.executor, self._states[chunk.index]
-        steps = self._steps(chunk, summary)
-        runs = state.runs(steps)
-        if runs:
-            self._update_runs(chunk, state, runs, clip)
-        self._count_elsewhere(state, runs, [position for position, does in enumerate(steps) if does])
-        executor.after_chunk_update(chunk)
-        if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-            executor.fetcher.spread(chunk)
-
-    def _steps(self, chunk: Chunk, summary: GradientSummary) -> list[bool]:
-        """By position in the chunk: the parameter has a gradient on some rank, and is in a param group."""
-        groups = self._states[chunk.index].groups
-        return [
-            summary.has_gradient[managed.index] and group is not None
-            for managed, group in zip(chunk.parameters, groups, strict=True)
-        ]
-
-    def _update_runs(self, chunk: Chunk, state: ChunkOptimizerState, runs: list[Run], clip: float) -> None:
-        executor = self.model.executor
-        fetcher = executor.fetcher
-        gradient = executor.gradients.store.gradients[chunk.index]
-        tier = self._where(chunk, state)
-        view = ShardView(chunk, fetcher, self._staging, tier)
-        weights = view.load()
-        grad = gradient.reduced()
-        if gradient.reduced_tier() is not tier:
-            staged = self._staging.take("gradient", chunk.optim_numel, grad.dtype)
-            from_tier = fetcher.tier(gradient.reduced_tier())
-            grad = fetcher.staged_copy(staged, grad, tier, from_tier)
-        scalars: dict[int, dict[str, Any]] = {}
-        for run in runs:
-            end = run.start + run.numel
-            run_state = state.state_of(run)
-            group = self.param_groups[run.group]
-            replaced = self._update.update(weights[run.start : end], grad[run.start : end], run_state, group, clip)
-            state.keep(run, run_state, replaced, fetcher)
-            for position in run.positions:
-                scalars[position] = run_state.scalars
-        state.keep_scalars(scalars)
-        view.store(weights)
-
-    def _count_elsewhere(self, state: ChunkOptimizerState, runs: list[Run], updated: list[int]) -> None:
-        """Parameters that lie wholly in other ranks' shards count their steps here too, so that all ranks agree."""
-        here = {position for run in runs for position in run.positions}
-        absent = [position for position in updated if position not in here]
-        if not absent:
-            return
-        dtype = state.dtype
-        for position in absent:
-            run_state = state.empty_run(position)
-            group_number = state.groups[position]
-            assert group_number is not None
-            none = torch.zeros(0, dtype=dtype)
-            self._update.update(none, none.clone(), run_state, self.param_groups[group_number], 1.0)
-            state.scalars[position] = run_state.scalars
-
-    def _where(self, chunk: Chunk, state: ChunkOptimizerState) -> Tier:
-        """The device if everything that the update touches is there, else the host."""
-        tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
-        tiers.add(self.model.executor.gradients.store.gradients[chunk.index].reduced_tier())
-        device = self.model.executor.fetcher.device.device
-        on_device = state.tier is Tier.DEVICE and all(flat.device == device for flat in state.flats.values())
-        return Tier.DEVICE if tiers == {Tier.DEVICE} and on_device else Tier.HOST
+    def _true_norm(self, summary: GradientSummary) -> float:
+        """Of the gradients without the loss scale."""
+        return summary.norm / self.loss_scale
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim's format with whole CPU tensors, and "masters": fp32 weights by parameter number. Collective."""
         with self.model.executor.publishing():
-            return whole_optimizer_state(self.model.executor, self._states, self.param_groups)
+            state = whole_optimizer_state(self.model.executor, self._states, self.param_groups)
+        if self._loss_scale is not None:
+            state["loss_scale"] = self._loss_scale.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of `state_dict` or of the plain optimizer. Checked before anything changes."""
         with self.model.executor.publishing():
-            load_optimizer_state(self.model.executor, self._states, self.param_groups, state_dict)
+            kept = None if self._loss_scale is None else self._loss_scale.state_dict()
+            try:
+                if self._loss_scale is not None and "loss_scale" in state_dict:
+                    self._loss_scale.load_state_dict(state_dict["loss_scale"])
+                load_optimizer_state(self.model.executor, self._states, self.param_groups, state_dict)
+            except Exception:
+                if self._loss_scale is not None and kept is not None:
+                    self._loss_scale.load_state_dict(kept)
+                raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_states"):
@@ -321,8 +300,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:  # torch.amp.GradScaler.step() asks
         raise UnsupportedError(
-            "torch.amp.GradScaler cannot scale a ShardedOptimizer: train without it, dtype=torch.bfloat16 needs no "
-            "loss scale"
+            "torch.amp.GradScaler cannot scale a ShardedOptimizer: train without it. dtype=torch.bfloat16 needs no "
+            "loss scale, and for torch.float16 optimizer.backward(loss) has one"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -106,3 +106,15 @@ def test_the_smallest_budget_of_a_rank_is_below_that_of_one_rank() -> None:
     """A shard is smaller than the whole: two ranks fit where one does not."""
     case, recipe = MODELS["gpt2"], Recipe()
     assert smallest_budget(case, recipe, tensor_placement_policy="cuda") > smallest_budget(case, recipe)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fp16_on_ranks_equals_plain(ranks: RankPool, world_size: int) -> None:
+    """Each rank's scaled gradients are bits, their fp32 sum is rounded once to fp16, here and in the reference."""
+    options: dict[str, Any] = {"dtype": torch.float16, "loss_scale": 2.0**8, "accumulation": 2, "clip": 0.05}
+    for name in ("gpt2", "nested"):
+        wrap = {"model_data_memory": "smallest", "read_grads": False}
+        results = ranks(world_size).run(train, name, {"steps": 3, **options}, wrap, timeout_s=120)
+        for rank, (run, _) in enumerate(results):
+            wanted = wanted_on(rank, MODELS[name], 3, world_size, reduce_dtype=torch.float32, **options)
+            assert_equal_runs(run, dataclasses.replace(wanted, grads=None), bits=True)

@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         "nodes do not pin what they have unpacked",
         "gemini/executor/executor.py",
-        "        chunk.pins += 1\n        pins.chunks.append(chunk)\n        return payload",
-        "        return payload",
+        "        chunk.pins += 1\n        pins.chunks.append(chunk)\n",
+        "",
         "tests/test_executor.py::test_a_node_pins_what_it_has_unpacked_until_the_next_node_asks",
     ),
     Mutant(
@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "the clip factor is dropped",
         "gemini/optimizer/sharded_optimizer.py",
-        "clip = clip_coefficient(summary.norm, max_norm)",
-        "clip = 1.0",
+        "factors = factors._replace(clip=clip_coefficient(norm, max_norm))",
+        "pass",
         PAIRS,
     ),
     Mutant(
@@ -207,6 +207,20 @@ MUTANTS = [
         "tests/test_access.py",
     ),
     Mutant(
+        "a good step gives the chances back",
+        "gemini/optimizer/loss_scale.py",
+        "        self.num_skipped = 0\n        self.num_good += 1",
+        "        self.num_skipped = self.num_bad = 0\n        self.num_good += 1",
+        "tests/pure/test_loss_scale.py",
+    ),
+    Mutant(
+        "gradients keep the loss scale",
+        "gemini/optimizer/sharded_optimizer.py",
+        "factors = GradientFactors(1.0 / self.loss_scale)",
+        "factors = GradientFactors()",
+        "tests/test_fp16.py",
+    ),
+    Mutant(
         "a leaf is left to the nodes of each rank",
         "gemini/executor/executor.py",
         "            if chunk in self._whole:",
@@ -229,7 +243,7 @@ MUTANTS = [
     ),
     Mutant(
         "stage 2 does not gather what others updated",
-        "gemini/optimizer/sharded_optimizer.py",
+        "gemini/optimizer/chunk_update.py",
         "            executor.fetcher.spread(chunk)",
         "            pass",
         PAIRS,

@@ -1,0 +1,93 @@
+"""The dynamic loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), with hysteresis.
+
+A step with a non-finite gradient is skipped and uses up one of `hysteresis` chances; once they are used up, every such
+step multiplies the scale by `backoff_factor`. `growth_interval` good steps in a row multiply it by `growth_factor`
+and give all chances back; nothing else does (as in Megatron and Colossal-AI). Numbers only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gemini.errors import GeminiError
+
+MAX_SKIPPED = 20
+_STATE = ("scale", "num_good", "num_bad", "num_skipped")
+
+
+@dataclass
+class LossScale:
+    """Bounds and factors, and where it stands: all of it is equal on all ranks."""
+
+    initial_scale: float = 2.0**16
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+    scale: float = 0.0
+    num_good: int = 0  # steps since the last growth or skip
+    num_bad: int = 0  # skips since the last growth
+    num_skipped: int = 0  # in a row
+
+    def __post_init__(self) -> None:
+        for name in ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "max_scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, found {value!r}")
+            setattr(self, name, float(value))
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
+        if self.growth_factor < 1 or self.backoff_factor >= 1:
+            raise ValueError(
+                f"growth_factor must be at least 1 and backoff_factor below 1, found {self.growth_factor} and "
+                f"{self.backoff_factor}"
+            )
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                f"initial_scale={self.initial_scale} must lie between min_scale={self.min_scale} and "
+                f"max_scale={self.max_scale}"
+            )
+        self.scale = self.scale or self.initial_scale
+
+    def update(self, skipped: bool) -> None:
+        """After a step."""
+        if skipped:
+            self.num_good = 0
+            self.num_skipped += 1
+            self.num_bad += 1
+            if self.num_bad >= self.hysteresis:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+            return
+        self.num_skipped = 0
+        self.num_good += 1
+        if self.num_good == self.growth_interval:
+            self.num_good = self.num_bad = 0
+            self.scale = min(self.scale * self.growth_factor, self.max_scale)
+
+    def refuse_endless_skips(self, parameter: str) -> None:
+        """Raises GeminiError after MAX_SKIPPED skipped steps in a row."""
+        if self.num_skipped >= MAX_SKIPPED:
+            raise GeminiError(
+                f"{self.num_skipped} steps in a row were skipped: the gradient of {parameter!r} is not finite at a "
+                f"loss scale of {self.scale:g} either. Training has diverged, or computes something that fp16 cannot "
+                "hold: lower the learning rate, or use dtype=torch.bfloat16"
+            )
+
+    def state_dict(self) -> dict[str, float]:
+        return {name: value for name, value in asdict(self).items() if name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError before anything is changed."""
+        if not isinstance(state, dict) or sorted(state) != sorted(_STATE):
+            raise ValueError(f"a loss scale's state has {', '.join(_STATE)}, found {state!r}")
+        for name, value in state.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} of a loss scale must be a number, found {value!r}")
+        self.scale = float(state["scale"])
+        self.num_good, self.num_bad, self.num_skipped = (int(state[name]) for name in _STATE[1:])

@@ -1,0 +1,95 @@
+"""fp16 with a loss scale, beside plain fp16 modules with fp32 masters."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gemini import GeminiError, ShardedModel, ShardedOptimizer
+from tests import mlp
+from tests.models import MODELS
+from tests.reference import Recipe, assert_equal_runs, train_plain
+from tests.sharded import train_sharded
+
+FP16: dict[str, Any] = {"dtype": torch.float16, "loss_scale": 2.0**8}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulation": 3}, {"clip": 0.05}, {"accumulation": 2, "clip": 0.05}], ids=str
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "nested", "sometimes_unused"])
+def test_fp16_has_the_bits_of_a_plain_module_with_masters(name: str, options: dict[str, Any]) -> None:
+    run, facts = train_sharded(
+        MODELS[name], Recipe(steps=3, **FP16, **options), read_grads=False, model_data_memory="smallest"
+    )
+    wanted = train_plain(MODELS[name], 3, **FP16, **options)
+    wanted.grads = wanted.buffers = None
+    assert_equal_runs(run, wanted)
+    assert facts.num_evictions > 0 or name != "gpt2"
+
+
+def trained(**arguments: Any) -> tuple[ShardedModel, ShardedOptimizer]:
+    model = mlp.wrap("cuda", dtype=torch.float16)
+    return model, ShardedOptimizer(model, mlp.adam(model.parameters()), **arguments)
+
+
+def loss_of(model: ShardedModel, step: int = 0) -> torch.Tensor:
+    return mlp.loss_of(model, step, torch.float16).float()
+
+
+def test_a_skipped_step_leaves_nothing_behind_but_a_lower_scale() -> None:
+    models = [trained(initial_scale=64.0, hysteresis=1, growth_interval=2) for _ in range(2)]
+    (model, optimizer), (calm, calm_optimizer) = models
+    for step in range(2):
+        for each, its in models:
+            its.backward(loss_of(each, step))
+            its.step()
+    assert optimizer.loss_scale == 128.0
+    optimizer.backward(loss_of(model, 2))  # the first of two micro-batches is good
+    optimizer.backward(loss_of(model, 3) * float("inf"))
+    with pytest.warns(UserWarning, match=r"step 3 skipped on all ranks: the gradient of 'layers"):
+        optimizer.step()
+    assert optimizer.loss_scale == 64.0
+    assert optimizer.last_step is not None and optimizer.last_step.skipped is not None
+    assert optimizer.last_step.loss_scale == 128.0
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(calm))
+    for each, its in models:  # another scale, the same bits: powers of two
+        its.backward(loss_of(each, 4))
+        its.step()
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(calm))
+    assert torch.equal(optimizer.grad_norm, calm_optimizer.grad_norm), "the norm is that of the true gradients"
+
+
+def test_the_scale_is_saved_and_loaded() -> None:
+    model, optimizer = trained(initial_scale=64.0, hysteresis=1)
+    optimizer.backward(loss_of(model) * float("inf"))
+    with pytest.warns(UserWarning, match="skipped"):
+        optimizer.step()
+    saved = optimizer.state_dict()
+    _, its = trained(initial_scale=64.0)
+    its.load_state_dict(saved)
+    assert its.loss_scale == 32.0
+    with pytest.raises(ValueError, match="a loss scale's state has"):
+        its.load_state_dict(saved | {"loss_scale": {"scale": 1.0}})
+    with pytest.raises(ValueError, match="param groups"):
+        its.load_state_dict(saved | {"param_groups": [], "loss_scale": saved["loss_scale"] | {"scale": 2.0}})
+    assert its.loss_scale == 32.0, "nothing changed"
+
+
+def test_a_backward_without_the_scale_is_refused_before_anything_happens() -> None:
+    model, optimizer = trained()
+    with pytest.raises(GeminiError, match=r"call optimizer\.backward\(loss\)"):
+        loss_of(model).backward()
+    with pytest.raises(GeminiError, match="without a backward"):
+        optimizer.step()
+    optimizer.backward(loss_of(model) / 1024)
+    optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.skipped is None
+
+
+def test_where_nothing_is_fp16_nothing_is_scaled() -> None:
+    model, optimizer = mlp.sharded("cuda")
+    assert optimizer.loss_scale == 1.0
+    mlp.loss_of(model).backward()
+    optimizer.step()
+    assert "loss_scale" not in optimizer.state_dict()
