@@ -68,6 +68,13 @@ def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path) -> None:
     assert "half" in table.stdout
 
 
+def test_the_profile_of_a_step_names_calls() -> None:
+    done = run("benchmarks.step_profile", "--tiny")
+    assert done.returncode == 0, done.stderr
+    for word in ("plain, alone", "start_all_gather", "finish_reduction", "fetch_ahead"):
+        assert word in done.stdout, word
+
+
 def test_benchmarks_list_themselves() -> None:
     done = run("benchmarks", "--list")
     assert "train_step" in done.stdout

@@ -115,3 +115,23 @@ def test_the_demo_fails_for_every_broken_promise(
     changed = [good[0], dataclasses.replace(good[1], **change)]
     wrong = example.broken_promises(changed, good, 100)
     assert (wrong == []) if complaint is None else (len(wrong) == 1 and complaint in wrong[0])
+
+
+def test_ranks_of_the_mixture_of_experts_wake_different_ones() -> None:
+    script = str(ROOT / "examples" / "moe.py")
+    flags = ("--steps", "30", "--layers", "2", "--experts", "8", "--length", "16", "--batch", "1", "--lr", "1e-2")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [*launcher, script, *flags, "--model-data-memory", "3600KiB"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    (first,) = numbers(r"loss: ([\d.]+) at first", done.stdout)
+    (last,) = numbers(r"([\d.]+) after 30 steps", done.stdout)
+    assert last < first - 0.5
+    used = re.findall(r"rank \d used in its last step: (.*)", done.stdout)
+    assert len(used) == 2 and used[0] != used[1]
