@@ -23,6 +23,7 @@ from gemini.errors import (  # noqa: E402
     UnsupportedError,
 )
 from gemini.model.estimate import MemoryEstimate, estimate_memory  # noqa: E402
+from gemini.model.external import register_external_parameter, unregister_external_parameter  # noqa: E402
 from gemini.model.gathered import GatheredParameters  # noqa: E402
 from gemini.model.operators import set_leaf_module  # noqa: E402
 from gemini.model.sharded_model import ShardedModel  # noqa: E402
@@ -63,6 +64,7 @@ __all__ = [
     "clip_grad_norm_",
     "current_device",
     "estimate_memory",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -77,4 +79,5 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "set_leaf_module",
     "state_hash",
+    "unregister_external_parameter",
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gemini.errors import UnsupportedError
+from gemini.model.external import external_parameters
 
 _LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase)
 _EXPERTS = re.compile(r"(.*_)?experts?")
@@ -77,7 +78,7 @@ def find_operators(root: nn.Module, gathers: bool) -> list[FoundOperator]:
         seen.add(module)
         routes = gathers and _routes(module) and (module is not root or hasattr(module, _MARK))
         is_leaf = routes or isinstance(module, _LEAVES)
-        parameters = tuple(module.parameters(recurse=is_leaf))
+        parameters = (*module.parameters(recurse=is_leaf), *external_parameters(module))
         if parameters:
             found.append(FoundOperator(name, module, parameters, above, routes))
             above = (*above, len(found) - 1)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import test_external
 from tests.dist import slot_cases as cases
 from tests.dist.ranks import RankPool
 from tests.mlp import LAYERS
@@ -42,3 +43,8 @@ def test_a_kept_view_without_room_beside_it_stops_the_step_before_anything_chang
 def test_a_closed_model_gives_its_process_group_back(ranks: RankPool) -> None:
     for counts in ranks(2).run(cases.closed_models_leave_nothing):
         assert counts[-1] <= counts[0], "threads"
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_borrowed_weights_on_ranks(ranks: RankPool, registers: bool) -> None:
+    ranks(2).run(test_external.on_ranks, registers)

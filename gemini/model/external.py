@@ -1,0 +1,51 @@
+"""Parameters that a module uses although another one owns them.
+
+They fetch themselves when they are used, so nothing has to be said. Registering one makes it part of what the module
+fetches at its start: it is a plain `nn.Parameter` inside, and stays on the device until the module is done.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gemini.errors import UnsupportedError
+
+_EXTERNAL = "_gemini_external"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Let `module` fetch `parameter`, too. Before the model is wrapped, on every rank.
+
+    Raises UnsupportedError once it is wrapped, TypeError for anything but a module and a parameter.
+    """
+    _check(module, parameter)
+    registered = external_parameters(module)
+    if not any(parameter is known for known in registered):
+        setattr(module, _EXTERNAL, [*registered, parameter])
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take `register_external_parameter` back. Raises ValueError if it was not registered."""
+    _check(module, parameter)
+    registered = external_parameters(module)
+    left = [known for known in registered if known is not parameter]
+    if len(left) == len(registered):
+        raise ValueError(f"the parameter is not registered with this {type(module).__name__}")
+    setattr(module, _EXTERNAL, left)
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What was registered with `module`, in that order."""
+    registered: list[nn.Parameter] = getattr(module, _EXTERNAL, [])
+    return registered
+
+
+def _check(module: nn.Module, parameter: nn.Parameter) -> None:
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise TypeError(
+            f"a module and a parameter are needed, found {type(module).__name__} and {type(parameter).__name__}"
+        )
+    if hasattr(parameter, "_gemini"):
+        raise UnsupportedError(
+            "external parameters are registered before ShardedModel(...); without that they fetch themselves"
+        )
