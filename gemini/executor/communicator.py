@@ -174,9 +174,10 @@ class Communicator:
 
     def close(self) -> None:
         """Give the process group back, with its threads and sockets. Collective, but for models that failed."""
-        group, self.collectives = self.collectives.group, Collectives(None)
-        if group is not None and self.watch is not None and not self.watch.failed:
-            dist.destroy_process_group(group)
+        before, self.collectives = self.collectives, Collectives(None)
+        if before.group is not None and self.watch is not None and not self.watch.failed:
+            before.barrier()  # gloo's end waits for the others': leave together
+            dist.destroy_process_group(before.group)
 
     def _connect(self) -> Collectives:
         if self.watch is not None:
