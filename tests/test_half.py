@@ -31,9 +31,19 @@ PLACES: dict[str, dict[str, Any]] = {
 
 # ---- gradients in the parameters' homes --------------------------------------------------------------
 
+IN_PIECES = "checkpoint_shared_reentrant"  # a parameter's gradient comes four times
 COMBINATIONS = all_pairs(
     {
-        "name": ["gpt2", "llama_checkpoint", "tied", "nested", "sometimes_unused", "multihead_attention", "frozen"],
+        "name": [
+            "gpt2",
+            "llama_checkpoint",
+            "tied",
+            "nested",
+            "sometimes_unused",
+            "multihead_attention",
+            "frozen",
+            IN_PIECES,
+        ],
         "place": list(PLACES),
         "dtype": [torch.bfloat16, torch.float16],
         "reuse": [True, False],
@@ -42,7 +52,11 @@ COMBINATIONS = all_pairs(
         "clip": [None, 0.05],
         "strategy": ["chunk", "tensor"],
     },
-    allowed=lambda c: not (c["reuse"] and c["accumulate_dtype"] is torch.float32),
+    allowed=lambda c: not (
+        (c["reuse"] and c["accumulate_dtype"] is torch.float32)
+        # in the first backward the pieces would be rounded to another 16-bit dtype one by one (docs/assumptions.md)
+        or (c["name"] == IN_PIECES and c["dtype"] is torch.float16 and c["accumulate_dtype"] is torch.bfloat16)
+    ),
 )
 
 

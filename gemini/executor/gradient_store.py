@@ -43,6 +43,7 @@ class ChunkGradient:
     merged_in: int = -1  # the backward that was merged first
     resumed: bool = False  # the payload began with what the home holds; gradients are added to that
     direct: bool = False  # one rank, whole gradient at home: what is written there is reduced already
+    in_pieces: bool = False  # some backward brought a parameter's gradient more than once
     reducing: bool = False  # the payload is on its way to the other ranks
     wide: Home | None = None  # fp32 shard, once several micro-batches were added to a 16-bit one
     use_wide: bool = False

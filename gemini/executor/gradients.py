@@ -70,6 +70,8 @@ class Gradients:
             self.store.open(gradient, self._resumes(gradient))
         view = gradient.views[position]
         in_place = gradient.resumed or (gradient.direct and gradient.slot is None)
+        if gradient.fired[position]:
+            gradient.in_pieces = True
         if gradient.fired[position] or (in_place and gradient.got[position]):
             view.add_(grad)
         else:
@@ -78,7 +80,7 @@ class Gradients:
         index = managed.chunk.index
         self.reduction.last_fire[index] = self.position()
         if index in self._reduced:
-            self._off_plan = True
+            self._off_plan = gradient.in_pieces = True
         elif gradient.num_fired == gradient.expected:
             self.reduction.fired.append(index)
             self._complete(gradient)
@@ -95,7 +97,8 @@ class Gradients:
         if gradient.direct and gradient.slot is None:
             return
         if self.communicator.world_size == 1:
-            self.reduce(gradient)
+            if not gradient.in_pieces:  # which are added up in their own dtype first, as autograd does
+                self.reduce(gradient)
         elif self.synchronizes and not self.gathers_in_backward:
             self._reduce_in_order()
 

@@ -83,6 +83,13 @@ MUTANTS = [
         f"{ONE_RANK}[checkpoint_shared_reentrant]",
     ),
     Mutant(
+        "pieces of a gradient are added to the sum of micro-batches one by one",
+        "gemini/executor/gradients.py",
+        "            if not gradient.in_pieces:",
+        "            if True:",
+        "tests/test_half.py",
+    ),
+    Mutant(
         "micro-batches are not added",
         "gemini/executor/exchange.py",
         "            target.add_(staging)",
