@@ -1,0 +1,79 @@
+"""What one Adam update works on: the flat tensors of one run of elements, in one of two master layouts.
+
+*Whole*: `weight` is the fp32 master, and `half`, if given, its bf16 or fp16 copy, written in the same pass.
+*Split*: `weight` is bf16, the upper half of the master, and `remainder` is the int16 that is missing (see `optim.split`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class AdamPiece(NamedTuple):
+    """Tensors of one update, all (numel,), contiguous, on one device, without overlap."""
+
+    weight: Tensor
+    """fp32 master, or bf16 where there is a remainder; updated."""
+    grad: Tensor
+    """fp32, bf16 or fp16; only read."""
+    exp_avg: Tensor
+    """fp32; updated."""
+    exp_avg_sq: Tensor
+    """fp32; updated."""
+    half: Tensor | None = None
+    """bf16 or fp16 copy of an fp32 `weight`; written."""
+    remainder: Tensor | None = None
+    """int16, beside a bf16 `weight`; updated."""
+
+    @property
+    def is_split(self) -> bool:
+        """The master is `weight` and `remainder` together."""
+        return self.remainder is not None
+
+    def check(self) -> None:
+        """Raises ValueError for a wrong shape, layout, dtype or device, and for tensors that share memory."""
+        if self.half is not None and self.remainder is not None:
+            raise ValueError("half and remainder exclude each other: a split master's bf16 half is its weight")
+        for name, allowed in self._dtypes().items():
+            _check_tensor(name, getattr(self, name), self.weight, allowed)
+        self._check_overlap()
+
+    def _dtypes(self) -> dict[str, Sequence[torch.dtype]]:
+        fp32 = (torch.float32,)
+        dtypes: dict[str, Sequence[torch.dtype]] = {
+            "weight": (torch.bfloat16,) if self.is_split else fp32,
+            "grad": GRAD_DTYPES,
+            "exp_avg": fp32,
+            "exp_avg_sq": fp32,
+        }
+        if self.half is not None:
+            dtypes["half"] = HALF_DTYPES
+        if self.remainder is not None:
+            dtypes["remainder"] = (torch.int16,)
+        return dtypes
+
+    def _check_overlap(self) -> None:
+        named = [(name, tensor) for name, tensor in zip(self._fields, self) if tensor is not None]
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named if t.numel())
+        for (_, end, name), (start, _, other) in zip(spans, spans[1:]):
+            if start < end:
+                raise ValueError(f"{name} and {other} share memory: an update would read what it has written")
+
+
+def _check_tensor(name: str, tensor: Tensor, weight: Tensor, allowed: Sequence[torch.dtype]) -> None:
+    if tensor.layout != torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be 1-D and contiguous, found {tensor.layout} of shape {tuple(tensor.shape)}")
+    if tensor.numel() != weight.numel() or tensor.device != weight.device:
+        raise ValueError(
+            f"{name} must match weight ({weight.numel()} elements on {weight.device}), "
+            f"found {tensor.numel()} elements on {tensor.device}"
+        )
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} must be one of {tuple(allowed)}, found {tensor.dtype}")

@@ -1,0 +1,57 @@
+"""A master in two halves: `bits = (weight << 16) + remainder`, exact for every fp32 value but NaN payloads.
+
+`weight` is the master rounded half up on the bit pattern (see `optim.rounding`), so it is the bf16 parameter itself, and
+an int16 is all that the master costs beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optim.rounding import to_bfloat16_half_up
+from optim.scratch import scratch, tile_numel
+
+
+def split_master_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """weight (bf16), remainder (int16) <- master (fp32); all 1-D, contiguous, of one length and device."""
+    _check(weight, remainder, master)
+    if not master.numel():
+        return
+    tile = min(master.numel(), tile_numel(master.device))
+    bits = scratch("split bits", tile, torch.int32, master.device)
+    with torch.no_grad():
+        for values, hi, lo in zip(*(t.detach().split(tile) for t in (master, weight, remainder))):
+            to_bfloat16_half_up(values, out=hi)
+            its_bits = bits[: values.numel()]
+            its_bits.copy_(hi.view(torch.int16))
+            its_bits.bitwise_left_shift_(16)
+            torch.sub(values.view(torch.int32), its_bits, out=its_bits)
+            lo.copy_(its_bits)
+            if values.device.type != "cpu" or values.sum().isnan().item():
+                lo.masked_fill_(values.isnan(), 0)
+
+
+def join_master_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """master (fp32) <- weight (bf16) and remainder (int16); all 1-D, contiguous, of one length and device."""
+    _check(weight, remainder, master)
+    if not master.numel():
+        return
+    tile = min(master.numel(), tile_numel(master.device))
+    with torch.no_grad():
+        for values, hi, lo in zip(*(t.detach().split(tile) for t in (master, weight, remainder))):
+            bits = values.view(torch.int32)
+            bits.copy_(hi.view(torch.int16))
+            bits.bitwise_left_shift_(16)
+            bits.add_(lo)
+
+
+def _check(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
+    wanted = {"weight": torch.bfloat16, "remainder": torch.int16, "master": torch.float32}
+    for (name, dtype), tensor in zip(wanted.items(), (weight, remainder, master)):
+        right = tensor.dtype == dtype and tensor.dim() == 1 and tensor.is_contiguous()
+        if not right or tensor.numel() != master.numel() or tensor.device != master.device:
+            raise ValueError(
+                f"{name} must be {dtype}, 1-D, contiguous, {master.numel()} elements on {master.device}, "
+                f"found {tensor.dtype}, shape {tuple(tensor.shape)}, {tensor.device}"
+            )
