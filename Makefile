@@ -23,12 +23,12 @@ help:
 setup: $(STAMP)
 	@echo "setup: .venv is ready ($$($(PY) -V))"
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard optim/csrc/*)
 	@if ! $(PY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	  found=$$($(FIND_PYTHON)) || { echo "setup: no python >= 3.11 with venv and ensurepip was found on PATH" >&2; exit 1; }; \
 	  echo "setup: making .venv with $$("$$found" -V)"; "$$found" -m venv --clear .venv; fi
-	@echo "setup: installing torch, the other dependencies and this checkout (editable); minutes when torch is downloaded"
-	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt setuptools
+	@echo "setup: installing torch, the other dependencies and this checkout (editable, with its C++ kernels); minutes when torch is downloaded"
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt scikit-build-core nanobind cmake ninja
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $(STAMP)
 

@@ -1,32 +1,41 @@
 """Elementwise optimizers on flat memory: kernels that know tensors and numbers, but no chunks and no ranks.
 
-`reference.py` fixes the arithmetic of an update, `norm.py` that of the gradient norm; whoever steps a shard
-calls these functions on it and gets the bits that `HybridAdam` gives on the whole model.
+`reference.py` fixes the arithmetic of an update, `norm.py` that of the gradient norm; `dispatch.py` has them done by
+the fastest kernel that the machine has, with the same bits. Whoever steps a shard calls these functions on it and gets
+what `HybridAdam` gives on the whole model.
 """
 
 from optim.adam import CPUAdam, HybridAdam
 from optim.clip import clip_coefficient, clip_grad_norm_
+from optim.cpu_extension import num_threads, set_num_threads
+from optim.dispatch import accumulate_sum_of_squares_, adam_update_, update_pieces
 from optim.hyperparameters import AdamHyperparameters, hyperparameters
-from optim.master import HALF_DTYPES, absorb_edits_, round_master_
+from optim.master import absorb_edits_, round_master_
 from optim.norm import (
     NUM_LIMBS,
     TILE,
     NormLimbs,
-    accumulate_sum_of_squares_,
     max_abs,
     norm_from_limbs,
     zero_norm_limbs,
 )
-from optim.reference import adam_update_
+from optim.piece import HALF_DTYPES, AdamPiece
 from optim.rounding import to_bfloat16_half_up
 from optim.scalars import AdamScalars, adam_scalars
+from optim.split import join_master_, split_master_
 
 __all__ = [
     "HybridAdam",
     "CPUAdam",
     "clip_grad_norm_",
+    "num_threads",
+    "set_num_threads",
     # for the sharded optimizer
     "adam_update_",
+    "update_pieces",
+    "AdamPiece",
+    "split_master_",
+    "join_master_",
     "adam_scalars",
     "AdamScalars",
     "hyperparameters",

@@ -6,16 +6,20 @@ its fp32 `master`: taken from the parameter as it is at its first update, update
 parameter (see `optim.master`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from optim.dispatch import update_pieces
 from optim.hyperparameters import AdamHyperparameters, hyperparameters, refuse_unknown_arguments
-from optim.master import HALF_DTYPES, absorb_edits_, round_master_
-from optim.reference import adam_update_
+from optim.master import absorb_edits_
+from optim.piece import HALF_DTYPES, AdamPiece
+from optim.scalars import adam_scalars
 
 FP32_STATES = ("exp_avg", "exp_avg_sq", "master")
 ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "adamw_mode", "bias_correction", "maximize")
@@ -81,8 +85,11 @@ class HybridAdam(Optimizer):
         ]
         for parameter, _ in plan:
             self._check(parameter)
-        for parameter, arguments in plan:
-            self._update(parameter, arguments)
+        updates = [self._prepare(parameter) for parameter, _ in plan]
+        for (step, group), members in _alike(updates, [arguments for _, arguments in plan]):
+            update_pieces([each.piece for each in members], adam_scalars(step=step, **group))
+        for each in updates:
+            each.finish()
         return loss
 
     def _check(self, parameter: Tensor) -> None:
@@ -97,32 +104,24 @@ class HybridAdam(Optimizer):
                 f"found {parameter.dtype} of shape {tuple(parameter.shape)}"
             )
 
-    def _update(self, parameter: Tensor, arguments: AdamHyperparameters) -> None:
+    def _prepare(self, parameter: Tensor) -> _Update:
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-        half = parameter.dtype in HALF_DTYPES
-        weight = _flat(parameter)
-        target = weight
-        if half:
+        weight, half = _flat(parameter), None
+        if parameter.dtype in HALF_DTYPES:
             if "master" not in state:
                 state["master"] = weight.float().view(parameter.shape)
-            target = _flat(state["master"])
-            absorb_edits_(target, weight)
+            weight, half = _flat(state["master"]), weight
+            absorb_edits_(weight, half)
         assert parameter.grad is not None
         exp_avg, exp_avg_sq = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
-        step = int(state["step"]) + 1
-        adam_update_(target, _flat(parameter.grad), exp_avg, exp_avg_sq, step=step, **arguments)
-        if half:
-            round_master_(weight, target)
-            _write_back(state["master"], target)
-        _write_back(parameter, weight)
-        _write_back(state["exp_avg"], exp_avg)
-        _write_back(state["exp_avg_sq"], exp_avg_sq)
-        state["step"] += 1
+        piece = AdamPiece(weight, _flat(parameter.grad), exp_avg, exp_avg_sq, half)
+        piece.check()
+        return _Update(parameter, state, piece)
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s; `decoupled_weight_decay` tells `torch.optim.Adam` which one this was."""
@@ -185,6 +184,37 @@ class CPUAdam(HybridAdam):
                 f"CPUAdam updates parameters on the CPU, found one of shape {tuple(parameter.shape)} "
                 f"on {parameter.device}; use HybridAdam"
             )
+
+
+class _Update(NamedTuple):
+    """One parameter's share of a step."""
+
+    parameter: Tensor
+    state: dict[str, Any]
+    piece: AdamPiece
+
+    def finish(self) -> None:
+        """Bring what was copied to be flat back to where it belongs, and count the step."""
+        piece, state = self.piece, self.state
+        if piece.half is not None:
+            _write_back(state["master"], piece.weight)
+        _write_back(self.parameter, piece.weight if piece.half is None else piece.half)
+        _write_back(state["exp_avg"], piece.exp_avg)
+        _write_back(state["exp_avg_sq"], piece.exp_avg_sq)
+        state["step"] += 1
+
+
+def _alike(
+    updates: list[_Update], groups: list[AdamHyperparameters]
+) -> list[tuple[tuple[int, AdamHyperparameters], list[_Update]]]:
+    """Updates by step number and hyperparameters, which one call of a kernel shares."""
+    found: list[tuple[tuple[int, AdamHyperparameters], list[_Update]]] = []
+    for each, group in zip(updates, groups):
+        key = int(each.state["step"]) + 1, group
+        if not found or found[-1][0] != key:
+            found.append((key, []))
+        found[-1][1].append(each)
+    return found
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -11,15 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from optim.norm import (
-    add_tile_sums_,
-    first_nonfinite,
-    max_abs,
-    norm_from_limbs,
-    tile_sums,
-    zero_norm_limbs,
-)
-from optim.reference import GRAD_DTYPES
+from optim.dispatch import accumulate_sum_of_squares_
+from optim.norm import NormLimbs, first_nonfinite, max_abs, norm_from_limbs, tile_sums, zero_norm_limbs
+from optim.piece import GRAD_DTYPES
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -76,14 +70,13 @@ def _check(gradients: list[Tensor]) -> None:
 
 
 def _global_norm(gradients: list[Tensor]) -> float:
-    sums: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, NormLimbs] = {}
     for gradient in gradients:
-        sums.setdefault(gradient.device, []).append(tile_sums(gradient.contiguous().view(-1)))
+        limbs = by_device.setdefault(gradient.device, zero_norm_limbs(gradient.device))
+        accumulate_sum_of_squares_(limbs, gradient.contiguous().view(-1))
     limbs = zero_norm_limbs()
-    for device, parts in sums.items():
-        local = zero_norm_limbs(device)
-        add_tile_sums_(local, torch.cat(parts))
-        limbs += local.to(limbs.device)
+    for local in by_device.values():
+        limbs += local.cpu()
     return norm_from_limbs(limbs)
 
 

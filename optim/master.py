@@ -12,8 +12,6 @@ from torch import Tensor
 from optim.rounding import to_bfloat16_half_up
 from optim.scratch import scratch, tile_numel
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-
 
 def round_master_(weight: Tensor, master: Tensor) -> None:
     """weight = master rounded; `weight` is bf16 or fp16, `master` fp32, both contiguous."""

@@ -52,22 +52,25 @@ def zero_norm_limbs(device: torch.device | str = "cpu") -> NormLimbs:
 
 
 def accumulate_sum_of_squares_(limbs: NormLimbs, flat: Tensor) -> Tensor:
-    """Add to `limbs` the squares of `flat`: 1-D, fp32, bf16 or fp16, from a tile border of its parameter on.
+    """`optim.dispatch.accumulate_sum_of_squares_` as plain torch operations, for any device.
 
-    Returns the index of the first element that is not finite, -1 if all are: int64, 0-dim, on the device of
-    `flat`; the host waits for the device only when the caller reads it. Tiles with such elements are
-    counted in the last two limbs and not added. Temporaries: 12 bytes an element for at most 2**17 elements
-    (2**24 on other devices), and 8 a tile.
+    Temporaries: 12 bytes an element for at most 2**17 elements (2**24 off the CPU), and 8 a tile.
     """
     sums = tile_sums(flat)
     add_tile_sums_(limbs, sums)
     return first_nonfinite(flat, sums)
 
 
-def tile_sums(flat: Tensor) -> Tensor:
-    """Sums of squares of the tiles of `flat`: (num_tiles,) fp64; infinite or NaN where the tile is."""
+def check(limbs: NormLimbs, flat: Tensor) -> None:
+    """Raises ValueError for other limbs than `zero_norm_limbs` makes, and for tensors that have no such norm."""
+    if limbs.shape != (NUM_LIMBS,) or limbs.dtype != torch.int64:
+        raise ValueError(f"expected ({NUM_LIMBS},) int64 limbs, found {tuple(limbs.shape)} {limbs.dtype}")
     if flat.dim() != 1 or not flat.is_floating_point() or flat.itemsize < 2:
         raise ValueError(f"expected a 1-D fp64, fp32, bf16 or fp16 tensor, found {flat.dim()}-D {flat.dtype}")
+
+
+def tile_sums(flat: Tensor) -> Tensor:
+    """Sums of squares of the tiles of `flat`: (num_tiles,) fp64; infinite or NaN where the tile is."""
     flat = flat.detach()
     sums = torch.empty(-(-flat.numel() // TILE), dtype=torch.float64, device=flat.device)
     block = CPU_BLOCK_NUMEL if flat.device.type == "cpu" else DEVICE_BLOCK_NUMEL
@@ -115,8 +118,6 @@ def _halving_sum(values: Tensor, lanes: torch.dtype) -> Tensor:
 
 def add_tile_sums_(limbs: NormLimbs, sums: Tensor) -> None:
     """Add `tile_sums` to `limbs`, exactly; sums that are not finite are counted instead."""
-    if limbs.shape != (NUM_LIMBS,) or limbs.dtype != torch.int64:
-        raise ValueError(f"expected ({NUM_LIMBS},) int64 limbs, found {tuple(limbs.shape)} {limbs.dtype}")
     with torch.no_grad():
         for part in sums.split(CPU_BLOCK_NUMEL):
             _add_block(limbs, part)

@@ -1,12 +1,13 @@
 """What one Adam update works on: the flat tensors of one run of elements, in one of two master layouts.
 
 *Whole*: `weight` is the fp32 master, and `half`, if given, its bf16 or fp16 copy, written in the same pass.
-*Split*: `weight` is bf16, the upper half of the master, and `remainder` is the int16 that is missing (see `optim.split`).
+*Split*: `weight` is bf16, the upper half of the master, and `remainder` the int16 that is missing (see `optim.split`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,20 @@ class AdamPiece(NamedTuple):
         """The master is `weight` and `remainder` together."""
         return self.remainder is not None
 
+    def narrow(self, start: int, length: int) -> AdamPiece:
+        """Elements [start, start + length), as views."""
+        def part(tensor: Tensor) -> Tensor:
+            return tensor.detach().narrow(0, start, length)
+
+        return AdamPiece(
+            part(self.weight),
+            part(self.grad),
+            part(self.exp_avg),
+            part(self.exp_avg_sq),
+            None if self.half is None else part(self.half),
+            None if self.remainder is None else part(self.remainder),
+        )
+
     def check(self) -> None:
         """Raises ValueError for a wrong shape, layout, dtype or device, and for tensors that share memory."""
         if self.half is not None and self.remainder is not None:
@@ -62,7 +77,7 @@ class AdamPiece(NamedTuple):
     def _check_overlap(self) -> None:
         named = [(name, tensor) for name, tensor in zip(self._fields, self) if tensor is not None]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named if t.numel())
-        for (_, end, name), (start, _, other) in zip(spans, spans[1:]):
+        for (_, end, name), (start, _, other) in pairwise(spans):
             if start < end:
                 raise ValueError(f"{name} and {other} share memory: an update would read what it has written")
 

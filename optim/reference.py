@@ -8,75 +8,85 @@
 
 All in fp32, every operation rounded on its own: no `lerp`, `addcmul`, `addcdiv` or `add(alpha=)`, which
 contract. A multiplication or division by exactly 1 is left out, which changes no bit, and so is a weight
-decay that is 0. The work goes through tiles that stay in cache; the border of a tile changes no bit either.
+decay that is 0. The work goes through tiles that stay in cache, the casts of half-precision weights with it; the
+border of a tile changes no bit either.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from optim.scalars import AdamScalars, adam_scalars
+from optim.master import round_master_
+from optim.piece import AdamPiece
+from optim.scalars import AdamScalars
 from optim.scratch import scratch, tile_numel
+from optim.split import join_master_, split_master_
 from optim.square_root import prefers_wide_square_root, square_root_
 
-GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+def update(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
+    """One update, in place, of checked pieces on any device."""
+    for piece in pieces:
+        if piece.weight.numel():
+            with torch.no_grad():
+                _update_piece(piece, scalars)
 
 
-def adam_update_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool = True,
-    bias_correction: bool = True,
-    maximize: bool = False,
-    inv_scale: float = 1.0,
-    clip: float = 1.0,
-) -> None:
-    """One update, in place, of `param`, `exp_avg` and `exp_avg_sq`; `grad` is only read.
-
-    All are 1-D, contiguous, of one length, on one device; all fp32 but `grad`, which may be bf16 or fp16.
-    `step` is the number of this update, from 1.
-    """
-    _check(param, grad, exp_avg, exp_avg_sq)
-    scalars = adam_scalars(
-        step=step,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        adamw_mode=adamw_mode,
-        bias_correction=bias_correction,
-        maximize=maximize,
-        inv_scale=inv_scale,
-        clip=clip,
-    )
-    numel, device = param.numel(), param.device
-    if numel == 0:
-        return
+def _update_piece(piece: AdamPiece, scalars: AdamScalars) -> None:
+    numel, device = piece.weight.numel(), piece.weight.device
     tile = min(numel, tile_numel(device))
-    scaled = scratch("adam gradient", tile, torch.float32, device)
-    term = scratch("adam term", tile, torch.float32, device)
-    denom = scratch("adam denominator", tile, torch.float32, device)
-    wide = scratch("adam root", tile, torch.float64, device) if prefers_wide_square_root(device) else None
+    temporaries = _Temporaries.of(tile, device)
+    joined = scratch("adam master", tile, torch.float32, device) if piece.is_split else None
     factors = _Factors.of(scalars, device)
-    with torch.no_grad():
-        for p, g, m, v in zip(*(t.detach().split(tile) for t in (param, grad, exp_avg, exp_avg_sq))):
-            n = p.numel()
-            if n < tile:
-                scaled, term, denom = scaled[:n], term[:n], denom[:n]
-                wide = None if wide is None else wide[:n]
-            g = _scaled_gradient(g, p, scaled, term, scalars, factors)
-            _update_moments(g, m, v, term, factors)
-            _denominator(denom, v, wide, scalars, factors)
-            _update_parameter(p, m, denom, term, scalars, factors)
+    for start in range(0, numel, tile):
+        part = piece.narrow(start, min(tile, numel - start))
+        n = part.weight.numel()
+        if n < tile:
+            temporaries = temporaries.narrow(n)
+        if joined is None:
+            _update_tile(part.weight, part, temporaries, scalars, factors)
+            if part.half is not None:
+                round_master_(part.half, part.weight)
+        else:
+            assert part.remainder is not None
+            master = joined[:n]
+            join_master_(master, part.weight, part.remainder)
+            _update_tile(master, part, temporaries, scalars, factors)
+            split_master_(part.weight, part.remainder, master)
+
+
+def _update_tile(
+    p: Tensor, part: AdamPiece, temporaries: _Temporaries, scalars: AdamScalars, factors: _Factors
+) -> None:
+    scaled, term, denom, wide = temporaries
+    g = _scaled_gradient(part.grad, p, scaled, term, scalars, factors)
+    _update_moments(g, part.exp_avg, part.exp_avg_sq, term, factors)
+    _denominator(denom, part.exp_avg_sq, wide, scalars, factors)
+    _update_parameter(p, part.exp_avg, denom, term, scalars, factors)
+
+
+class _Temporaries(NamedTuple):
+    """A tile's scratch."""
+
+    scaled: Tensor
+    term: Tensor
+    denom: Tensor
+    wide: Tensor | None  # fp64, for the square root
+
+    @classmethod
+    def of(cls, numel: int, device: torch.device) -> _Temporaries:
+        names = ("adam gradient", "adam term", "adam denominator")
+        fp32 = (scratch(name, numel, torch.float32, device) for name in names)
+        wide = scratch("adam root", numel, torch.float64, device) if prefers_wide_square_root(device) else None
+        return cls(next(fp32), next(fp32), next(fp32), wide)
+
+    def narrow(self, numel: int) -> _Temporaries:
+        wide = None if self.wide is None else self.wide[:numel]
+        return _Temporaries(self.scaled[:numel], self.term[:numel], self.denom[:numel], wide)
 
 
 class _Factors(NamedTuple):
@@ -95,7 +105,7 @@ class _Factors(NamedTuple):
     decay: Tensor
 
     @classmethod
-    def of(cls, scalars: AdamScalars, device: torch.device) -> "_Factors":
+    def of(cls, scalars: AdamScalars, device: torch.device) -> _Factors:
         factors = cls(*torch.tensor(scalars, dtype=torch.float32, device="cpu").unbind())
         if device.type == "cpu":
             return factors
@@ -147,19 +157,3 @@ def _update_parameter(
     term.div_(denom)
     p.sub_(term)
 
-
-def _check(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    tensors = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be 1-D and contiguous, found {tuple(tensor.shape)} {tensor.stride()}"
-            )
-        if tensor.numel() != param.numel() or tensor.device != param.device:
-            raise ValueError(
-                f"{name} must match param ({param.numel()} elements on {param.device}), "
-                f"found {tensor.numel()} elements on {tensor.device}"
-            )
-        allowed = GRAD_DTYPES if name == "grad" else (torch.float32,)
-        if tensor.dtype not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, found {tensor.dtype}")

@@ -1,7 +1,7 @@
 """A master in two halves: `bits = (weight << 16) + remainder`, exact for every fp32 value but NaN payloads.
 
-`weight` is the master rounded half up on the bit pattern (see `optim.rounding`), so it is the bf16 parameter itself, and
-an int16 is all that the master costs beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0.
+`weight` is the master rounded half up on the bit pattern (see `optim.rounding`), so it is the bf16 parameter itself,
+and an int16 is all that the master costs beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0.
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+"""Adam on the CPU in one pass over memory: gradient in, moments, master and half-precision copy out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from optim import cpu_extension
+from optim.cpu_extension import extension, levels
+from optim.piece import AdamPiece
+from optim.scalars import AdamScalars
+
+_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/adam.h
+_LAYOUTS = {None: 0, torch.bfloat16: 1, torch.float16: 2}
+_SPLIT = 3
+
+
+def is_available() -> bool:
+    """The extension was built."""
+    return extension() is not None
+
+
+def update(
+    pieces: Sequence[AdamPiece], scalars: AdamScalars, *, num_threads: int | None = None, level: str | None = None
+) -> None:
+    """One update, in place, of checked pieces in host memory.
+
+    num_threads: None is `cpu_extension.num_threads()`. level: one of `levels()`, None is the best. Neither changes a
+    bit. Releases the GIL. Raises RuntimeError without the extension, ValueError for a level that this machine lacks.
+    """
+    module = extension()
+    if module is None:
+        raise RuntimeError("gemini was installed without its CPU kernels")
+    raw = [_raw(piece) for piece in pieces if piece.weight.numel()]
+    if raw:
+        module.adam(raw, tuple(scalars), num_threads or cpu_extension.num_threads(), level or levels()[0])
+
+
+def _raw(piece: AdamPiece) -> tuple[int, ...]:
+    if piece.weight.device.type != "cpu":
+        raise ValueError(f"weight must be in host memory, found {piece.weight.device}")
+    half, remainder = piece.half, piece.remainder
+    return (
+        piece.weight.data_ptr(),
+        piece.grad.data_ptr(),
+        piece.exp_avg.data_ptr(),
+        piece.exp_avg_sq.data_ptr(),
+        0 if half is None else half.data_ptr(),
+        0 if remainder is None else remainder.data_ptr(),
+        piece.weight.numel(),
+        _GRAD_TYPES[piece.grad.dtype],
+        _SPLIT if remainder is not None else _LAYOUTS[None if half is None else half.dtype],
+    )

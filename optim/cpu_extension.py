@@ -1,0 +1,72 @@
+"""The compiled CPU kernels, if they were built: which there are, and how many threads they use.
+
+They have threads of their own. Their number is the process's share of the machine's physical cores, unless
+`set_num_threads` or the environment's `GEMINI_NUM_THREADS` says otherwise; torch's own setting does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from types import ModuleType
+
+import psutil
+
+NUM_THREADS_VARIABLE = "GEMINI_NUM_THREADS"
+
+_num_threads: int | None = None
+
+
+@cache
+def extension() -> ModuleType | None:
+    """`optim._cpu`, or None where it was not built."""
+    try:
+        from optim import _cpu
+    except ImportError:
+        return None
+    return _cpu
+
+
+@cache
+def warn_missing() -> None:
+    """Say once a process that updates are slow here."""
+    warnings.warn(
+        "gemini was installed without its CPU kernels (no C++ compiler?): optimizer steps on the CPU use plain torch "
+        "operations, with the same results, several times slower. To build them, install a C++ compiler and CMake, "
+        "then install gemini again; pip -v shows what goes wrong",
+        stacklevel=3,
+    )
+
+
+def levels() -> tuple[str, ...]:
+    """Instruction levels that this machine has, best first; they differ in speed only. Empty without the extension."""
+    module = extension()
+    return () if module is None else tuple(module.levels())
+
+
+def num_threads() -> int:
+    """Threads of a kernel on the CPU."""
+    return _num_threads if _num_threads is not None else _default_num_threads()
+
+
+def set_num_threads(number: int | None) -> None:
+    """Let kernels on the CPU use `number` threads; None is the default: physical cores / ranks on this machine."""
+    global _num_threads
+    _num_threads = None if number is None else _positive("the number of threads", number)
+
+
+@cache
+def _default_num_threads() -> int:
+    given = os.environ.get(NUM_THREADS_VARIABLE)
+    if given:
+        return _positive(NUM_THREADS_VARIABLE, int(given) if given.isdecimal() else given)
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    usable = min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, usable // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+
+
+def _positive(name: str, number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, found {number!r}")
+    return number

@@ -1,0 +1,37 @@
+"""The sum of squares of `optim.norm` on the CPU in one pass over memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optim import cpu_extension
+from optim.cpu_extension import extension, levels
+
+_VALUE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/norm.h
+
+
+def can_sum(flat: Tensor) -> bool:
+    """The extension was built, and takes `flat`: contiguous in host memory, fp32, bf16 or fp16."""
+    return flat.device.type == "cpu" and flat.dtype in _VALUE_TYPES and flat.is_contiguous() and extension() is not None
+
+
+def accumulate_sum_of_squares_(
+    limbs: Tensor, flat: Tensor, *, num_threads: int | None = None, level: str | None = None
+) -> Tensor:
+    """`optim.dispatch.accumulate_sum_of_squares_`, for what `can_sum` says yes to; `limbs` in host memory.
+
+    num_threads and level as in `optim.cpu_adam.update`. Releases the GIL.
+    """
+    module = extension()
+    if module is None or not can_sum(flat) or limbs.device.type != "cpu" or not limbs.is_contiguous():
+        raise RuntimeError(f"no CPU kernel for {flat.dtype} on {flat.device} with limbs on {limbs.device}")
+    first_bad = module.sum_of_squares(
+        limbs.data_ptr(),
+        flat.data_ptr(),
+        flat.numel(),
+        _VALUE_TYPES[flat.dtype],
+        num_threads or cpu_extension.num_threads(),
+        level or levels()[0],
+    )
+    return torch.tensor(first_bad)

@@ -1,0 +1,86 @@
+"""Which kernel does the work: the CPU extension, Triton, or plain torch operations. All give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from optim import cpu_adam, cpu_norm, norm, reference
+from optim.cpu_extension import warn_missing
+from optim.piece import AdamPiece
+from optim.scalars import AdamScalars, adam_scalars
+
+
+def adam_update_(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    half: Tensor | None = None,
+    remainder: Tensor | None = None,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adamw_mode: bool = True,
+    bias_correction: bool = True,
+    maximize: bool = False,
+    inv_scale: float = 1.0,
+    clip: float = 1.0,
+) -> None:
+    """One update, in place, of a master and its moments; `grad` is only read.
+
+    The tensors are those of an `AdamPiece`: 1-D, contiguous, of one length, on one device. With `half` that
+    half-precision copy is written too; with `remainder` the master is split, and `weight` its bf16 half. `step` is the
+    number of this update, from 1. Raises ValueError before anything is written.
+    """
+    piece = AdamPiece(weight, grad, exp_avg, exp_avg_sq, half, remainder)
+    piece.check()
+    scalars = adam_scalars(
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        adamw_mode=adamw_mode,
+        bias_correction=bias_correction,
+        maximize=maximize,
+        inv_scale=inv_scale,
+        clip=clip,
+    )
+    update_pieces([piece], scalars)
+
+
+def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
+    """One update of checked pieces with the same scalars, by the fastest kernel for each device."""
+    on_cpu = [piece for piece in pieces if piece.weight.device.type == "cpu"]
+    elsewhere = [piece for piece in pieces if piece.weight.device.type != "cpu"]
+    if on_cpu and cpu_adam.is_available():
+        cpu_adam.update(on_cpu, scalars)
+        _note_writes(on_cpu)
+    elif on_cpu:
+        warn_missing()
+        reference.update(on_cpu, scalars)
+    reference.update(elsewhere, scalars)
+
+
+def _note_writes(pieces: Sequence[AdamPiece]) -> None:
+    """Tell autograd, which does not see what a kernel writes."""
+    written = [t for piece in pieces for name, t in piece._asdict().items() if t is not None and name != "grad"]
+    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+
+
+def accumulate_sum_of_squares_(limbs: norm.NormLimbs, flat: Tensor) -> Tensor:
+    """Add to `limbs` the squares of `flat`: 1-D, fp64, fp32, bf16 or fp16, from a tile border of its parameter on.
+
+    Returns the index of the first element that is not finite, -1 if all are: int64, 0-dim; on a device, the host waits
+    for it only when the caller reads it. Tiles with such elements are counted in the last two limbs and not added.
+    """
+    norm.check(limbs, flat)
+    if limbs.device.type == "cpu" and cpu_norm.can_sum(flat):
+        return cpu_norm.accumulate_sum_of_squares_(limbs, flat)
+    return norm.accumulate_sum_of_squares_(limbs, flat)
