@@ -18,6 +18,7 @@ from benchmarks.launch import ROOT
 
 CPU_BENCHMARKS = {
     "train_step": "one training step: ours beside plain PyTorch and beside FSDP2 at the same bytes (about 4 minutes)",
+    "adam": "Adam on the CPU: our kernels beside the machine's bandwidth and torch's kernels (about 4 minutes)",
     "step_profile": "where a step of two ranks spends its time (half a minute)",
 }
 """Name of the module -> what it measures. Each takes --save and --tiny."""

@@ -1,5 +1,6 @@
 """The benchmarks run: the CPU table at its tiny size, a case of the GPU's on the CPU, and what their parts promise."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -8,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import case_file
+from benchmarks import case_file, streams
+from benchmarks.deepspeed_adam import DeepSpeedAdam, DeepSpeedFailed
 from benchmarks.launch import ROOT, RankFailed, run_ranks
 from benchmarks.rounds import Spread, StepTime, paired_ratio, slowest_rank, turn
+from benchmarks.streams import Mode, Stream, read_stream, update_streams
+from optim import cpu_adam
 
 TIMEOUT_S = 200
 
@@ -73,6 +78,73 @@ def test_the_profile_of_a_step_names_calls() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("plain, alone", "start_all_gather", "finish_reduction", "fetch_ahead"):
         assert word in done.stdout, word
+
+
+def test_the_adam_table_runs_and_judges_what_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "adam.json"
+    done = run("benchmarks.adam", "--tiny", "--rounds", "2", "--threads", "1", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text())
+    groups = {group["work"]: group for group in result["groups"]}
+    bytes_each = {
+        work: {case["traffic_bytes"] / case["num_elements"] for case in group["cases"].values()}
+        for work, group in groups.items()
+    }
+    assert bytes_each == {
+        "split, bf16 gradient": {26, 46},
+        "split, fp32 gradient": {28},
+        "whole, bf16 gradient": {26},
+        "whole, fp32 gradient": {28},
+        "whole + half, bf16 gradient": {28, 40},
+        "whole + half, fp32 gradient": {30},
+        "norm, bf16": {2},
+        "norm, fp32": {4},
+    }
+    for group in groups.values():
+        assert all(len(case["rounds_s"]) == 2 and min(case["rounds_s"]) > 0 for case in group["cases"].values())
+        best = group["cases"][group["best_loop"]]
+        assert best["role"] == "bandwidth"
+        assert best["share_of_bandwidth"]["median"] == 1
+    if cpu_adam.is_available():
+        judged = {(verdict["base"].split(":")[0], verdict["limit"]) for verdict in result["verdicts"]}
+        assert judged >= {("loop", 0.95), ("torch", 3.0), ("read", 0.5)}
+    if importlib.util.find_spec("plotly"):
+        plot = tmp_path / "adam.html"
+        drawn = run("benchmarks.adam_plot", str(path), str(plot))
+        assert drawn.returncode == 0, drawn.stderr
+        assert "split, bf16 gradient" in plot.read_text()
+
+
+def test_a_walk_over_streams_leaves_what_it_reads_and_writes_as_it_was() -> None:
+    values = torch.randn(64 * 1000)
+    halves = values.bfloat16()
+    before = values.clone()
+    walked = [Stream(values, Mode.READ_WRITE), Stream(halves, Mode.READ)]
+    assert sum(stream.traffic_bytes for stream in walked) == values.numel() * (8 + 2)
+    for num_threads in (1, 3):
+        for options in ({}, {"block": 256}, {"ahead_bytes": 2048, "nontemporal": True}):
+            update_streams(walked, num_threads=num_threads, **options)
+        read_stream(values, num_threads=num_threads, lanes=4)
+    assert torch.equal(values, before)
+    written = torch.ones(64 * 1000)
+    update_streams([Stream(written, Mode.WRITE)], num_threads=3)
+    assert not written.any(), "every element was reached"
+    with pytest.raises(ValueError, match="multiple of 64"):
+        update_streams([Stream(values[:65], Mode.READ)], num_threads=1)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.library.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(streams.CompilerMissing, match=r"g\+\+"):
+        streams.library()
+
+
+def test_deepspeed_that_is_not_there_fails_with_its_message(tmp_path: Path) -> None:
+    if importlib.util.find_spec("deepspeed"):
+        pytest.skip("it is there")
+    with pytest.raises(DeepSpeedFailed, match="No module named 'deepspeed'"):
+        DeepSpeedAdam(sys.executable, 64, 1, tmp_path / "log")
 
 
 def test_benchmarks_list_themselves() -> None:
