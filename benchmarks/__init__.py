@@ -14,6 +14,8 @@
     adam_cases.py   what takes turns on them
     adam_report.py  figures, targets; adam_plot.py draws them
     deepspeed_adam.py  DeepSpeedCPUAdam in a process of its own python
+    bytes_per_parameter.py  slope of measured bytes over sizes of a model: ours, FSDP2, DeepSpeed
+    bytes_cases.py  one size of one system; measured_bytes.py counts storages and asks the system
     llama.py        the model of the GPU's cases
     gpu_case.py     one system at one size on the GPU, in a process of its own
     gpu_table.py    the table of what those processes wrote

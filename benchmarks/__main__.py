@@ -19,6 +19,7 @@ from benchmarks.launch import ROOT
 CPU_BENCHMARKS = {
     "train_step": "one training step: ours beside plain PyTorch and beside FSDP2 at the same bytes (about 4 minutes)",
     "adam": "Adam on the CPU: our kernels beside the machine's bandwidth and torch's kernels (about 4 minutes)",
+    "bytes_per_parameter": "what one more parameter costs in memory: ours and FSDP2 (about 5 minutes)",
     "step_profile": "where a step of two ranks spends its time (half a minute)",
 }
 """Name of the module -> what it measures. Each takes --save and --tiny."""
@@ -35,7 +36,7 @@ def main(
         raise typer.BadParameter(f"no benchmark is called {unknown[0]!r}; there are: {', '.join(CPU_BENCHMARKS)}")
     if list_only:
         for name, what in CPU_BENCHMARKS.items():
-            typer.echo(f"{name:12} {what}")
+            typer.echo(f"{name:20} {what}")
         return
     failed = []
     for name in names or CPU_BENCHMARKS:

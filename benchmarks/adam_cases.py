@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from benchmarks.adam_memory import GRADS, Memory, Work
 from benchmarks.streams import Mode, has_nontemporal, read_stream, update_streams
 from optim import cpu_adam, cpu_norm, norm, reference
+from optim.cpu_extension import levels
 from optim.scalars import AdamScalars, adam_scalars
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
@@ -27,14 +29,14 @@ CALLS = 3
 BANDWIDTH, OURS, FALLBACK, PEER = "bandwidth", "ours", "fallback", "peer"
 
 # what update_streams and read_stream are tried with; the best one of a group is the machine's bandwidth
-UPDATE_VARIANTS: dict[str, dict[str, int]] = {
+UPDATE_VARIANTS: dict[str, dict[str, Any]] = {
     "blocks of 64": {"block": 64},
     "blocks of 64, prefetched": {"block": 64, "ahead_bytes": 2048},
     "blocks of 256": {"block": 256},
     "blocks of 1024": {"block": 1024},
     "blocks of 64, non-temporal": {"block": 64, "ahead_bytes": 2048, "nontemporal": True},
 }
-READ_VARIANTS: dict[str, dict[str, int]] = {
+READ_VARIANTS: dict[str, dict[str, Any]] = {
     "one place": {},
     "two places": {"lanes": 2},
     "four places": {"lanes": 4},
@@ -98,7 +100,7 @@ def norm_group(memory: Memory, dtype: str, num_threads: int) -> Group:
     ]
     calls.append(("read: torch.sum", BANDWIDTH, flat.view(torch.float32).sum))
     if cpu_adam.is_available():
-        for level in cpu_adam.levels():
+        for level in levels():
             kernel = partial(cpu_norm.accumulate_sum_of_squares_, num_threads=num_threads, level=level)
             calls.append((f"ours: {level}", OURS, partial(_into_zeroed, kernel, limbs, flat)))
     calls.append(("ours: plain torch", FALLBACK, partial(_into_zeroed, norm.accumulate_sum_of_squares_, limbs, flat)))
@@ -157,7 +159,7 @@ def _ours(memory: Memory, work: Work, num_threads: int) -> Iterator[_Call]:
     pieces, scalars = [memory.piece(work)], our_scalars()
     traffic_bytes = memory.traffic_bytes(work)
     if cpu_adam.is_available():
-        for level in cpu_adam.levels():
+        for level in levels():
             call = partial(cpu_adam.update, pieces, scalars, num_threads=num_threads, level=level)
             yield f"ours: {level}", OURS, traffic_bytes, call
     yield "ours: plain torch", FALLBACK, traffic_bytes, partial(reference.update, pieces, scalars)
@@ -205,9 +207,13 @@ def _torch_ways(memory: Memory, work: Work) -> Iterator[_Call]:
 
 
 def _fused(memory: Memory, weight: Tensor, grad: Tensor) -> None:
-    state = [weight], [grad], [memory.exp_avg], [memory.exp_avg_sq], [], [torch.tensor(float(STEP))]
     torch._fused_adamw_(
-        *state,
+        [weight],
+        [grad],
+        [memory.exp_avg],
+        [memory.exp_avg_sq],
+        [],
+        [torch.tensor(float(STEP))],
         lr=LEARNING_RATE,
         beta1=BETAS[0],
         beta2=BETAS[1],

@@ -32,17 +32,28 @@ class RankFailed(RuntimeError):
     """A rank exited with another code than 0, or did not end in time; the message ends with its last output."""
 
 
-def run_ranks(function: str, world_size: int, options: dict[str, Any], timeout_s: float) -> list[Any]:
-    """Results in rank order. Raises RankFailed; no process is left behind in any case."""
+def run_ranks(
+    function: str,
+    world_size: int,
+    options: dict[str, Any],
+    timeout_s: float,
+    *,
+    python: str = sys.executable,
+    variables: dict[str, str] | None = None,
+) -> list[Any]:
+    """Results in rank order, of ranks that run in `python`, with `variables` in their environment.
+
+    Raises RankFailed; no process is left behind in any case.
+    """
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
-                command = [sys.executable, "-m", "benchmarks.launch", function, json.dumps(options), name]
+                command = [python, "-m", "benchmarks.launch", function, json.dumps(options), name]
                 with open(folder / f"{rank}.log", "wb") as log:
-                    environment = _environment(rank, world_size, store.port)
+                    environment = _environment(rank, world_size, store.port) | (variables or {})
                     ranks.append(
                         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
                     )

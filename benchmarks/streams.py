@@ -87,7 +87,7 @@ def update_streams(
         _check(tensor, numel)
     if block % GRANULE:
         raise ValueError(f"block must be a multiple of {GRANULE}, found {block}")
-    array = (_CStream * len(streams))(*((s.tensor.data_ptr(), s.tensor.itemsize, s.mode) for s in streams))
+    array = (_CStream * len(streams))(*(_CStream(s.tensor.data_ptr(), s.tensor.itemsize, s.mode) for s in streams))
     numbers = [ctypes.c_int64(number) for number in (len(streams), numel, num_threads, block, ahead_bytes)]
     library().update_streams(array, *numbers, ctypes.c_int(nontemporal))
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from benchmarks import case_file, streams
+from benchmarks.bytes_per_parameter import Line
 from benchmarks.deepspeed_adam import DeepSpeedAdam, DeepSpeedFailed
 from benchmarks.launch import ROOT, RankFailed, run_ranks
+from benchmarks.measured_bytes import storage_bytes
 from benchmarks.rounds import Spread, StepTime, paired_ratio, slowest_rank, turn
 from benchmarks.streams import Mode, Stream, read_stream, update_streams
 from optim import cpu_adam
@@ -145,6 +147,40 @@ def test_deepspeed_that_is_not_there_fails_with_its_message(tmp_path: Path) -> N
         pytest.skip("it is there")
     with pytest.raises(DeepSpeedFailed, match="No module named 'deepspeed'"):
         DeepSpeedAdam(sys.executable, 64, 1, tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("only", "least", "most"),
+    [("cuda, smallest budget, 1 rank", 14, 24), ("FSDP2", 15.9, 16.1)],  # ours has slots of a small model's size
+)
+def test_bytes_per_parameter_are_measured(tmp_path: Path, only: str, least: float, most: float) -> None:
+    path = tmp_path / "bytes.json"
+    done = run("benchmarks.bytes_per_parameter", "--tiny", "--only", only, "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (system,) = json.loads(path.read_text())["systems"]
+    assert least <= system["lines"]["held"]["storages"]["bytes_per_parameter"] <= most
+    assert system["sizes"][0]["held"]["resident"] > system["sizes"][0]["held"]["storages"]
+
+
+def test_storages_are_counted_once_and_what_hides_in_gradients_too() -> None:
+    before = storage_bytes()
+    weight = torch.nn.Parameter(torch.zeros(2**20))
+    views = [weight.detach().view(-1, 16)[1:], weight.detach().view(torch.int32)]
+    assert storage_bytes() - before == weight.nbytes
+    weight.sum().backward()
+    del views
+    assert storage_bytes() - before == 2 * weight.nbytes
+    del weight
+    assert storage_bytes() == before
+
+
+def test_the_slope_leaves_out_what_does_not_grow() -> None:
+    line = Line.through([10, 20, 40, 80], [1000 + 14 * n for n in (10, 20, 40, 80)])
+    assert line.bytes_per_parameter == pytest.approx(14)
+    assert line.intercept_bytes == pytest.approx(1000)
+    assert line.largest_residual_bytes == pytest.approx(0, abs=1e-6)
+    with pytest.raises(ValueError, match="two sizes"):
+        Line.through([10, 10], [1, 2])
 
 
 def test_benchmarks_list_themselves() -> None:
