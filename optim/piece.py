@@ -18,7 +18,10 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class AdamPiece(NamedTuple):
-    """Tensors of one update, all (numel,), contiguous, on one device, without overlap."""
+    """Tensors of one update, all (numel,), contiguous, on one device, without overlap.
+
+    But for `half` and a 16-bit `grad`, which may be the same memory: each gradient then makes room for its weight.
+    """
 
     weight: Tensor
     """fp32 master, or bf16 where there is a remainder; updated."""
@@ -75,7 +78,8 @@ class AdamPiece(NamedTuple):
         return dtypes
 
     def _check_overlap(self) -> None:
-        named = [(name, tensor) for name, tensor in zip(self._fields, self) if tensor is not None]
+        shared = self.half is not None and self.grad.itemsize == 2 and self.half.data_ptr() == self.grad.data_ptr()
+        named = [(n, t) for n, t in zip(self._fields, self) if t is not None and not (shared and n == "half")]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named if t.numel())
         for (_, end, name), (start, _, other) in pairwise(spans):
             if start < end:

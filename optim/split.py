@@ -1,7 +1,8 @@
 """A master in two halves: `bits = (weight << 16) + remainder`, exact for every fp32 value but NaN payloads.
 
 `weight` is the master rounded half up on the bit pattern (see `optim.rounding`), so it is the bf16 parameter itself,
-and an int16 is all that the master costs beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0.
+and an int16 is all that the master costs beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0. No master has a
+zero for a weight and a negative remainder; where a weight was zeroed behind the master's back, the remainder is void.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def join_master_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
             bits = values.view(torch.int32)
             bits.copy_(hi.view(torch.int16))
             bits.bitwise_left_shift_(16)
-            bits.add_(lo)
+            bits.add_(torch.where(hi == 0, lo.clamp(min=0), lo))
 
 
 def _check(weight: Tensor, remainder: Tensor, master: Tensor) -> None:

@@ -81,10 +81,15 @@ def test_detours_between_backward_and_step(place: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("place", PLACES)
 def test_two_bytes_a_parameter_less(place: str) -> None:
-    assert half.bytes_per_parameter(0, 1, PLACES[place]) == (16, 14)
+    assert half.bytes_per_parameter(0, 1, {"dtype": torch.float16, **PLACES[place]}) == (16, 14)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is said where nothing is lost
-        half.bytes_per_parameter(0, 1, PLACES[place])
+        half.bytes_per_parameter(0, 1, {"dtype": torch.float16, **PLACES[place]})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_bf16_takes_fourteen_bytes_a_parameter_either_way(place: str) -> None:
+    assert half.bytes_per_parameter(0, 1, PLACES[place]) == (14, 14)
 
 
 def test_no_weights_are_left_between_backward_and_step_and_reading_them_brings_them_back() -> None:

@@ -82,6 +82,7 @@ class Chunk:
     travel_dtype: torch.dtype  # of gradients between ranks
     gradient_dtype: torch.dtype  # of the reduced gradient at rest
     widens: bool = False  # the reduced gradient becomes fp32 when a second micro-batch is added
+    splits_master: bool = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
     lends_home: bool = False  # the parameter home may hold the reduced gradient between backward and step
     parameters: list[ManagedParameter] = field(default_factory=list)
     is_chosen: bool = False  # which of its parameters are used follows from data, on every rank from its own
@@ -151,7 +152,8 @@ class Chunk:
     def take_home(self, kind: Kind, tier: Tier, memory: MemoryTier, num_bytes: int) -> Home:
         """Memory, zeroed, for one of its states. Raises BudgetError."""
         buffer = memory.take(num_bytes, kind)
-        dtype = {Kind.MASTER: torch.float32, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
+        master = torch.int16 if self.splits_master else torch.float32
+        dtype = {Kind.MASTER: master, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
         self.homes[kind] = Home(tier, buffer, buffer.view(dtype))
         return self.homes[kind]
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import ReleasedParameterError
+from gemini.executor.masters import follow_edits, weights_of
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier, copy
 from gemini.placement.demand import Kind, Tier
-from optim import absorb_edits_
 
 
 class Binding:
@@ -40,6 +40,7 @@ class Binding:
         self.plain_chunks: list[Chunk] = []
         self.edited: dict[int, set[int]] = {}  # chunk -> positions of edited parameters
         self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions when they were last written back
+        self._before: dict[int, dict[int, list[Tensor] | None]] = {}  # chunk -> position -> weights, see before_write
         self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was unbound
         self.take_back: Callable[[Chunk], None] = lambda chunk: None  # the parameters get their home back
 
@@ -97,6 +98,34 @@ class Binding:
 
     # -- edits
 
+    def before_write(self, managed: ManagedParameter) -> None:
+        """The payload is about to be written to: keep what tells the edited elements. See `executor/masters.py`."""
+        chunk = managed.chunk
+        position = chunk.parameters.index(managed)
+        kept = self._before.setdefault(chunk.index, {})
+        if position not in kept:
+            kept[position] = self._steppable(managed) if self._is_home(chunk) else None
+
+    def _is_home(self, chunk: Chunk) -> bool:
+        """The payload, which holds it all, is the home too, or a part of it is; and the master is split."""
+        if not chunk.splits_master or Kind.MASTER not in chunk.homes or chunk.payload is None:
+            return False
+        home = chunk.homes[Kind.PARAM].flat
+        return home.untyped_storage().data_ptr() == chunk.payload.untyped_storage().data_ptr()
+
+    def _steppable(self, managed: ManagedParameter) -> list[Tensor]:
+        """Copies of the parameter's elements that this rank steps, as they are at home."""
+        chunk = managed.chunk
+        return [weights_of(chunk, piece.shard_start, piece.numel) for piece in chunk.optim_pieces(managed)]
+
+    def _pop_before(self, managed: ManagedParameter) -> list[Tensor] | None:
+        """What `before_write` kept, or what the home still has, if the write was announced."""
+        chunk = managed.chunk
+        position, kept = chunk.parameters.index(managed), self._before.get(chunk.index, {})
+        if position not in kept or not chunk.splits_master or Kind.MASTER not in chunk.homes:
+            return None
+        return kept.pop(position) or self._steppable(managed)
+
     def mark_edited(self, managed: ManagedParameter) -> None:
         """The parameter's payload was, or may have been, written to."""
         chunk = managed.chunk
@@ -117,6 +146,7 @@ class Binding:
             with torch.inference_mode(False), torch.no_grad():
                 for position in sorted(positions):
                     self.write_parameter(chunk.parameters[position], chunk.payload)
+        self._before.pop(chunk.index, None)
 
     def is_edited(self, managed: ManagedParameter) -> bool:
         """The parameter was written to since its payload was last brought home."""
@@ -139,19 +169,22 @@ class Binding:
                 self.write_back(chunk)
 
     def write_parameter(self, managed: ManagedParameter, payload: Tensor) -> None:
-        """home, master <- the parameter's elements of `payload`. A master changes only where the payload did."""
+        """home, master <- the parameter's elements of `payload`. A master changes only where the payload did.
+
+        Where no `before_write` announced it, all elements of a split master count as edited.
+        """
         chunk = managed.chunk
         if chunk.lent:
             self.take_back(chunk)
         home = chunk.homes[Kind.PARAM]
-        master = chunk.homes.get(Kind.MASTER)
+        before = self._pop_before(managed)
         if home.flat.data_ptr() != payload.data_ptr():
             for piece in chunk.home_pieces(managed):
                 target = home.flat[piece.shard_start : piece.shard_start + piece.numel]
                 source = payload[piece.payload_start : piece.payload_start + piece.numel]
                 copy(target, source, self.device if home.tier is Tier.DEVICE else self.host, self.device, self.traffic)
             self.device.synchronize()
-        if master is not None:
-            for piece in chunk.optim_pieces(managed):
-                old = master.flat[piece.shard_start : piece.shard_start + piece.numel]
-                absorb_edits_(old, payload[piece.payload_start : piece.payload_start + piece.numel].to(old.device))
+        if Kind.MASTER in chunk.homes:
+            for number, piece in enumerate(chunk.optim_pieces(managed)):
+                weights = payload[piece.payload_start : piece.payload_start + piece.numel]
+                follow_edits(chunk, piece.shard_start, weights, None if before is None else before[number])

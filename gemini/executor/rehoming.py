@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
 from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
 from gemini.errors import BudgetError
 from gemini.executor.executor import Executor
+from gemini.executor.masters import master_from_weights
 from gemini.memory.tier import copy
 from gemini.placement.demand import Demand, Kind, Placement, Tier
 
@@ -182,15 +181,3 @@ class Rehoming:
         home = chunk.homes.pop(kind, None)
         if home is not None:
             self._fetcher.tier(home.tier).give(home.buffer, kind)
-
-
-def master_from_weights(chunk: Chunk, only: ManagedParameter | None = None) -> None:
-    """The fp32 master of a chunk, or of one of its parameters, becomes what the 16-bit weights are. Local."""
-    home, master = chunk.homes[Kind.PARAM].flat, chunk.homes[Kind.MASTER].flat
-    slices = [home[piece.payload_start : piece.payload_start + piece.numel] for piece in chunk.home_slices()]
-    weights = torch.cat(slices).to(master.device)
-    runs = [(0, chunk.optim_numel)]
-    if only is not None:
-        runs = [(piece.shard_start, piece.numel) for piece in chunk.optim_pieces(only)]
-    for start, numel in runs:
-        master[start : start + numel].copy_(weights[start : start + numel])

@@ -18,7 +18,8 @@ import torch
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import BudgetError, GeminiError
 from gemini.executor.executor import Executor
-from gemini.executor.rehoming import Rehoming, StateOwner, master_from_weights
+from gemini.executor.masters import master_from_weights
+from gemini.executor.rehoming import Rehoming, StateOwner
 from gemini.model.plan import Plan
 from gemini.placement.demand import Kind
 

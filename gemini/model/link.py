@@ -83,6 +83,12 @@ class ParameterLink(ABC, Generic[P]):
     def undo(self, before: Tensor) -> None:
         """Inside `gathered`: the parameter has these values, and nobody has written to it. Local."""
 
+    def before_write(self) -> None:
+        """The parameter, which is there, is about to be written to, or may be."""
+
+    def before_write_through(self, view: Tensor) -> None:
+        """`view`, which the user gets and may write to, may be a view of the parameter."""
+
     @abstractmethod
     def mark_edited(self) -> None:
         """The parameter's values were, or may be, written to."""
@@ -153,6 +159,8 @@ class Link(ParameterLink[ManagedParameter]):
         with ExitStack() as stack:
             self._touch(links, stack)
             executor.binding.write_back_all()
+            for link in links:
+                link.before_write()
             yield
 
     @property
@@ -174,6 +182,15 @@ class Link(ParameterLink[ManagedParameter]):
 
     def undo(self, before: Tensor) -> None:
         self.whole().copy_(before)
+
+    def before_write(self) -> None:
+        self.executor.binding.before_write(self.managed)
+
+    def before_write_through(self, view: Tensor) -> None:
+        payload = self.managed.chunk.payload
+        if payload is not None and view.device == payload.device and view.layout == torch.strided:
+            if view.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr():
+                self.before_write()
 
     def mark_edited(self) -> None:
         self.executor.binding.mark_edited(self.managed)

@@ -15,6 +15,7 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.placeholder import dense_stride
 from gemini.errors import BudgetError, UnsupportedError
 from gemini.executor.communicator import Communicator
+from gemini.executor.masters import write_master
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
 from gemini.model.built_chunk import built_link_of
@@ -160,8 +161,7 @@ def _set_weights(managed: ManagedParameter, flat: Tensor) -> None:
             values = values.new_empty(piece.numel, dtype=chunk.dtype)
             round_master_(values, flat[start : start + piece.numel].float())
         home[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
-    master = chunk.homes.get(Kind.MASTER)
-    if master is not None:
+    if Kind.MASTER in chunk.homes:
         for piece in chunk.optim_pieces(managed):
             start = piece.payload_start - managed.offset
-            master.flat[piece.shard_start : piece.shard_start + piece.numel].copy_(flat[start : start + piece.numel])
+            write_master(chunk, piece.shard_start, flat[start : start + piece.numel])

@@ -120,12 +120,17 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             stack.enter_context(its_links[0].fetched(its_links, overwrites))
         if any(isinstance(t, LazyDetach) for t in found):
             args, kwargs = pytree.tree_map_only(LazyDetach, _materialise, (args, kwargs))
-        result = func(*args, **kwargs)
         writes = _writes(func, kwargs)
-        for tensor, link in zip(found, links, strict=True):
-            # a write through a view of .data leaves no trace: assume one
-            if writes or tensor.__dict__.get("_may_be_written"):
-                link.mark_edited()
+        # a write through a view of .data leaves no trace: assume one
+        written = [link for t, link in zip(found, links, strict=True) if writes or t.__dict__.get("_may_be_written")]
+        for link in written:
+            link.before_write()
+        result = func(*args, **kwargs)
+        for link in written:
+            link.mark_edited()
+        if isinstance(result, Tensor) and not torch.is_grad_enabled():  # else autograd refuses writes to a view
+            for link in links:
+                link.before_write_through(result)
         return result
 
 

@@ -15,9 +15,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
+from gemini.executor.masters import write_master
 from gemini.model.link import link_of
 from gemini.placement.demand import Kind
-from optim import HALF_DTYPES, absorb_edits_, round_master_
+from optim import HALF_DTYPES, round_master_
 
 
 def whole_state_dict(module: nn.Module, executor: Executor, rank0_only: bool, prefix: str) -> OrderedDict[str, Any]:
@@ -125,25 +126,20 @@ def load_part(
 
 def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> None:
     payload = executor.fetcher.fetch(chunk)
-    master = chunk.homes.get(Kind.MASTER)
+    binding = executor.binding
     for managed, view in zip(chunk.parameters, chunk.views_of(payload), strict=True):
         if managed.index not in given:
             continue
-        value = given[managed.index].detach()
-        rounded = _in_layout(value, managed)
-        view.copy_(view.new_empty(0) if view.numel() == 0 else _round(rounded, chunk.dtype))
-        if master is not None:
-            flat = _flat(rounded, managed)
+        value = _in_layout(given[managed.index].detach(), managed)
+        binding.before_write(managed)
+        view.copy_(view.new_empty(0) if view.numel() == 0 else _round(value, chunk.dtype))
+        binding.write_parameter(managed, payload)  # a master that rounds to this weight already stays as it is
+        if Kind.MASTER in chunk.homes and value.dtype is not chunk.dtype:
+            flat = _flat(value, managed)
             for piece in chunk.optim_pieces(managed):
                 start = piece.payload_start - managed.offset
-                target = master.flat[piece.shard_start : piece.shard_start + piece.numel]
-                source = flat[start : start + piece.numel]
-                if source.dtype is chunk.dtype:  # a master that rounds to this weight already is the better one
-                    absorb_edits_(target, source.to(target.device))
-                else:
-                    target.copy_(source)
-        executor.binding.write_parameter(managed, payload)
-    executor.binding.rebase_versions(chunk)
+                write_master(chunk, piece.shard_start, flat[start : start + piece.numel])
+    binding.rebase_versions(chunk)
     chunk.num_updates += 1
 
 

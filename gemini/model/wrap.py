@@ -100,6 +100,7 @@ def make_chunks(
         one_run = chunk.home_layout.world_size == chunk.optim_layout.world_size or len(packed.layout.units) == 1
         half = kind in HALF_DTYPES and rest is kind
         chunk.lends_home = precision.reuse_fp16_shard and half and one_run
+        chunk.splits_master = kind is torch.bfloat16 and not chunk.lends_home
         empty = placeholder(kind, device)
         for name, offset in zip(packed.names, packed.offsets, strict=True):
             parameter = by_name[name]
@@ -132,7 +133,7 @@ def demand_of(chunks: list[Chunk], operators: list[FoundOperator], stage: int, w
         if chunk.trainable:
             home_bytes[Kind.GRAD] = gradient_home_numel(chunk, stage) * chunk.gradient_dtype.itemsize
             if chunk.dtype in HALF_DTYPES:
-                home_bytes[Kind.MASTER] = 4 * chunk.optim_numel
+                home_bytes[Kind.MASTER] = (2 if chunk.splits_master else 4) * chunk.optim_numel
             home_bytes[Kind.OPTIM] = 2 * max(4, itemsize) * chunk.optim_numel
         sharded = chunk.home_layout.world_size > 1
         # one rank adds micro-batches up in a whole home; others, and 16-bit sums, take them in beside what is there

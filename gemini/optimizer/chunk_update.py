@@ -70,7 +70,6 @@ class ChunkUpdates:
         gradient = executor.gradients.store.gradients[chunk.index]
         tier = self._where(chunk, state)
         view = ShardView(chunk, fetcher, self._staging, tier)
-        weights = view.load()
         grad = gradient.reduced()
         if gradient.reduced_tier() is not tier:
             staged = self._staging.take("gradient", chunk.optim_numel, grad.dtype)
@@ -81,13 +80,13 @@ class ChunkUpdates:
             end = run.start + run.numel
             run_state = state.state_of(run)
             group = self._param_groups[run.group]
-            replaced = self._update.update(weights[run.start : end], grad[run.start : end], run_state, group, factors)
+            replaced = self._update.update_run(view, run.start, grad[run.start : end], run_state, group, factors)
             state.keep(run, run_state, replaced, fetcher)
             for position in run.positions:
                 scalars[position] = run_state.scalars
         state.keep_scalars(scalars)
         executor.gradients.exchange.homes.consumed(chunk)
-        view.store(weights)
+        view.close(complete=sum(run.numel for run in runs) == chunk.optim_numel)
 
     def _count_elsewhere(self, state: ChunkOptimizerState, runs: list[Run], updated: list[int]) -> None:
         """Parameters that lie wholly in other ranks' shards count their steps here too, so that all ranks agree."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gemini.errors import UnsupportedError
-from optim import CPUAdam, HybridAdam, adam_update_, hyperparameters
+from gemini.optimizer.shard_view import ShardView
+from optim import AdamPiece, CPUAdam, HybridAdam, adam_scalars, hyperparameters, update_pieces
 
 TESTED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -62,6 +63,18 @@ class ElementwiseUpdate(Protocol):
         """Step `param` (fp32 or fp64, 1-D) in place; returns per-element states that are not views of `state.flat`."""
         ...
 
+    def update_run(
+        self,
+        view: ShardView,
+        start: int,
+        grad: Tensor,
+        state: RunState,
+        group: Mapping[str, Any],
+        factors: GradientFactors,
+    ) -> dict[str, Tensor]:
+        """`update` of the weights of `view` from element `start` on, as many as `grad` has."""
+        ...
+
 
 class AdamUpdate:
     """The written Adam of `optim.reference`."""
@@ -74,13 +87,35 @@ class AdamUpdate:
     ) -> dict[str, Tensor]:
         if param.dtype is not torch.float32:
             raise UnsupportedError(f"HybridAdam updates fp32 weights; this model has {param.dtype} ones: use AdamW")
-        step = int(state.scalars.get("step", 0)) + 1
-        flat = state.flat
-        adam_update_(
-            param, grad, flat["exp_avg"], flat["exp_avg_sq"], step=step, **factors._asdict(), **hyperparameters(group)
-        )
-        state.scalars["step"] = step
+        self._update([AdamPiece(param, grad, *self._moments(state))], state, group, factors)
         return {}
+
+    def update_run(
+        self,
+        view: ShardView,
+        start: int,
+        grad: Tensor,
+        state: RunState,
+        group: Mapping[str, Any],
+        factors: GradientFactors,
+    ) -> dict[str, Tensor]:
+        moments = self._moments(state)
+        pieces = [segment.piece(start, grad, *moments) for segment in view.segments()]
+        self._update([piece for piece in pieces if piece is not None], state, group, factors)
+        return {}
+
+    def _moments(self, state: RunState) -> tuple[Tensor, Tensor]:
+        return state.flat["exp_avg"], state.flat["exp_avg_sq"]
+
+    def _update(
+        self, pieces: list[AdamPiece], state: RunState, group: Mapping[str, Any], factors: GradientFactors
+    ) -> None:
+        step = int(state.scalars.get("step", 0)) + 1
+        scalars = adam_scalars(step=step, **factors._asdict(), **hyperparameters(group))
+        for piece in pieces:
+            piece.check()
+        update_pieces(pieces, scalars)
+        state.scalars["step"] = step
 
 
 class TorchUpdate:
@@ -126,6 +161,17 @@ class TorchUpdate:
                 state.scalars[name] = _copy(value)
         worker.state.clear()
         return replaced
+
+    def update_run(
+        self,
+        view: ShardView,
+        start: int,
+        grad: Tensor,
+        state: RunState,
+        group: Mapping[str, Any],
+        factors: GradientFactors,
+    ) -> dict[str, Tensor]:
+        return self.update(view.load()[start : start + grad.numel()], grad, state, group, factors)
 
 
 def _copy(value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.errors import GeminiError
+from gemini.executor.masters import whole_master
 from gemini.model.link import Link, link_of
 from gemini.model.weights import gather_gradient, gather_optimizer_state
 from gemini.optimizer.chunk_state import ChunkOptimizerState
@@ -28,9 +29,9 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     managed, executor = link.managed, link.executor
     with executor.publishing(), torch.no_grad():
         executor.binding.write_back_all()
-        master = managed.chunk.homes.get(Kind.MASTER)
+        master = whole_master(managed.chunk)
         if master is not None:
-            return _shaped(gather_optimizer_state(executor, managed.chunk, master.flat), link)
+            return _shaped(gather_optimizer_state(executor, managed.chunk, master), link)
         whole = executor.fetcher.fetch(managed.chunk)
         return _shaped(whole if whole.dtype is torch.float64 else whole.float(), link)
 
@@ -230,7 +231,7 @@ def _set_weights(link: Link, parts: Sequence[Tensor]) -> None:
         view = _view(link)
         weights = view.load()
         _write(link, weights, [_rounded(part, weights.dtype) for part in parts])
-        view.store(weights)
+        view.close(complete=True)
         executor.after_chunk_update(chunk)
         if chunk.home_layout.world_size < chunk.optim_layout.world_size:
             executor.fetcher.spread(chunk)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
+from gemini.executor.masters import whole_master, write_master
 from gemini.model.link import link_of
 from gemini.model.weights import gather_optimizer_state
 from gemini.optimizer.chunk_state import ChunkOptimizerState
@@ -32,7 +33,7 @@ def whole_optimizer_state(
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
     with torch.no_grad():
-        for index, chunk_state in states.items():
+        for chunk_state in states.values():
             chunk = chunk_state.chunk
             known = [m for m in chunk.parameters if m.index in numbers and m.requires_grad]
             names = executor.communicator.agree_on_names(sorted(chunk_state.flats))
@@ -44,9 +45,9 @@ def whole_optimizer_state(
                     entry |= {name: _view(whole, managed).clone() for name, whole in wholes.items()}
                     if entry:  # SGD without momentum keeps nothing
                         state[numbers[managed.index]] = entry
-            master = executor.chunks[index].homes.get(Kind.MASTER)
+            master = whole_master(chunk)
             if master is not None:
-                whole = gather_optimizer_state(executor, chunk, master.flat)
+                whole = gather_optimizer_state(executor, chunk, master)
                 masters |= {numbers[managed.index]: _view(whole, managed).clone() for managed in known}
     packed = [
         {k: v for k, v in group.items() if k != "params"} | {"params": _members(group, numbers)} for group in groups
@@ -63,6 +64,7 @@ def load_optimizer_state(
     """Raises ValueError or KeyError before anything is changed."""
     executor.check_idle("optimizer.load_state_dict()")
     executor.settle_flags()
+    executor.binding.write_back_all()
     numbers = _numbers(groups)
     trained = [(state, m) for state in states.values() for m in state.chunk.parameters if m.requires_grad]
     by_number = {numbers[m.index]: (state, m) for state, m in trained if m.index in numbers}
@@ -88,9 +90,26 @@ def load_optimizer_state(
                         _write(chunk_state.chunk, managed, chunk_state.flats[name], value)
                     else:
                         scalars[name] = _unscalar(name, value, chunk_state)
-            master = chunk_state.chunk.homes.get(Kind.MASTER)
-            if master is not None and number in saved.get("masters", {}):
-                _write(chunk_state.chunk, managed, master.flat, saved["masters"][number])
+        masters = saved.get("masters", {})
+        for chunk_state in states.values():
+            given = [(m, masters[n]) for n, (its, m) in by_number.items() if its is chunk_state and n in masters]
+            if given and Kind.MASTER in chunk_state.chunk.homes:
+                _load_masters(executor, chunk_state.chunk, given)
+
+
+def _load_masters(executor: Executor, chunk: Chunk, given: list[tuple[ManagedParameter, Tensor]]) -> None:
+    """Collective. A split master brings its upper half, the parameter itself."""
+    if chunk.splits_master:
+        executor.before_chunk_update(chunk)
+    for managed, value in given:
+        flat = _laid_out(value, managed, torch.float32)
+        for piece in chunk.optim_pieces(managed):
+            start = piece.payload_start - managed.offset
+            write_master(chunk, piece.shard_start, flat[start : start + piece.numel])
+    if chunk.splits_master:
+        executor.after_chunk_update(chunk)
+        if chunk.home_layout.world_size < chunk.optim_layout.world_size:
+            executor.fetcher.spread(chunk)
 
 
 def _check(
@@ -163,8 +182,7 @@ def _view(whole: Tensor, managed: ManagedParameter) -> Tensor:
 def _write(chunk: Chunk, managed: ManagedParameter, flat: Tensor, value: Tensor | None) -> None:
     """flat's elements of `managed` <- `value` (None: zeros)."""
     if value is not None:
-        value = torch.empty_strided(managed.shape, managed.stride, dtype=flat.dtype).copy_(value)
-        value = torch.as_strided(value, (managed.numel,), (1,))
+        value = _laid_out(value, managed, flat.dtype)
     for piece in chunk.optim_pieces(managed):
         target = flat[piece.shard_start : piece.shard_start + piece.numel]
         if value is None:
@@ -172,6 +190,12 @@ def _write(chunk: Chunk, managed: ManagedParameter, flat: Tensor, value: Tensor 
         else:
             start = piece.payload_start - managed.offset
             target.copy_(value[start : start + piece.numel])
+
+
+def _laid_out(value: Tensor, managed: ManagedParameter, dtype: torch.dtype) -> Tensor:
+    """(numel,) on the CPU: the elements in the order in which they lie in the payload."""
+    laid_out = torch.empty_strided(managed.shape, managed.stride, dtype=dtype).copy_(value)
+    return torch.as_strided(laid_out, (managed.numel,), (1,))
 
 
 def _scalar(name: str, value: Any) -> Any:

@@ -10,6 +10,12 @@ namespace {
 
 #include "half.h"
 
+// See optim/split.py.
+inline uint32_t joined(uint16_t weight, int16_t remainder) {
+    const bool was_zeroed = (weight & 0x7fff) == 0 && remainder < 0;
+    return (uint32_t(weight) << 16) + (was_zeroed ? 0u : uint32_t(int32_t(remainder)));
+}
+
 enum class Decay { none, l2, decoupled };
 
 template <Decay decay>
@@ -36,8 +42,8 @@ void update(const AdamPiece& piece, const AdamScalars& scalars, int64_t begin, i
         int16_t* __restrict remainder = piece.remainder + begin;
         for (int64_t i = 0; i < count; ++i) {
             float m = exp_avg[i], v = exp_avg_sq[i];
-            const uint32_t joined = (uint32_t(weight[i]) << 16) + uint32_t(int32_t(remainder[i]));
-            const uint32_t bits = as_bits(updated<decay>(as_float(joined), widen(grad[i]), m, v, s));
+            const float p = as_float(joined(weight[i], remainder[i]));
+            const uint32_t bits = as_bits(updated<decay>(p, widen(grad[i]), m, v, s));
             exp_avg[i] = m;
             exp_avg_sq[i] = v;
             const uint16_t rounded = to_bf16(bits).bits;

@@ -45,15 +45,16 @@ def test_all_detours_everywhere(ranks: RankPool, world_size: int) -> None:
 
 
 def test_bytes_of_every_rank(ranks: RankPool) -> None:
-    """2 + 4 + 8 bytes a parameter; what is whole on every rank is whole."""
-    for wrap, wanted in (
-        ({"stage": 0, **KEPT}, (16, 14)),
-        ({"stage": 1, **KEPT}, (2 + 2 + 12 / 2, 2 + 12 / 2)),
-        ({"stage": 2, **KEPT}, (2 + 14 / 2, 2 + 12 / 2)),
-        ({"stage": 3, **KEPT}, (16 / 2, 14 / 2)),
-        ({"stage": 3, "tensor_placement_policy": "cpu"}, (16 / 2, 14 / 2)),
+    """2 + 4 + 8 bytes a parameter, 2 + 2 + 8 with a split master; what is whole on every rank is whole."""
+    for wrap, fp16, bf16 in (
+        ({"stage": 0, **KEPT}, (16, 14), (14, 14)),
+        ({"stage": 1, **KEPT}, (2 + 2 + 12 / 2, 2 + 12 / 2), (2 + 2 + 10 / 2, 2 + 12 / 2)),
+        ({"stage": 2, **KEPT}, (2 + 14 / 2, 2 + 12 / 2), (2 + 12 / 2, 2 + 12 / 2)),
+        ({"stage": 3, **KEPT}, (16 / 2, 14 / 2), (14 / 2, 14 / 2)),
+        ({"stage": 3, "tensor_placement_policy": "cpu"}, (16 / 2, 14 / 2), (14 / 2, 14 / 2)),
     ):
-        assert ranks(2).run(half.bytes_per_parameter, wrap) == [wanted] * 2
+        for dtype, wanted in ((torch.float16, fp16), (torch.bfloat16, bf16)):
+            assert ranks(2).run(half.bytes_per_parameter, {"dtype": dtype, **wrap}) == [wanted] * 2
 
 
 Job = tuple[str, dict[str, Any], dict[str, Any]]

@@ -61,7 +61,9 @@ def make_piece(
         m, v = m * 0.1, v.square() * 0.01
     if layout == "split":
         lo = torch.randint(-(2**15), 2**15, (numel,), generator=generator).to(torch.int16)
-        return AdamPiece(p.bfloat16(), g.to(grad), m, v, remainder=lo)
+        weight = p.bfloat16()
+        weight[::37] = 0  # with remainders that no zero has
+        return AdamPiece(weight, g.to(grad), m, v, remainder=lo)
     half = None if layout == "whole" else torch.zeros(numel, dtype=HALVES[layout])
     return AdamPiece(p, g.to(grad), m, v, half)
 

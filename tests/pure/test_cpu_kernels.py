@@ -1,5 +1,6 @@
 """The CPU extension: every level, thread count and cut gives the reference's bits, for any input."""
 
+import functools
 import multiprocessing
 import subprocess
 import sys
@@ -123,6 +124,18 @@ def test_several_pieces_in_one_call(level: str) -> None:
     for a, b in zip(ours, theirs):
         assert differing(a, b) == []
     cpu_adam.update([], adam_scalars(**ORDINARY))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_half_precision_copy_may_replace_the_gradient(dtype: torch.dtype, level: str) -> None:
+    piece = make_piece(70_003, "whole and bf16" if dtype is torch.bfloat16 else "whole and fp16", dtype)
+    expected = updated(reference.update, piece)
+    for kernel in (reference.update, functools.partial(cpu_adam.update, level=level, num_threads=2)):
+        own = copy_of(piece)
+        own = own._replace(half=own.grad)
+        own.check()
+        kernel([own], adam_scalars(**ORDINARY))
+        assert differing(own._replace(grad=expected.grad), expected) == []
 
 
 def test_every_fp16_gradient(level: str) -> None:

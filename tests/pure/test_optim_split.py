@@ -49,6 +49,17 @@ def test_all_values() -> None:
         check(bits.to(torch.int32).view(torch.float32))
 
 
+def test_a_weight_that_was_zeroed_is_zero() -> None:
+    master = torch.full((6,), 0.1) + torch.arange(6) * 1e-4
+    weight, remainder, _ = round_trip(master)
+    assert (remainder < 0).any()
+    weight[::2] = torch.tensor([0.0, -0.0, 0.0])
+    joined = torch.empty(6)
+    join_master_(joined, weight, remainder)
+    assert bool((joined[::2].abs() < 1e-40).all())
+    assert torch.equal(joined[1::2], master[1::2])
+
+
 def test_tensors_that_do_not_fit_are_named() -> None:
     master = torch.zeros(4)
     weight, remainder = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int16)

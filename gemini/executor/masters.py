@@ -1,0 +1,92 @@
+"""The fp32 masters of 16-bit chunks on this rank, in either layout.
+
+*Whole*: the MASTER home holds fp32 values. *Split* (bf16): it holds int16 remainders, and the master's upper half is
+the parameter home itself (`optim.split`). Elements are counted as the optimizer counts them, in `optim_numel`.
+
+[Note: Edits of split masters] A parameter that is written to takes its master along: an edited element's remainder
+becomes zero. Which elements those are is told by the values from before, which the home still has unless it is the
+payload; then a copy is made before the write (`Binding.before_write`). Who writes to a weight inside its own operator
+is noticed afterwards only, and the whole parameter loses its remainders, wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.placement.demand import Kind
+from optim import absorb_edits_, join_master_, split_master_
+
+
+def whole_master(chunk: Chunk) -> Tensor | None:
+    """(optim_numel,) fp32, where the MASTER home is; a copy where it is split. None where there is no master."""
+    master = chunk.homes.get(Kind.MASTER)
+    if master is None or not chunk.splits_master:
+        return None if master is None else master.flat
+    joined = torch.empty(chunk.optim_numel, dtype=torch.float32, device=master.flat.device)
+    for home_start, start, numel in _home_runs(chunk, 0, chunk.optim_numel):
+        weight = chunk.homes[Kind.PARAM].flat[home_start : home_start + numel].to(joined.device)
+        join_master_(joined[start : start + numel], weight, master.flat[start : start + numel])
+    return joined
+
+
+def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
+    """Elements from `start` on become `values` (1-D); a split master's upper half, the parameter, with them."""
+    master = chunk.homes[Kind.MASTER].flat
+    if not chunk.splits_master:
+        master[start : start + values.numel()].copy_(values)
+        return
+    home = chunk.homes[Kind.PARAM].flat
+    for home_start, shard_start, numel in _home_runs(chunk, start, values.numel()):
+        part = values[shard_start - start : shard_start - start + numel].to(torch.float32).contiguous()
+        weight = torch.empty(numel, dtype=chunk.dtype, device=part.device)
+        remainder = torch.empty(numel, dtype=torch.int16, device=part.device)
+        split_master_(weight, remainder, part)
+        home[home_start : home_start + numel].copy_(weight)
+        master[shard_start : shard_start + numel].copy_(remainder)
+
+
+def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
+    """A copy of the parameter home's elements, (numel,)."""
+    home = chunk.homes[Kind.PARAM].flat
+    runs = [home[home_start : home_start + part] for home_start, _, part in _home_runs(chunk, start, numel)]
+    return torch.cat(runs) if runs else home[:0].clone()
+
+
+def follow_edits(chunk: Chunk, start: int, weights: Tensor, before: Tensor | None) -> None:
+    """The parameter has `weights` (numel,) from `start` on: the master takes over the elements that were edited.
+
+    before: what it had, for a split master; None means that all elements count as edited.
+    """
+    master = chunk.homes[Kind.MASTER].flat[start : start + weights.numel()]
+    if not chunk.splits_master:
+        absorb_edits_(master, weights.to(master.device))
+    elif before is None:
+        master.zero_()
+    else:
+        edited = weights.view(torch.int16) != before.to(weights.device).view(torch.int16)
+        master.masked_fill_(edited.to(master.device), 0)
+
+
+def master_from_weights(chunk: Chunk, only: ManagedParameter | None = None) -> None:
+    """The master of a chunk, or of one of its parameters, becomes what the 16-bit weights are. Local."""
+    runs = [(0, chunk.optim_numel)]
+    if only is not None:
+        runs = [(piece.shard_start, piece.numel) for piece in chunk.optim_pieces(only)]
+    for start, numel in runs:
+        if chunk.splits_master:
+            chunk.homes[Kind.MASTER].flat[start : start + numel].zero_()
+        else:
+            write_master(chunk, start, weights_of(chunk, start, numel))
+
+
+def _home_runs(chunk: Chunk, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+    """(start in the parameter home, start as the optimizer counts, length) of the parts of [start, start + numel)."""
+    for piece in chunk.home_slices():
+        first = max(start, piece.shard_start)
+        end = min(start + numel, piece.shard_start + piece.numel)
+        if first < end:
+            yield piece.payload_start + first - piece.shard_start, first, end - first
