@@ -91,7 +91,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="Draw it: an .html file (needs plotly).")] = None,
 ) -> None:
     """Measure Adam's update and the gradient norm against the machine's memory and against others' kernels."""
-    console = Console(width=150)
+    console = Console(width=170)
     cache_bytes = int(cache_mib * 2**20) if cache_mib is not None else machine.last_level_cache_bytes()
     enough = numel_beyond_caches(cache_bytes)
     numel = numel or (TINY_NUMEL if tiny else enough)

@@ -179,7 +179,10 @@ def our_scalars() -> AdamScalars:
 
 
 def _torch_ways(memory: Memory, work: Work) -> Iterator[_Call]:
-    """torch's own kernels, with temporaries that were allocated before, for the work that they can do."""
+    """torch's own kernels for the work that they can do; bf16 weights that are cast to fp32 and back have no master.
+
+    Copies that are made afresh in every step cost page faults as well, copies that are kept 8 bytes a parameter.
+    """
     if work == ("whole", "fp32"):
         yield "torch: fused", PEER, 28 * memory.numel, partial(_fused, memory, memory.weight, memory.grads["fp32"])
         yield "torch: AdamW(foreach)", PEER, 28 * memory.numel, _foreach(memory).step
@@ -195,7 +198,13 @@ def _torch_ways(memory: Memory, work: Work) -> Iterator[_Call]:
             _fused(memory, weight32, grad32)
             memory.upper.copy_(weight32)
 
-        yield "torch: cast, fused, cast (no master)", PEER, 46 * memory.numel, cast_fused_cast
+        def fresh_copies() -> None:
+            weight = memory.upper.float()
+            _fused(memory, weight, memory.grads["bf16"].float())
+            memory.upper.copy_(weight)
+
+        yield "torch: cast, fused, cast (fresh copies)", PEER, 46 * memory.numel, fresh_copies
+        yield "torch: cast, fused, cast (kept copies)", PEER, 46 * memory.numel, cast_fused_cast
     else:
 
         def fused_and_copy() -> None:

@@ -1,6 +1,6 @@
 """The plot of an Adam benchmark: elements per second over threads, one panel for each kind of work.
 
-    python -m benchmarks.adam_plot adam.json adam.html     # of a file that was written before
+python -m benchmarks.adam_plot adam.json adam.html     # of a file that was written before
 """
 
 from __future__ import annotations

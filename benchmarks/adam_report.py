@@ -86,7 +86,8 @@ class Target:
 
 TARGETS = (
     Target("split, bf16 gradient", BANDWIDTH, 0.95, most_threads=2),
-    Target("split, bf16 gradient", "torch: cast, fused, cast (no master)", 3.0),
+    Target("split, bf16 gradient", "torch: cast, fused, cast (fresh copies)", 3.0),
+    Target("split, bf16 gradient", "torch: cast, fused, cast (kept copies)", 3.0),
     Target("split, bf16 gradient", "DeepSpeedCPUAdam: bf16 parameters (no master)", 1.1),
     Target("split, bf16 gradient", "DeepSpeedCPUAdam: fp32 master, copied to bf16", 1.1),
     Target("norm, fp32", BANDWIDTH, 0.5, goal=0.9),
