@@ -439,7 +439,7 @@ MUTANTS = [
         "gemini/executor/masters.py",
         "        master[shard_start : shard_start + numel].copy_(remainder)",
         "        master[shard_start : shard_start + numel].zero_()",
-        "tests/test_access.py",
+        HALF,
     ),
     Mutant(
         "what a step passed over keeps the gradient in its half-precision copy",
