@@ -4,6 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
 STAMP := .venv/setup.stamp
+BUILT = $(filter-out %.cpp %.h %/CMakeLists.txt,$(wildcard optim/csrc/*))
 
 # The first python >= 3.11 that really runs and can make a venv (version managers' shims may exist and still fail).
 FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
@@ -23,7 +24,7 @@ help:
 setup: $(STAMP)
 	@echo "setup: .venv is ready ($$($(PY) -V))"
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard optim/csrc/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard optim/csrc/*.cpp optim/csrc/*.h optim/csrc/CMakeLists.txt)
 	@if ! $(PY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	  found=$$($(FIND_PYTHON)) || { echo "setup: no python >= 3.11 with venv and ensurepip was found on PATH" >&2; exit 1; }; \
 	  echo "setup: making .venv with $$("$$found" -V)"; "$$found" -m venv --clear .venv; fi
@@ -55,4 +56,4 @@ gpu: $(STAMP)
 	$(PY) -m pytest -q --durations=15 -m gpu tests/gpu
 
 clean:
-	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist optim/*.so $(BUILT) ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

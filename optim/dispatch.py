@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -58,14 +60,28 @@ def adam_update_(
 def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
     """One update of checked pieces with the same scalars, by the fastest kernel for each device."""
     on_cpu = [piece for piece in pieces if piece.weight.device.type == "cpu"]
-    elsewhere = [piece for piece in pieces if piece.weight.device.type != "cpu"]
+    on_cuda = [piece for piece in pieces if piece.weight.device.type == "cuda"]
+    elsewhere = [piece for piece in pieces if piece.weight.device.type not in ("cpu", "cuda")]
     if on_cpu and cpu_adam.is_available():
         cpu_adam.update(on_cpu, scalars)
         _note_writes(on_cpu)
     elif on_cpu:
         warn_missing()
         reference.update(on_cpu, scalars)
+    if on_cuda and has_triton():
+        from optim import triton_adam
+
+        triton_adam.update(on_cuda, scalars)
+        _note_writes(on_cuda)
+    else:
+        elsewhere += on_cuda
     reference.update(elsewhere, scalars)
+
+
+@cache
+def has_triton() -> bool:
+    """Triton, which torch's builds for CUDA bring along, can be imported."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _note_writes(pieces: Sequence[AdamPiece]) -> None:
@@ -83,4 +99,8 @@ def accumulate_sum_of_squares_(limbs: norm.NormLimbs, flat: Tensor) -> Tensor:
     norm.check(limbs, flat)
     if limbs.device.type == "cpu" and cpu_norm.can_sum(flat):
         return cpu_norm.accumulate_sum_of_squares_(limbs, flat)
+    if flat.device.type == limbs.device.type == "cuda" and flat.dtype is not torch.float64 and has_triton():
+        from optim import triton_norm
+
+        return triton_norm.accumulate_sum_of_squares_(limbs, flat)
     return norm.accumulate_sum_of_squares_(limbs, flat)

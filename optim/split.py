@@ -1,8 +1,8 @@
 """A master in two halves: `bits = (weight << 16) + remainder`, exact for every fp32 value but NaN payloads.
 
 `weight` is the master rounded half up on the bit pattern (see `optim.rounding`), so it is the bf16 parameter itself,
-and an int16 is all that the master costs beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0. No master has a
-zero for a weight and a negative remainder; where a weight was zeroed behind the master's back, the remainder is void.
+and an int16 is all that the master costs beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0. No master
+has a zero for a weight and a negative remainder; where a weight was zeroed behind the master's back, that is void.
 """
 
 from __future__ import annotations

@@ -192,6 +192,37 @@ def detours(rank: int, world_size: int, wrap: dict[str, Any], names: Sequence[st
         assert hashes[0] == hashes[1], (detour.__name__, wrap)
 
 
+def saved_and_loaded(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+    """Masters leave and enter whole, from and to either layout, before or after the weights."""
+    source = {reuse: Trained(rank, world_size, reuse, wrap) for reuse in (False, True)}
+    for trained in source.values():
+        trained.step(0)
+        trained.step(1)
+    states = {reuse: (t.model.state_dict(), t.optimizer.state_dict()) for reuse, t in source.items()}
+    for number, master in states[True][1]["masters"].items():
+        assert torch.equal(states[False][1]["masters"][number], master), "layouts hold the same masters"
+    expected = None
+    for reuse in (False, True):
+        for weights, states_of_optimizer in (states[reuse], states[not reuse]):
+            for optimizer_first in (False, True):
+                loaded = Trained(rank, world_size, reuse, wrap)
+                if optimizer_first:
+                    loaded.optimizer.load_state_dict(states_of_optimizer)
+                    loaded.model.load_state_dict(weights)
+                else:
+                    loaded.model.load_state_dict(weights)
+                    loaded.optimizer.load_state_dict(states_of_optimizer)
+                loaded.step(2)
+                found = state_hash(loaded.model, loaded.optimizer)
+                expected = expected or found
+                assert found == expected, (reuse, optimizer_first)
+                loaded.model.close()
+    source[False].step(2)
+    assert state_hash(source[False].model, source[False].optimizer) == expected, "as if it had gone on"
+    for trained in source.values():
+        trained.model.close()
+
+
 def bytes_per_parameter(rank: int, world_size: int, wrap: dict[str, Any]) -> tuple[float, float]:
     """Of parameters, gradients, masters and moments of all ranks' shares, without and with reuse; after three steps."""
     found = []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gemini import (
     estimate_memory,
     safe_get_full_fp32_param,
     safe_set_full_fp32_param,
+    state_hash,
 )
 from tests import half, mlp
 from tests.models import MODELS
@@ -170,6 +172,66 @@ def test_loaded_weights_are_those_that_are_made_anew_of_their_masters(place: str
     assert all(chunk.lent for chunk in trained.model.executor.chunks)
     trained.optimizer.zero_grad()
     mlp.assert_same(mlp.weights_of(trained.model), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_masters_are_saved_and_loaded_without_loss(place: str, dtype: torch.dtype) -> None:
+    half.saved_and_loaded(0, 1, {"dtype": dtype, **PLACES[place]})
+
+
+OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_work_on_whole_masters(name: str, place: str) -> None:
+    runs = []
+    for reuse in (False, True):
+        arguments = {"reuse_fp16_shard": reuse, "chunk_size": mlp.CHUNK_NUMEL, "dtype": torch.bfloat16}
+        wrap = {**arguments, **PLACES[place]}
+        if wrap.get("model_data_memory") == "smallest":
+            wrap["model_data_memory"] = mlp.smallest_budget(**arguments)
+        model = ShardedModel(mlp.build(), device="emulated", **wrap)
+        optimizer = ShardedOptimizer(model, OTHERS[name](model.parameters()))
+        for step in range(3):
+            mlp.train_step(model, optimizer, step, torch.bfloat16)
+        runs.append((mlp.weights_of(model), optimizer.state_dict()["masters"]))
+    mlp.assert_same(runs[0][0], runs[1][0])
+    masters = runs[0][1]
+    assert all(torch.equal(masters[number], runs[1][1][number]) for number in masters)
+    assert any((master != master.bfloat16()).any() for master in masters.values())
+
+
+class _Shrinking(nn.Linear):
+    """Writes to its weight in its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[0].mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_weight_that_its_own_operator_changes_is_the_same_at_every_budget() -> None:
+    """All of the parameter counts as edited: its master is the weight."""
+    runs = []
+    for place in PLACES.values():
+        torch.manual_seed(0)
+        module = nn.Sequential(*(_Shrinking(48, 48) for _ in range(6)))
+        wrap: dict[str, Any] = {"dtype": torch.bfloat16, "chunk_size": 48 * 48 + 256, **place}
+        if wrap.get("model_data_memory") == "smallest":
+            wrap["model_data_memory"] = 90_000
+        model = ShardedModel(module, device="emulated", **wrap)
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+        for _ in range(3):
+            optimizer.backward(model(torch.ones(4, 48, dtype=torch.bfloat16)).float().square().mean())
+            optimizer.step()
+        runs.append(state_hash(model, optimizer))
+    assert len(set(runs)) == 1
 
 
 def test_the_loss_scale_of_twenty_steps() -> None:

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 namespace gemini::GEMINI_LEVEL {
 
@@ -10,31 +11,80 @@ namespace {
 
 #include "half.h"
 
-template <int width, class Lane>
-inline void halve(Lane* __restrict sums) {
-    for (int i = 0; i < width; ++i) sums[i] = sums[i] + sums[i + width];
-    if constexpr (width > 1) halve<width / 2>(sums);
+// Lanes that one instruction takes.
+#if defined(__AVX512F__)
+constexpr int register_bytes = 64;
+#elif defined(__AVX__)
+constexpr int register_bytes = 32;
+#else
+constexpr int register_bytes = 16;
+#endif
+
+typedef double Doubles __attribute__((vector_size(register_bytes)));
+typedef float Floats __attribute__((vector_size(register_bytes)));
+typedef uint32_t Words __attribute__((vector_size(register_bytes)));
+typedef float FewFloats __attribute__((vector_size(register_bytes / 2)));
+typedef uint16_t FewHalves __attribute__((vector_size(register_bytes / 2)));
+
+template <class To, class From>
+inline To copied(const From* source) {
+    To target;
+    std::memcpy(&target, source, sizeof target);
+    return target;
 }
 
-template <class Lane, class Value>
-inline Lane sum_of_squares(const Value* __restrict tile) {
-    constexpr int width = tile_numel / 2;
-    alignas(64) Lane sums[width];
-    for (int i = 0; i < width; ++i) {
-        const Lane low = widen(tile[i]), high = widen(tile[i + width]);
-        sums[i] = low * low + high * high;
+inline void load(const float* values, Doubles& out) { out = __builtin_convertvector(copied<FewFloats>(values), Doubles); }
+
+inline void load(const Bf16* values, Floats& out) {
+    const Words bits = __builtin_convertvector(copied<FewHalves>(values), Words) << 16;
+    out = copied<Floats>(&bits);
+}
+
+template <class Value, class Register>
+inline void load(const Value* values, Register& out) {
+    constexpr int lanes = int(sizeof(Register) / sizeof out[0]);
+    std::remove_reference_t<decltype(out[0])> each[lanes];
+    for (int i = 0; i < lanes; ++i) each[i] = widen(values[i]);
+    out = copied<Register>(each);
+}
+
+// A tile is `count` registers. Sum `i` of `level` is sum `i` of twice that level and, onto it, the one `level` further on:
+// depth first, so that few are waiting at any time.
+template <int level, int count, class Register, class Value>
+inline Register sum_of_squares(const Value* tile, int i) {
+    if constexpr (level == count) {
+        Register values;
+        load(tile + i * (tile_numel / count), values);
+        return values * values;
+    } else {
+        const Register lower = sum_of_squares<level * 2, count, Register>(tile, i);
+        return lower + sum_of_squares<level * 2, count, Register>(tile, i + level);
     }
-    halve<width / 2>(sums);
+}
+
+template <int width, class Lane>
+inline Lane sum_of_lanes(Lane* sums) {
+    for (int i = 0; i < width / 2; ++i) sums[i] = sums[i] + sums[i + width / 2];
+    if constexpr (width > 2) return sum_of_lanes<width / 2>(sums);
     return sums[0];
 }
 
-inline double tile_sum(const float* tile) { return sum_of_squares<double>(tile); }
+template <class Register, class Value>
+inline auto sum_of_squares(const Value* tile) {
+    constexpr int lanes = int(sizeof(Register) / sizeof(Register{}[0]));
+    const Register last = sum_of_squares<1, int(tile_numel) / lanes, Register>(tile, 0);
+    std::remove_cv_t<std::remove_reference_t<decltype(last[0])>> sums[lanes];
+    std::memcpy(sums, &last, sizeof sums);
+    return sum_of_lanes<lanes>(sums);
+}
+
+inline double tile_sum(const float* tile) { return sum_of_squares<Doubles>(tile); }
 
 template <class Half>
 inline double tile_sum(const Half* tile) {
-    const float sum = sum_of_squares<float>(tile);
+    const float sum = sum_of_squares<Floats>(tile);
     if (sum >= 0x1p-80f && sum < INFINITY) return sum;
-    return sum_of_squares<double>(tile);
+    return sum_of_squares<Doubles>(tile);
 }
 
 template <class Value>

@@ -38,6 +38,11 @@ def test_detours_at_every_stage(ranks: RankPool) -> None:
     ranks(2).run(several, ["adds_before_reducing", "skips"], PLACES, timeout_s=120)
 
 
+def test_masters_are_saved_and_loaded_without_loss(ranks: RankPool) -> None:
+    for wrap in ({"stage": 1}, {"stage": 2, "tensor_placement_policy": "cpu"}, {"stage": 3, **KEPT}):
+        ranks(2).run(half.saved_and_loaded, wrap, timeout_s=120)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_detours_everywhere(ranks: RankPool, world_size: int) -> None:

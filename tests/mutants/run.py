@@ -14,6 +14,11 @@ from tests.mutants.mutants import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
 _NO_TESTS, _FAILED = 5, 1
+_IMPORT_FROM_PATH = """# the editable install's finder would import the original
+import sys
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
+"""
 
 
 def main() -> int:
@@ -23,6 +28,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "*.egg-info", "__pycache__"))
+        (copy / "sitecustomize.py").write_text(_IMPORT_FROM_PATH)
         for number, mutant in enumerate(chosen, 1):
             verdict = _try(mutant, copy)
             print(f"[{number}/{len(chosen)}] {verdict:9} {mutant.name} ({mutant.test})", flush=True)

@@ -1,0 +1,249 @@
+"""Adam in the written order as one Triton kernel over a list of pieces (see `optim.reference` and `optim.piece`).
+
+The kernel reads where the pieces are from a table of pointers, so that a list costs one launch. Compiled without
+contraction and with correctly rounded roots and divisions, it gives the reference's bits; what the reference leaves
+out is left out here by compile-time flags.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+
+from optim.piece import AdamPiece
+from optim.rounding import BF16_NAN_BITS
+from optim.scalars import AdamScalars
+
+BLOCK_NUMEL = 1024
+"""Elements of one program: four a thread, 16 bytes of fp32. With eight, 16-bit tensors get a layout of their own, and
+threads exchange their elements through shared memory."""
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""Of compilation: eight warps of 32 threads, and no multiplication contracted with an addition."""
+ALIGNMENT_BYTES = 16
+"""Of all pointers, for the widest loads; views at other addresses take narrower ones."""
+
+_COLUMNS = tl.constexpr(7)  # of the table: first block, numel, then the pointers of an AdamPiece's tensors
+_NAN_BITS = tl.constexpr(BF16_NAN_BITS)
+
+_Variant: TypeAlias = tuple[torch.dtype, str]  # of the gradient; the layout
+
+# bf16 is read as its bits, the upper half of an fp32
+_GRAD_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16}
+
+
+def update(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
+    """One Adam update of checked pieces, all on one CUDA device: one launch per (gradient dtype, layout) among them.
+
+    The usual list is uniform and takes one. The host waits for nothing: the work is queued on the current stream, on
+    which the pieces must be ready. Autograd does not see what is written. Raises ValueError for pieces on several
+    devices, before anything is written.
+    """
+    groups: dict[_Variant, list[AdamPiece]] = {}
+    for piece in pieces:
+        if piece.weight.device != pieces[0].weight.device:
+            raise ValueError(f"pieces must be on one device: {pieces[0].weight.device} and {piece.weight.device}")
+        if piece.weight.numel():
+            groups.setdefault((piece.grad.dtype, layout(piece)), []).append(piece)
+    for variant, group in groups.items():
+        _launch(group, variant, scalars)
+
+
+def layout(piece: AdamPiece) -> str:
+    """Name of the kernel's layout: "whole", "whole, bf16", "whole, fp16" or "split"."""
+    if piece.is_split:
+        return "split"
+    if piece.half is None:
+        return "whole"
+    return "whole, bf16" if piece.half.dtype == torch.bfloat16 else "whole, fp16"
+
+
+def flags(scalars: AdamScalars) -> dict[str, bool]:
+    """The kernel's compile-time flags: which operations an update has."""
+    return {
+        "HAS_SCALE": scalars.grad_scale != 1.0,
+        "HAS_CLIP": scalars.clip != 1.0,
+        "HAS_L2": scalars.l2 != 0.0,
+        "HAS_ROOT_BIAS": scalars.root_bias2 != 1.0,
+        "HAS_DECAY": scalars.decay != 0.0,
+    }
+
+
+def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars) -> None:
+    """All pieces are of one variant, none is empty."""
+    rows, num_blocks, pointer_bits = [], 0, 0
+    for piece in pieces:
+        extra = piece.remainder if piece.half is None else piece.half
+        tensors = (piece.weight, piece.grad, piece.exp_avg, piece.exp_avg_sq)
+        pointers = [tensor.data_ptr() for tensor in tensors] + [0 if extra is None else extra.data_ptr()]
+        numel = piece.weight.numel()
+        rows.append((num_blocks, numel, *pointers))
+        num_blocks += -(-numel // BLOCK_NUMEL)
+        for pointer in pointers:
+            pointer_bits |= pointer
+    grad_dtype, its_layout = variant
+    device = pieces[0].weight.device
+    on_gpu = device.type == "cuda"  # else the interpreter's
+    # Pinned, so that the copy waits for nothing; torch keeps the memory until the copy is done.
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=on_gpu).to(device, non_blocking=True)
+    with torch.cuda.device(device) if on_gpu else nullcontext():
+        adam_kernel[(num_blocks,)](
+            table,
+            len(rows),
+            *scalars,
+            GRAD_DTYPE=_GRAD_DTYPES[grad_dtype],
+            LAYOUT=its_layout,
+            **flags(scalars),
+            ALIGNED=pointer_bits % ALIGNMENT_BYTES == 0,
+            BLOCK=BLOCK_NUMEL,
+            **OPTIONS,
+        )
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def adam_kernel(
+    table: tl.tensor,  # (num_pieces, 7) int64
+    num_pieces: tl.tensor,
+    grad_scale: tl.tensor,
+    clip: tl.tensor,
+    beta1: tl.tensor,
+    one_minus_beta1: tl.tensor,
+    beta2: tl.tensor,
+    one_minus_beta2: tl.tensor,
+    root_bias2: tl.tensor,
+    eps: tl.tensor,
+    step_size: tl.tensor,
+    l2: tl.tensor,
+    decay: tl.tensor,
+    GRAD_DTYPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    HAS_L2: tl.constexpr,
+    HAS_ROOT_BIAS: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One block of the piece that holds it; the scalars are those of `AdamScalars`, fp32."""
+    block = tl.program_id(0)
+    row = _row_of_block(table, num_pieces, block)
+    start = (block - tl.load(row)) * BLOCK  # int64: a piece may pass 2**31 elements
+    numel = tl.load(row + 1) - start
+    MASTER_DTYPE: tl.constexpr = tl.int16 if LAYOUT == "split" else tl.float32
+    EXTRA_DTYPE: tl.constexpr = tl.float16 if LAYOUT == "whole, fp16" else tl.int16
+    weights = _pointer(row + 2, MASTER_DTYPE, ALIGNED) + start
+    grads = _pointer(row + 3, GRAD_DTYPE, ALIGNED) + start
+    exp_avgs = _pointer(row + 4, tl.float32, ALIGNED) + start
+    exp_avg_sqs = _pointer(row + 5, tl.float32, ALIGNED) + start
+    extras = _pointer(row + 6, EXTRA_DTYPE, ALIGNED) + start
+
+    i = tl.arange(0, BLOCK)
+    # A mask of unknown length would narrow the loads of every block, so only the last one of a piece has it.
+    if numel >= BLOCK:
+        p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, None, LAYOUT)
+    else:
+        p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, i < numel, LAYOUT)
+
+    if HAS_SCALE:
+        g = g * grad_scale
+    if HAS_CLIP:
+        g = g * clip
+    if HAS_L2:
+        g = g + p * l2
+    m = m * beta1 + g * one_minus_beta1
+    v = v * beta2 + (g * one_minus_beta2) * g
+    d = tl.sqrt_rn(v)
+    if HAS_ROOT_BIAS:
+        d = tl.div_rn(d, root_bias2)
+    d = d + eps
+    if HAS_DECAY:
+        p = p - p * decay
+    p = p - tl.div_rn(m * step_size, d)
+
+    if numel >= BLOCK:
+        _store(weights, exp_avgs, exp_avg_sqs, extras, i, None, p, m, v, LAYOUT)
+    else:
+        _store(weights, exp_avgs, exp_avg_sqs, extras, i, i < numel, p, m, v, LAYOUT)
+
+
+@triton.jit
+def _row_of_block(table: tl.tensor, num_pieces: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """Pointer to the last row whose first block is not behind `block`."""
+    low = 0
+    high = num_pieces
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tl.load(table + middle * _COLUMNS) <= block:
+            low = middle
+        else:
+            high = middle
+    return table + low * _COLUMNS
+
+
+@triton.jit
+def _pointer(cell: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
+    pointer = tl.load(cell).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(
+    weights: tl.tensor,
+    grads: tl.tensor,
+    exp_avgs: tl.tensor,
+    exp_avg_sqs: tl.tensor,
+    extras: tl.tensor,
+    i: tl.tensor,
+    mask: tl.tensor,
+    LAYOUT: tl.constexpr,
+) -> tl.tensor:
+    """Master, gradient and moments, fp32."""
+    p = tl.load(weights + i, mask=mask)
+    if LAYOUT == "split":
+        high = p.to(tl.int32)
+        low = tl.load(extras + i, mask=mask).to(tl.int32)
+        low = tl.where((high & 0x7FFF) == 0, tl.maximum(low, 0), low)  # see `optim.split`
+        bits = (high << 16) + low
+        p = bits.to(tl.float32, bitcast=True)
+    g = tl.load(grads + i, mask=mask)
+    if g.dtype == tl.int16:
+        g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        g = g.to(tl.float32)
+    return p, g, tl.load(exp_avgs + i, mask=mask), tl.load(exp_avg_sqs + i, mask=mask)
+
+
+@triton.jit
+def _store(
+    weights: tl.tensor,
+    exp_avgs: tl.tensor,
+    exp_avg_sqs: tl.tensor,
+    extras: tl.tensor,
+    i: tl.tensor,
+    mask: tl.tensor,
+    p: tl.tensor,
+    m: tl.tensor,
+    v: tl.tensor,
+    LAYOUT: tl.constexpr,
+) -> None:
+    tl.store(exp_avgs + i, m, mask=mask)
+    tl.store(exp_avg_sqs + i, v, mask=mask)
+    if LAYOUT == "split" or LAYOUT == "whole, bf16":
+        bits = p.to(tl.int32, bitcast=True)
+        is_nan = p != p
+        high = tl.where(is_nan, _NAN_BITS, (bits + 0x8000) >> 16)  # half up, see `optim.rounding`
+        if LAYOUT == "split":
+            tl.store(weights + i, high.to(tl.int16), mask=mask)
+            tl.store(extras + i, tl.where(is_nan, 0, bits - (high << 16)).to(tl.int16), mask=mask)
+        else:
+            tl.store(weights + i, p, mask=mask)
+            tl.store(extras + i, high.to(tl.int16), mask=mask)
+    else:
+        tl.store(weights + i, p, mask=mask)
+        if LAYOUT == "whole, fp16":
+            tl.store(extras + i, p.to(tl.float16), mask=mask)
