@@ -60,10 +60,10 @@ class ShardedModel(nn.Module):
         stage: 3 shards parameters, gradients and optimizer state; 2 the last two; 1 the last; 0 nothing.
         tensor_placement_policy: "auto", "cpu", "cuda", or an object with `name` and `place(demand, budget_bytes)`.
         reuse_fp16_shard: the reduced gradients of 16-bit weights overwrite those, which the step makes anew of their
-            fp32 masters: 2 bytes a parameter less, and the same bits. Gradients of parameters that are used between
-            backward and step (several micro-batches, a state_dict()) or seen in views get memory of their own from
-            then on, on the host where the device is full; so they have from the start at stages 1 and 2 of several
-            ranks with several units to a chunk.
+            fp32 masters: the same bits, and 2 bytes a parameter less in fp16; bf16 has split masters without it,
+            which take no more (but for stage 1 on several ranks). Gradients of parameters that are used between
+            backward and step (several micro-batches, a state_dict()) or seen in views get memory of their own from then
+            on, on the host where the device is full; and from the start at stages 1 and 2 with several units a chunk.
         dtype: of the weights in chunks; bf16 and fp16 ones keep fp32 masters. None keeps the module's own dtypes. Or
             by module: {torch.nn.LayerNorm: torch.float32, "head.*": None, "*": torch.bfloat16}, with classes and
             names (shell patterns) as keys. The innermost module that a key chooses decides for all that it contains,

@@ -32,11 +32,10 @@ class ChunkOptimizerState:
     """One trainable chunk's optimizer state on this rank."""
 
     chunk: Chunk
-    tier: Tier
+    tier: Tier  # where all of `flats` rest
     counts_steps: bool  # `step` is an int here, not a tensor
     groups: list[int | None]  # by position: the param group, None for a parameter that no group has
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
-    places: dict[str, Tier] = field(default_factory=dict)  # of `flats`: `tier`, or the host where that was full
     scalars: list[dict[str, Any] | None] = field(default_factory=list)  # by position; None before the first update
 
     @property
@@ -44,17 +43,15 @@ class ChunkOptimizerState:
         return torch.float64 if self.chunk.dtype is torch.float64 else torch.float32
 
     def take(self, name: str, fetcher: Fetcher) -> Tensor:
-        """A zeroed flat state called `name`, on the chunk's optimizer tier, or on the host where that is full."""
+        """A zeroed flat state called `name`. Where the device is full, all of them rest on the host from now on."""
         num_bytes = self.chunk.optim_numel * self.dtype.itemsize
-        place = self.tier
         try:
-            buffer = fetcher.tier(place).take(num_bytes, Kind.OPTIM)
+            buffer = fetcher.tier(self.tier).take(num_bytes, Kind.OPTIM)
         except BudgetError:
-            if place is Tier.HOST:
+            if self.tier is Tier.HOST:
                 raise
-            place = Tier.HOST
+            self.move(Tier.HOST, fetcher)
             buffer = fetcher.host.take(num_bytes, Kind.OPTIM)
-        self.places[name] = place
         self.flats[name] = buffer.view(self.dtype)
         return self.flats[name]
 
@@ -67,16 +64,17 @@ class ChunkOptimizerState:
         """Rest on `tier` from now on, or on the host where that is full."""
         if tier is self.tier:
             return
+        before = self.tier
+        contents = {name: flat.to("cpu", copy=True) for name, flat in self.flats.items()}
+        self.give_all(fetcher)
         self.tier = tier
-        for name, flat in list(self.flats.items()):
-            before = self.places[name]
-            content = flat.to("cpu", copy=True)
-            self._give(name, fetcher)
-            new = self.take(name, fetcher)
-            copy(new, content, fetcher.tier(self.places[name]), fetcher.tier(before), fetcher.traffic)
+        for name in contents:
+            self.take(name, fetcher)
+        for name, content in contents.items():
+            copy(self.flats[name], content, fetcher.tier(self.tier), fetcher.tier(before), fetcher.traffic)
 
     def _give(self, name: str, fetcher: Fetcher) -> None:
-        fetcher.tier(self.places.pop(name)).give(self.flats.pop(name).view(torch.uint8), Kind.OPTIM)
+        fetcher.tier(self.tier).give(self.flats.pop(name).view(torch.uint8), Kind.OPTIM)
 
     def forget(self, managed: ManagedParameter) -> None:
         """One parameter's state is as before its first update."""

@@ -104,9 +104,9 @@ class ChunkUpdates:
             state.scalars[position] = run_state.scalars
 
     def _where(self, chunk: Chunk, state: ChunkOptimizerState) -> Tier:
-        """The device if everything that the update touches is there, else the host."""
+        """Where its optimizer state is; without one, the device if everything that the update touches is there."""
+        if state.flats:
+            return state.tier
         tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
         tiers.add(self._executor.gradients.store.gradients[chunk.index].reduced_tier())
-        device = self._executor.fetcher.device.device
-        on_device = state.tier is Tier.DEVICE and all(flat.device == device for flat in state.flats.values())
-        return Tier.DEVICE if tiers == {Tier.DEVICE} and on_device else Tier.HOST
+        return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
