@@ -41,6 +41,7 @@ def written_files() -> Iterator[Path]:
         parts = path.relative_to(ROOT).parts
         hidden = any(part.startswith(".") and part != ".ci" for part in parts)
         built = parts[0] in {"build", "dist"} or any(part.endswith(".egg-info") for part in parts)
+        built = built or "CMakeFiles" in parts or path.name in {"CMakeCache.txt", "CMakeInit.txt"}
         text = path.suffix in {".py", ".md", ".toml", ".txt", ".cpp", ".h", ".cu", ".sh"}
         if not hidden and not built and path.is_file() and (text or path.name in {"Makefile", "run"}):
             yield path

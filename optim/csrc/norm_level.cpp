@@ -87,32 +87,53 @@ inline double tile_sum(const Half* tile) {
     return sum_of_squares<Doubles>(tile);
 }
 
-template <class Value>
-int64_t first_bad(const Value* tile, int64_t count) {
-    for (int64_t i = 0; i < count; ++i)
-        if (!std::isfinite(widen(tile[i]))) return i;
-    return -1;
-}
+constexpr int num_places = 4;  // that are read in turns: one alone leaves a quarter of the bandwidth unused
+constexpr int64_t prefetch_bytes = 2048;
 
 template <class Value>
-int64_t add(const Value* values, int64_t numel, int64_t first, int64_t last, int64_t* limbs) {
-    int64_t bad = -1;
-    for (int64_t t = first; t < last; ++t) {
-        const Value* tile = values + t * tile_numel;
-        const int64_t count = numel - t * tile_numel;
+class Sum {
+public:
+    Sum(const Value* values, int64_t numel, int64_t* limbs) : values_(values), numel_(numel), limbs_(limbs) {}
+
+    void add_tile(int64_t t) {
+        const Value* tile = values_ + t * tile_numel;
+        const char* ahead = reinterpret_cast<const char*>(tile) + prefetch_bytes;
+        for (int64_t at = 0; at < tile_numel * int64_t(sizeof(Value)); at += 64) __builtin_prefetch(ahead + at, 0, 3);
+        const int64_t count = numel_ - t * tile_numel;
         Value padded[tile_numel];
         if (count < tile_numel) {
             std::memset(padded, 0, sizeof padded);
             std::memcpy(padded, tile, size_t(count) * sizeof(Value));
             tile = padded;
         }
-        const bool finite = add_tile_sum(limbs, tile_sum(tile));
-        if (!finite && bad < 0) {
-            const int64_t at = first_bad(tile, tile_numel);
-            if (at >= 0) bad = t * tile_numel + at;
+        if (!add_tile_sum(limbs_, tile_sum(tile))) note_bad(t * tile_numel, tile);
+    }
+
+    int64_t first_bad() const { return bad_; }
+
+private:
+    void note_bad(int64_t start, const Value* tile) {
+        for (int64_t i = 0; i < tile_numel; ++i) {
+            if (std::isfinite(widen(tile[i]))) continue;
+            if (bad_ < 0 || start + i < bad_) bad_ = start + i;
+            return;
         }
     }
-    return bad;
+
+    const Value* values_;
+    int64_t numel_;
+    int64_t* limbs_;
+    int64_t bad_ = -1;
+};
+
+template <class Value>
+int64_t add(const Value* values, int64_t numel, int64_t first, int64_t last, int64_t* limbs) {
+    Sum<Value> sum(values, numel, limbs);
+    const int64_t stride = (last - first) / num_places;
+    for (int64_t t = first; t < first + stride; ++t)
+        for (int place = 0; place < num_places; ++place) sum.add_tile(t + place * stride);
+    for (int64_t t = first + num_places * stride; t < last; ++t) sum.add_tile(t);
+    return sum.first_bad();
 }
 
 }  // namespace
