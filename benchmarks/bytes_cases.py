@@ -78,7 +78,11 @@ def ours(
     def wrapped(budget_bytes: int | None) -> ShardedModel:
         module = build(num_layers, width, torch.bfloat16)
         return ShardedModel(
-            module, device="emulated", tensor_placement_policy=placement, model_data_memory=budget_bytes
+            module,
+            device="emulated",
+            tensor_placement_policy=placement,
+            model_data_memory=budget_bytes,
+            chunk_size=num_parameters(2, width),  # the same at every size of the model, and with it slots and scratch
         )
 
     budget_bytes = None

@@ -234,8 +234,8 @@ def main(
                     console.print(f"{name}: {parts}")
             console.print(f"How the budgets were obtained: {HOW_MEASURED}.")
             console.print(
-                "Optimizers: FSDP2 has torch.optim.AdamW(fused=True) after torch's clip_grad_norm_, ours HybridAdam and "
-                "the exact norm. Times are the slowest rank's.\n"
+                "Optimizers: FSDP2 has torch.optim.AdamW(fused=True) after torch's clip_grad_norm_, ours HybridAdam "
+                "and the exact norm. Times are the slowest rank's.\n"
             )
             result["measurements"].append(as_json(found, TWO_RANK_TARGETS))
     except RankFailed as failure:

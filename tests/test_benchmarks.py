@@ -149,9 +149,9 @@ def test_deepspeed_that_is_not_there_fails_with_its_message(tmp_path: Path) -> N
         DeepSpeedAdam(sys.executable, 64, 1, tmp_path / "log")
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # activations count 0.1 bytes in layers as small as these
     ("only", "least", "most"),
-    [("cuda, smallest budget, 1 rank", 14, 24), ("FSDP2", 15.9, 16.1)],  # ours has slots of a small model's size
+    [("cuda, smallest budget, 1 rank", 13.9, 14.2), pytest.param("FSDP2", 15.9, 16.1, marks=pytest.mark.soak)],
 )
 def test_bytes_per_parameter_are_measured(tmp_path: Path, only: str, least: float, most: float) -> None:
     path = tmp_path / "bytes.json"
