@@ -40,8 +40,13 @@ NormTiles norm_tiles(Level level) {
 
 namespace {
 
-constexpr int64_t adam_grain = 1 << 15;
-constexpr int64_t norm_grain = 1 << 8;  // tiles
+constexpr int64_t least_elements = 1 << 15;  // that are worth a thread
+constexpr int64_t least_tiles = 1 << 8;
+
+// Two shares a thread, long runs of memory each: a thread that is late leaves one to the others.
+int64_t share_of(int64_t count, int num_threads, int64_t least) {
+    return std::max(least, (count / (2 * num_threads) / 64 + 1) * 64);
+}
 
 // weight, grad, exp_avg, exp_avg_sq, half, remainder, numel, grad type, layout
 using RawPiece = std::array<uint64_t, 9>;
@@ -71,7 +76,7 @@ void adam(const std::vector<RawPiece>& raw, const std::array<float, 11>& numbers
         pieces.push_back(piece_of(each));
         ends.push_back(total += pieces.back().numel);
     }
-    parallel_for(total, adam_grain, num_threads, [&](int64_t begin, int64_t end) {
+    parallel_for(total, share_of(total, num_threads, least_elements), num_threads, [&](int64_t begin, int64_t end) {
         auto number = size_t(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
         while (begin < end) {
             const AdamPiece& piece = pieces[number];
@@ -88,7 +93,8 @@ int64_t sum_of_squares(uint64_t limbs, uint64_t values, int64_t numel, int type,
     const NormTiles add = norm_tiles(level_called(level));
     std::mutex mutex;
     int64_t first_bad = -1;
-    parallel_for((numel + tile_numel - 1) / tile_numel, norm_grain, num_threads, [&](int64_t first, int64_t last) {
+    const int64_t num_tiles = (numel + tile_numel - 1) / tile_numel;
+    parallel_for(num_tiles, share_of(num_tiles, num_threads, least_tiles), num_threads, [&](int64_t first, int64_t last) {
         std::array<int64_t, num_limbs> local{};
         const int64_t bad = add(at<const void>(values), ValueType(type), numel, first, last, local.data());
         std::lock_guard<std::mutex> lock(mutex);

@@ -87,8 +87,7 @@ inline double tile_sum(const Half* tile) {
     return sum_of_squares<Doubles>(tile);
 }
 
-constexpr int num_places = 4;  // that are read in turns: one alone leaves a quarter of the bandwidth unused
-constexpr int64_t prefetch_bytes = 2048;
+constexpr int64_t prefetch_bytes = 8192;  // ahead of the tile that is summed
 
 template <class Value>
 class Sum {
@@ -106,7 +105,7 @@ public:
             std::memcpy(padded, tile, size_t(count) * sizeof(Value));
             tile = padded;
         }
-        if (!add_tile_sum(limbs_, tile_sum(tile))) note_bad(t * tile_numel, tile);
+        if (!add_tile_sum(limbs_, tile_sum(tile)) && bad_ < 0) note_bad(t * tile_numel, tile);
     }
 
     int64_t first_bad() const { return bad_; }
@@ -115,7 +114,7 @@ private:
     void note_bad(int64_t start, const Value* tile) {
         for (int64_t i = 0; i < tile_numel; ++i) {
             if (std::isfinite(widen(tile[i]))) continue;
-            if (bad_ < 0 || start + i < bad_) bad_ = start + i;
+            bad_ = start + i;
             return;
         }
     }
@@ -129,10 +128,7 @@ private:
 template <class Value>
 int64_t add(const Value* values, int64_t numel, int64_t first, int64_t last, int64_t* limbs) {
     Sum<Value> sum(values, numel, limbs);
-    const int64_t stride = (last - first) / num_places;
-    for (int64_t t = first; t < first + stride; ++t)
-        for (int place = 0; place < num_places; ++place) sum.add_tile(t + place * stride);
-    for (int64_t t = first + num_places * stride; t < last; ++t) sum.add_tile(t);
+    for (int64_t t = first; t < last; ++t) sum.add_tile(t);
     return sum.first_bad();
 }
 
