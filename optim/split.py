@@ -44,7 +44,10 @@ def join_master_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
             bits = values.view(torch.int32)
             bits.copy_(hi.view(torch.int16))
             bits.bitwise_left_shift_(16)
-            bits.add_(torch.where(hi == 0, lo.clamp(min=0), lo))
+            bits.add_(lo)
+            # A zero with a negative remainder has made a NaN. On the CPU one sum tells whether there can be one.
+            if values.device.type != "cpu" or values.sum().isnan().item():
+                bits.copy_(torch.where((hi == 0) & (lo < 0), hi.view(torch.int16).int() << 16, bits))
 
 
 def _check(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
