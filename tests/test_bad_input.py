@@ -573,6 +573,30 @@ def _from_vector(p: nn.Parameter) -> None:
     torch.nn.utils.vector_to_parameters(torch.linspace(-1, 1, p.numel(), dtype=p.dtype), [p])
 
 
+def _halve_rows(p: nn.Parameter) -> None:
+    for row in p:
+        if row.dim() or p.dim() == 1:
+            row.mul_(0.5)
+
+
+@torch.enable_grad()
+def _zero_row_of_detached(p: nn.Parameter) -> None:
+    p.detach()[0].zero_()
+
+
+def _write_to_view_of_grad_mode(p: nn.Parameter) -> None:
+    with torch.enable_grad():
+        view = p.view(-1)
+    view[2:5].zero_()
+
+
+def _write_twice(p: nn.Parameter) -> None:
+    view = p.view(-1)
+    view[:2].zero_()
+    p.norm()
+    view[4:6].zero_()
+
+
 EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "mul_": lambda p: p.mul_(0.5),
     "data.mul_": lambda p: p.data.mul_(0.5),
@@ -588,6 +612,14 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "foreach": lambda p: torch._foreach_mul_([p], 0.5),
     "view.fill_": lambda p: p.view(-1)[3:9].fill_(0.5),
     "row.zero_": lambda p: p[0].zero_(),
+    "chunk.mul_": lambda p: p.chunk(2)[0].mul_(0.5),
+    "unbind.fill_": lambda p: p.unbind(0)[1].fill_(0.5),
+    "iter.mul_": _halve_rows,
+    "data.chunk.mul_": lambda p: p.data.chunk(2)[0].mul_(0.5),
+    "inplace=True": lambda p: F.hardtanh(p, -0.05, 0.05, inplace=True),
+    "detach.row.zero_, grad mode": _zero_row_of_detached,
+    "view of grad mode": _write_to_view_of_grad_mode,
+    "view after a write": _write_twice,
     "detach.copy_": lambda p: p.detach().copy_(torch.full(p.shape, 0.125)),
     "numpy": _through_numpy,
     "vector_to_parameters": _from_vector,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import (
+    GatheredParameters,
     ShardedModel,
     ShardedOptimizer,
     estimate_memory,
@@ -17,6 +18,8 @@ from gemini import (
     safe_set_full_fp32_param,
     state_hash,
 )
+from gemini.errors import ReleasedParameterError
+from optim import HybridAdam
 from tests import half, mlp
 from tests.models import MODELS
 from tests.pairwise import all_pairs
@@ -216,6 +219,7 @@ class _Shrinking(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.filterwarnings("ignore:parameter .* was written to where")
 def test_a_weight_that_its_own_operator_changes_is_the_same_at_every_budget() -> None:
     """All of the parameter counts as edited: its master is the weight."""
     runs = []
@@ -232,6 +236,72 @@ def test_a_weight_that_its_own_operator_changes_is_the_same_at_every_budget() ->
             optimizer.step()
         runs.append(state_hash(model, optimizer))
     assert len(set(runs)) == 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_data_assigned_inside_gathered_parameters_counts(place: str) -> None:
+    trained = half.Trained(0, 1, False, PLACES[place])
+    trained.step(0)
+    value = torch.full_like(trained.weight.detach(), 0.5)
+    with GatheredParameters([trained.weight], modifier_rank=0):
+        trained.weight.data = value
+    name = "layers.2.weight"
+    assert torch.equal(trained.model.state_dict()[name], value)
+    assert torch.equal(safe_get_full_fp32_param(trained.weight), value.float())
+    trained.step(1)
+    assert torch.equal(trained.weight.detach(), trained.model.state_dict()[name])
+    with pytest.raises(ReleasedParameterError), GatheredParameters([trained.weight], modifier_rank=0):
+        trained.weight.data = value.float()
+    trained.step(2)
+
+
+class _Renormalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16, max_norm=100.0)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embedding(x))  # type: ignore[no-any-return]
+
+
+def test_embeddings_that_renormalise_keep_their_masters() -> None:
+    moved = []
+    for reuse in (False, True):
+        torch.manual_seed(0)
+        wrap: dict[str, Any] = {"dtype": torch.bfloat16, "reuse_fp16_shard": reuse, "chunk_size": 1024}
+        model = ShardedModel(_Renormalised(), device="emulated", tensor_placement_policy="cuda", **wrap)
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-5, weight_decay=0.0))
+        before = safe_get_full_fp32_param(model.module.embedding.weight)
+        for _ in range(5):
+            optimizer.backward(model(torch.arange(64)).float().square().mean())
+            optimizer.step()
+        moved.append(safe_get_full_fp32_param(model.module.embedding.weight) - before)
+    assert torch.equal(moved[0], moved[1])
+    assert moved[0].abs().max() > 4e-5, "five steps of 1e-5, each below bf16's precision"
+
+
+def test_weights_from_before_edits_are_counted_and_freed_by_the_step() -> None:
+    trained = half.Trained(0, 1, False, PLACES["cuda"])
+    trained.step(0)
+    ledger = trained.model._tiers[1].ledger.bytes_by_kind
+    with torch.no_grad():
+        trained.weight.norm()
+        trained.weight.data.norm()
+        torch.zeros(trained.weight.shape).lerp_(trained.weight.float(), 0.1)
+        assert ledger["weights before edits"] == 0, "reading keeps nothing"
+        trained.weight[0].zero_()
+    assert ledger["weights before edits"] == 2 * trained.weight.numel()
+    trained.step(1)
+    assert ledger["weights before edits"] == 0
+
+
+def test_fractions_that_are_lost_are_said() -> None:
+    model = ShardedModel(nn.Sequential(_Shrinking(48, 48), nn.Linear(48, 4)), device="emulated", dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+    optimizer.backward(model(torch.ones(4, 48, dtype=torch.bfloat16)).float().square().mean())
+    with pytest.warns(UserWarning, match=r"'0.weight' was written to where that shows only afterwards"):
+        optimizer.step()
 
 
 def test_the_loss_scale_of_twenty_steps() -> None:

@@ -8,6 +8,7 @@ before anything reads the home. Writes through the parameter raise its version c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import ReleasedParameterError
-from gemini.executor.masters import follow_edits, weights_of
+from gemini.executor.masters import follow_edits
+from gemini.executor.snapshots import Snapshots, has_split_master
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier, copy
 from gemini.placement.demand import Kind, Tier
@@ -40,7 +42,8 @@ class Binding:
         self.plain_chunks: list[Chunk] = []
         self.edited: dict[int, set[int]] = {}  # chunk -> positions of edited parameters
         self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions when they were last written back
-        self._before: dict[int, dict[int, list[Tensor] | None]] = {}  # chunk -> position -> weights, see before_write
+        self.snapshots = Snapshots(host)
+        self._warned_of: set[int] = set()  # parameters by index: membership only
         self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was unbound
         self.take_back: Callable[[Chunk], None] = lambda chunk: None  # the parameters get their home back
 
@@ -87,6 +90,7 @@ class Binding:
         """The chunk's parameters show their placeholders."""
         if not chunk.bound:
             return
+        self.snapshots.forget(chunk)
         self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in self.versions[chunk.index]]
         with torch.inference_mode(False), torch.no_grad():
             for managed in chunk.parameters:
@@ -99,32 +103,8 @@ class Binding:
     # -- edits
 
     def before_write(self, managed: ManagedParameter) -> None:
-        """The payload is about to be written to: keep what tells the edited elements. See `executor/masters.py`."""
-        chunk = managed.chunk
-        position = chunk.parameters.index(managed)
-        kept = self._before.setdefault(chunk.index, {})
-        if position not in kept:
-            kept[position] = self._steppable(managed) if self._is_home(chunk) else None
-
-    def _is_home(self, chunk: Chunk) -> bool:
-        """The payload, which holds it all, is the home too, or a part of it is; and the master is split."""
-        if not chunk.splits_master or Kind.MASTER not in chunk.homes or chunk.payload is None:
-            return False
-        home = chunk.homes[Kind.PARAM].flat
-        return home.untyped_storage().data_ptr() == chunk.payload.untyped_storage().data_ptr()
-
-    def _steppable(self, managed: ManagedParameter) -> list[Tensor]:
-        """Copies of the parameter's elements that this rank steps, as they are at home."""
-        chunk = managed.chunk
-        return [weights_of(chunk, piece.shard_start, piece.numel) for piece in chunk.optim_pieces(managed)]
-
-    def _pop_before(self, managed: ManagedParameter) -> list[Tensor] | None:
-        """What `before_write` kept, or what the home still has, if the write was announced."""
-        chunk = managed.chunk
-        position, kept = chunk.parameters.index(managed), self._before.get(chunk.index, {})
-        if position not in kept or not chunk.splits_master or Kind.MASTER not in chunk.homes:
-            return None
-        return kept.pop(position) or self._steppable(managed)
+        """The payload is about to be written to, or may be: what it was will tell the elements that were edited."""
+        self.snapshots.announce(managed)
 
     def mark_edited(self, managed: ManagedParameter) -> None:
         """The parameter's payload was, or may have been, written to."""
@@ -146,7 +126,6 @@ class Binding:
             with torch.inference_mode(False), torch.no_grad():
                 for position in sorted(positions):
                     self.write_parameter(chunk.parameters[position], chunk.payload)
-        self._before.pop(chunk.index, None)
 
     def is_edited(self, managed: ManagedParameter) -> bool:
         """The parameter was written to since its payload was last brought home."""
@@ -177,7 +156,7 @@ class Binding:
         if chunk.lent:
             self.take_back(chunk)
         home = chunk.homes[Kind.PARAM]
-        before = self._pop_before(managed)
+        before = self.snapshots.read(managed)
         if home.flat.data_ptr() != payload.data_ptr():
             for piece in chunk.home_pieces(managed):
                 target = home.flat[piece.shard_start : piece.shard_start + piece.numel]
@@ -188,3 +167,17 @@ class Binding:
             for number, piece in enumerate(chunk.optim_pieces(managed)):
                 weights = payload[piece.payload_start : piece.payload_start + piece.numel]
                 follow_edits(chunk, piece.shard_start, weights, None if before is None else before[number])
+        if has_split_master(chunk):
+            self.snapshots.renew(managed)
+            if before is None:
+                self._warn_of_lost_fractions(managed)
+
+    def _warn_of_lost_fractions(self, managed: ManagedParameter) -> None:
+        if managed.index not in self._warned_of:
+            self._warned_of.add(managed.index)
+            warnings.warn(
+                f"parameter {managed.name!r} was written to where that shows only afterwards (in its own operator's "
+                "forward, or through an old view): its fp32 master became its bf16 weights. If that goes on, updates "
+                "below bf16's precision are lost; dtype= can keep the module in fp32",
+                stacklevel=2,
+            )

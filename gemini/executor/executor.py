@@ -241,6 +241,7 @@ class Executor:
         self.moments.set(0, Phase.STEP)
         self.fetcher.settle()
         self.binding.write_back_all()
+        self.binding.snapshots.forget_all(self.chunks)
         self.communicator.begin_pass("step")
 
     def end_update(self) -> None:

@@ -5,8 +5,9 @@ the parameter home itself (`optim.split`). Elements are counted as the optimizer
 
 [Note: Edits of split masters] A parameter that is written to takes its master along: an edited element's remainder
 becomes zero. Which elements those are is told by the values from before, which the home still has unless it is the
-payload; then a copy is made before the write (`Binding.before_write`). Who writes to a weight inside its own operator
-is noticed afterwards only, and the whole parameter loses its remainders, wherever it lies.
+payload; then a copy is made before a write is possible (`snapshots.py`). Who writes to a weight inside its own operator
+is noticed afterwards only: the whole parameter loses its remainders, wherever it lies, and that is said. Embeddings
+with `max_norm`, which do so in every forward, have whole masters.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import GeminiError
-from gemini.model.link import ParameterLink, any_link_of
+from gemini.model.link import ParameterLink, any_link_of, shares_memory
 from gemini.model.released import ReleasedParameter
 from sharding import ShardLayout
 
@@ -135,6 +135,10 @@ class BuiltLink(ParameterLink[BuiltParameter]):
     def undo(self, before: Tensor) -> None:
         self.whole().copy_(before)
         self.store.forget_edits(self.managed)
+
+    def before_write_through(self, results: Sequence[Tensor]) -> bool:
+        payload = self.managed.chunk.payload
+        return payload is not None and any(shares_memory(result, payload) for result in results)
 
     def mark_edited(self) -> None:
         self.managed.chunk.edited.add(self.managed.position)

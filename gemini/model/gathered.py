@@ -74,6 +74,8 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._stack, torch.no_grad():
+            for link in self._links:
+                link.settle_data()
             changed = [link for link, before in zip(self._links, self._before, strict=True) if _differs(link, before)]
             if error is not None or self._modifier is None:
                 for link, before in zip(self._links, self._before, strict=True):

@@ -86,8 +86,28 @@ class ParameterLink(ABC, Generic[P]):
     def before_write(self) -> None:
         """The parameter, which is there, is about to be written to, or may be."""
 
-    def before_write_through(self, view: Tensor) -> None:
-        """`view`, which the user gets and may write to, may be a view of the parameter."""
+    def version(self) -> int:
+        """How often the parameter, which is there, was written to."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.managed.parameter._version
+
+    @abstractmethod
+    def before_write_through(self, results: Sequence[Tensor]) -> bool:
+        """Whether one of `results`, which the user gets, is a view of the parameter, and may be written to."""
+
+    def settle_data(self) -> None:
+        """Inside `gathered`: the user may have assigned other memory to `.data`; its values move in. May raise."""
+        whole, parameter = self.whole(), self.managed.parameter
+        if type(parameter) is not nn.Parameter:  # then an assignment has told us
+            return
+        value = parameter.data
+        if value.data_ptr() == whole.data_ptr() and value.stride() == whole.stride():
+            return
+        parameter.data = whole
+        if value.shape != whole.shape or value.dtype != whole.dtype:
+            self.replace_data(value)
+        else:
+            whole.copy_(value)
 
     @abstractmethod
     def mark_edited(self) -> None:
@@ -159,8 +179,9 @@ class Link(ParameterLink[ManagedParameter]):
         with ExitStack() as stack:
             self._touch(links, stack)
             executor.binding.write_back_all()
-            for link in links:
-                link.before_write()
+            for chunk in {link.managed.chunk.index: link.managed.chunk for link in links}.values():
+                for managed in chunk.parameters:
+                    executor.binding.before_write(managed)
             yield
 
     @property
@@ -186,11 +207,14 @@ class Link(ParameterLink[ManagedParameter]):
     def before_write(self) -> None:
         self.executor.binding.before_write(self.managed)
 
-    def before_write_through(self, view: Tensor) -> None:
+    def before_write_through(self, results: Sequence[Tensor]) -> bool:
         payload = self.managed.chunk.payload
-        if payload is not None and view.device == payload.device and view.layout == torch.strided:
-            if view.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr():
-                self.before_write()
+        if payload is None or not any(shares_memory(result, payload) for result in results):
+            return False
+        # in a step, autograd refuses writes to what it follows
+        if not (self.executor.fetcher.in_step and all(result.requires_grad for result in results)):
+            self.before_write()
+        return True
 
     def mark_edited(self) -> None:
         self.executor.binding.mark_edited(self.managed)
@@ -222,6 +246,13 @@ class Link(ParameterLink[ManagedParameter]):
     @property
     def describe(self) -> str:
         return f"{super().describe}, in chunk {self.managed.chunk.index}"
+
+
+def shares_memory(tensor: Tensor, payload: Tensor) -> bool:
+    """`tensor` is a view of `payload`'s storage."""
+    if tensor.layout != torch.strided or tensor.device != payload.device:
+        return False
+    return tensor.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr()
 
 
 def link_of(parameter: Tensor) -> Link | None:

@@ -118,19 +118,21 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         overwrites = len(found) == 1 and first is found[0] and _name(func) in _OVERWRITES
         for its_links in by_owner.values():
             stack.enter_context(its_links[0].fetched(its_links, overwrites))
+        written = _written(func, args, kwargs)
         if any(isinstance(t, LazyDetach) for t in found):
             args, kwargs = pytree.tree_map_only(LazyDetach, _materialise, (args, kwargs))
-        writes = _writes(func, kwargs)
-        # a write through a view of .data leaves no trace: assume one
-        written = [link for t, link in zip(found, links, strict=True) if writes or t.__dict__.get("_may_be_written")]
-        for link in written:
-            link.before_write()
+        for tensor, link in zip(found, links, strict=True):
+            if any(tensor is each for each in written):
+                link.before_write()
+        versions = [link.version() for link in links]
         result = func(*args, **kwargs)
-        for link in written:
-            link.mark_edited()
-        if isinstance(result, Tensor) and not torch.is_grad_enabled():  # else autograd refuses writes to a view
-            for link in links:
-                link.before_write_through(result)
+        views = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor, link, version in zip(found, links, versions, strict=True):
+            was_written = any(tensor is each for each in written) or link.version() != version
+            is_seen = link.before_write_through(views) if not was_written else False
+            # writes through a view of .data leave no trace: assume one
+            if was_written or (is_seen and tensor.__dict__.get("_may_be_written")):
+                link.mark_edited()
         return result
 
 
@@ -143,12 +145,14 @@ def _name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "")
 
 
-def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """`func` may have written to its arguments, or given their memory away for writing."""
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What `func` may write to, or gives the memory of away for writing."""
     name = _name(func)
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    in_place = name in ("__setitem__", "__iter__", "numpy", "__array__", "__dlpack__") or kwargs.get("inplace") is True
+    in_place = in_place or (name.endswith("_") and not name.endswith("__"))
     in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return in_place or name in ("numpy", "__array__", "__dlpack__") or "out" in kwargs
+    first = (args[0] if args else kwargs) if in_place else ()
+    return pytree.tree_leaves((first, kwargs.get("out")))
 
 
 _OVERWRITES = frozenset(

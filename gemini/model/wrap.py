@@ -76,6 +76,8 @@ def make_chunks(
         for parameter in operator.parameters:
             first_operator.setdefault(parameter, place + 1)  # 0 is the model itself
     chosen = {parameter for operator in operators if operator.is_chosen for parameter in operator.parameters}
+    # embeddings that renormalise rows in their forward: what a split master cannot see
+    edited = {p for o in operators if getattr(o.module, "max_norm", None) is not None for p in o.parameters}
     chunks = []
     index = 0
     for number, packed in enumerate(packing.chunks):
@@ -100,7 +102,6 @@ def make_chunks(
         one_run = chunk.home_layout.world_size == chunk.optim_layout.world_size or len(packed.layout.units) == 1
         half = kind in HALF_DTYPES and rest is kind
         chunk.lends_home = precision.reuse_fp16_shard and half and one_run
-        chunk.splits_master = kind is torch.bfloat16 and not chunk.lends_home
         empty = placeholder(kind, device)
         for name, offset in zip(packed.names, packed.offsets, strict=True):
             parameter = by_name[name]
@@ -119,6 +120,8 @@ def make_chunks(
                 )
             )
             index += 1
+        itself = any(managed.parameter in edited for managed in chunk.parameters)
+        chunk.splits_master = kind is torch.bfloat16 and not chunk.lends_home and not itself
         chunk.is_chosen = any(managed.parameter in chosen for managed in chunk.parameters)
         chunks.append(chunk)
     return chunks

@@ -49,10 +49,10 @@ struct Streams {
     using Weight = std::conditional_t<layout == Layout::split, uint16_t, float>;
 
     Weight* __restrict weight;
-    const Grad* __restrict grad;
+    const Grad* grad;
     float* __restrict exp_avg;
     float* __restrict exp_avg_sq;
-    uint16_t* __restrict half;
+    uint16_t* half;  // may be the memory of a 16-bit gradient
     int16_t* __restrict remainder;
 
     Streams(const AdamPiece& piece, int64_t begin)
@@ -77,19 +77,20 @@ struct Streams {
         grad += count;
         exp_avg += count;
         exp_avg_sq += count;
-        half += count;
-        remainder += count;
+        if constexpr (layout == Layout::split) remainder += count;
+        if constexpr (layout == Layout::whole_and_bf16 || layout == Layout::whole_and_fp16) half += count;
     }
 };
 
 template <Layout layout, Decay decay, class Grad>
 inline void update_some(const Streams<layout, Grad>& at, const AdamScalars& s, int64_t count) {
     auto* __restrict weight = at.weight;
-    const Grad* __restrict grad = at.grad;
+    const Grad* grad = at.grad;
     float* __restrict exp_avg = at.exp_avg;
     float* __restrict exp_avg_sq = at.exp_avg_sq;
-    uint16_t* __restrict half = at.half;
+    uint16_t* half = at.half;
     int16_t* __restrict remainder = at.remainder;
+#pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
         float m = exp_avg[i], v = exp_avg_sq[i], p;
         if constexpr (layout == Layout::split) {

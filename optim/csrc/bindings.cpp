@@ -45,7 +45,7 @@ constexpr int64_t least_tiles = 1 << 8;
 
 // Two shares a thread, long runs of memory each: a thread that is late leaves one to the others.
 int64_t share_of(int64_t count, int num_threads, int64_t least) {
-    return std::max(least, (count / (2 * num_threads) / 64 + 1) * 64);
+    return std::max(least, (count / (2 * int64_t(num_threads)) / 64 + 1) * 64);
 }
 
 // weight, grad, exp_avg, exp_avg_sq, half, remainder, numel, grad type, layout

@@ -1,14 +1,14 @@
 #include "pool.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
-#include <vector>
 
 #ifdef __SSE__
 #include <xmmintrin.h>
@@ -41,11 +41,7 @@ public:
         if (!busy.owns_lock()) return false;
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            while (int(threads_.size()) < num_helpers) {
-                const int number = int(threads_.size());
-                threads_.emplace_back([this, number] { help(number); });
-                threads_.back().detach();
-            }
+            num_helpers = start(num_helpers);
             job_ = &job;
             num_helpers_ = num_helpers;
             num_running_ = num_helpers;
@@ -59,6 +55,16 @@ public:
     }
 
 private:
+    // Threads there are then; fewer than wanted where the system has no more.
+    int start(int num_wanted) {
+        try {
+            for (; num_threads_ < num_wanted; ++num_threads_)
+                std::thread([this, number = num_threads_] { help(number); }).detach();
+        } catch (const std::system_error&) {
+        }
+        return std::min(num_threads_, num_wanted);
+    }
+
     [[noreturn]] void help(int number) {
         uint64_t seen = 0;
         for (;;) {
@@ -77,23 +83,22 @@ private:
 
     std::mutex busy_, mutex_;
     std::condition_variable wake_, done_;
-    std::vector<std::thread> threads_;
     Job* job_ = nullptr;
     uint64_t generation_ = 0;
-    int num_helpers_ = 0, num_running_ = 0;
+    int num_threads_ = 0, num_helpers_ = 0, num_running_ = 0;
 };
 
-// Never destroyed: its threads sleep until the process ends. A forked child has none of them and starts its own.
+std::atomic<Pool*> current{nullptr};
+
+// A forked child has none of the threads, and locks that they held stay locked: it forgets the pool and makes its own.
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
+
+// Never destroyed: its threads sleep until the process ends.
 Pool& pool() {
-    static std::mutex mutex;
-    static Pool* current = nullptr;
-    static pid_t owner = 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (owner != getpid()) {
-        current = new Pool;
-        owner = getpid();
-    }
-    return *current;
+    Pool* found = current.load();
+    if (found) return *found;
+    auto mine = std::make_unique<Pool>();
+    return current.compare_exchange_strong(found, mine.get()) ? *mine.release() : *found;
 }
 
 }  // namespace
