@@ -75,6 +75,7 @@ def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path) -> None:
     assert "half" in table.stdout
 
 
+@pytest.mark.soak
 def test_the_profile_of_a_step_names_calls() -> None:
     done = run("benchmarks.step_profile", "--tiny")
     assert done.returncode == 0, done.stderr
