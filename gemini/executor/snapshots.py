@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
@@ -95,7 +96,11 @@ def has_split_master(chunk: Chunk) -> bool:
 
 def _payload_is_home(chunk: Chunk) -> bool:
     """The payload is the home too, or a part of it is."""
-    if chunk.payload is None:
+    return chunk.payload is not None and shares_memory(chunk.homes[Kind.PARAM].flat, chunk.payload)
+
+
+def shares_memory(tensor: Tensor, payload: Tensor) -> bool:
+    """`tensor` is a view of `payload`'s storage."""
+    if tensor.layout != torch.strided or tensor.device != payload.device:
         return False
-    home = chunk.homes[Kind.PARAM].flat
-    return home.untyped_storage().data_ptr() == chunk.payload.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr()

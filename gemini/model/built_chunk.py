@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import GeminiError
-from gemini.model.link import ParameterLink, any_link_of, shares_memory
+from gemini.executor.snapshots import shares_memory
+from gemini.model.link import ParameterLink, any_link_of
 from gemini.model.released import ReleasedParameter
 from sharding import ShardLayout
 

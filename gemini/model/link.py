@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import ReleasedParameterError
+from gemini.executor.snapshots import shares_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -246,13 +247,6 @@ class Link(ParameterLink[ManagedParameter]):
     @property
     def describe(self) -> str:
         return f"{super().describe}, in chunk {self.managed.chunk.index}"
-
-
-def shares_memory(tensor: Tensor, payload: Tensor) -> bool:
-    """`tensor` is a view of `payload`'s storage."""
-    if tensor.layout != torch.strided or tensor.device != payload.device:
-        return False
-    return tensor.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr()
 
 
 def link_of(parameter: Tensor) -> Link | None:

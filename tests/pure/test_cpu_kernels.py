@@ -292,6 +292,16 @@ def test_a_level_that_the_machine_lacks_is_refused() -> None:
         cpu_adam.update([make_piece(4)], adam_scalars(**ORDINARY), level="sse9")
 
 
+def test_plain_training_in_bf16_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(reference, "update", lambda pieces, scalars: calls.extend(pieces))
+    weight = torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    weight.grad = torch.ones(300, dtype=torch.bfloat16)
+    HybridAdam([weight], lr=0.5).step()
+    assert not calls
+    assert bool((weight < 0.6).all())
+
+
 # ---- the norm
 
 
@@ -350,13 +360,3 @@ def test_a_thousand_steps(layout: str) -> None:
                 cpu_adam.update([piece], scalars, level=name, num_threads=1 + step % 3)
     for name in LEVELS:
         assert differing(pieces[name], pieces["reference"]) == [], name
-
-
-def test_plain_training_in_bf16_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(reference, "update", lambda pieces, scalars: calls.extend(pieces))
-    weight = torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
-    weight.grad = torch.ones(300, dtype=torch.bfloat16)
-    HybridAdam([weight], lr=0.5).step()
-    assert not calls
-    assert bool((weight < 0.6).all())
