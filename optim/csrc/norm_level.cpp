@@ -24,7 +24,6 @@ typedef double Doubles __attribute__((vector_size(register_bytes)));
 typedef float Floats __attribute__((vector_size(register_bytes)));
 typedef uint32_t Words __attribute__((vector_size(register_bytes)));
 typedef float FewFloats __attribute__((vector_size(register_bytes / 2)));
-typedef uint16_t FewHalves __attribute__((vector_size(register_bytes / 2)));
 
 template <class To, class From>
 inline To copied(const From* source) {
@@ -35,9 +34,18 @@ inline To copied(const From* source) {
 
 inline void load(const float* values, Doubles& out) { out = __builtin_convertvector(copied<FewFloats>(values), Doubles); }
 
-inline void load(const Bf16* values, Floats& out) {
-    const Words bits = __builtin_convertvector(copied<FewHalves>(values), Words) << 16;
-    out = copied<Floats>(&bits);
+// bf16 values as they lie in memory, two in a word: those at even places, below, and those at odd ones.
+struct Pairs {
+    Floats even, odd;
+};
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+
+inline Pairs operator*(const Pairs& a, const Pairs& b) { return {a.even * b.even, a.odd * b.odd}; }
+inline Pairs operator+(const Pairs& a, const Pairs& b) { return {a.even + b.even, a.odd + b.odd}; }
+
+inline void load(const Bf16* values, Pairs& out) {
+    const Words words = copied<Words>(values), even = words << 16, odd = words & 0xffff0000u;
+    out = {copied<Floats>(&even), copied<Floats>(&odd)};
 }
 
 template <class Value, class Register>
@@ -63,28 +71,41 @@ inline Register sum_of_squares(const Value* tile, int i) {
 }
 
 template <int width, class Lane>
-inline Lane sum_of_lanes(Lane* sums) {
+inline Lane sum_of_array(Lane* sums) {
     for (int i = 0; i < width / 2; ++i) sums[i] = sums[i] + sums[i + width / 2];
-    if constexpr (width > 2) return sum_of_lanes<width / 2>(sums);
+    if constexpr (width > 2) return sum_of_array<width / 2>(sums);
     return sums[0];
 }
 
-template <class Register, class Value>
-inline auto sum_of_squares(const Value* tile) {
-    constexpr int lanes = int(sizeof(Register) / sizeof(Register{}[0]));
-    const Register last = sum_of_squares<1, int(tile_numel) / lanes, Register>(tile, 0);
-    std::remove_cv_t<std::remove_reference_t<decltype(last[0])>> sums[lanes];
-    std::memcpy(sums, &last, sizeof sums);
-    return sum_of_lanes<lanes>(sums);
+template <class Lane, class Register>
+inline Lane sum_of_lanes(const Register& sums) {
+    constexpr int lanes = int(sizeof(Register) / sizeof(Lane));
+    Lane each[lanes];
+    std::memcpy(each, &sums, sizeof each);
+    return sum_of_array<lanes>(each);
 }
 
-inline double tile_sum(const float* tile) { return sum_of_squares<Doubles>(tile); }
+template <class Lane>
+inline Lane sum_of_lanes(const Pairs& sums) {
+    return sum_of_lanes<Lane>(sums.even) + sum_of_lanes<Lane>(sums.odd);
+}
+
+template <class Lane, class Register, class Value>
+inline Lane sum_of_squares(const Value* tile) {
+    constexpr int count = int(tile_numel * int64_t(sizeof(Lane)) / int64_t(sizeof(Register)));
+    return sum_of_lanes<Lane>(sum_of_squares<1, count, Register>(tile, 0));
+}
+
+inline double tile_sum(const float* tile) { return sum_of_squares<double, Doubles>(tile); }
+
+inline float sum_in_fp32(const Bf16* tile) { return sum_of_squares<float, Pairs>(tile); }
+inline float sum_in_fp32(const Fp16* tile) { return sum_of_squares<float, Floats>(tile); }
 
 template <class Half>
 inline double tile_sum(const Half* tile) {
-    const float sum = sum_of_squares<Floats>(tile);
+    const float sum = sum_in_fp32(tile);
     if (sum >= 0x1p-80f && sum < INFINITY) return sum;
-    return sum_of_squares<Doubles>(tile);
+    return sum_of_squares<double, Doubles>(tile);
 }
 
 constexpr int64_t prefetch_bytes = 8192;  // ahead of the tile that is summed
@@ -105,13 +126,14 @@ public:
             std::memcpy(padded, tile, size_t(count) * sizeof(Value));
             tile = padded;
         }
-        if (!add_tile_sum(limbs_, tile_sum(tile)) && bad_ < 0) note_bad(t * tile_numel, tile);
+        if (!add_tile_sum(limbs_, tile_sum(tile))) note_bad(t * tile_numel, tile);
     }
 
     int64_t first_bad() const { return bad_; }
 
 private:
     void note_bad(int64_t start, const Value* tile) {
+        if (bad_ >= 0 && bad_ < start) return;
         for (int64_t i = 0; i < tile_numel; ++i) {
             if (std::isfinite(widen(tile[i]))) continue;
             bad_ = start + i;
@@ -125,10 +147,17 @@ private:
     int64_t bad_ = -1;
 };
 
+// Memory gives more to who reads at several places at once, and tiles may come in any order.
+constexpr int64_t num_places = 2;
+
 template <class Value>
 int64_t add(const Value* values, int64_t numel, int64_t first, int64_t last, int64_t* limbs) {
     Sum<Value> sum(values, numel, limbs);
-    for (int64_t t = first; t < last; ++t) sum.add_tile(t);
+    const int64_t stride = (last - first) / num_places;
+    for (int64_t t = first; t < first + stride; ++t) {
+        for (int64_t place = 0; place < num_places; ++place) sum.add_tile(t + place * stride);
+    }
+    for (int64_t t = first + num_places * stride; t < last; ++t) sum.add_tile(t);
     return sum.first_bad();
 }
 
