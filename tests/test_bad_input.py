@@ -155,12 +155,23 @@ def test_too_little_host_memory_names_host_memory_and_leaves_the_module_alone() 
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
-def test_host_memory_that_ends_at_the_optimizer_state_is_refused_there() -> None:
+@pytest.mark.parametrize("num_chunks", [0, 1.5])
+@pytest.mark.parametrize("make", [adam, torch.optim.AdamW, torch.optim.RMSprop], ids=lambda make: make.__name__)
+def test_host_memory_that_ends_at_the_optimizer_state_is_refused_there(make: Any, num_chunks: float) -> None:
+    """Before a step is half done; and what was taken until then is there for an optimizer that needs less."""
     state_bytes = 4 * mlp.CHUNK_NUMEL * mlp.LAYERS
-    model = wrap("cpu", host_memory=2 * state_bytes)  # parameters and gradients
+    room = int(4 * mlp.CHUNK_NUMEL * num_chunks)
+    model = wrap("cpu", host_memory=2 * state_bytes + room)  # parameters and gradients
     with pytest.raises(BudgetError, match=r"host: .*optim.*host_memory="):
-        ShardedOptimizer(model, adam(model.parameters()))
+        ShardedOptimizer(model, make(model.parameters()))
+    assert model._tiers[1].ledger.bytes_by_kind["optim"] == 0
     assert_same(weights_of(model), weights_of(build()))
+    optimizer = ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = build()
+    for _ in range(2):
+        train_step(model, optimizer, 0)
+        train_step(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 0)
+    assert_same(weights_of(model), weights_of(reference))
 
 
 # ---- who belongs to whom ---------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Parts that are frozen, unfrozen, added to the optimizer later, unused, or not sharded at all: one rank."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -81,3 +82,103 @@ def test_what_is_loaded_right_after_unfreezing_reaches_masters_and_state() -> No
     assert all(torch.equal(master, states[1]["masters"][key]) for key, master in states[0]["masters"].items())
     assert states[0]["masters"].keys() == states[1]["masters"].keys()
     optimizer.load_state_dict(states[0])
+
+
+@pytest.mark.parametrize("wrap", parts.WRAPS, ids=str)
+def test_a_parameter_that_is_trained_again_before_the_next_forward_has_lost_nothing(wrap: dict[str, Any]) -> None:
+    """As one edits weights; outside no_grad, where the edit of an indexed row is refused unless it is frozen."""
+    pair = parts.Pair(0, 1, wrap)
+    pair.steps(0, 1)
+    before = pair.optimizer.state_dict()
+    for weight in pair.both("layers.4.weight"):
+        weight.requires_grad_(False)
+        weight[0].zero_()
+        assert not weight[0].any()
+        weight.requires_grad_(True)
+    after = pair.optimizer.state_dict()
+    number = [name for name, _ in pair.model.named_parameters()].index("layers.4.weight")
+    assert torch.equal(after["state"][number]["exp_avg"], before["state"][number]["exp_avg"])
+    for masters in (before["masters"], after["masters"]):
+        if number in masters:
+            masters[number][0].zero_()
+    mlp.assert_same(after["masters"], before["masters"])
+    pair.steps(2, 3)
+
+
+def test_what_training_gives_up_when_it_freezes_is_said_and_once() -> None:
+    pair = parts.Pair(0, 1, {})
+    pair.steps(0)
+    pair.flag(False, "layers.4.")
+    with pytest.warns(UserWarning, match=r"frozen after.*: layers\.4\.weight, layers\.4\.bias\. If"):
+        pair.steps(1)
+    pair.flag(True, "layers.4.")
+    pair.steps(2)
+    pair.flag(True, "layers.2.")
+    pair.flag(False, "layers.2.")  # never trained
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.steps(3)
+
+
+def test_models_that_are_trained_in_turns_keep_their_moments() -> None:
+    """A generator through a critic: where plain PyTorch freezes the critic, ours drops its gradient."""
+    ours = [ShardedModel(mlp.build(), device="emulated", chunk_size=mlp.CHUNK_NUMEL) for _ in range(2)]
+    plain = [mlp.build() for _ in range(2)]
+    optimizers = [ShardedOptimizer(model, mlp.adam(model.parameters())) for model in ours]
+    its = [mlp.adam(model.parameters()) for model in plain]
+    for step in range(4):
+        (generator, critic), (plain_generator, plain_critic) = ours, plain
+        x = mlp.inputs(step)
+        plain_critic.requires_grad_(False)
+        losses = [critic(generator(x)).square().mean(), plain_critic(plain_generator(x)).square().mean()]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, (optimizers[0], its[0])):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizers[1].zero_grad()
+        plain_critic.requires_grad_(True)
+        for model, optimizer in ((critic, optimizers[1]), (plain_critic, its[1])):
+            mlp.loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, wanted in zip(ours, plain):
+            mlp.assert_same(mlp.weights_of(mine), mlp.weights_of(wanted))
+
+
+def test_a_state_dict_loads_where_some_of_its_parameters_are_frozen() -> None:
+    pair = parts.Pair(0, 1, {"dtype": torch.bfloat16}, mlp.Mlp)
+    pair.steps(0)
+    pair.flag(False, "layers.4.")
+    saved = pair.optimizer.state_dict()
+    with pytest.warns(UserWarning, match=r"state was not loaded: layers\.4\.weight, layers\.4\.bias"):
+        pair.optimizer.load_state_dict(saved)
+    pair.steps(1)
+    last = len(saved["state"])
+    saved["state"][last] = saved["state"][0]
+    with pytest.raises(ValueError, match=f"state of parameter {last}: this optimizer has no such parameter"):
+        pair.optimizer.load_state_dict(saved)
+
+
+def test_state_that_groups_need_later_is_there_or_comes_with_the_step() -> None:
+    """One group with momentum beside one without, a third one that is added, and momentum that is raised from 0."""
+    model, plain = ShardedModel(mlp.build(), device="emulated", chunk_size=mlp.CHUNK_NUMEL), mlp.build()
+    optimizers: list[torch.optim.Optimizer] = []
+    for module in (model, plain):
+        weights = list(module.parameters())
+        sgd = torch.optim.SGD([{"params": weights[:2], "momentum": 0.9}, {"params": weights[2:4]}], lr=0.1)
+        optimizers.append(ShardedOptimizer(model, sgd) if module is model else sgd)
+        optimizers[-1].add_param_group({"params": weights[4:6], "momentum": 0.5})
+    held = [tier.ledger.bytes_by_kind["optim"] for tier in model._tiers]
+    assert sum(held) == 4 * 2 * mlp.CHUNK_NUMEL, "of the two chunks whose groups have momentum"
+    for step in range(4):
+        for module, optimizer in zip((model, plain), optimizers):
+            for parameter in list(module.parameters())[6:]:
+                parameter.requires_grad_(False)
+            if step == 2:
+                optimizer.param_groups[1]["momentum"] = 0.9
+            mlp.loss_of(module, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
+    assert sum(tier.ledger.bytes_by_kind["optim"] for tier in model._tiers) == 4 * 3 * mlp.CHUNK_NUMEL

@@ -48,7 +48,8 @@ class Executor:
         self._awaits_backward = False
         self.has_room = False  # slots and buffers have their memory
         self.check_backward: Callable[[], None] = lambda: None  # may refuse one before anything has happened
-        self.settle_flags: Callable[[], None] = lambda: None  # of parameters: a graph is about to be built
+        self.settle_flags: Callable[[], None] = lambda: None  # of parameters: memory follows them
+        self.settle_unfrozen: Callable[[], None] = lambda: None  # if one was unfrozen: a graph is about to be built
         self.flags_touched = False  # since they were settled; a plain parameter's flag may change without it
         fetcher.on_touch = gradients.before_touch
         fetcher.on_first_use = self._take_room
@@ -156,7 +157,7 @@ class Executor:
     def _settle_outside(self) -> None:
         inside = self._forward_depth or self._operators or self.gradients.in_backward or self.is_recomputing()
         if torch.is_grad_enabled() and not inside:
-            self.settle_flags()
+            self.settle_unfrozen()
 
     # -- backward
 

@@ -33,6 +33,10 @@ class StateOwner(Protocol):
         """The chunk is frozen from now on."""
         ...
 
+    def has_stepped(self, managed: ManagedParameter) -> bool:
+        """The parameter has state that a step has made."""
+        ...
+
     def forget(self, managed: ManagedParameter) -> None:
         """One parameter of a chunk that stays trained starts afresh."""
         ...

@@ -11,6 +11,7 @@ of 16-bit weights with them. If it is unfrozen later it starts afresh, from the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,10 @@ from gemini.model.plan import Plan
 from gemini.placement.demand import Kind
 
 _ALIKE = "All ranks must freeze and unfreeze the same parameters at the same step"
+_DROPPED = (
+    "frozen after they were trained, so their moments and step counts are given up: {names}. If unfrozen they start "
+    "afresh. Where models are trained in turns, as in a GAN, freeze neither: zero_grad() the one that shall stay"
+)
 
 
 class Freezing:
@@ -44,6 +49,8 @@ class Freezing:
         self.plan = plan
         self.owner: StateOwner | None = None
         self.unfrozen: set[int] = set()  # indices of parameters that were frozen when the model was wrapped, or later
+        executor.settle_flags = self.settle
+        executor.settle_unfrozen = self.settle_unfrozen
 
     def settle(self) -> None:
         """Bring memory in line with the flags, if one has changed. Collective then.
@@ -51,13 +58,24 @@ class Freezing:
         Raises GeminiError between the micro-batches of a step, BudgetError if there is no room, and DivergenceError
         if ranks differ; nothing has changed then.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            flags = [each.parameter.requires_grad for each in self._managed]
+        flags = self._flags_now()
         if flags != self._flags:
             with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
                 if self._change(flags):
                     self._flags = flags
         self._executor.flags_touched = False
+
+    def settle_unfrozen(self) -> None:
+        """`settle` if something was unfrozen, which a graph that is about to be built needs memory for.
+
+        What was only frozen keeps its state until the next forward: it may be trained again by then.
+        """
+        if any(now and not before for now, before in zip(self._flags_now(), self._flags, strict=True)):
+            self.settle()
+
+    def _flags_now(self) -> list[bool]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [each.parameter.requires_grad for each in self._managed]
 
     def _change(self, flags: list[bool]) -> bool:
         """False if it has to wait for the step."""
@@ -76,6 +94,7 @@ class Freezing:
             raise GeminiError(f"inside GatheredParameters(...) nothing can be frozen or unfrozen: {', '.join(names)}")
         executor.gradients.forget()  # backwards that were about inputs only
         shown = f"frozen: {names[0] or 'none'}; unfrozen: {names[1] or 'none'}"
+        stepped = [each.name for each in frozen if self.owner is not None and self.owner.has_stepped(each)]
         self._settle_chunks(flags, shown)
         for each in frozen + unfrozen:
             each.requires_grad = not each.requires_grad
@@ -87,6 +106,8 @@ class Freezing:
         executor.gradients.reset_order()
         self.unfrozen.difference_update(each.index for each in frozen)
         self.unfrozen.update(each.index for each in unfrozen)
+        if stepped:
+            warnings.warn(_DROPPED.format(names=", ".join(stepped)), stacklevel=2)
         return True
 
     def _settle_chunks(self, flags: list[bool], shown: str) -> None:

@@ -194,7 +194,6 @@ class ShardedModel(nn.Module):
         saved_tensors = SavedTensors(self.executor)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
         self.freezing = Freezing(self.executor, self._managed, plan, replan)
-        self.executor.settle_flags = self.freezing.settle
         for managed in self._managed:
             managed.parameter._gemini = Link(managed, self.executor, saved_tensors, self._gradient_of)  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter

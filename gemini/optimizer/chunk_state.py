@@ -55,10 +55,10 @@ class ChunkOptimizerState:
         self.flats[name] = buffer.view(self.dtype)
         return self.flats[name]
 
-    def give_all(self, fetcher: Fetcher) -> None:
-        """Give all flat states back."""
-        for name in list(self.flats):
-            self._give(name, fetcher)
+    def give(self, names: Sequence[str], fetcher: Fetcher) -> None:
+        """Give flat states back."""
+        for name in names:
+            fetcher.tier(self.tier).give(self.flats.pop(name).view(torch.uint8), Kind.OPTIM)
 
     def move(self, tier: Tier, fetcher: Fetcher) -> None:
         """Rest on `tier` from now on, or on the host where that is full."""
@@ -66,15 +66,12 @@ class ChunkOptimizerState:
             return
         before = self.tier
         contents = {name: flat.to("cpu", copy=True) for name, flat in self.flats.items()}
-        self.give_all(fetcher)
+        self.give(list(contents), fetcher)
         self.tier = tier
         for name in contents:
             self.take(name, fetcher)
         for name, content in contents.items():
             copy(self.flats[name], content, fetcher.tier(self.tier), fetcher.tier(before), fetcher.traffic)
-
-    def _give(self, name: str, fetcher: Fetcher) -> None:
-        fetcher.tier(self.tier).give(self.flats.pop(name).view(torch.uint8), Kind.OPTIM)
 
     def forget(self, managed: ManagedParameter) -> None:
         """One parameter's state is as before its first update."""
@@ -83,9 +80,10 @@ class ChunkOptimizerState:
             for piece in self.chunk.optim_pieces(managed):
                 flat[piece.shard_start : piece.shard_start + piece.numel].zero_()
 
-    def has_group(self) -> bool:
-        """Some parameter of the chunk is in a param group."""
-        return any(group is not None for group in self.groups)
+    def names(self, managed: ManagedParameter) -> list[str]:
+        """The states that a parameter has: a torch optimizer makes them in its first update."""
+        is_new = self.scalars[self.chunk.parameters.index(managed)] is None
+        return [] if is_new and not self.counts_steps else sorted(self.flats)
 
     def runs(self, has_gradient: Sequence[bool]) -> list[Run]:
         """The fewest runs whose elements share group and scalars and all have a gradient; paddings are bridged."""

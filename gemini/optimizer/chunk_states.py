@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.fetcher import Fetcher
@@ -14,34 +15,55 @@ from gemini.placement.demand import Tier
 class ChunkStates:
     """One optimizer's."""
 
-    def __init__(self, fetcher: Fetcher, update: ElementwiseUpdate, group_of: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        update: ElementwiseUpdate,
+        param_groups: list[dict[str, Any]],
+        group_of: Mapping[int, int],
+    ) -> None:
         """group_of: the param group of every parameter that has one, by parameter index."""
         self._fetcher = fetcher
         self._update = update
+        self._param_groups = param_groups
         self._group_of = dict(group_of)
         self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order
         self.chunks: list[Chunk] = []  # likewise
 
     def add(self, chunk: Chunk, tier: Tier) -> None:
-        """A chunk is trained from now on. Raises BudgetError."""
+        """A chunk is trained from now on. Raises BudgetError, and holds nothing for it then."""
         groups = self._groups(chunk, self._group_of)
         counts = isinstance(self._update, AdamUpdate)
         state = ChunkOptimizerState(chunk, tier, counts, groups, scalars=[None for _ in groups])
-        if any(group is not None for group in groups):
-            self._take_first(state)
+        try:
+            self._take(state)
+        except BaseException:
+            state.give(list(state.flats), self._fetcher)
+            raise
         ordered = sorted({**self.by_chunk, chunk.index: state}.items())
         self.by_chunk.clear()
         self.by_chunk.update(ordered)
         self.chunks[:] = [each.chunk for each in self.by_chunk.values()]
 
+    def drop_all(self) -> None:
+        """No chunk is trained by this optimizer."""
+        for chunk in list(self.chunks):
+            self.drop(chunk)
+
     def drop(self, chunk: Chunk) -> None:
         """A chunk is frozen from now on."""
-        self.by_chunk.pop(chunk.index).give_all(self._fetcher)
+        state = self.by_chunk.pop(chunk.index)
+        state.give(list(state.flats), self._fetcher)
         self.chunks.remove(chunk)
 
     def move(self, chunk: Chunk, tier: Tier) -> None:
         """A chunk's state rests on `tier` from now on, or on the host where that is full."""
         self.by_chunk[chunk.index].move(tier, self._fetcher)
+
+    def has_stepped(self, managed: ManagedParameter) -> bool:
+        """A parameter was updated since its state was fresh."""
+        state = self.by_chunk.get(managed.chunk.index)
+        return state is not None and state.scalars[managed.chunk.parameters.index(managed)] is not None
 
     def forget(self, managed: ManagedParameter) -> None:
         """One parameter starts afresh."""
@@ -58,28 +80,33 @@ class ChunkStates:
         """
         before = self._group_of
         group_of = before | {managed.index: number for managed in members}
-        taken: list[ChunkOptimizerState] = []
+        names_before = [list(state.flats) for state in self.by_chunk.values()]
+
+        def undo() -> None:
+            self._regroup(before)
+            for state, names in zip(self.by_chunk.values(), names_before, strict=True):
+                state.give([name for name in state.flats if name not in names], self._fetcher)
+
+        self._regroup(group_of)
         try:
             for state in self.by_chunk.values():
-                if not state.has_group() and any(g is not None for g in self._groups(state.chunk, group_of)):
-                    taken.append(state)
-                    self._take_first(state)
+                self._take(state)
         except BaseException:
-            self._regroup(before, taken)
+            undo()
             raise
-        self._regroup(group_of, [])
-        return lambda: self._regroup(before, taken)
+        return undo
 
-    def _regroup(self, group_of: dict[int, int], given_up: list[ChunkOptimizerState]) -> None:
-        for state in given_up:
-            state.give_all(self._fetcher)
+    def _regroup(self, group_of: dict[int, int]) -> None:
         self._group_of = group_of
         for state in self.by_chunk.values():
             state.groups[:] = self._groups(state.chunk, group_of)
 
-    def _take_first(self, state: ChunkOptimizerState) -> None:
-        for name in self._update.flat_names():
-            state.take(name, self._fetcher)
+    def _take(self, state: ChunkOptimizerState) -> None:
+        """The flat states that the chunk's groups need and it lacks."""
+        for number in sorted({group for group in state.groups if group is not None}):
+            for name in self._update.flat_names(self._param_groups[number]):
+                if name not in state.flats:
+                    state.take(name, self._fetcher)
 
     @staticmethod
     def _groups(chunk: Chunk, group_of: Mapping[int, int]) -> list[int | None]:

@@ -53,8 +53,8 @@ class RunState:
 class ElementwiseUpdate(Protocol):
     """Updates runs."""
 
-    def flat_names(self) -> tuple[str, ...]:
-        """Per-element states that exist before the first update."""
+    def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The per-element states of a parameter of this param group."""
         ...
 
     def update(
@@ -79,7 +79,7 @@ class ElementwiseUpdate(Protocol):
 class AdamUpdate:
     """The written Adam of `optim.reference`."""
 
-    def flat_names(self) -> tuple[str, ...]:
+    def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
     def update(
@@ -128,8 +128,8 @@ class TorchUpdate:
         self._worker = self._make(torch.zeros(1))
         self._starts_with_state = bool(self._worker.state)  # Adagrad
 
-    def flat_names(self) -> tuple[str, ...]:
-        return ()
+    def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(self.update(torch.zeros(2), torch.ones(2), RunState(), group, GradientFactors()))
 
     def update(
         self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], factors: GradientFactors

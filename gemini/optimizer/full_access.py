@@ -133,12 +133,12 @@ def _shaped(whole: Tensor, link: Link) -> Tensor:
 def _state(link: Link, key: str) -> Tensor:
     optimizer: Any = link.optimizer
     states: dict[int, ChunkOptimizerState] = {} if optimizer is None else optimizer._states
-    chunk = link.managed.chunk
-    flats = states[chunk.index].flats if chunk.index in states else {}
-    if key not in flats:
-        reason = "the model has no ShardedOptimizer" if optimizer is None else f"it has {sorted(flats) or 'none'}"
+    state = states.get(link.managed.chunk.index)
+    names = [] if state is None else state.names(link.managed)
+    if state is None or key not in names:
+        reason = "the model has no ShardedOptimizer" if optimizer is None else f"it has {names or 'none'}"
         raise ValueError(f"parameter {link.managed.name!r} has no optimizer state {key!r}: {reason}")
-    return flats[key]
+    return state.flats[key]
 
 
 def _gradient(link: Link) -> Tensor:

@@ -39,7 +39,8 @@ def add_group(
     """
     members = members_of(executor, "ShardedOptimizer", number, group)
     none = torch.zeros(0)
-    update.update(none, none.clone(), RunState(dict.fromkeys(update.flat_names(), none)), group, GradientFactors())
+    state = RunState(dict.fromkeys(update.flat_names(group), none))
+    update.update(none, none.clone(), state, group, GradientFactors())
     settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     words = f"param group {number} of {', '.join(each.name for each in members)} with {settings}"
     remedy = "All ranks must add the same param group at the same step"

@@ -100,11 +100,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group_of = {managed.index: number for number, group in enumerate(members) for managed in group}
         optimizer.state.clear()  # Adagrad has a whole state from the start
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._chunk_states = ChunkStates(model.executor.fetcher, self._update, group_of)
+        self._chunk_states = ChunkStates(model.executor.fetcher, self._update, self.param_groups, group_of)
         self._states, self._chunks = self._chunk_states.by_chunk, self._chunk_states.chunks
-        for chunk in model._chunks:
-            if chunk.trainable:
-                self._chunk_states.add(chunk, model.plan.placement.homes[chunk.index][Kind.OPTIM])
+        self._take_states()
         model.freezing.owner = self._chunk_states
         self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)
         self._requested_clip: tuple[float, float] | None = None
@@ -120,6 +118,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             link = link_of(managed.parameter)
             assert link is not None
             link.optimizer = self
+
+    def _take_states(self) -> None:
+        """Memory for all states. Raises BudgetError, and holds nothing then."""
+        homes = self.model.plan.placement.homes
+        with self.model.executor.publishing():
+            try:
+                for chunk in self.model._chunks:
+                    if chunk.trainable:
+                        self._chunk_states.add(chunk, homes[chunk.index][Kind.OPTIM])
+            except BaseException:
+                self._chunk_states.drop_all()
+                raise
 
     # -- the loop
 

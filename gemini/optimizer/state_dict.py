@@ -8,6 +8,7 @@ this one's (without "masters") loads there.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,12 @@ def load_optimizer_state(
     numbers = _numbers(groups)
     trained = [(state, m) for state in states.values() for m in state.chunk.parameters if m.requires_grad]
     by_number = {numbers[m.index]: (state, m) for state, m in trained if m.index in numbers}
-    _check(groups, saved, by_number)
+    frozen = {numbers[m.index]: m.name for c in executor.chunks for m in c.parameters if m.index in numbers}
+    frozen = {number: name for number, name in frozen.items() if number not in by_number}
+    _check(groups, saved, by_number, frozen)
+    left = [name for number, name in frozen.items() if number in saved["state"]]
+    if left:
+        warnings.warn(f"frozen, so their state was not loaded: {', '.join(left)}", stacklevel=4)
     for group, loaded in zip(groups, saved["param_groups"], strict=True):
         group.update({name: value for name, value in loaded.items() if name != "params"})
     for chunk_state in states.values():
@@ -116,6 +122,7 @@ def _check(
     groups: list[dict[str, Any]],
     saved: Mapping[str, Any],
     known: Mapping[int, tuple[ChunkOptimizerState, ManagedParameter]],
+    frozen: Mapping[int, str],
 ) -> None:
     for key in ("state", "param_groups"):
         if key not in saved:
@@ -129,8 +136,10 @@ def _check(
         if not isinstance(saved.get(part, {}), Mapping):
             raise ValueError(f"{part!r} of an optimizer state dict must be a dict, found {type(saved[part]).__name__}")
         for number, entry in saved.get(part, {}).items():
+            if number in frozen:
+                continue
             if number not in known:
-                raise ValueError(f"{part} of parameter {number}: this optimizer has no such trainable parameter")
+                raise ValueError(f"{part} of parameter {number}: this optimizer has no such parameter")
             chunk_state, managed = known[number]
             if part == "state" and not isinstance(entry, Mapping):
                 raise ValueError(

@@ -469,4 +469,25 @@ MUTANTS = [
         "        cpu_adam.update(on_cpu, scalars)",
         "tests/pure/test_optim_adam.py",
     ),
+    Mutant(
+        "touching a parameter gives up the state of what is frozen for the moment",
+        "gemini/executor/executor.py",
+        "            self.settle_unfrozen()",
+        "            self.settle_flags()",
+        "tests/test_parts.py",
+    ),
+    Mutant(
+        "a torch optimizer's state is taken in its first step",
+        "gemini/optimizer/elementwise.py",
+        "        return tuple(self.update(torch.zeros(2), torch.ones(2), RunState(), group, GradientFactors()))",
+        "        return ()",
+        "tests/test_bad_input.py",
+    ),
+    Mutant(
+        "an optimizer that found no room keeps what it took",
+        "gemini/optimizer/sharded_optimizer.py",
+        "                self._chunk_states.drop_all()",
+        "                pass",
+        "tests/test_bad_input.py",
+    ),
 ]
