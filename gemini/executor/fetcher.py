@@ -335,7 +335,8 @@ class Fetcher:
         """`source` on tier `to`, in `staged` if that is the host; ready to be read."""
         target = staged if to is Tier.HOST else torch.empty_like(source, device=self.device.device)
         copy(target, source, self.tier(to), of, self.traffic)
-        self.device.synchronize()
+        if to is Tier.HOST:
+            self.device.synchronize()
         return target
 
     def tier(self, tier: Tier) -> MemoryTier:

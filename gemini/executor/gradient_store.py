@@ -241,9 +241,12 @@ class GradientStore:
             return
         if gradient.wide is None:
             gradient.wide = self._take(gradient, torch.float32)
-        source = self.tier(gradient.resting.tier)
-        copy(gradient.wide.flat, gradient.shard, self.tier(gradient.wide.tier), source, self.traffic)
-        self.device.synchronize()
+        source, target = self.tier(gradient.resting.tier), self.tier(gradient.wide.tier)
+        if source is self.host:
+            self.device.synchronize()  # it may still be on its way there
+        copy(gradient.wide.flat, gradient.shard, target, source, self.traffic)
+        if source is not target:
+            self.device.synchronize()
         gradient.use_wide = True
 
     def take_home(self, gradient: ChunkGradient) -> None:

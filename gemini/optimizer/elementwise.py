@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from gemini.errors import UnsupportedError
+from gemini.optimizer.launches import Launches
 from gemini.optimizer.shard_view import ShardView
-from optim import AdamPiece, CPUAdam, HybridAdam, adam_scalars, hyperparameters, update_pieces
+from optim import AdamPiece, CPUAdam, HybridAdam, adam_scalars, hyperparameters
 
 TESTED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -71,8 +72,9 @@ class ElementwiseUpdate(Protocol):
         state: RunState,
         group: Mapping[str, Any],
         factors: GradientFactors,
+        launches: Launches,
     ) -> dict[str, Tensor]:
-        """`update` of the weights of `view` from element `start` on, as many as `grad` has."""
+        """`update` of the weights of `view` from element `start` on, as many as `grad` has, by `launches.run()`."""
         ...
 
 
@@ -87,7 +89,9 @@ class AdamUpdate:
     ) -> dict[str, Tensor]:
         if param.dtype is not torch.float32:
             raise UnsupportedError(f"HybridAdam updates fp32 weights; this model has {param.dtype} ones: use AdamW")
-        self._update([AdamPiece(param, grad, *self._moments(state))], state, group, factors)
+        launches = Launches()
+        self._update([AdamPiece(param, grad, *self._moments(state))], state, group, factors, launches)
+        launches.run()
         return {}
 
     def update_run(
@@ -98,23 +102,26 @@ class AdamUpdate:
         state: RunState,
         group: Mapping[str, Any],
         factors: GradientFactors,
+        launches: Launches,
     ) -> dict[str, Tensor]:
         moments = self._moments(state)
         pieces = [segment.piece(start, grad, *moments) for segment in view.segments()]
-        self._update([piece for piece in pieces if piece is not None], state, group, factors)
+        self._update([piece for piece in pieces if piece is not None], state, group, factors, launches)
         return {}
 
     def _moments(self, state: RunState) -> tuple[Tensor, Tensor]:
         return state.flat["exp_avg"], state.flat["exp_avg_sq"]
 
     def _update(
-        self, pieces: list[AdamPiece], state: RunState, group: Mapping[str, Any], factors: GradientFactors
+        self,
+        pieces: list[AdamPiece],
+        state: RunState,
+        group: Mapping[str, Any],
+        factors: GradientFactors,
+        launches: Launches,
     ) -> None:
         step = int(state.scalars.get("step", 0)) + 1
-        scalars = adam_scalars(step=step, **factors._asdict(), **hyperparameters(group))
-        for piece in pieces:
-            piece.check()
-        update_pieces(pieces, scalars)
+        launches.add(pieces, adam_scalars(step=step, **factors._asdict(), **hyperparameters(group)))
         state.scalars["step"] = step
 
 
@@ -170,6 +177,7 @@ class TorchUpdate:
         state: RunState,
         group: Mapping[str, Any],
         factors: GradientFactors,
+        launches: Launches,
     ) -> dict[str, Tensor]:
         return self.update(view.load()[start : start + grad.numel()], grad, state, group, factors)
 

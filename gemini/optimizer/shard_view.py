@@ -87,13 +87,15 @@ class ShardView:
         self._staged_master: Tensor | None = None
         self._segments: list[Segment] | None = None
         self._flat: Tensor | None = None
+        self.is_staged = False  # something is brought to the tier, or back from it
 
     def segments(self) -> list[Segment]:
         """The weights where they lie, with what belongs to them, in the order of their elements."""
         if self._segments is None:
             master = None if self._master is None else self._master_on_tier()
             homes = self._homes_on_tier(reads=master is None or self._splits)
-            self._fetcher.device.synchronize()
+            if self.is_staged and self._tier is Tier.HOST:
+                self._fetcher.device.synchronize()
             self._segments = [self._segment(start, home, master) for start, home in homes]
         return self._segments
 
@@ -128,6 +130,8 @@ class ShardView:
                 self._copy(target, self._staged_home[start : start + target.numel()], self._home.tier)
         if self._staged_master is not None and self._master is not None:
             self._copy(self._master.flat, self._staged_master, self._master.tier)
+        if self.is_staged and self._tier is Tier.DEVICE:
+            self._fetcher.device.synchronize()  # what is at home on the host is read there next
 
     def _home_parts(self) -> list[tuple[int, Tensor]]:
         """(first element, its part of the parameter home)."""
@@ -158,7 +162,7 @@ class ShardView:
         return self._staged_master
 
     def _stage(self, name: str, dtype: torch.dtype) -> Tensor:
-        numel = self._chunk.optim_numel
+        numel, self.is_staged = self._chunk.optim_numel, True
         if self._tier is Tier.DEVICE:
             return torch.empty(numel, dtype=dtype, device=self._fetcher.device.device)
         return self._staging.take(name, numel, dtype)

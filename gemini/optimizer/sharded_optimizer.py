@@ -252,9 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
             updated = [chunk for chunk in self._chunks if any(self._updates.steps(chunk, summary))]
             with executor.tearing():
-                for chunk in updated:
-                    executor.before_chunk_update(chunk)  # again, for those that were used after the summary
-                    self._updates.update_chunk(chunk, summary, factors)
+                self._updates.update(updated, summary, factors)
         executor.gradients.forget()
         self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)
         if self._loss_scale is not None:

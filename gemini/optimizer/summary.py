@@ -32,9 +32,8 @@ class GradientSummary:
 
 def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: int, norm_type: float) -> GradientSummary:
     """Look at all reduced gradients once. Collective."""
-    words = torch.zeros(num_parameters, dtype=torch.int64)
-    limbs = zero_norm_limbs()
-    largest = torch.zeros((), dtype=torch.float64)
+    words = [0] * num_parameters
+    sums: dict[torch.device, _Sums] = {}
     several = executor.gradients.num_backwards > 1
     for chunk in trainable:
         gradient = executor.gradients.store.gradients[chunk.index]
@@ -43,29 +42,53 @@ def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: in
         if not gradient.merged:
             continue
         flat = gradient.reduced()
-        its_limbs = limbs if flat.device == limbs.device else zero_norm_limbs(flat.device)
+        its = sums.setdefault(flat.device, _Sums(flat.device))
         for piece in _counted(chunk, gradient):
             part = flat[piece.shard_start : piece.shard_start + piece.numel]
             if several and chunk.widens:  # fp32 sums, and what needed no addition counts as one
                 part = part.float()
-            first = int(accumulate_sum_of_squares_(its_limbs, part))
-            if first >= 0:
-                words[_parameter_at(chunk, piece, first)] += _NON_FINITE
-            if norm_type != 2.0:
-                largest = torch.maximum(largest, max_abs(part).to("cpu", torch.float64))
-        if its_limbs is not limbs:
-            limbs += its_limbs.cpu()
-    both = torch.cat([limbs, words]).to(executor.gradients.device)
-    executor.communicator.all_reduce_sum_(both, "gradient summary")
+            its.add(chunk, piece, part, norm_type)
+    for its in sums.values():
+        for index in its.non_finite():
+            words[index] += _NON_FINITE
+    device, communicator = executor.gradients.device, executor.communicator
+    limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
+    both = torch.cat([limbs, torch.tensor(words, dtype=torch.int64)]).to(device)
+    communicator.all_reduce_sum_(both, "gradient summary")
     both = both.cpu()
-    limbs, words = both[: limbs.numel()], both[limbs.numel() :]
-    if norm_type != 2.0:
-        largest = largest.to(executor.gradients.device)
-        executor.communicator.all_reduce_max_(largest, "largest gradient")
-    counts: list[int] = words.tolist()
+    limbs, counts = both[: limbs.numel()], both[limbs.numel() :].tolist()
+    if norm_type == 2.0:
+        norm = norm_from_limbs(limbs)
+    else:
+        largest = torch.stack([torch.zeros((), dtype=torch.float64), *(its.largest.cpu() for its in sums.values())])
+        most = largest.amax().to(device)  # NaN if one is
+        communicator.all_reduce_max_(most, "largest gradient")
+        norm = float(most)
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
-    norm = norm_from_limbs(limbs) if norm_type == 2.0 else float(largest)
     return GradientSummary(norm, tuple(word & (_NON_FINITE - 1) > 0 for word in counts), bad[0] if bad else None)
+
+
+class _Sums:
+    """Of the gradients that rest on one device. The host waits for it once, in `non_finite`, and not for each chunk."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.limbs = zero_norm_limbs(device)
+        self.largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._seen: list[tuple[Chunk, Piece]] = []
+        self._first_bad: list[Tensor] = []  # of each piece: the first element that is not finite, or -1
+
+    def add(self, chunk: Chunk, piece: Piece, part: Tensor, norm_type: float) -> None:
+        """part: the piece's elements of the reduced gradient."""
+        self._seen.append((chunk, piece))
+        self._first_bad.append(accumulate_sum_of_squares_(self.limbs, part))
+        if norm_type != 2.0:
+            self.largest = torch.maximum(self.largest, max_abs(part).double())
+
+    def non_finite(self) -> list[int]:
+        """Indices of the parameters with the pieces' first elements that are not finite."""
+        found = torch.stack(self._first_bad).tolist() if self._first_bad else []
+        pairs = zip(self._seen, found, strict=True)
+        return [_parameter_at(chunk, piece, first) for (chunk, piece), first in pairs if first >= 0]
 
 
 def _counted(chunk: Chunk, gradient: ChunkGradient) -> list[Piece]:

@@ -198,8 +198,8 @@ def a_torn_step(rank: int, world_size: int) -> tuple[str, list[str]]:
     model, optimizer, _ = make()
     train_step(model, optimizer, rank, 0)
     if rank == 1:
-        update = optimizer._updates.update_chunk
-        optimizer._updates.update_chunk = lambda chunk, *rest: boom() if chunk.index == 4 else update(chunk, *rest)  # type: ignore[method-assign]
+        prepare = optimizer._updates._prepare
+        optimizer._updates._prepare = lambda chunk, *rest: boom() if chunk.index == 4 else prepare(chunk, *rest)  # type: ignore[method-assign]
     said = []
     for step in range(1, 4):
         try:

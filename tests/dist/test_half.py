@@ -12,7 +12,7 @@ from tests.dist.parity_cases import train_many
 from tests.dist.ranks import RankPool
 from tests.dist.test_parity import wanted_on
 from tests.models import MODELS
-from tests.reference import assert_equal_runs
+from tests.reference import assert_equal_runs, train_plain
 
 KEPT = {"tensor_placement_policy": "cuda"}  # at stage 3 the parameter homes lie in kept slots
 PLACES: list[dict[str, Any]] = [
@@ -85,8 +85,9 @@ def test_ranks_equal_plain(ranks: RankPool, world_size: int) -> None:
     sent = [(n, {"steps": 3, **recipe}, {"read_grads": False, **wrap}) for n, recipe, wrap in jobs]
     results = ranks(world_size).run(train_many, sent, timeout_s=240)
     for place, (name, recipe, wrap) in enumerate(jobs):
+        plain = train_plain(MODELS[name], 3, world_size, **recipe)
         for rank, of_rank in enumerate(results):
-            wanted = wanted_on(rank, MODELS[name], 3, world_size, **recipe)
+            wanted = wanted_on(rank, plain, **recipe)
             try:
                 assert_equal_runs(of_rank[place][0], dataclasses.replace(wanted, grads=None))
             except AssertionError as error:

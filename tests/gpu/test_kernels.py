@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from optim import adam_scalars, triton_adam, triton_norm, zero_norm_limbs
 from tests import triton_cases
+from tests.gpu import loops
 from tests.triton_cases import ADAM, ALIGNED, CASES, LAYOUTS, Trial
 
 LARGE = 10_000_000
@@ -50,3 +51,14 @@ def test_a_uniform_list_is_one_launch_and_the_host_does_not_wait(cuda: torch.dev
     assert len(launched) == 1
     for trial in trials:
         trial.check(ADAM)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_chunks_on_the_device_are_updated_by_one_launch(dtype: torch.dtype, cuda: torch.device) -> None:
+    model, optimizer = loops.wrap(loops.GPT2, cuda, dtype, "cuda")
+    loops.train_steps(loops.GPT2, model, optimizer, cuda, dtype, range(2), loops.Outcome())
+    optimizer.backward(loops.GPT2.loss(model, loops.batch_on(loops.GPT2, 2, cuda, dtype)))
+    with triton_cases.launches(triton_adam.adam_kernel) as launched:
+        optimizer.step()
+    assert len(model.executor.chunks) > 1
+    assert len(launched) == 1

@@ -490,4 +490,25 @@ MUTANTS = [
         "                pass",
         "tests/test_bad_input.py",
     ),
+    Mutant(
+        "staging buffers are used again before the kernel ran",
+        "gemini/optimizer/chunk_update.py",
+        "            if must_end or batch.numel >= BATCH_NUMEL:",
+        "            if batch.numel >= BATCH_NUMEL:",
+        "tests/test_step_cost.py",
+    ),
+    Mutant(
+        "every chunk is a launch of its own",
+        "gemini/optimizer/chunk_update.py",
+        "            if must_end or batch.numel >= BATCH_NUMEL:",
+        "            if True:",
+        "tests/test_step_cost.py",
+    ),
+    Mutant(
+        "the host waits for each chunk's weights",
+        "gemini/optimizer/shard_view.py",
+        "            if self.is_staged and self._tier is Tier.HOST:\n",
+        "            if True:\n",
+        "tests/test_step_cost.py",
+    ),
 ]

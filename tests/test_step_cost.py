@@ -1,0 +1,72 @@
+"""What a step costs beside its arithmetic does not grow with the number of chunks that need nothing brought to them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gemini import ShardedModel, ShardedOptimizer, state_hash
+from gemini.optimizer import chunk_update, launches
+from optim import update_pieces
+from tests import mlp
+
+DTYPES = [None, torch.bfloat16, torch.float16]
+
+
+class Counts:
+    """Launches and waits of a model's steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: ShardedModel) -> None:
+        self.pieces: list[int] = []
+        self.waits = 0
+        monkeypatch.setattr(launches, "update_pieces", self._update)
+        monkeypatch.setattr(model._tiers[0], "synchronize", self._wait)
+
+    def _update(self, pieces: list[Any], scalars: Any) -> None:
+        if any(piece.weight.numel() for piece in pieces):  # else only the scalars are checked
+            self.pieces.append(len(pieces))
+        update_pieces(pieces, scalars)
+
+    def _wait(self) -> None:
+        self.waits += 1
+
+
+def built(layers: int, dtype: torch.dtype | None, policy: str) -> tuple[ShardedModel, ShardedOptimizer]:
+    model = ShardedModel(
+        mlp.build(lambda: mlp.Mlp(layers)),
+        device="emulated",
+        tensor_placement_policy=policy,
+        chunk_size=mlp.CHUNK_NUMEL,
+        dtype=dtype,
+    )
+    return model, ShardedOptimizer(model, mlp.adam(model.parameters()), clip_grad_norm=0.1, initial_scale=8.0)
+
+
+@pytest.mark.parametrize("layers", [3, 12])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("policy", ["cuda", "cpu"])
+def test_chunks_that_lie_on_one_tier_are_one_launch(
+    policy: str, dtype: torch.dtype | None, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = built(layers, dtype, policy)
+    for step in range(2):
+        optimizer.backward(mlp.loss_of(model, step, dtype))
+        counts = Counts(monkeypatch, model)
+        optimizer.step()
+        assert counts.pieces == [layers]
+        assert counts.waits == 1, "for gradients that may be on their way to the host"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", mlp.PLACES)
+def test_batches_change_no_bit(place: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = set()
+    for numel in (1, 3 * mlp.CHUNK_NUMEL, chunk_update.BATCH_NUMEL):
+        monkeypatch.setattr(chunk_update, "BATCH_NUMEL", numel)
+        model = mlp.wrap(place, dtype=dtype)
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), initial_scale=8.0)
+        for step in range(3):
+            optimizer.backward(mlp.loss_of(model, step, dtype))
+            optimizer.step()
+        hashes.add(state_hash(model, optimizer))
+    assert len(hashes) == 1
