@@ -121,6 +121,12 @@ class RankPool:
 
 _living: set[Any] = set()
 
+# Ranks that serve are forked from a process that has imported what they need and has done nothing else: no thread, no
+# tensor. Fresh ones are whole interpreters: how those end is what their cases are about.
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["tests.dist.preloaded"])
+_SPAWNED = multiprocessing.get_context("spawn")
+
 
 @atexit.register
 def _kill_all() -> None:  # runs before multiprocessing's own exit handler, which would wait for them
@@ -140,11 +146,11 @@ class _Group:
         self.logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(world_size)]
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        context = multiprocessing.get_context("spawn")
+        context = _FORKED if call is None else _SPAWNED
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             variables = _rank_environment(rank, world_size, self._store.port) | (env or {})
-            setup = (rank, world_size, str(self.logs[rank]), call is None, init_group)
+            setup = (rank, world_size, str(self.logs[rank]), call is None, init_group, variables)
             process = context.Process(target=_main, args=(theirs, setup), name=f"rank {rank} of {world_size}")
             with _environment(variables):  # OMP_NUM_THREADS is read when torch is imported, before _main runs
                 process.start()
@@ -326,8 +332,9 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 # ---- a rank's side -------------------------------------------------------------------------------
 
 
-def _main(pipe: Connection, setup: tuple[int, int, str, bool, bool]) -> None:
-    rank, world_size, log_path, serve, init_group = setup
+def _main(pipe: Connection, setup: tuple[int, int, str, bool, bool, dict[str, str]]) -> None:
+    rank, world_size, log_path, serve, init_group, variables = setup
+    os.environ.update(variables)
     log = open(log_path, "w", buffering=1)  # noqa: SIM115  (open for the life of the process)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
