@@ -174,6 +174,23 @@ def test_host_memory_that_ends_at_the_optimizer_state_is_refused_there(make: Any
     assert_same(weights_of(model), weights_of(reference))
 
 
+def test_a_step_that_fails_half_way_is_final() -> None:
+    """Momentum that is raised from 0 takes memory in the step, and there is some for the first chunks only."""
+    homes_bytes = 2 * 4 * mlp.CHUNK_NUMEL * mlp.LAYERS  # parameters and gradients
+    model = wrap("cpu", host_memory=homes_bytes + 10 * mlp.CHUNK_NUMEL)
+    optimizer = ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train_step(model, optimizer, 0)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(BudgetError, match="host_memory="):
+        train_step(model, optimizer, 1)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    going_on: list[Any] = [lambda: train_step(model, optimizer, 2), lambda: weights_of(model)]
+    for goes_on in (*going_on, lambda: weight(model, 0).sum()):
+        with pytest.raises(GeminiError, match=r"failed half way \(BudgetError: .*Build model and optimizer anew"):
+            goes_on()
+    model.close()
+
+
 # ---- who belongs to whom ---------------------------------------------------------------------------------------
 
 

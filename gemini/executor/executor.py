@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, torn
 from gemini.executor.communicator import Communicator
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradients import Gradients
+from gemini.executor.last_words import words_of
 from gemini.executor.moment import Phase
 from gemini.executor.node_pins import NodePins
 from gemini.executor.operator import Operator
@@ -46,6 +47,7 @@ class Executor:
         self._whole: tuple[Chunk, ...] = ()  # the leaf that backward is in
         self._forward_depth = 0
         self._awaits_backward = False
+        self._torn_by = ""  # what left this rank's state half changed, where no other rank must know of it
         self.has_room = False  # slots and buffers have their memory
         self.check_backward: Callable[[], None] = lambda: None  # may refuse one before anything has happened
         self.settle_flags: Callable[[], None] = lambda: None  # of parameters: memory follows them
@@ -285,6 +287,8 @@ class Executor:
         except BaseException as error:
             if self.communicator.watch is not None:
                 self.communicator.watch.tear(error)
+            else:
+                self._torn_by = words_of(error)
             raise
 
     def abandon(self) -> None:
@@ -301,17 +305,23 @@ class Executor:
         self.fetcher.start_anew()
 
     def recover(self) -> None:
-        """After a failure that every rank caught, forget that step and start anew together. Collective then."""
+        """After a failure that every rank caught, forget that step and start anew together. Collective then.
+
+        Raises GeminiError if it left weights half updated.
+        """
+        if self._torn_by:
+            raise torn(self._torn_by)
         watch = self.communicator.watch
         if watch is not None and watch.failed:
             self.abandon()
             self.communicator.restart()
 
     def check_idle(self, what: str) -> None:
-        """Raises GeminiError inside a forward or backward. Recovers from a failure before."""
+        """Raises GeminiError inside a forward or backward. Recovers from a failure before; copies to the host are done."""
         if self._forward_depth or self.is_recomputing():
             raise GeminiError(
                 f"{what} inside a forward or backward of the model is not possible: call it between steps"
             )
         self.recover()
         self.moments.set(0, Phase.TOUCH)
+        self.fetcher.device.synchronize()

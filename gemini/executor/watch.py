@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError
+from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError, torn
 from gemini.executor import last_words
 
 POLL_S = 1.0
@@ -170,10 +170,7 @@ class RankWatch:
     def _raise_torn(self) -> None:
         if self._store.check(["torn"]):
             self.failed = True
-            raise GeminiError(
-                f"an optimizer step failed half way ({self._store.get('torn').decode()}), so some weights are updated "
-                "and some are not. Build model and optimizer anew and load a checkpoint"
-            )
+            raise torn(self._store.get("torn").decode())
 
     def _done(self, work: dist.Work, seconds: float) -> bool:
         """Wait for at most `seconds`. A collective that fails is the end: its connection is gone."""

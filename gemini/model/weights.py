@@ -182,6 +182,7 @@ def gather_gradient(executor: Executor, managed: ManagedParameter) -> Tensor:
     with torch.no_grad():
         if not gradient.merged:
             return torch.zeros(managed.shape, dtype=chunk.gradient_dtype, device=executor.fetcher.device.device)
+        executor.fetcher.device.synchronize()  # it may still be on its way to the host
         flat = gradient.reduced()
         whole = flat.to(executor.fetcher.device.device)
         if chunk.optim_layout.world_size > 1:

@@ -233,7 +233,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         refuse_ungrouped(self.model, self._chunk_states)
         executor.before_update()
         max_norm, norm_type = self._requested_clip or (self._clip_grad_norm, 2.0)
-        executor.fetcher.device.synchronize()
         summary = self._summary or self._summarize(norm_type)
         refuse_idle(self.model, summary)
         self._summary = self._requested_clip = None

@@ -163,7 +163,7 @@ MUTANTS = [
     Mutant(
         "the norm counts one rank only",
         "gemini/optimizer/summary.py",
-        '    executor.communicator.all_reduce_sum_(both, "gradient summary")\n',
+        '    communicator.all_reduce_sum_(both, "gradient summary")\n',
         "",
         f"{TWO_RANKS}[gpt2]",
     ),
@@ -510,5 +510,19 @@ MUTANTS = [
         "            if self.is_staged and self._tier is Tier.HOST:\n",
         "            if True:\n",
         "tests/test_step_cost.py",
+    ),
+    Mutant(
+        "what is on its way to the host is read there",
+        "gemini/executor/executor.py",
+        "        self.fetcher.device.synchronize()\n",
+        "",
+        "tests/test_late_copies.py",
+    ),
+    Mutant(
+        "one rank goes on after a step that failed half way",
+        "gemini/executor/executor.py",
+        "                self._torn_by = words_of(error)",
+        "                pass",
+        "tests/test_bad_input.py",
     ),
 ]

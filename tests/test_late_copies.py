@@ -1,0 +1,31 @@
+"""Bits do not depend on when copies between host and device happen, only on what waits for them. One rank."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import late_copies, mlp, parts
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"tensor_placement_policy": "cpu"},
+    "smallest": {"model_data_memory": "smallest"},
+    "half": {"model_data_memory": 8 * mlp.CHUNK_NUMEL * mlp.LAYERS},
+    "device": {"tensor_placement_policy": "cuda"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:step .* skipped", "ignore:reuse_fp16_shard=True. parameters are used again")
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_detours_between_backward_and_step(place: str, dtype: torch.dtype | None, reuse: bool) -> None:
+    num_late = late_copies.detours(0, 1, {"dtype": dtype, **PLACES[place]}, reuse)
+    assert (num_late > 0) == (place != "device")
+
+
+@pytest.mark.parametrize("case", [parts.unfreezes, parts.beside], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("wrap", parts.WRAPS, ids=str)
+def test_what_is_trained_changes(case: Any, wrap: dict[str, Any]) -> None:
+    with late_copies.installed():
+        case(0, 1, wrap)
