@@ -317,7 +317,7 @@ class Executor:
             self.communicator.restart()
 
     def check_idle(self, what: str) -> None:
-        """Raises GeminiError inside a forward or backward. Recovers from a failure before; copies to the host are done."""
+        """Raises GeminiError inside a forward or backward. Recovers from a failure; copies to the host are done then."""
         if self._forward_depth or self.is_recomputing():
             raise GeminiError(
                 f"{what} inside a forward or backward of the model is not possible: call it between steps"
