@@ -317,7 +317,7 @@ class Executor:
             self.communicator.restart()
 
     def check_idle(self, what: str) -> None:
-        """Raises GeminiError inside a forward or backward. Recovers from a failure; copies to the host are done then."""
+        """Raises GeminiError inside a forward or backward. Recovers from a failure. Copies to the host are done."""
         if self._forward_depth or self.is_recomputing():
             raise GeminiError(
                 f"{what} inside a forward or backward of the model is not possible: call it between steps"
