@@ -12,6 +12,7 @@ from optim.dispatch import accumulate_sum_of_squares_, adam_update_, update_piec
 from optim.hyperparameters import AdamHyperparameters, hyperparameters
 from optim.master import absorb_edits_, round_master_
 from optim.norm import (
+    NAN_LIMB,
     NUM_LIMBS,
     TILE,
     NormLimbs,
@@ -51,5 +52,6 @@ __all__ = [
     "max_abs",
     "NormLimbs",
     "NUM_LIMBS",
+    "NAN_LIMB",
     "TILE",
 ]

@@ -1,8 +1,8 @@
 """A device that lags behind, on the CPU: copies between host and device happen when the host waits for them.
 
-Until then the host's side of a copy to it reads as NaN, and what a copy from it will read must stay as it is. The
-device itself sees its copies in order, as a stream does. Whoever reads or writes the host's side too early is found
-without a GPU.
+Until then the host's side of a copy to it reads as NaN and must stay so, what a copy from it will read must stay as it
+is, and neither may be given back. The device sees its copies in order, as a stream does. Whoever reads, writes or frees
+the host's side too early is found without a GPU.
 """
 
 import sys
@@ -17,9 +17,12 @@ from torch import Tensor
 
 from gemini.memory import tier as tiers
 from gemini.memory.emulated import EmulatedTier
+from gemini.memory.host import HostTier
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
 from tests import half
+
+_POISON = 0xFF  # a NaN in every float dtype
 
 
 @dataclass
@@ -36,14 +39,25 @@ class LateCopies:
             if name.startswith("gemini.") and getattr(module, "copy", None) is original:
                 monkeypatch.setattr(module, "copy", self._copy)
         monkeypatch.setattr(EmulatedTier, "synchronize", lambda tier: self.settle())
+        give = HostTier.give
+
+        def checked(tier: HostTier, buffer: Tensor, kind: str) -> None:
+            busy = [kept for kept, _ in (*self.writes, *self.reads) if _overlap(kept, buffer)]
+            assert not busy, f"{buffer.nbytes} bytes of {kind} were given back before a copy from or to them was done"
+            give(tier, buffer, kind)
+
+        monkeypatch.setattr(HostTier, "give", checked)
 
     def settle(self) -> None:
         """The host has waited for the device."""
-        for target, value in self.writes:
+        writes, reads = self.writes, self.reads
+        self.writes, self.reads = [], []
+        for target, _ in writes:
+            untouched = bool((_bits(target) == _POISON).all())
+            assert untouched, f"{target.numel()} elements were written to before the device had written them"
+        for target, value in writes:
             target.copy_(value)
-        self.writes.clear()
-        self._check(self.reads)
-        self.reads.clear()
+        self._check(reads)
 
     def _copy(
         self, target: Tensor, source: Tensor, target_tier: MemoryTier, source_tier: MemoryTier, traffic: Traffic
@@ -81,11 +95,12 @@ class LateCopies:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    assert tensor.is_contiguous()
+    return tensor.view(torch.uint8)
 
 
 def _poison(tensor: Tensor) -> None:
-    tensor.fill_(float("nan") if tensor.is_floating_point() else -1 if tensor.dtype.is_signed else 0xFF)
+    _bits(tensor).fill_(_POISON)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -99,6 +114,7 @@ def installed() -> Iterator[LateCopies]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         late.install(monkeypatch)
         yield late
+        late.settle()
 
 
 def detours(rank: int, world_size: int, wrap: dict[str, Any], reuse: bool, names: Sequence[str] = ()) -> int:

@@ -3,6 +3,8 @@
 What is known of a parameter's training ends when it is frozen, so the plain optimizer drops its state there.
 """
 
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gemini
 from gemini import BudgetError, GatheredParameters, GeminiError, ShardedModel, ShardedOptimizer, state_hash
 from tests import mlp
 from tests.mlp import CHUNK_NUMEL, LAYERS, WIDTH, assert_same, build, weights_of
@@ -380,3 +383,27 @@ def too_tight(rank: int, world_size: int) -> None:
     pair.flag(True, "layers.2.")  # as much as is given up
     pair.steps(2, 3)
     pair.model.close()
+
+
+def largest_gradients(rank: int, world_size: int) -> None:
+    """The infinity norm over ranks: exact, infinite, and NaN wherever the NaN lies; such steps are skipped."""
+    model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL)
+    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+    weights = dict(model.named_parameters())
+    for name, element, value in [
+        *((name, element, math.nan) for name in ("layers.0.weight", "layers.5.bias") for element in (0, -1)),
+        ("layers.3.weight", 5, math.inf),
+        ("layers.3.weight", -5, 2.0**20),
+    ]:
+        mlp.loss_of(model).backward()
+        gradient = torch.zeros(weights[name].shape)
+        gradient.view(-1)[element] = -value
+        gemini.safe_set_full_grad(weights[name], gradient)
+        norm = float(optimizer.clip_grad_norm_(1.0, math.inf))
+        assert norm == value or (math.isnan(norm) and math.isnan(value)), (norm, name, element, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        assert optimizer.last_step is not None
+        assert optimizer.last_step.skipped == (None if math.isfinite(value) else name)
+    model.close()

@@ -29,3 +29,15 @@ def test_detours_between_backward_and_step(place: str, dtype: torch.dtype | None
 def test_what_is_trained_changes(case: Any, wrap: dict[str, Any]) -> None:
     with late_copies.installed():
         case(0, 1, wrap)
+
+
+@pytest.mark.parametrize("wrap", parts.WRAPS, ids=str)
+def test_gradients_are_given_up_when_their_copies_are_done(wrap: dict[str, Any]) -> None:
+    with late_copies.installed():
+        pair = parts.Pair(0, 1, wrap, mlp.Mlp)
+        pair.backward(0)
+        pair.zero_grad()
+        pair.flag(False, "layers.2.", "layers.4.")
+        pair.steps(1)
+        pair.flag(True, "layers.")
+        pair.steps(2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, state_hash
+from gemini import BudgetError, ShardedModel, ShardedOptimizer, UnsupportedError, state_hash
 from tests import mlp, parts
 
 
@@ -149,11 +149,17 @@ def test_models_that_are_trained_in_turns_keep_their_moments() -> None:
 def test_a_state_dict_loads_where_some_of_its_parameters_are_frozen() -> None:
     pair = parts.Pair(0, 1, {"dtype": torch.bfloat16}, mlp.Mlp)
     pair.steps(0)
-    pair.flag(False, "layers.4.")
     saved = pair.optimizer.state_dict()
+    pair.flag(False, "layers.4.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.optimizer.load_state_dict(saved)  # it may be trained again by the next forward
+    with pytest.warns(UserWarning, match="frozen after they were trained"):
+        pair.steps(1)
     with pytest.warns(UserWarning, match=r"state was not loaded: layers\.4\.weight, layers\.4\.bias"):
-        pair.optimizer.load_state_dict(saved)
-    pair.steps(1)
+        now = pair.optimizer.state_dict()
+        pair.optimizer.load_state_dict(now | {"state": saved["state"] | now["state"]})
+    pair.steps(2)
     last = len(saved["state"])
     saved["state"][last] = saved["state"][0]
     with pytest.raises(ValueError, match=f"state of parameter {last}: this optimizer has no such parameter"):
@@ -182,3 +188,74 @@ def test_state_that_groups_need_later_is_there_or_comes_with_the_step() -> None:
             optimizer.zero_grad()
         mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
     assert sum(tier.ledger.bytes_by_kind["optim"] for tier in model._tiers) == 4 * 3 * mlp.CHUNK_NUMEL
+
+
+@pytest.mark.parametrize("model_data_memory", [None, 24000, 30000, 40000])
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {}], ids=str)
+def test_state_beyond_what_was_planned_takes_no_room_of_others(
+    options: dict[str, Any], model_data_memory: int | None
+) -> None:
+    """A third state per element goes to the host with the others, before and after what is trained changes."""
+    wrap: dict[str, Any] = {"chunk_size": mlp.CHUNK_NUMEL, "device": "emulated", "model_data_memory": model_data_memory}
+    model, plain = ShardedModel(mlp.build(), **wrap), mlp.build()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False, **options) for m in (model, plain)]
+    optimizers[0] = ShardedOptimizer(model, optimizers[0])
+    frozen = {2: ("layers.0.", "layers.4."), 3: ("layers.0.", "layers.3."), 5: ()}
+    for step in range(7):
+        for module, optimizer in zip((model, plain), optimizers):
+            for name, parameter in module.named_parameters():
+                if step in frozen:
+                    parameter.requires_grad_(not name.startswith(frozen[step]))
+                    if module is plain and not parameter.requires_grad:
+                        optimizer.state.pop(parameter, None)
+            mlp.loss_of(module, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
+
+
+def test_a_param_group_that_finds_no_room_leaves_the_state_of_others_alone() -> None:
+    """The device is full, so all states would have to go to the host, which is full too."""
+    module = mlp.build()
+    state_bytes = 4 * mlp.CHUNK_NUMEL
+    room = {"model_data_memory": 7 * 2 * state_bytes + 1000, "host_memory": 5 * 2 * state_bytes}
+    model = ShardedModel(module, chunk_size=mlp.CHUNK_NUMEL, device="emulated", **room)
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW(weights, lr=1e-2))
+    for bias in biases:
+        bias.requires_grad_(False)
+    mlp.train_step(model, optimizer, 0)
+    before = state_hash(model, optimizer)
+    with pytest.raises(BudgetError):
+        optimizer.add_param_group({"params": biases, "amsgrad": True})
+    assert state_hash(model, optimizer) == before
+    mlp.train_step(model, optimizer, 1)
+
+
+def test_momentum_that_is_raised_in_a_chunk_where_others_have_it_starts_afresh() -> None:
+    results = []
+    for sharded in (True, False):
+        module: Any = mlp.build()
+        if sharded:
+            module = ShardedModel(module, device="emulated", chunk_size=mlp.CHUNK_NUMEL)
+        named = list(module.named_parameters())
+        groups = [{"params": [p for n, p in named if n.endswith(end)]} for end in ("weight", "bias")]
+        optimizer: Any = torch.optim.SGD(groups, lr=0.1)
+        groups = optimizer.param_groups
+        groups[1]["momentum"] = 0.9
+        optimizer = ShardedOptimizer(module, optimizer) if sharded else optimizer
+        for step in range(4):
+            if step == 2:
+                optimizer.param_groups[0].update(momentum=0.9, dampening=0.5)
+            mlp.train_step(module, optimizer, step)
+            saved = optimizer.state_dict()["state"]
+            kept = {n for n, state in saved.items() if state.get("momentum_buffer") is not None}
+            results.append((mlp.weights_of(module), kept))
+    for (mine, its), (wanted, wanted_its) in zip(results[:4], results[4:], strict=True):
+        mlp.assert_same(mine, wanted)
+        assert its == wanted_its
+
+
+def test_the_largest_gradient() -> None:
+    parts.largest_gradients(0, 1)

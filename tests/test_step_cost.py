@@ -57,6 +57,18 @@ def test_chunks_that_lie_on_one_tier_are_one_launch(
         assert counts.waits == 1, "for gradients that may be on their way to the host"
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_torch_optimizers_wait_once_too(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap: dict[str, Any] = {"tensor_placement_policy": "cuda", "chunk_size": mlp.CHUNK_NUMEL, "dtype": dtype}
+    model = ShardedModel(mlp.build(), device="emulated", **wrap)
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()))
+    for step in range(2):
+        mlp.loss_of(model, step, dtype).backward()
+        counts = Counts(monkeypatch, model)
+        optimizer.step()
+        assert counts.waits == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", mlp.PLACES)
 def test_batches_change_no_bit(place: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 It is driven by the model's hooks (gemini/model) and knows phases, not modules:
 
     begin_forward → (enter_operator → exit_operator)* → end_forward → begin_backward → (node_fetch | on_gradient)*
-    → end_backward → ... → before_update → (before_chunk_update → after_chunk_update)* → end_update
+    → end_backward → ... → before_update → (before_chunk_update+ → after_chunk_update+)* → end_update
 
 [Note: Pins] A chunk is pinned while an operator on the call stack, a function that touches released parameters, or
 the autograd node that runs right now uses it. Only unpinned chunks may leave their slots.
@@ -47,7 +47,7 @@ class Executor:
         self._whole: tuple[Chunk, ...] = ()  # the leaf that backward is in
         self._forward_depth = 0
         self._awaits_backward = False
-        self._torn_by = ""  # what left this rank's state half changed, where no other rank must know of it
+        self._torn_by = ""  # what left the state half changed, where there are no other ranks that need to know
         self.has_room = False  # slots and buffers have their memory
         self.check_backward: Callable[[], None] = lambda: None  # may refuse one before anything has happened
         self.settle_flags: Callable[[], None] = lambda: None  # of parameters: memory follows them

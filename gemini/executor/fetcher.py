@@ -332,7 +332,7 @@ class Fetcher:
             self.device.synchronize()
 
     def staged_copy(self, staged: Tensor, source: Tensor, to: Tier, of: MemoryTier) -> Tensor:
-        """`source` on tier `to`, in `staged` if that is the host; ready to be read."""
+        """`source` on tier `to`, in `staged` if that is the host; who reads it there finds it."""
         target = staged if to is Tier.HOST else torch.empty_like(source, device=self.device.device)
         copy(target, source, self.tier(to), of, self.traffic)
         if to is Tier.HOST:

@@ -263,6 +263,8 @@ class Gradients:
             return
         gradient.got[managed.chunk.parameters.index(managed)] = 0
         if gradient.merged:
+            if gradient.reduced_tier() is Tier.HOST:
+                self.store.device.synchronize()  # it may still be on its way there
             for piece in managed.chunk.optim_pieces(managed):
                 gradient.reduced()[piece.shard_start : piece.shard_start + piece.numel].zero_()
         # with several ranks, what this one got says nothing about the others

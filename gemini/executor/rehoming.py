@@ -33,6 +33,10 @@ class StateOwner(Protocol):
         """The chunk is frozen from now on."""
         ...
 
+    def host_bytes(self, chunk: Chunk, tier: Tier) -> int:
+        """What the chunk's state takes on the host if it is trained with its state planned on `tier`."""
+        ...
+
     def has_stepped(self, managed: ManagedParameter) -> bool:
         """The parameter has state that a step has made."""
         ...
@@ -51,12 +55,12 @@ class Rehoming:
         self._before = before
         self._demand, self._placement = after
 
-    def check_room(self) -> None:
+    def check_room(self, owner: StateOwner | None) -> None:
         """Raises BudgetError if there is no room for what is to come; nothing has changed then."""
         device, host = self._fetcher.device, self._fetcher.host
         self._fetcher.release_all()  # and shows which slots are held by views
         on_device = self._placement.device_bytes(self._demand) + self._fetcher.held_bytes()
-        on_host = host.ledger.total_bytes + self._host_growth()
+        on_host = host.ledger.total_bytes + self._host_growth(owner)
         knobs = "model_data_memory= or device_memory=", "host_memory="
         for tier, needed, knob in ((device, on_device, knobs[0]), (host, on_host, knobs[1])):
             if tier.capacity_bytes is not None and needed > tier.capacity_bytes:
@@ -65,20 +69,25 @@ class Rehoming:
                     f"there. Raise {knob}"
                 )
 
-    def _host_growth(self) -> int:
+    def _host_growth(self, owner: StateOwner | None) -> int:
         """Bytes that come to the host, less those that are given up before."""
-        growth = 0
+        growth = -self._fetcher.host.ledger.bytes_by_kind[Kind.OPTIM]
+        for chunk, homes in zip(self._executor.chunks, self._placement.homes, strict=True):
+            if owner is not None and Kind.OPTIM in homes:
+                growth += owner.host_bytes(chunk, homes[Kind.OPTIM])
         old_demand, old_placement = self._before
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
-        for old_chunk, old_homes, chunk, homes in pairs:
-            for kind, tier in homes.items():
-                growth += chunk.home_bytes[kind] * (tier is Tier.HOST and old_homes.get(kind) is not Tier.HOST)
-            for kind, tier in old_homes.items():
-                growth -= old_chunk.home_bytes[kind] * (tier is Tier.HOST and kind not in homes)
+        for before, old_homes, after, homes in pairs:
+            for kind in (Kind.PARAM, Kind.GRAD, Kind.MASTER):
+                if homes.get(kind) is Tier.HOST and old_homes.get(kind) is not Tier.HOST:
+                    growth += after.home_bytes[kind]
+                if kind not in homes and old_homes.get(kind) is Tier.HOST:
+                    growth -= before.home_bytes[kind]
         return growth
 
     def carry_out(self, owner: StateOwner | None) -> None:
         """Chunks say by `trainable` whether they have a gradient from now on. Local: launches nothing."""
+        self._fetcher.device.synchronize()  # no copy is on its way from or to what is given up
         gradients = self._executor.gradients
         store, chunks = gradients.store, self._executor.chunks
         self._executor.binding.write_back_all()

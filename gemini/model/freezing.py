@@ -25,7 +25,7 @@ from gemini.model.plan import Plan
 from gemini.placement.demand import Kind
 
 _ALIKE = "All ranks must freeze and unfreeze the same parameters at the same step"
-_DROPPED = (
+_GIVEN_UP = (
     "frozen after they were trained, so their moments and step counts are given up: {names}. If unfrozen they start "
     "afresh. Where models are trained in turns, as in a GAN, freeze neither: zero_grad() the one that shall stay"
 )
@@ -59,11 +59,13 @@ class Freezing:
         if ranks differ; nothing has changed then.
         """
         flags = self._flags_now()
+        given_up: list[str] = []
         if flags != self._flags:
             with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
-                if self._change(flags):
-                    self._flags = flags
+                given_up = self._change(flags)
         self._executor.flags_touched = False
+        if given_up:
+            warnings.warn(_GIVEN_UP.format(names=", ".join(given_up)), stacklevel=2)
 
     def settle_unfrozen(self) -> None:
         """`settle` if something was unfrozen, which a graph that is about to be built needs memory for.
@@ -72,13 +74,14 @@ class Freezing:
         """
         if any(now and not before for now, before in zip(self._flags_now(), self._flags, strict=True)):
             self.settle()
+        self._executor.flags_touched = False
 
     def _flags_now(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():
             return [each.parameter.requires_grad for each in self._managed]
 
-    def _change(self, flags: list[bool]) -> bool:
-        """False if it has to wait for the step."""
+    def _change(self, flags: list[bool]) -> list[str]:
+        """Names of parameters whose moments are given up. Changes nothing if it has to wait for the step."""
         executor = self._executor
         pairs = list(zip(self._managed, flags, strict=True))
         frozen = [each for each, flag in pairs if each.requires_grad and not flag]
@@ -89,7 +92,7 @@ class Freezing:
                 raise GeminiError(
                     f"{names[1]} were unfrozen between the micro-batches of a step: do it after step() or zero_grad()"
                 )
-            return False
+            return []
         if any(chunk.pins for chunk in executor.chunks):
             raise GeminiError(f"inside GatheredParameters(...) nothing can be frozen or unfrozen: {', '.join(names)}")
         executor.gradients.forget()  # backwards that were about inputs only
@@ -106,9 +109,8 @@ class Freezing:
         executor.gradients.reset_order()
         self.unfrozen.difference_update(each.index for each in frozen)
         self.unfrozen.update(each.index for each in unfrozen)
-        if stepped:
-            warnings.warn(_DROPPED.format(names=", ".join(stepped)), stacklevel=2)
-        return True
+        self._flags = flags
+        return stepped
 
     def _settle_chunks(self, flags: list[bool], shown: str) -> None:
         """Decide and agree on the new plan, then carry it out."""
@@ -121,7 +123,7 @@ class Freezing:
             plan = self._replan(flags)
             homes = (before.demand, before.placement), (plan.demand, plan.placement)
             rehoming = Rehoming(executor, *homes)
-            rehoming.check_room()
+            rehoming.check_room(self.owner)
             words = f"{shown}; model data budget of {plan.budget_bytes} bytes, {plan.placement.num_slots} slots"
             data = f"{plan.hash} {shown}".encode()
             executor.communicator.agree(data, "change of what is trained", words, _ALIKE)

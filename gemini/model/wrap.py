@@ -14,7 +14,7 @@ from gemini.chunks.placeholder import dense_stride, placeholder
 from gemini.chunks.search import SearchReport, search_chunk_bytes
 from gemini.model.operators import FoundOperator
 from gemini.model.precision import ModulePrecision, Precision
-from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement
+from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind, Placement
 from optim import HALF_DTYPES
 from sharding import SUM_TILE_NUMEL, ParameterSpec, ShardStrategy
 
@@ -137,7 +137,7 @@ def demand_of(chunks: list[Chunk], operators: list[FoundOperator], stage: int, w
             home_bytes[Kind.GRAD] = gradient_home_numel(chunk, stage) * chunk.gradient_dtype.itemsize
             if chunk.dtype in HALF_DTYPES:
                 home_bytes[Kind.MASTER] = (2 if chunk.splits_master else 4) * chunk.optim_numel
-            home_bytes[Kind.OPTIM] = 2 * max(4, itemsize) * chunk.optim_numel
+            home_bytes[Kind.OPTIM] = OPTIM_STATES * max(4, itemsize) * chunk.optim_numel
         sharded = chunk.home_layout.world_size > 1
         # one rank adds micro-batches up in a whole home; others, and 16-bit sums, take them in beside what is there
         needs_gradient_slot = world_size > 1 or chunk.dtype in HALF_DTYPES or chunk.gradient_dtype is not chunk.dtype

@@ -14,7 +14,7 @@ from gemini.errors import BudgetError
 from gemini.executor.fetcher import Fetcher
 from gemini.memory.tier import copy
 from gemini.optimizer.elementwise import RunState
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import OPTIM_STATES, Kind, Tier
 
 
 @dataclass(frozen=True)
@@ -37,53 +37,79 @@ class ChunkOptimizerState:
     groups: list[int | None]  # by position: the param group, None for a parameter that no group has
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
     scalars: list[dict[str, Any] | None] = field(default_factory=list)  # by position; None before the first update
+    made: list[tuple[str, ...]] = field(default_factory=list)  # by position: flat states that updates have made
+
+    def __post_init__(self) -> None:
+        self.scalars = [None for _ in self.groups]
+        self.made = [() for _ in self.groups]
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.chunk.dtype is torch.float64 else torch.float32
 
-    def take(self, name: str, fetcher: Fetcher) -> Tensor:
-        """A zeroed flat state called `name`. Where the device is full, all of them rest on the host from now on."""
-        num_bytes = self.chunk.optim_numel * self.dtype.itemsize
-        try:
-            buffer = fetcher.tier(self.tier).take(num_bytes, Kind.OPTIM)
-        except BudgetError:
-            if self.tier is Tier.HOST:
-                raise
-            self.move(Tier.HOST, fetcher)
-            buffer = fetcher.host.take(num_bytes, Kind.OPTIM)
-        self.flats[name] = buffer.view(self.dtype)
-        return self.flats[name]
+    @property
+    def num_flat_bytes(self) -> int:
+        """Of one flat state."""
+        return self.chunk.optim_numel * self.dtype.itemsize
+
+    def take(self, names: Sequence[str], fetcher: Fetcher) -> None:
+        """Zeroed flat states beside those that there are. Raises BudgetError, and nothing has changed then.
+
+        Where the device is full, or placement did not count on so many, all of them rest on the host from now on.
+        """
+        self._rest([*self.flats, *names], self.tier, fetcher)
+
+    def move(self, tier: Tier, fetcher: Fetcher) -> None:
+        """Rest on `tier` from now on, or on the host, as for `take`. Raises BudgetError; nothing has changed then."""
+        self._rest(list(self.flats), tier, fetcher)
 
     def give(self, names: Sequence[str], fetcher: Fetcher) -> None:
         """Give flat states back."""
         for name in names:
             fetcher.tier(self.tier).give(self.flats.pop(name).view(torch.uint8), Kind.OPTIM)
 
-    def move(self, tier: Tier, fetcher: Fetcher) -> None:
-        """Rest on `tier` from now on, or on the host where that is full."""
-        if tier is self.tier:
+    def _rest(self, names: list[str], tier: Tier, fetcher: Fetcher) -> None:
+        if tier is Tier.DEVICE and len(names) > OPTIM_STATES:
+            tier = Tier.HOST
+        leaves = tier is not self.tier
+        try:
+            taken = self._taken([name for name in names if leaves or name not in self.flats], tier, fetcher)
+        except BudgetError:
+            if tier is Tier.HOST:
+                raise
+            self._rest(names, Tier.HOST, fetcher)
             return
-        before = self.tier
-        contents = {name: flat.to("cpu", copy=True) for name, flat in self.flats.items()}
-        self.give(list(contents), fetcher)
-        self.tier = tier
-        for name in contents:
-            self.take(name, fetcher)
-        for name, content in contents.items():
-            copy(self.flats[name], content, fetcher.tier(self.tier), fetcher.tier(before), fetcher.traffic)
+        if leaves:
+            for name, flat in self.flats.items():
+                copy(taken[name], flat, fetcher.tier(tier), fetcher.tier(self.tier), fetcher.traffic)
+            fetcher.device.synchronize()
+            self.give(list(self.flats), fetcher)
+            self.tier = tier
+        self.flats.update(taken)
+
+    def _taken(self, names: Sequence[str], tier: Tier, fetcher: Fetcher) -> dict[str, Tensor]:
+        """All of them, or none and a BudgetError."""
+        taken: dict[str, Tensor] = {}
+        try:
+            for name in names:
+                taken[name] = fetcher.tier(tier).take(self.num_flat_bytes, Kind.OPTIM).view(self.dtype)
+        except BudgetError:
+            for flat in taken.values():
+                fetcher.tier(tier).give(flat.view(torch.uint8), Kind.OPTIM)
+            raise
+        return taken
 
     def forget(self, managed: ManagedParameter) -> None:
         """One parameter's state is as before its first update."""
-        self.scalars[self.chunk.parameters.index(managed)] = None
+        position = self.chunk.parameters.index(managed)
+        self.scalars[position], self.made[position] = None, ()
         for flat in self.flats.values():
             for piece in self.chunk.optim_pieces(managed):
                 flat[piece.shard_start : piece.shard_start + piece.numel].zero_()
 
-    def names(self, managed: ManagedParameter) -> list[str]:
-        """The states that a parameter has: a torch optimizer makes them in its first update."""
-        is_new = self.scalars[self.chunk.parameters.index(managed)] is None
-        return [] if is_new and not self.counts_steps else sorted(self.flats)
+    def names(self, position: int) -> tuple[str, ...]:
+        """The flat states that a parameter has: Adam's from the start, a torch optimizer's once it has made them."""
+        return tuple(self.flats) if self.counts_steps else self.made[position]
 
     def runs(self, has_gradient: Sequence[bool]) -> list[Run]:
         """The fewest runs whose elements share group and scalars and all have a gradient; paddings are bridged."""
@@ -100,27 +126,35 @@ class ChunkOptimizerState:
         return runs
 
     def _is_uniform(self) -> bool:
-        first_group, first = self.groups[0], self.scalars[0]
-        return all(g == first_group for g in self.groups) and all(_same(first, other) for other in self.scalars)
+        first = self.groups[0], self.made[0]
+        alike = all(found == first for found in zip(self.groups, self.made, strict=True))
+        return alike and all(_same(self.scalars[0], other) for other in self.scalars)
 
     def empty_run(self, position: int) -> RunState:
         """The state of a run of no elements of a parameter that this rank holds nothing of."""
-        scalars = self.scalars[position]
-        flat = {name: whole[:0] for name, whole in self.flats.items()}
-        return RunState(flat, dict(scalars or {}), is_new=scalars is None)
+        return self._state_of(position, 0, 0)
 
     def state_of(self, run: Run) -> RunState:
-        scalars = self.scalars[run.positions[0]]
-        flat = {name: whole[run.start : run.start + run.numel] for name, whole in self.flats.items()}
+        """What an update of the run starts from."""
+        return self._state_of(run.positions[0], run.start, run.numel)
+
+    def _state_of(self, position: int, start: int, numel: int) -> RunState:
+        scalars = self.scalars[position]
+        flat = {name: self.flats[name][start : start + numel] for name in self.names(position) if name in self.flats}
         return RunState(flat, dict(scalars or {}), is_new=scalars is None)
 
-    def keep(self, run: Run, state: RunState, replaced: dict[str, Tensor], fetcher: Fetcher) -> None:
-        """Note what an update made of the run's state."""
+    def keep(self, run: Run, replaced: dict[str, Tensor], fetcher: Fetcher) -> None:
+        """Note the flat states that an update of the run has made."""
+        missing = [name for name in replaced if name not in self.flats]
+        if missing:
+            self.take(missing, fetcher)
         for name, value in replaced.items():
-            flat = self.flats.get(name)
-            if flat is None:
-                flat = self.take(name, fetcher)
-            flat[run.start : run.start + run.numel].copy_(value)
+            self.flats[name][run.start : run.start + run.numel].copy_(value)
+
+    def note_made(self, made: dict[int, tuple[str, ...]]) -> None:
+        """After all runs of a step: the states that updates have made, by position."""
+        for position, names in made.items():
+            self.made[position] = tuple(sorted({*self.made[position], *names}))
 
     def keep_scalars(self, updated: dict[int, dict[str, Any]]) -> None:
         """After all runs of a step: a parameter cut into several runs is counted once."""

@@ -9,7 +9,7 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.fetcher import Fetcher
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
-from gemini.placement.demand import Tier
+from gemini.placement.demand import OPTIM_STATES, Tier
 
 
 class ChunkStates:
@@ -34,12 +34,8 @@ class ChunkStates:
         """A chunk is trained from now on. Raises BudgetError, and holds nothing for it then."""
         groups = self._groups(chunk, self._group_of)
         counts = isinstance(self._update, AdamUpdate)
-        state = ChunkOptimizerState(chunk, tier, counts, groups, scalars=[None for _ in groups])
-        try:
-            self._take(state)
-        except BaseException:
-            state.give(list(state.flats), self._fetcher)
-            raise
+        state = ChunkOptimizerState(chunk, tier, counts, groups)
+        self._take(state)
         ordered = sorted({**self.by_chunk, chunk.index: state}.items())
         self.by_chunk.clear()
         self.by_chunk.update(ordered)
@@ -101,12 +97,22 @@ class ChunkStates:
         for state in self.by_chunk.values():
             state.groups[:] = self._groups(state.chunk, group_of)
 
+    def host_bytes(self, chunk: Chunk, tier: Tier) -> int:
+        """What a chunk's state takes on the host if it is trained with its state planned on `tier`."""
+        state = self.by_chunk.get(chunk.index)
+        if state is None:
+            state = ChunkOptimizerState(chunk, tier, False, self._groups(chunk, self._group_of))
+        count = len({*state.flats, *self._missing(state)})
+        return count * state.num_flat_bytes if tier is Tier.HOST or count > OPTIM_STATES else 0
+
     def _take(self, state: ChunkOptimizerState) -> None:
+        state.take(self._missing(state), self._fetcher)
+
+    def _missing(self, state: ChunkOptimizerState) -> list[str]:
         """The flat states that the chunk's groups need and it lacks."""
-        for number in sorted({group for group in state.groups if group is not None}):
-            for name in self._update.flat_names(self._param_groups[number]):
-                if name not in state.flats:
-                    state.take(name, self._fetcher)
+        groups = [self._param_groups[number] for number in sorted({n for n in state.groups if n is not None})]
+        names = {name: None for group in groups for name in self._update.flat_names(group)}  # in order
+        return [name for name in names if name not in state.flats]
 
     @staticmethod
     def _groups(chunk: Chunk, group_of: Mapping[int, int]) -> list[int | None]:

@@ -111,6 +111,7 @@ class ChunkUpdates:
             from_tier = fetcher.tier(gradient.reduced_tier())
             grad = fetcher.staged_copy(staged, grad, tier, from_tier)
         scalars: dict[int, dict[str, Any]] = {}
+        made: dict[int, tuple[str, ...]] = {}
         for run in runs:
             end = run.start + run.numel
             run_state = state.state_of(run)
@@ -118,10 +119,13 @@ class ChunkUpdates:
             replaced = self._update.update_run(
                 view, run.start, grad[run.start : end], run_state, group, factors, launches
             )
-            state.keep(run, run_state, replaced, fetcher)
+            state.keep(run, replaced, fetcher)
             for position in run.positions:
                 scalars[position] = run_state.scalars
+                if replaced:
+                    made[position] = tuple(replaced)
         state.keep_scalars(scalars)
+        state.note_made(made)
         return view, is_grad_staged or view.is_staged
 
     def _finish(self, batch: _Batch) -> None:
@@ -149,8 +153,10 @@ class ChunkUpdates:
             group_number = state.groups[position]
             assert group_number is not None
             none = torch.zeros(0, dtype=dtype)
-            self._update.update(none, none.clone(), run_state, self._param_groups[group_number], GradientFactors())
-            state.scalars[position] = run_state.scalars
+            group = self._param_groups[group_number]
+            made = self._update.update(none, none.clone(), run_state, group, GradientFactors())
+            state.keep_scalars({position: run_state.scalars})
+            state.note_made({position: tuple(made)})
 
     def _where(self, chunk: Chunk, state: ChunkOptimizerState) -> Tier:
         """Where its optimizer state is; without one, the device if everything that the update touches is there."""

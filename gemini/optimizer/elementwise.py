@@ -136,7 +136,8 @@ class TorchUpdate:
         self._starts_with_state = bool(self._worker.state)  # Adagrad
 
     def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(self.update(torch.zeros(2), torch.ones(2), RunState(), group, GradientFactors()))
+        with torch.random.fork_rng(devices=[]):  # of an optimizer that was taken at its user's word
+            return tuple(self.update(torch.zeros(7), torch.ones(7), RunState(), group, GradientFactors()))
 
     def update(
         self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], factors: GradientFactors

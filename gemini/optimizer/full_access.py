@@ -120,7 +120,7 @@ def _begin(what: str, param: nn.Parameter) -> Link:
         raise TypeError(f"{what}() takes a parameter of a ShardedModel, found {type(param).__name__}")
     link.executor.check_idle(f"{what}()")
     if what.startswith("safe_set_full") and not link.executor.gradients.num_backwards:
-        link.executor.settle_flags()
+        link.executor.settle_unfrozen()
     return link
 
 
@@ -134,9 +134,10 @@ def _state(link: Link, key: str) -> Tensor:
     optimizer: Any = link.optimizer
     states: dict[int, ChunkOptimizerState] = {} if optimizer is None else optimizer._states
     state = states.get(link.managed.chunk.index)
-    names = [] if state is None else state.names(link.managed)
+    managed = link.managed
+    names = () if state is None else state.names(managed.chunk.parameters.index(managed))
     if state is None or key not in names:
-        reason = "the model has no ShardedOptimizer" if optimizer is None else f"it has {names or 'none'}"
+        reason = "the model has no ShardedOptimizer" if optimizer is None else f"it has {sorted(names) or 'none'}"
         raise ValueError(f"parameter {link.managed.name!r} has no optimizer state {key!r}: {reason}")
     return state.flats[key]
 

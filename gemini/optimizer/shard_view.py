@@ -1,8 +1,8 @@
 """The weights that this rank steps, on the tier where its update runs.
 
 They lie in the parameter home (fp32 weights are their own master), in a whole fp32 master beside it, or in both (a
-split master). What is on the update's tier is used where it is; the rest is staged there, and `finish` or `store`
-brings it back.
+split master). What is on the update's tier is used where it is; the rest is staged there, and `close` brings it
+back.
 """
 
 from __future__ import annotations
@@ -87,14 +87,15 @@ class ShardView:
         self._staged_master: Tensor | None = None
         self._segments: list[Segment] | None = None
         self._flat: Tensor | None = None
-        self.is_staged = False  # something is brought to the tier, or back from it
+        self.is_staged = False  # it has memory that is not the homes'
+        self._crosses = False  # something is copied to the update's tier, or back from there
 
     def segments(self) -> list[Segment]:
         """The weights where they lie, with what belongs to them, in the order of their elements."""
         if self._segments is None:
             master = None if self._master is None else self._master_on_tier()
             homes = self._homes_on_tier(reads=master is None or self._splits)
-            if self.is_staged and self._tier is Tier.HOST:
+            if self.is_staged and self._tier is Tier.HOST:  # copies fill buffers, or read them still
                 self._fetcher.device.synchronize()
             self._segments = [self._segment(start, home, master) for start, home in homes]
         return self._segments
@@ -130,7 +131,7 @@ class ShardView:
                 self._copy(target, self._staged_home[start : start + target.numel()], self._home.tier)
         if self._staged_master is not None and self._master is not None:
             self._copy(self._master.flat, self._staged_master, self._master.tier)
-        if self.is_staged and self._tier is Tier.DEVICE:
+        if self._crosses and self._tier is Tier.DEVICE:
             self._fetcher.device.synchronize()  # what is at home on the host is read there next
 
     def _home_parts(self) -> list[tuple[int, Tensor]]:
@@ -168,5 +169,6 @@ class ShardView:
         return self._staging.take(name, numel, dtype)
 
     def _copy(self, target: Tensor, source: Tensor, to: Tier, of: Tier | None = None) -> None:
+        self._crosses = True
         fetcher = self._fetcher
         copy(target, source, fetcher.tier(to), fetcher.tier(of or self._tier), fetcher.traffic)

@@ -122,7 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_states(self) -> None:
         """Memory for all states. Raises BudgetError, and holds nothing then."""
         homes = self.model.plan.placement.homes
-        with self.model.executor.publishing():
+        with self.model.executor.publishing(), torch.inference_mode(False), torch.no_grad():
             try:
                 for chunk in self.model._chunks:
                     if chunk.trainable:

@@ -40,10 +40,11 @@ def whole_optimizer_state(
             names = executor.communicator.agree_on_names(sorted(chunk_state.flats))
             wholes = {n: gather_optimizer_state(executor, chunk, _flat(chunk_state, n)) for n in names}
             for managed in known:
-                scalars = chunk_state.scalars[chunk.parameters.index(managed)]
+                position = chunk.parameters.index(managed)
+                scalars = chunk_state.scalars[position]
                 if scalars is not None:
                     entry: dict[str, Any] = {name: _scalar(name, value) for name, value in scalars.items()}
-                    entry |= {name: _view(whole, managed).clone() for name, whole in wholes.items()}
+                    entry |= {n: _view(wholes[n], managed).clone() for n in sorted(chunk_state.names(position))}
                     if entry:  # SGD without momentum keeps nothing
                         state[numbers[managed.index]] = entry
             master = whole_master(chunk)
@@ -64,7 +65,7 @@ def load_optimizer_state(
 ) -> None:
     """Raises ValueError or KeyError before anything is changed."""
     executor.check_idle("optimizer.load_state_dict()")
-    executor.settle_flags()
+    executor.settle_unfrozen()
     executor.binding.write_back_all()
     numbers = _numbers(groups)
     trained = [(state, m) for state in states.values() for m in state.chunk.parameters if m.requires_grad]
@@ -86,14 +87,16 @@ def load_optimizer_state(
             entry = saved["state"].get(number)
             scalars: dict[str, Any] | None = None if entry is None else {}
             chunk_state.scalars[position] = scalars
+            chunk_state.made[position] = ()
             for flat in chunk_state.flats.values():
                 _write(chunk_state.chunk, managed, flat, None)
             if entry is not None and scalars is not None:
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
                         if name not in chunk_state.flats:
-                            chunk_state.take(name, executor.fetcher)
+                            chunk_state.take([name], executor.fetcher)
                         _write(chunk_state.chunk, managed, chunk_state.flats[name], value)
+                        chunk_state.note_made({position: (name,)})
                     else:
                         scalars[name] = _unscalar(name, value, chunk_state)
         masters = saved.get("masters", {})

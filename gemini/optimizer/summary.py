@@ -6,6 +6,7 @@ low half counts the ranks that have a gradient for it and whose high half those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk
 from gemini.executor.executor import Executor
 from gemini.executor.gradient_store import ChunkGradient
-from optim import accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
+from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
 from sharding import Piece
 
 _NON_FINITE = 1 << 32
@@ -60,16 +61,17 @@ def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: in
     if norm_type == 2.0:
         norm = norm_from_limbs(limbs)
     else:
-        largest = torch.stack([torch.zeros((), dtype=torch.float64), *(its.largest.cpu() for its in sums.values())])
-        most = largest.amax().to(device)  # NaN if one is
-        communicator.all_reduce_max_(most, "largest gradient")
-        norm = float(most)
+        largest = [float(its.largest) for its in sums.values()]
+        most = torch.tensor(max([0.0, *(each for each in largest if not math.isnan(each))]), dtype=torch.float64)
+        most = most.to(device)
+        communicator.all_reduce_max_(most, "largest gradient")  # of numbers: backends have no rule for NaN
+        norm = math.nan if limbs[NAN_LIMB] else float(most)
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
     return GradientSummary(norm, tuple(word & (_NON_FINITE - 1) > 0 for word in counts), bad[0] if bad else None)
 
 
 class _Sums:
-    """Of the gradients that rest on one device. The host waits for it once, in `non_finite`, and not for each chunk."""
+    """Of the gradients that rest on one device. The host waits for it when all are added, and not for each chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self.limbs = zero_norm_limbs(device)

@@ -20,6 +20,10 @@ class Kind(StrEnum):
     OPTIM = "optim"  # everything that the optimizer keeps per element (exp_avg, exp_avg_sq, ...)
 
 
+OPTIM_STATES = 2
+"""States per element that placement counts on: Adam's two moments. What an optimizer keeps beyond goes to the host."""
+
+
 @dataclass(frozen=True)
 class ChunkDemand:
     """One chunk's bytes on this rank."""

@@ -16,7 +16,6 @@ BF16 = torch.bfloat16
 SAMPLE = ["saves", "reads_gradients", "adds_before_reducing", "sets_weights", "edits"]
 
 
-
 @pytest.mark.parametrize(("stage", "place", "dtype"), [(1, "host", None), (2, "smallest", BF16), (3, "host", BF16)])
 def test_detours_between_backward_and_step(ranks: RankPool, stage: int, place: str, dtype: torch.dtype | None) -> None:
     wrap = {"stage": stage, "dtype": dtype, **PLACES[place]}

@@ -52,3 +52,8 @@ def test_a_parameter_that_one_rank_uses_is_used(ranks: RankPool, stage: int) -> 
 def test_ranks_that_do_not_do_alike_are_told(ranks: RankPool, what: str, stage: int, said: str) -> None:
     exits = ranks(2).run(part_cases.diverges, what, {"stage": stage}, fresh=True, timeout_s=60)
     assert all(said in one.result for one in exits), exits
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_largest_gradient_is_that_of_all_ranks(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(parts.largest_gradients)

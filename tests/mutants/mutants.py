@@ -479,8 +479,8 @@ MUTANTS = [
     Mutant(
         "a torch optimizer's state is taken in its first step",
         "gemini/optimizer/elementwise.py",
-        "        return tuple(self.update(torch.zeros(2), torch.ones(2), RunState(), group, GradientFactors()))",
-        "        return ()",
+        "            return tuple(self.update(torch.zeros(7), torch.ones(7), RunState(), group, GradientFactors()))",
+        "            return ()",
         "tests/test_bad_input.py",
     ),
     Mutant(
@@ -507,7 +507,7 @@ MUTANTS = [
     Mutant(
         "the host waits for each chunk's weights",
         "gemini/optimizer/shard_view.py",
-        "            if self.is_staged and self._tier is Tier.HOST:\n",
+        "            if self.is_staged and self._tier is Tier.HOST:  # copies fill buffers, or read them still\n",
         "            if True:\n",
         "tests/test_step_cost.py",
     ),
@@ -524,5 +524,40 @@ MUTANTS = [
         "                self._torn_by = words_of(error)",
         "                pass",
         "tests/test_bad_input.py",
+    ),
+    Mutant(
+        "a discarded gradient comes back with its copy",
+        "gemini/executor/gradients.py",
+        "                self.store.device.synchronize()  # it may still be on its way there\n",
+        "                pass\n",
+        "tests/test_late_copies.py",
+    ),
+    Mutant(
+        "memory is given up while a copy reads or writes it",
+        "gemini/executor/rehoming.py",
+        "        self._fetcher.device.synchronize()  # no copy is on its way from or to what is given up\n",
+        "",
+        "tests/test_late_copies.py",
+    ),
+    Mutant(
+        "a third state per element takes the room of others",
+        "gemini/optimizer/chunk_state.py",
+        "        if tier is Tier.DEVICE and len(names) > OPTIM_STATES:",
+        "        if False:",
+        "tests/test_parts.py",
+    ),
+    Mutant(
+        "a parameter has the states that others of its chunk made",
+        "gemini/optimizer/chunk_state.py",
+        "        return tuple(self.flats) if self.counts_steps else self.made[position]",
+        "        return tuple(self.flats)",
+        "tests/test_parts.py",
+    ),
+    Mutant(
+        "the largest gradient forgets a NaN",
+        "gemini/optimizer/summary.py",
+        "        norm = math.nan if limbs[NAN_LIMB] else float(most)",
+        "        norm = float(most)",
+        "tests/test_parts.py",
     ),
 ]
