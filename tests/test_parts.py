@@ -156,8 +156,8 @@ def test_a_state_dict_loads_where_some_of_its_parameters_are_frozen() -> None:
         pair.optimizer.load_state_dict(saved)  # it may be trained again by the next forward
     with pytest.warns(UserWarning, match="frozen after they were trained"):
         pair.steps(1)
+    now = pair.optimizer.state_dict()
     with pytest.warns(UserWarning, match=r"state was not loaded: layers\.4\.weight, layers\.4\.bias"):
-        now = pair.optimizer.state_dict()
         pair.optimizer.load_state_dict(now | {"state": saved["state"] | now["state"]})
     pair.steps(2)
     last = len(saved["state"])
