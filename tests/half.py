@@ -168,7 +168,7 @@ DETOURS: list[Callable[[Trained], None]] = [
 ]
 
 
-def _end_of(trained: Trained, detour: Callable[[Trained], None]) -> tuple[str, list[Tensor]]:
+def end_of(trained: Trained, detour: Callable[[Trained], None]) -> tuple[str, list[Tensor]]:
     trained.step(0)
     trained.backward(1)
     detour(trained)
@@ -187,7 +187,7 @@ def detours(rank: int, world_size: int, wrap: dict[str, Any], names: Sequence[st
             continue
         if detour is _keeps_views and "model_data_memory" in wrap:
             continue  # a view takes a slot, and there is none to spare
-        hashes, losses = zip(*(_end_of(Trained(rank, world_size, reuse, wrap), detour) for reuse in (False, True)))
+        hashes, losses = zip(*(end_of(Trained(rank, world_size, reuse, wrap), detour) for reuse in (False, True)))
         assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1])), (detour.__name__, wrap)
         assert hashes[0] == hashes[1], (detour.__name__, wrap)
 

@@ -125,9 +125,9 @@ def detours(rank: int, world_size: int, wrap: dict[str, Any], reuse: bool, names
             continue
         if detour.__name__ == "_keeps_views" and "model_data_memory" in wrap:
             continue  # a view takes a slot, and there is none to spare
-        wanted_state, wanted = half._end_of(half.Trained(rank, world_size, reuse, wrap), detour)
+        wanted_state, wanted = half.end_of(half.Trained(rank, world_size, reuse, wrap), detour)
         with installed() as late:
-            state, found = half._end_of(half.Trained(rank, world_size, reuse, wrap), detour)
+            state, found = half.end_of(half.Trained(rank, world_size, reuse, wrap), detour)
         assert torch.equal(torch.stack(found), torch.stack(wanted)), (detour.__name__, wrap)
         assert state == wanted_state, (detour.__name__, wrap)
         num_late += late.num_late

@@ -36,8 +36,8 @@ class ChunkOptimizerState:
     counts_steps: bool  # `step` is an int here, not a tensor
     groups: list[int | None]  # by position: the param group, None for a parameter that no group has
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
-    scalars: list[dict[str, Any] | None] = field(default_factory=list)  # by position; None before the first update
-    made: list[tuple[str, ...]] = field(default_factory=list)  # by position: flat states that updates have made
+    scalars: list[dict[str, Any] | None] = field(init=False)  # by position; None before the first update
+    made: list[tuple[str, ...]] = field(init=False)  # by position: flat states that updates have made
 
     def __post_init__(self) -> None:
         self.scalars = [None for _ in self.groups]
