@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.errors import GeminiError, UnsupportedError
+from gemini.errors import GeminiError
 from gemini.executor.binding import Binding
 from gemini.executor.communicator import Communicator
 from gemini.executor.exchange import Exchange
@@ -37,18 +36,19 @@ from gemini.model.hooks import Hooks
 from gemini.model.link import Link
 from gemini.model.move_in import check_host_room, close_empty, move_buffers_in, move_in, stores_of
 from gemini.model.operators import find_operators
+from gemini.model.plain_view import PlainView
 from gemini.model.plan import Plan
 from gemini.model.precision import ModulePrecision, Precision, Weights
 from gemini.model.reduced_gradient import ReducedGradient
 from gemini.model.released import ReleasedParameter
 from gemini.model.report import memory_table
 from gemini.model.saved_tensors import SavedTensors
-from gemini.model.weights import gather_gradient, load_part, load_whole_state_dict, whole_state_dict
+from gemini.model.weights import gather_gradient
 from gemini.placement.policy import PlacementPolicy, resolve_policy
 from sharding import ShardStrategy, resolve_strategy
 
 
-class ShardedModel(nn.Module):
+class ShardedModel(PlainView):
     """A module whose parameters are packed into chunks, sharded over ranks and moved between device and host.
 
     Collective to create and to call: every rank does both with equal arguments. Weights and buffers are rank 0's.
@@ -268,72 +268,6 @@ class ShardedModel(nn.Module):
     def memory_report(self) -> str:
         """A table: bytes per tier and kind now and at their peaks, slots, and what travelled. Not collective."""
         return memory_table(self._tiers, self.plan, self.executor, self._traffic)
-
-    # -- the plain module's view
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def state_dict(  # type: ignore[override]
-        self,
-        *,
-        rank0_only: bool = False,
-        destination: OrderedDict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> OrderedDict[str, Any]:
-        """Whole CPU copies under the plain module's names; empty on other ranks with `rank0_only`. Collective.
-
-        destination: what a plain module around this one collects its own state dict in.
-        """
-        if keep_vars:
-            raise UnsupportedError("state_dict(keep_vars=True) of a ShardedModel: its whole tensors are copies")
-        with self.executor.publishing():
-            state = whole_state_dict(self.module, self.executor, rank0_only, prefix)
-        if destination is None:
-            return state
-        destination.update(state)
-        return destination
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
-        """Set weights, masters and buffers from whole tensors; checks all keys and shapes first. Collective."""
-        with self.executor.publishing():
-            return load_whole_state_dict(self.module, self.executor, state_dict, strict)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """torch calls it for the parts of a plain module that loads its state dict."""
-        with self.executor.publishing():
-            load_part(self.module, self.executor, state_dict, prefix, *rest[-3:])
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            return getattr(module, name)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UnsupportedError(
-            "copy.deepcopy(ShardedModel) is not possible: its memory is shared with an executor. Build the module anew "
-            "and load model.state_dict() into it"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError("a ShardedModel cannot be pickled: save model.state_dict() instead")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise UnsupportedError(
-            ".to(), .cuda(), .half() and the like are not possible on a ShardedModel: give device= and dtype= to it"
-        )
 
     def close(self) -> None:
         """Remove all hooks, give all slots and the process group back; collective.
