@@ -30,7 +30,8 @@ class ChunkGradient:
     home: Home | None  # its own; `own_shard` (and `whole`, where this rank keeps that) are views of it
     own_shard: Tensor | None  # (optim_numel,)
     whole: Tensor | None  # (numel,) on the device: a payload of its own, no slot needed
-    got: bytearray  # by position: a gradient came since the last step
+    got: bytearray  # by position: a gradient came since the last step, on this rank
+    agreed: bytearray  # the same on any rank, as of the last reduction, equal on all ranks; with one rank `got` itself
     fired: bytearray  # by position: a gradient came since the payload was opened
     expected: int  # gradients after which the payload is complete
     payload: Tensor | None = None  # (numel,) parameter dtype, while open
@@ -121,9 +122,9 @@ class GradientStore:
         else:  # slices of several units do not lie together
             shard = home.flat[chunk.numel :]
         count = len(chunk.parameters)
-        gradient = ChunkGradient(
-            chunk, home, shard, whole, bytearray(count), bytearray(count), count, gaps=_gaps(chunk)
-        )
+        got = bytearray(count)
+        agreed = got if chunk.layout.world_size == 1 else bytearray(count)
+        gradient = ChunkGradient(chunk, home, shard, whole, got, agreed, bytearray(count), count, gaps=_gaps(chunk))
         if whole is not None:
             gradient.whole_views = chunk.views_of(whole)
             gradient.direct = chunk.layout.world_size == 1
@@ -269,7 +270,7 @@ class GradientStore:
         """The step consumed the gradient, or it was discarded."""
         if gradient.is_open or gradient.reducing:
             self.close(gradient)
-        gradient.got = bytearray(len(gradient.got))
+        gradient.got[:] = gradient.agreed[:] = bytes(len(gradient.got))
         gradient.merged = gradient.use_wide = gradient.has_unsynced = False
 
     def tier(self, tier: Tier) -> MemoryTier:

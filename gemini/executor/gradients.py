@@ -158,10 +158,7 @@ class Gradients:
             off = self._off_plan or tuple(self.reduction.fired) != self.reduction.order
             for index in self.reduction.order[self._next_in_order :]:
                 self.reduce(self.store.gradients[index])
-        words = [g.is_open or g.has_unsynced for g in gradients]
-        flags = torch.tensor([*words, off or self.reduction.at_touch is None], dtype=torch.int64, device=self.device)
-        self.communicator.all_reduce_max_(flags, "end of backward")
-        *is_open, is_off = flags.tolist()
+        is_open, is_off = self._agree_on_end(gradients, off or self.reduction.at_touch is None)
         for gradient, flag in zip(gradients, is_open, strict=True):
             if flag:
                 self.reduce(gradient)
@@ -169,6 +166,26 @@ class Gradients:
         if is_off:
             self._agree_on_points()
             self._expect_what_came(gradients)
+
+    def _agree_on_end(self, gradients: list[ChunkGradient], off: bool) -> tuple[bytes, bool]:
+        """Which gradients are open on any rank, and whether one is off its plan. Collective.
+
+        Which parameters have a gradient on any rank travels along, so that `.grad is None` is the same answer on
+        all ranks and costs no collective of its own.
+        """
+        is_open = [gradient.is_open or gradient.has_unsynced for gradient in gradients]
+        own = bytearray([*is_open, off])
+        for gradient in gradients:
+            own += gradient.got
+        words = torch.frombuffer(own, dtype=torch.uint8).to(self.device)
+        self.communicator.all_reduce_max_(words, "end of backward")
+        agreed: bytes = words.cpu().numpy().tobytes()
+        start = len(gradients) + 1
+        for gradient in gradients:
+            end = start + len(gradient.got)
+            gradient.agreed[:] = agreed[start:end]
+            start = end
+        return agreed[: len(gradients)], bool(agreed[len(gradients)])
 
     def _settle(self, gradient: ChunkGradient) -> None:
         """A gradient that was written to its home directly is at rest; what no gradient wrote to becomes zero."""
@@ -261,7 +278,8 @@ class Gradients:
         gradient = self.store.gradients.get(managed.chunk.index)
         if gradient is None:
             return
-        gradient.got[managed.chunk.parameters.index(managed)] = 0
+        position = managed.chunk.parameters.index(managed)
+        gradient.got[position] = gradient.agreed[position] = 0
         if gradient.merged:
             if gradient.reduced_tier() is Tier.HOST:
                 self.store.device.synchronize()  # it may still be on its way there

@@ -233,7 +233,7 @@ class ShardedModel(PlainView):
         gradient = store.gradients.get(managed.chunk.index)
         if gradient is None or not self.executor.gradients.num_backwards:
             return None
-        if self.world_size == 1 and not gradient.got[managed.chunk.parameters.index(managed)]:
+        if not gradient.agreed[managed.chunk.parameters.index(managed)]:
             return None
         return ReducedGradient.of(managed, lambda: gather_gradient(self.executor, managed))
 

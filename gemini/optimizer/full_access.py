@@ -200,7 +200,8 @@ def _set_gradient(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
     """The parameter has a gradient now, and a norm that was computed before does not count any more."""
     _write(link, flat, parts)
     chunk = link.managed.chunk
-    link.executor.gradients.store.gradients[chunk.index].got[chunk.parameters.index(link.managed)] = 1
+    gradient, position = link.executor.gradients.store.gradients[chunk.index], chunk.parameters.index(link.managed)
+    gradient.got[position] = gradient.agreed[position] = 1
     optimizer: Any = link.optimizer
     if optimizer is not None:
         optimizer.forget_summary()

@@ -196,6 +196,13 @@ MUTANTS = [
         PAIRS,
     ),
     Mutant(
+        "each rank knows of its own gradients only",
+        "gemini/executor/gradients.py",
+        "            gradient.agreed[:] = agreed[start:end]\n",
+        "            gradient.agreed[:] = gradient.got\n",
+        "tests/dist/test_gradients.py::test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank[2]",
+    ),
+    Mutant(
         "a change in GatheredParameters stays on its rank",
         "gemini/model/link.py",
         '            self.communicator.broadcast_(flat, f"changes to {managed.name}", src=rank)',
