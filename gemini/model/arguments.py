@@ -14,15 +14,10 @@ from gemini.errors import UnsupportedError
 from gemini.memory.accelerator import AcceleratorTier
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
-from gemini.memory.live import free_device_bytes, free_host_bytes
 from gemini.memory.tier import MemoryTier
 from gemini.model.built_chunk import built_link_of
 from gemini.model.link import link_of
-from gemini.placement.sizes import parse_bytes
 from optim.hyperparameters import refuse_unknown_arguments
-
-ACTIVATION_FRACTION = 0.3
-"""Of `device_memory`, left to activations and workspace until a step has shown what they need."""
 
 
 def refuse_unknown(owner: type[nn.Module], unknown: dict[str, Any]) -> None:
@@ -61,17 +56,12 @@ def check_module(module: nn.Module, stage: int, chunk_numel: int | None, rank_ti
             raise UnsupportedError(f"parameter {name!r} is {parameter.layout}; only strided tensors can be in a chunk")
 
 
-def choose_tiers(
-    device: int | str | torch.device | None, host_memory: int | str | None
-) -> tuple[MemoryTier, MemoryTier]:
-    """(device tier, host tier). "emulated" and "cpu" are the emulated device."""
-    host_bytes = parse_bytes(host_memory, "host_memory")
-    if host_bytes is None:
-        host_bytes = free_host_bytes()
+def choose_tiers(device: int | str | torch.device | None) -> tuple[MemoryTier, MemoryTier]:
+    """(device tier, host tier), without budgets so far. "emulated" and "cpu" are the emulated device."""
     resolved = resolve_device(device, "device")
     if resolved.type == "cpu":
-        return EmulatedTier(), HostTier(host_bytes)
-    return AcceleratorTier(resolved), HostTier(host_bytes, pin=resolved.type == "cuda")
+        return EmulatedTier(), HostTier()
+    return AcceleratorTier(resolved), HostTier(pin=resolved.type == "cuda")
 
 
 def resolve_device(device: int | str | torch.device | None, argument: str) -> torch.device:
@@ -96,18 +86,3 @@ def resolve_device(device: int | str | torch.device | None, argument: str) -> to
     if resolved.type != current_device().type:
         raise ValueError(f"{argument}={str(device)!r} is not here: use 'emulated'")
     return torch.empty(0, device=resolved).device  # "cuda" with its index
-
-
-def model_data_budget(
-    tier: MemoryTier, device_memory: int | str | None, model_data_memory: int | str | None
-) -> int | None:
-    """Bytes of model data that the device may hold; None without a bound (the emulated device, by default)."""
-    fixed = parse_bytes(model_data_memory, "model_data_memory")
-    total = parse_bytes(device_memory, "device_memory")
-    if fixed is not None:
-        if total is not None and fixed > total:
-            raise ValueError(f"model_data_memory={fixed} is more than device_memory={total}")
-        return fixed
-    if total is None:
-        total = free_device_bytes(tier.device)
-    return None if total is None else int(total * (1 - ACTIVATION_FRACTION))

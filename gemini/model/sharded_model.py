@@ -28,7 +28,8 @@ from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
 from gemini.model import wrap
-from gemini.model.arguments import check_module, choose_tiers, model_data_budget, refuse_unknown
+from gemini.model.arguments import check_module, choose_tiers, refuse_unknown
+from gemini.model.budgets import Budgets
 from gemini.model.built_chunk import built_link_of
 from gemini.model.casting import Casting
 from gemini.model.freezing import Freezing
@@ -116,8 +117,8 @@ class ShardedModel(PlainView):
             raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
         strategy = resolve_strategy(shard_strategy)
         policy = resolve_policy(tensor_placement_policy)
-        device_tier, host_tier = choose_tiers(device, host_memory)
-        budget = model_data_budget(device_tier, device_memory, model_data_memory)
+        device_tier, host_tier = choose_tiers(device)
+        budgets = Budgets.of(device_memory, model_data_memory, host_memory)
         super().__init__()
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
@@ -132,10 +133,10 @@ class ShardedModel(PlainView):
             arguments += f" ignore_unused_parameters={ignore_unused_parameters}"
             built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
             stores = stores_of(module, communicator.ranks)
-            communicator.agree(repr((arguments, packing.chunks, built)).encode(), "the model")
+            communicator.agree(repr((f"{arguments} {budgets}", packing.chunks, built)).encode(), "the model")
+            budget, host_tier.capacity_bytes = budgets.read(module, communicator, device_tier.device)
             by_name = dict(module.named_parameters())
-            rank = communicator.rank
-            device_ = device_tier.device
+            rank, device_ = communicator.rank, device_tier.device
             chunks = wrap.make_chunks(packing, by_name, operators, precision, weights, device_, rank, stage)
 
             def plan(flags: list[bool]) -> Plan:

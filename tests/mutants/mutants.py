@@ -280,6 +280,13 @@ MUTANTS = [
         f"{MEMORY}::test_at_most_two_gradients_are_open_in_a_sequential_model",
     ),
     Mutant(
+        "every rank goes by its own reading of free memory",
+        "gemini/model/budgets.py",
+        '        communicator.all_reduce_max_(readings, "free memory")\n',
+        "",
+        "tests/dist/test_budgets.py::test_ranks_that_read_different_free_memory_go_by_the_least[2-False]",
+    ),
+    Mutant(
         "the budget is not enforced",
         "gemini/placement/policy.py",
         "    if budget_bytes is not None and needed > budget_bytes:",
