@@ -45,7 +45,7 @@ class ReleasedParameterError(GeminiError):
 
 
 class StaleGraphError(GeminiError):
-    """backward() ran through a graph that was recorded before the last optimizer step."""
+    """backward() needs what has changed since the forward: weights by a step, or a tensor by an in-place operation."""
 
 
 class UnsupportedError(GeminiError):

@@ -28,5 +28,13 @@ class LiveStorages(TorchDispatchMode):
 
     @property
     def bytes_now(self) -> int:
-        self._alive = {key: found for key, found in self._alive.items() if not found[0].expired()}
+        self._drop_the_dead()
         return sum(num_bytes for _, num_bytes in self._alive.values())
+
+    @property
+    def num_now(self) -> int:
+        self._drop_the_dead()
+        return len(self._alive)
+
+    def _drop_the_dead(self) -> None:
+        self._alive = {key: found for key, found in self._alive.items() if not found[0].expired()}

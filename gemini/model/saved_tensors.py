@@ -4,6 +4,11 @@
 now lies, and returns the view there. Backward therefore fetches exactly what it reads, when it reads it. A cast that
 autocast made of a parameter is a handle too, and made anew. Hooks that were on the stack before ours (checkpointing's,
 offloading's) see everything else.
+
+[Note: Packed objects] Autograd keeps a packed object in a node of the graph. The garbage collector does not see
+through nodes, so a packed object that refers to its own graph keeps graph and activations alive for ever unless
+backward runs. `pack` therefore returns tensors without their graph. Autograd also leaves the check of the version
+counter to the hooks; `Kept` does it.
 """
 
 from __future__ import annotations
@@ -43,6 +48,13 @@ class CastHandle(NamedTuple):
 
     weight: Handle
     cast: Cast
+
+
+class Kept(NamedTuple):
+    """A tensor that is not ours, without its graph."""
+
+    tensor: Tensor
+    version: int  # of its memory when it was saved; every tensor of the memory shares the counter
 
 
 class Foreign(NamedTuple):
@@ -117,8 +129,10 @@ class SavedTensors:
         return None if weight is None else CastHandle(weight, cast)
 
     def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, Kept):
+            if packed.tensor._version != packed.version:
+                raise StaleGraphError(_was_modified(packed))
+            return packed.tensor
         if isinstance(packed, Foreign):
             return packed.unpack(packed.packed)
         if isinstance(packed, CastHandle):
@@ -176,4 +190,20 @@ class _Pack:
                 handle = self.owner.cast_handle(tensor)
         if handle is not None:
             return handle
-        return tensor if self._below is None else Foreign(self._below[0](tensor), self._below[1])
+        if self._below is None:
+            return Kept(tensor.detach(), tensor._version)  # see [Note: Packed objects]
+        return Foreign(self._below[0](tensor), self._below[1])
+
+
+def _was_modified(kept: Kept) -> str:
+    """Autograd's own words."""
+    tensor = kept.tensor
+    hint = (
+        " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {kept.version} "
+        f"instead.{'' if torch.is_anomaly_enabled() else hint}"
+    )

@@ -62,6 +62,20 @@ MUTANTS = [
         "tests/test_executor.py::test_backward_through_a_graph_from_before_a_step_raises",
     ),
     Mutant(
+        "autograd is given tensors with their graph",
+        "gemini/model/saved_tensors.py",
+        "return Kept(tensor.detach(), tensor._version)",
+        "return Kept(tensor, tensor._version)",
+        "tests/test_dropped_graphs.py::test_a_graph_that_is_dropped_without_a_complete_backward_keeps_nothing",
+    ),
+    Mutant(
+        "a saved tensor may be modified",
+        "gemini/model/saved_tensors.py",
+        "if packed.tensor._version != packed.version:",
+        "if False:",
+        "tests/test_dropped_graphs.py::test_a_tensor_that_was_modified_after_it_was_saved_is_autograds_error",
+    ),
+    Mutant(
         "hooks are not pushed again inside operators",
         "gemini/model/hooks.py",
         "if torch.is_grad_enabled() and not self._saved_tensors.on_top():",
