@@ -81,6 +81,7 @@ class Chunk:
     optim_layout: ShardLayout  # likewise, of the reduced gradient, master and optimizer state
     travel_dtype: torch.dtype  # of gradients between ranks
     gradient_dtype: torch.dtype  # of the reduced gradient at rest
+    sum_dtype: torch.dtype  # of sums of several unreduced gradients between ranks
     widens: bool = False  # the reduced gradient becomes fp32 when a second micro-batch is added
     splits_master: bool = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
     lends_home: bool = False  # the parameter home may hold the reduced gradient between backward and step

@@ -23,7 +23,7 @@ from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, backe
 
 _KINDS = (
     *("all-gather", "reduce-scatter"),  # of a chunk
-    *("gradient summary", "largest gradient", "end of backward", "points of reduction"),
+    *("gradient summary", "largest gradient", "end of backward", "points of reduction", "unsynced gradients"),
     *("agreement on complete gradients", "agreement on the pass", "names of states"),
     *("change of what is trained", "new param group"),
 )

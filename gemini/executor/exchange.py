@@ -87,24 +87,40 @@ class Exchange:
 
     def _merge(self, gradient: ChunkGradient, reduced: Tensor, backward: int) -> None:
         """shard <- reduced, or += where this step has a gradient already."""
-        store = self.store
-        first = not gradient.merged
-        if first:
+        is_first = self.begin_merge(gradient, backward)
+        self.put(gradient, 0, reduced[: gradient.reduced().numel()], is_first or gradient.resumed)
+
+    def begin_merge(self, gradient: ChunkGradient, backward: int, is_sum: bool = False) -> bool:
+        """Make room for what is reduced of backward number `backward`; whether it is the step's first.
+
+        is_sum: it is of several backwards already, and rests in fp32 from the first on.
+        """
+        chunk, is_first = gradient.chunk, not gradient.merged
+        if is_sum or not (is_first or gradient.merged_in == backward):
+            self.store.widen(gradient)
+        if gradient.use_wide:
+            self.homes.give_back(chunk)
+        elif is_first:
+            if is_sum:
+                self.homes.before_reduction(chunk)
             self.homes.make_room(gradient)
+        if is_first:
             gradient.merged_in = backward
-        elif gradient.merged_in != backward:
-            store.widen(gradient)
-            if gradient.use_wide:
-                self.homes.give_back(gradient.chunk)
         gradient.merged = True
-        target, tier = gradient.reduced(), store.tier(gradient.reduced_tier())
-        if first or gradient.resumed:
+        return is_first
+
+    def put(self, gradient: ChunkGradient, start: int, reduced: Tensor, replaces: bool) -> None:
+        """Elements from `start` on of the reduced gradient: set if `replaces`, else added to."""
+        store = self.store
+        target = gradient.reduced()[start : start + reduced.numel()]
+        tier = store.tier(gradient.reduced_tier())
+        if replaces:
             if target.data_ptr() != reduced.data_ptr():
-                copy(target, reduced[: target.numel()], tier, store.device, store.traffic)
+                copy(target, reduced, tier, store.device, store.traffic)
         elif tier is store.device:
-            target.add_(reduced[: target.numel()])
+            target.add_(reduced)
         else:
             staging = torch.empty(target.numel(), dtype=reduced.dtype)
-            copy(staging, reduced[: target.numel()], tier, store.device, store.traffic)
+            copy(staging, reduced, tier, store.device, store.traffic)
             store.device.synchronize()
             target.add_(staging)

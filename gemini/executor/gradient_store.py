@@ -39,7 +39,8 @@ class ChunkGradient:
     slot: Slot | None = None
     spilled: Tensor | None = None  # the open payload's bytes on the host, while it has no slot
     unsynced: Home | None = None  # fp32, (numel,): what backwards under no_sync() left
-    has_unsynced: bool = False
+    has_unsynced: bool = False  # on this rank
+    is_behind: bool = False  # there were backwards under no_sync() since its last reduction; equal on all ranks
     merged: bool = False  # the shard holds a gradient of this step
     merged_in: int = -1  # the backward that was merged first
     resumed: bool = False  # the payload began with what the home holds; gradients are added to that
@@ -242,13 +243,15 @@ class GradientStore:
             return
         if gradient.wide is None:
             gradient.wide = self._take(gradient, torch.float32)
+        gradient.use_wide = True
+        if not gradient.merged:  # the first of this step comes in fp32
+            return
         source, target = self.tier(gradient.resting.tier), self.tier(gradient.wide.tier)
         if source is self.host:
             self.device.synchronize()  # it may still be on its way there
         copy(gradient.wide.flat, gradient.shard, target, source, self.traffic)
         if source is not target:
             self.device.synchronize()
-        gradient.use_wide = True
 
     def take_home(self, gradient: ChunkGradient) -> None:
         """A home of its own, for good, for a gradient that has none. Raises BudgetError."""
@@ -271,7 +274,7 @@ class GradientStore:
         if gradient.is_open or gradient.reducing:
             self.close(gradient)
         gradient.got[:] = gradient.agreed[:] = bytes(len(gradient.got))
-        gradient.merged = gradient.use_wide = gradient.has_unsynced = False
+        gradient.merged = gradient.use_wide = gradient.has_unsynced = gradient.is_behind = False
 
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host

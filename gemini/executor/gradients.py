@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gemini.chunks.chunk import Chunk, Home, ManagedParameter
+from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.communicator import Communicator
 from gemini.executor.exchange import Exchange
 from gemini.executor.gradient_store import ChunkGradient, GradientStore
 from gemini.executor.moment import Phase
-from gemini.memory.tier import copy
+from gemini.executor.unsynced import UnsyncedSums
 from gemini.placement.demand import Tier
 from gemini.placement.reduction_order import ReductionOrder
 
@@ -37,6 +37,7 @@ class Gradients:
         self.store = store
         self.communicator = communicator
         self.exchange = exchange
+        self.unsynced = UnsyncedSums(exchange)
         self.trainable = list(trainable)
         self.position = position  # touches so far in this pass
         self.predicted = predicted  # the pass is as recorded so far
@@ -44,6 +45,7 @@ class Gradients:
         self.reduction = ReductionOrder([chunk.index for chunk in self.trainable])
         self.synchronizes = True  # False inside no_sync()
         self.num_backwards = 0  # since the last step
+        self.awaits_reduction = False  # backwards under no_sync() have left some gradients; equal on all ranks
         self.num_forgotten = 0  # how often that count began anew
         self.in_backward = False
         self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
@@ -143,6 +145,8 @@ class Gradients:
             for gradient in gradients:
                 if gradient.is_open:
                     self._keep_unsynced(gradient)
+                gradient.is_behind = self.communicator.world_size > 1
+            self.awaits_reduction = self.communicator.world_size > 1
             return
         if self.communicator.world_size == 1:
             for gradient in gradients:
@@ -158,34 +162,35 @@ class Gradients:
             off = self._off_plan or tuple(self.reduction.fired) != self.reduction.order
             for index in self.reduction.order[self._next_in_order :]:
                 self.reduce(self.store.gradients[index])
-        is_open, is_off = self._agree_on_end(gradients, off or self.reduction.at_touch is None)
-        for gradient, flag in zip(gradients, is_open, strict=True):
-            if flag:
-                self.reduce(gradient)
+        is_off = self._reduce_the_rest("end of backward", off or self.reduction.at_touch is None)
         self.exchange.finish_reduction()
         if is_off:
             self._agree_on_points()
             self._expect_what_came(gradients)
 
-    def _agree_on_end(self, gradients: list[ChunkGradient], off: bool) -> tuple[bytes, bool]:
-        """Which gradients are open on any rank, and whether one is off its plan. Collective.
+    def _reduce_the_rest(self, when: str, off: bool = False) -> bool:
+        """Reduce what is open or unsynced on any rank; whether one of them is `off` its plan. Collective.
 
         Which parameters have a gradient on any rank travels along, so that `.grad is None` is the same answer on
         all ranks and costs no collective of its own.
         """
-        is_open = [gradient.is_open or gradient.has_unsynced for gradient in gradients]
-        own = bytearray([*is_open, off])
+        gradients = [self.store.gradients[chunk.index] for chunk in self.trainable]
+        own = bytearray([off, *(gradient.is_open or gradient.has_unsynced for gradient in gradients)])
         for gradient in gradients:
             own += gradient.got
         words = torch.frombuffer(own, dtype=torch.uint8).to(self.device)
-        self.communicator.all_reduce_max_(words, "end of backward")
+        self.communicator.all_reduce_max_(words, when)
         agreed: bytes = words.cpu().numpy().tobytes()
         start = len(gradients) + 1
-        for gradient in gradients:
+        for number, gradient in enumerate(gradients):
             end = start + len(gradient.got)
             gradient.agreed[:] = agreed[start:end]
             start = end
-        return agreed[: len(gradients)], bool(agreed[len(gradients)])
+            if agreed[number + 1]:
+                self.reduce(gradient)
+            gradient.is_behind = False
+        self.awaits_reduction = False
+        return bool(agreed[0])
 
     def _settle(self, gradient: ChunkGradient) -> None:
         """A gradient that was written to its home directly is at rest; what no gradient wrote to becomes zero."""
@@ -218,58 +223,30 @@ class Gradients:
         """Mean over ranks of a chunk's open gradient (zeros if this rank has none), into its home. Collective."""
         with torch.inference_mode(False), torch.no_grad():
             self.exchange.finish_reduction()
+            self._reduced.add(gradient.chunk.index)
+            if gradient.is_behind:
+                self.unsynced.reduce(gradient, self.num_backwards)
+                return
             if gradient.payload is None:
                 self.store.open(gradient)
             self.store.complete(gradient)
-            self._add_unsynced(gradient)
-            self._reduced.add(gradient.chunk.index)
             self.exchange.start_reduction(gradient, self.num_backwards)
 
     # -- no_sync
 
     def _keep_unsynced(self, gradient: ChunkGradient) -> None:
-        """Add an open local gradient to the whole unreduced one on the host, in fp32 (fp64 for fp64). Local."""
-        chunk = gradient.chunk
-        if self.communicator.world_size == 1:
-            self.end_unsynced_rank(gradient)
-            return
-        if gradient.payload is None:
-            self.store.open(gradient)
-        assert gradient.payload is not None
-        self.store.complete(gradient)
-        dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
-        local = torch.empty(chunk.numel, dtype=chunk.dtype)
-        copy(local, gradient.payload, self.store.host, self.store.device, self.store.traffic)
-        self.store.device.synchronize()
-        if gradient.unsynced is None:
-            buffer = self.store.host.take(chunk.numel * dtype.itemsize, "unsynced gradients")
-            gradient.unsynced = Home(Tier.HOST, buffer, buffer.view(dtype))
-        if gradient.has_unsynced:
-            gradient.unsynced.flat.add_(local)
-        else:
-            gradient.unsynced.flat.copy_(local)
-        gradient.has_unsynced = True
-        self.store.close(gradient)
-
-    def end_unsynced_rank(self, gradient: ChunkGradient) -> None:
-        """One rank has nothing to synchronize: no_sync() changes nothing."""
-        if gradient.direct and gradient.slot is None and gradient.payload is not None:
+        """Put an open gradient by, unreduced. One rank has nothing to synchronize: no_sync() changes nothing. Local."""
+        if self.communicator.world_size > 1:
+            self.unsynced.keep(gradient)
+        elif gradient.direct and gradient.slot is None and gradient.payload is not None:
             self._settle(gradient)
         else:
             self.reduce(gradient)
 
-    def _add_unsynced(self, gradient: ChunkGradient) -> None:
-        if not gradient.has_unsynced:
-            return
-        assert gradient.unsynced is not None and gradient.payload is not None
-        total = gradient.unsynced.flat
-        local = torch.empty(gradient.chunk.numel, dtype=gradient.chunk.dtype)
-        copy(local, gradient.payload, self.store.host, self.store.device, self.store.traffic)
-        self.store.device.synchronize()
-        total.add_(local)
-        copy(gradient.payload, total.to(gradient.chunk.dtype), self.store.device, self.store.host, self.store.traffic)
-        self.store.device.synchronize()
-        gradient.has_unsynced = False
+    def reduce_unsynced(self) -> None:
+        """Before gradients are read or used: reduce what backwards under no_sync() left. Collective, if they did."""
+        if self.awaits_reduction:
+            self._reduce_the_rest("unsynced gradients")
 
     # -- after
 
@@ -280,6 +257,7 @@ class Gradients:
             return
         position = managed.chunk.parameters.index(managed)
         gradient.got[position] = gradient.agreed[position] = 0
+        self.unsynced.discard(gradient, managed.offset, managed.numel)
         if gradient.merged:
             if gradient.reduced_tier() is Tier.HOST:
                 self.store.device.synchronize()  # it may still be on its way there
@@ -308,6 +286,7 @@ class Gradients:
     def forget(self) -> None:
         """The step consumed all gradients, or zero_grad() discarded them; one in flight has failed on the way."""
         self.exchange.forget()
+        self.awaits_reduction = False
         self.num_forgotten += 1
         for gradient in self.store.gradients.values():
             self.store.forget(gradient)

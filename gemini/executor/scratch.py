@@ -13,14 +13,14 @@ class Scratch:
 
     def __init__(self, tier: MemoryTier, num_bytes: int) -> None:
         self._tier = tier
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._buffer: Tensor | None = None
         self._used_bytes = 0
 
     def fill(self) -> Tensor:
         """Take the memory if it is not there. Raises BudgetError."""
         if self._buffer is None:
-            self._buffer = self._tier.take(self._num_bytes, "scratch")
+            self._buffer = self._tier.take(self.num_bytes, "scratch")
         return self._buffer
 
     def reset(self) -> None:
@@ -28,20 +28,20 @@ class Scratch:
 
     def renew(self) -> None:
         """Other memory: a collective that failed may still write to this one."""
-        self.resize(self._num_bytes)
+        self.resize(self.num_bytes)
 
     def resize(self, num_bytes: int) -> None:
         """Other memory, of another size."""
         if self._buffer is not None:
             self._tier.give(self._buffer, "scratch")
-        self._buffer, self._num_bytes = None, num_bytes
+        self._buffer, self.num_bytes = None, num_bytes
         self._used_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of `dtype`, content irrelevant."""
         num_bytes = numel * dtype.itemsize
         start = self._used_bytes
-        assert start + num_bytes <= self._num_bytes, "scratch is smaller than the placement's scratch_bytes"
+        assert start + num_bytes <= self.num_bytes, "scratch is smaller than the placement's scratch_bytes"
         self._used_bytes += round_to_alignment(num_bytes)
         return self.fill()[start : start + num_bytes].view(dtype)
 

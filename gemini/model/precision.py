@@ -55,6 +55,10 @@ class Precision:
         widens = self.accumulate_dtype is None and dtype in HALF_DTYPES
         return self.reduce_dtype or dtype, self.accumulate_dtype or dtype, widens
 
+    def of_sums(self, dtype: torch.dtype) -> torch.dtype:
+        """What travels of several gradients of weights of `dtype`, which a rank has added up in fp32."""
+        return (self.reduce_dtype or torch.float32) if dtype in _CASTABLE else dtype
+
     def of_weights(self, module: nn.Module) -> ModulePrecision:
         """What every parameter of `module` becomes. Raises ValueError for keys that choose nothing, or two dtypes."""
         found = ModulePrecision()

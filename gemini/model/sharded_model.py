@@ -230,6 +230,9 @@ class ShardedModel(PlainView):
             gradients.synchronizes = before
 
     def _gradient_of(self, managed: ManagedParameter) -> Tensor | None:
+        """Local; collective if backwards under no_sync() have left its reduction for later."""
+        with self.executor.publishing():
+            self.executor.gradients.reduce_unsynced()
         store = self.executor.gradients.store
         gradient = store.gradients.get(managed.chunk.index)
         if gradient is None or not self.executor.gradients.num_backwards:

@@ -12,6 +12,7 @@ from gemini.chunks.chunk import Chunk, ManagedParameter, one_rank
 from gemini.chunks.packing import PackedChunk, PackingInput, pack
 from gemini.chunks.placeholder import dense_stride, placeholder
 from gemini.chunks.search import SearchReport, search_chunk_bytes
+from gemini.executor.unsynced import smallest_sum_bytes
 from gemini.model.operators import FoundOperator
 from gemini.model.precision import ModulePrecision, Precision
 from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind, Placement
@@ -96,6 +97,7 @@ def make_chunks(
             optim_layout=packed.layout if stage >= 1 else whole,
             travel_dtype=travel,
             gradient_dtype=rest,
+            sum_dtype=precision.of_sums(kind),
             widens=widens,
         )
         # what this rank steps must be one run in its parameter home: whole weights of several units are not that
@@ -183,7 +185,7 @@ def scratch_bytes(trainable: list[Chunk], stage: int) -> int:
         summed = torch.float32 if travel in HALF_DTYPES else travel
         if rest is not summed:
             pieces.append(summed.itemsize * min(chunk.layout.shard_numel, SUM_TILE_NUMEL))
-        largest = max(largest, sum(pieces) + 256 * len(pieces))
+        largest = max(largest, sum(pieces) + 256 * len(pieces), smallest_sum_bytes(chunk, stage))
     return largest
 
 

@@ -84,6 +84,11 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """A copy of this rank's part of the reduced gradient, 1-D, fp32; None without a backward since the last step."""
     link = _begin("safe_get_local_grad", param)
+    if link.executor.gradients.awaits_reduction:
+        raise GeminiError(
+            f"the gradient of {link.managed.name!r} is from backwards under no_sync() and not reduced yet, which needs "
+            "all ranks: call safe_get_full_grad() or optimizer.clip_grad_norm_() on all of them first"
+        )
     if link.gradient() is None:
         return None
     flat = _gradient(link)
@@ -143,6 +148,9 @@ def _state(link: Link, key: str) -> Tensor:
 
 
 def _gradient(link: Link) -> Tensor:
+    """Collective if backwards under no_sync() have left its reduction for later."""
+    with link.executor.publishing():
+        link.executor.gradients.reduce_unsynced()
     gradient = link.executor.gradients.store.gradients.get(link.managed.chunk.index)
     if gradient is None or not gradient.merged:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")

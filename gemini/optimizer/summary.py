@@ -32,7 +32,8 @@ class GradientSummary:
 
 
 def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: int, norm_type: float) -> GradientSummary:
-    """Look at all reduced gradients once. Collective."""
+    """Look at all gradients once, reduced if backwards under no_sync() have left that for later. Collective."""
+    executor.gradients.reduce_unsynced()
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
     several = executor.gradients.num_backwards > 1

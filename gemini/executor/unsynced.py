@@ -1,0 +1,132 @@
+"""What backwards under no_sync() leave: sums of whole, unreduced gradients on the host, and their reduction later.
+
+A sum is made in fp32 (fp64 for fp64 weights), and this is why it is made at all: 16 bits would lose what a large
+gradient and a small one have together. So it also travels in fp32, unless the user gave a `reduce_dtype`, and rests in
+fp32, unless the user gave an `accumulate_dtype`. A 16-bit chunk has no memory on the device for its whole gradient in
+fp32: it is exchanged in tiles that fit into the scratch of ordinary reductions. Ranks agree on all of that, since
+`ChunkGradient.is_behind` follows from the backwards that all ranks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, Home
+from gemini.executor.exchange import Exchange
+from gemini.executor.gradient_store import ChunkGradient
+from gemini.executor.scratch import round_to_alignment
+from gemini.memory.tier import copy
+from gemini.placement.demand import Tier
+from optim import HALF_DTYPES
+from sharding import ALIGNMENT, ShardLayout, Unit
+
+
+class UnsyncedSums:
+    """The sums of one model, on several ranks."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.store = exchange.store
+
+    def keep(self, gradient: ChunkGradient) -> None:
+        """Add an open local gradient to the chunk's sum on the host, and close it. Local."""
+        chunk, store = gradient.chunk, self.store
+        if gradient.payload is None:
+            store.open(gradient)
+        assert gradient.payload is not None
+        store.complete(gradient)
+        local = torch.empty(chunk.numel, dtype=chunk.dtype)
+        copy(local, gradient.payload, store.host, store.device, store.traffic)
+        store.device.synchronize()
+        if gradient.unsynced is None:
+            dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
+            buffer = store.host.take(chunk.numel * dtype.itemsize, "unsynced gradients")
+            gradient.unsynced = Home(Tier.HOST, buffer, buffer.view(dtype))
+        if gradient.has_unsynced:
+            gradient.unsynced.flat.add_(local)
+        else:
+            gradient.unsynced.flat.copy_(local)
+        gradient.has_unsynced = True
+        store.close(gradient)
+
+    def reduce(self, gradient: ChunkGradient, backward: int) -> None:
+        """Merge the mean over ranks of the chunk's sums, and of what is open beside them. Collective."""
+        if gradient.is_open:
+            self.keep(gradient)
+        exchange, chunk, world_size = self.exchange, gradient.chunk, gradient.chunk.layout.world_size
+        is_first = exchange.begin_merge(gradient, backward, is_sum=True)
+        communicator, scratch = exchange.communicator, exchange.scratch
+        rest = gradient.reduced().dtype
+        shard_numel = chunk.layout.shard_numel
+        tile_numel = _largest_tile(chunk, exchange.stage, rest, scratch.num_bytes)
+        for start in range(0, shard_numel, tile_numel):
+            numel = min(tile_numel, shard_numel - start)
+            layout = ShardLayout((Unit(0, numel * world_size),), world_size)
+            scratch.reset()
+            rows = scratch.take(layout.numel, chunk.sum_dtype)
+            self._fill(rows, gradient, start, numel)
+            out = scratch.take(numel, rest)
+            communicator.start_reduce_scatter(rows, layout, out, chunk.index, scratch.take)()
+            if exchange.stage > 0:
+                exchange.put(gradient, start, out, is_first)
+                continue
+            whole = scratch.take(layout.numel, rest)
+            communicator.all_gather(whole, out, layout, chunk.index)
+            for rank, row in enumerate(whole.view(world_size, numel)):
+                for at, payload_start, count in _spans(chunk, rank, start, numel):
+                    exchange.put(gradient, payload_start, row[at : at + count], is_first)
+        gradient.has_unsynced = gradient.is_behind = False
+
+    def _fill(self, rows: Tensor, gradient: ChunkGradient, start: int, numel: int) -> None:
+        """rows: (world_size * numel,) <- elements [start, start + numel) of every rank's shard of the sum."""
+        if not gradient.has_unsynced:
+            rows.zero_()
+            return
+        assert gradient.unsynced is not None
+        chunk, store, total = gradient.chunk, self.store, gradient.unsynced.flat
+        for rank, row in enumerate(rows.view(-1, numel)):
+            for at, payload_start, count in _spans(chunk, rank, start, numel):
+                part = total[payload_start : payload_start + count].to(rows.dtype)
+                copy(row[at : at + count], part, store.device, store.host, store.traffic)
+        store.device.synchronize()  # the casts above are temporary, and the sum may be written to next
+
+    def discard(self, gradient: ChunkGradient, offset: int, numel: int) -> None:
+        """Elements [offset, offset + numel) of the payload begin from zero. Local."""
+        if gradient.has_unsynced and gradient.unsynced is not None:
+            gradient.unsynced.flat[offset : offset + numel].zero_()
+
+
+def smallest_sum_bytes(chunk: Chunk, stage: int) -> int:
+    """The scratch that reducing an unsynced sum takes at least."""
+    return _tile_bytes(chunk, stage, torch.float32 if chunk.widens else chunk.gradient_dtype, ALIGNMENT)
+
+
+def _largest_tile(chunk: Chunk, stage: int, rest: torch.dtype, num_bytes: int) -> int:
+    """Elements of every rank's shard that can be exchanged at once with scratch of `num_bytes`."""
+    smallest, next_one = (_tile_bytes(chunk, stage, rest, tiles * ALIGNMENT) for tiles in (1, 2))
+    return (1 + (num_bytes - smallest) // (next_one - smallest)) * ALIGNMENT
+
+
+def _tile_bytes(chunk: Chunk, stage: int, rest: torch.dtype, numel: int) -> int:
+    """What is sent and received, the mean, the fp32 sum it is rounded from, and, at stage 0, all ranks' means."""
+    world_size, summed = chunk.layout.world_size, chunk.sum_dtype
+    if summed in HALF_DTYPES:
+        summed = torch.float32
+    pieces = [world_size * numel * chunk.sum_dtype.itemsize] * 2 + [numel * rest.itemsize]
+    if rest is not summed:
+        pieces.append(numel * summed.itemsize)
+    if stage == 0:
+        pieces.append(world_size * numel * rest.itemsize)
+    return sum(round_to_alignment(piece) for piece in pieces)
+
+
+def _spans(chunk: Chunk, rank: int, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+    """(place in the tile, place in the payload, elements) of each run of elements [start, start + numel) of a shard."""
+    for piece in chunk.layout.slices(rank):
+        first = max(start, piece.shard_start)
+        end = min(start + numel, piece.shard_start + piece.numel)
+        if first < end:
+            yield first - start, piece.payload_start + first - piece.shard_start, end - first

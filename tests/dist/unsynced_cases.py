@@ -1,0 +1,177 @@
+"""Backwards under no_sync() on several ranks, against sums and means that are written out in plain PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gemini import GeminiError, ShardedModel, ShardedOptimizer, safe_get_full_grad, safe_get_local_grad, state_hash
+from tests import mlp
+from tests.mlp import CHUNK_NUMEL, adam, build, loss_of
+
+MICROS = 3
+
+
+def _wrap(wrap: dict[str, Any]) -> tuple[ShardedModel, ShardedOptimizer]:
+    wrap = {"chunk_size": CHUNK_NUMEL, **wrap}
+    if wrap.get("model_data_memory") == "smallest":
+        del wrap["model_data_memory"]
+        wrap["model_data_memory"] = mlp.smallest_budget(**wrap)
+    model = ShardedModel(build(), device="emulated", **wrap)
+    return model, ShardedOptimizer(model, adam(model.parameters()))
+
+
+def _means(reference: nn.Module, step: int, world_size: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """fp32: every rank adds its micro-batches up, the mean over ranks is made in rank order."""
+    totals: dict[str, Tensor] = {}
+    for rank in range(world_size):
+        sums: dict[str, Tensor] = {}
+        for micro in range(MICROS):
+            plain = build()
+            plain.load_state_dict(reference.state_dict())
+            plain.to(dtype)
+            loss_of(plain, (step * MICROS + micro) * world_size + rank, dtype).backward()
+            for name, parameter in plain.named_parameters():
+                grad = parameter.grad.float()
+                sums[name] = sums[name] + grad if name in sums else grad
+        totals = {name: totals[name] + each if name in totals else each for name, each in sums.items()}
+    return {name: total / world_size for name, total in totals.items()}
+
+
+def _steps(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+    pass
+
+
+def _clips(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+    optimizer.clip_grad_norm_(1e9)
+
+
+def _reads(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())  # type: ignore[union-attr]
+
+
+def _gets(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+    if model.executor.gradients.awaits_reduction:
+        with pytest.raises(GeminiError, match=r"no_sync\(\).*safe_get_full_grad"):  # it launches nothing
+            safe_get_local_grad(model.layers[1].weight)
+    for parameter in model.parameters():
+        assert safe_get_full_grad(parameter) is not None
+    assert safe_get_local_grad(model.layers[1].weight) is not None
+
+
+WAYS: list[Callable[[ShardedModel, ShardedOptimizer], None]] = [_steps, _clips, _reads, _gets]
+
+
+def reduced_when_needed(rank: int, world_size: int, wraps: list[dict[str, Any]], synced: int = 0) -> None:
+    """The last `synced` micro-batches are outside no_sync(); the mean is that of all, for whoever asks first."""
+    for number, wrap in enumerate(wraps):
+        model, optimizer = _wrap(wrap)
+        dtype = wrap.get("dtype")
+        reference = build()
+        plain = adam(reference.parameters())
+        for step in range(2):
+            wanted = _means(reference, step, world_size, dtype)
+            for micro in range(MICROS):
+                loss = (step * MICROS + micro) * world_size + rank
+                if micro < MICROS - synced:
+                    with model.no_sync():
+                        loss_of(model, loss, dtype).backward()
+                else:
+                    loss_of(model, loss, dtype).backward()
+            WAYS[(number + step) % len(WAYS)](model, optimizer)
+            for name, parameter in reference.named_parameters():
+                parameter.grad = wanted[name]
+            norm = nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+            optimizer.step()
+            plain.step()
+            torch.testing.assert_close(optimizer.grad_norm, norm, msg=str(wrap))
+            state = optimizer.state_dict()
+            moments = {name: state["state"][number]["exp_avg"] for number, (name, _) in _numbered(reference)}
+            for name, parameter in reference.named_parameters():
+                assert torch.equal(moments[name], plain.state[parameter]["exp_avg"]), (wrap, step, name)
+        hashes: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(hashes, state_hash(model, optimizer))
+        assert len(set(hashes)) == 1, wrap
+        model.close()
+
+
+def _numbered(module: nn.Module) -> Any:
+    return enumerate(module.named_parameters())
+
+
+class Scaled(nn.Module):
+    """The gradient of every weight is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def small_ones_beside_large_ones(rank: int, world_size: int, wrap: dict[str, Any], wanted: float) -> None:
+    """256 and 1 have a sum that 16 bits cannot hold."""
+    model = ShardedModel(Scaled(), device="emulated", dtype=torch.bfloat16, **wrap)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    for _ in range(2):
+        for gradient in (256.0, 1.0):
+            with model.no_sync():
+                model(torch.full((40,), gradient, dtype=torch.bfloat16)).backward()
+        found = safe_get_full_grad(model.weight)
+        assert found is not None
+        assert found.tolist() == [wanted] * 40, wrap
+        optimizer.step()
+        assert float(optimizer.grad_norm) == pytest.approx(wanted * 40**0.5)
+    model.close()
+
+
+def discarded(rank: int, world_size: int, stage: int) -> None:
+    """`.grad = None` and zero_grad() under no_sync() discard what waits to be reduced."""
+    model, optimizer = _wrap({"stage": stage})
+    reference = build()
+    for rank_ in range(world_size):
+        (loss_of(reference, 2 + rank_) / world_size).backward()
+    with model.no_sync():
+        loss_of(model, 7).backward()
+        optimizer.zero_grad()
+        loss_of(model, 7).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss_of(model, 2 + rank).backward()
+    for name, parameter in reference.named_parameters():
+        found = safe_get_full_grad(dict(model.named_parameters())[name])
+        torch.testing.assert_close(found, parameter.grad, msg=name)  # the sum over ranks before or after dividing
+    model.close()
+
+
+class Alternating(mlp.Mlp):
+    """Uses one layer only, which the caller chooses."""
+
+    chosen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers[self.chosen](x)
+        return result
+
+
+def used_on_one_rank(rank: int, world_size: int) -> None:
+    """A layer that one rank alone used under no_sync() is reduced on all; one that nobody used does not move."""
+    model = ShardedModel(build(Alternating), device="emulated", chunk_size=CHUNK_NUMEL, stage=2)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    reference = build(Alternating)
+    reference.chosen = 1
+    (loss_of(reference, 1) / world_size).backward()
+    before = mlp.weights_of(model)
+    model.module.chosen = rank
+    with model.no_sync():
+        loss_of(model, rank).backward()
+    found = safe_get_full_grad(model.layers[1].weight)
+    torch.testing.assert_close(found, reference.layers[1].weight.grad)
+    optimizer.step()
+    after = mlp.weights_of(model)
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved == [f"layers.{number}.{kind}" for number in range(world_size) for kind in ("weight", "bias")]
+    model.close()
