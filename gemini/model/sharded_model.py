@@ -217,9 +217,11 @@ class ShardedModel(PlainView):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add whole, unreduced gradients on the host; the first one outside reduces their sum.
+        """Backwards inside add whole, unreduced gradients on the host, in fp32; what comes next reduces their sum.
 
-        The sum has other bits than reducing every micro-batch, and whole gradients are held: 4 bytes a parameter.
+        This is a backward outside, a step, the norm, or a read of `.grad`, which is then collective. The sum travels in
+        fp32 unless `reduce_dtype` is given, and rests so unless `accumulate_dtype` is. It has other bits than reducing
+        every micro-batch, and whole gradients are held: 4 bytes a parameter.
         """
         gradients = self.executor.gradients
         before = gradients.synchronizes

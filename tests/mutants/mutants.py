@@ -210,6 +210,20 @@ MUTANTS = [
         PAIRS,
     ),
     Mutant(
+        "the step ignores what no_sync() left",
+        "gemini/optimizer/summary.py",
+        "    executor.gradients.reduce_unsynced()\n",
+        "",
+        "tests/dist/test_unsynced.py::test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed[0]",
+    ),
+    Mutant(
+        "the sum of unsynced micro-batches travels in 16 bits",
+        "gemini/model/precision.py",
+        "(self.reduce_dtype or torch.float32)",
+        "(self.reduce_dtype or dtype)",
+        "tests/dist/test_unsynced.py::test_a_sum_of_16_bit_micro_batches_is_not_rounded_on_its_way",
+    ),
+    Mutant(
         "each rank knows of its own gradients only",
         "gemini/executor/gradients.py",
         "            gradient.agreed[:] = agreed[start:end]\n",
