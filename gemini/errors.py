@@ -12,7 +12,15 @@ class GeminiError(RuntimeError):
 
 
 class BudgetError(GeminiError):
-    """A tier cannot hold what was asked of it: names tier, bytes needed, bytes there, and the knob."""
+    """A tier cannot hold what was asked of it: names tier, bytes needed, bytes there, and the knob.
+
+    `tier` and `needed_bytes` (of the tier in all) are for whoever tries something smaller; None where nobody can.
+    """
+
+    def __init__(self, message: str, *, tier: str | None = None, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.needed_bytes = needed_bytes
 
 
 class SlotError(GeminiError):

@@ -1,16 +1,19 @@
 """What a model may take: the device's and the host's budget on one rank."""
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from gemini import ShardedModel, ZeroInitContext
+from gemini import BudgetError, ShardedModel, ShardedOptimizer, ZeroInitContext, estimate_memory
 from gemini.memory import live
-from tests.mlp import build
+from tests.mlp import adam, build, smallest_budget, weights_of
+from tests.uneven import Uneven, batch_loss
 
 FREE_BYTES = 10**6
+POLICIES = ["auto", "cpu", "cuda"]
 
 
 @pytest.fixture
@@ -43,3 +46,85 @@ def test_buffers_stay_and_are_not_counted_as_free(reading: None) -> None:
     module.register_buffer("table", torch.zeros(1000))
     elements = sum(parameter.numel() for parameter in module.parameters())
     assert ShardedModel(module, device="emulated").plan.budget_bytes == int((FREE_BYTES + 4 * elements) * 0.7)
+
+
+# ---- the chunk size is searched under the budget ----------------------------------------------------------------
+
+
+def least_estimate(policy: str, chunk_size: int | None, world_size: int) -> int:
+    """Bytes, as the refusal of a budget of nothing says."""
+    with pytest.raises(BudgetError) as refused:
+        estimate(policy, chunk_size, world_size, 0)
+    return int(str(refused.value).split("needs ")[1].split()[0])
+
+
+def estimate(policy: str, chunk_size: int | None, world_size: int, budget: int) -> int:
+    return estimate_memory(
+        build(Uneven),
+        tensor_placement_policy=policy,
+        chunk_size=chunk_size,
+        world_size=world_size,
+        model_data_memory=budget,
+    ).device_bytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_budget_from_the_least_of_any_chunk_size_is_accepted(policy: str, world_size: int) -> None:
+    """And one byte less is refused with that figure."""
+    least = least_estimate(policy, None, world_size)
+    sizes = [256 * 2**power for power in range(12)] + [768, 1280, 5_000, 40_000]
+    assert least <= min(least_estimate(policy, size, world_size) for size in sizes)
+    for budget in (least, least + 1, least + 1000, *(least * factor // 8 for factor in range(9, 40, 3))):
+        assert estimate(policy, None, world_size, budget) <= budget
+    with pytest.raises(BudgetError, match=f"needs {least} bytes.*chunk sizes were tried"):
+        estimate(policy, None, world_size, least - 1)
+    with pytest.raises(BudgetError, match="make chunk_size= smaller"):
+        estimate(policy, 2**20, world_size, least - 1)
+
+
+def test_a_budget_that_the_best_chunk_size_fits_does_not_change_it() -> None:
+    free = ShardedModel(build(Uneven), device="emulated").plan.packing
+    needed = least_estimate("auto", free.chunk_bytes // 4, 1)
+    assert least_estimate("auto", None, 1) < needed, "the best size is not the one that needs least"
+    at_its_least = ShardedModel(build(Uneven), device="emulated", model_data_memory=needed).plan.packing
+    assert at_its_least == free
+    below = ShardedModel(build(Uneven), device="emulated", model_data_memory=needed - 1).plan.packing
+    assert below != free
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_at_the_least_budget_has_the_bits_of_one_without_a_budget(policy: str, is_built: bool) -> None:
+    results = []
+    options: dict[str, Any] = {"tensor_placement_policy": policy}
+    for budget in (None, smallest_budget(Uneven, **options)):
+        with ZeroInitContext(enabled=is_built):
+            module = build(Uneven)
+        model = ShardedModel(module, device="emulated", model_data_memory=budget, **options)
+        packing = model.plan.packing
+        optimizer = ShardedOptimizer(model, adam(model.parameters()))
+        for step in range(4):
+            batch_loss(model, step).backward()
+            optimizer.step()
+            if step == 1:  # memory follows at the next forward, and chunks stay as they are
+                model.module.layers[0].weight.requires_grad_(False)
+                model.module.layers[0].bias.requires_grad_(False)
+        assert model.plan.packing is packing
+        results.append(weights_of(model))
+        if budget is not None:
+            assert model._tiers[0].ledger.peak_bytes <= budget
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def test_host_memory_that_a_smaller_chunk_size_fits_is_enough() -> None:
+    """Paddings of large chunks are what does not fit."""
+    options: dict[str, Any] = {"device": "emulated", "tensor_placement_policy": "cpu"}
+    with pytest.raises(BudgetError, match=r"host: [0-9]+ bytes") as refused:
+        ShardedModel(build(Uneven), host_memory=1000, **options)
+    least = int(str(refused.value).split("host: ")[1].split()[0])
+    model = ShardedModel(build(Uneven), host_memory=least, **options)
+    assert model._tiers[1].ledger.peak_bytes <= least
+    with pytest.raises(BudgetError, match=f"host: {least} bytes"):
+        ShardedModel(build(Uneven), host_memory=least - 1, **options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from sharding import ParameterSpec, ShardLayout, ShardStrategy, Unit, check_units, lay_out_unit
+from sharding import ALIGNMENT, ParameterSpec, ShardLayout, ShardStrategy, Unit, check_units, lay_out_unit, round_up
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,104 @@ class PackedChunk:
 
 
 @dataclass
-class _Filling:
-    """A chunk being filled: its units so far, in the order given."""
+class Cut:
+    """A chunk to be: which units go into it. `seal` makes a `PackedChunk` of it."""
 
     key: Hashable
     itemsize: int
+    place: int  # of its first operator
+    oversize: bool
     units: list[list[ParameterSpec]] = field(default_factory=list)
+    end: int = 0  # elements so far, before the payload is rounded up
+    payload_bytes: int = 0
+
+
+class Packer:
+    """Cuts one model into chunks of any size. What does not depend on the size is found once."""
+
+    def __init__(
+        self, operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int
+    ) -> None:
+        """operators: in the order of the module tree. Raises ValueError if the strategy loses or repeats one."""
+        inputs = [item for operator in operators for item in operator]
+        self._spans_chunk = strategy.spans_chunk
+        self._world_size = world_size
+        self._quantum = world_size * ALIGNMENT
+        self._groups: list[tuple[Hashable, int, list[tuple[int, list[list[ParameterSpec]]]]]] = []
+        self.operator_bytes = [sum(item.spec.numel * item.itemsize for item in operator) for operator in operators]
+        for key, itemsize in {item.key: item.itemsize for item in inputs}.items():
+            of_key = [[item.spec for item in operator if item.key == key] for operator in operators]
+            places = [place for place, specs in enumerate(of_key) if specs]
+            units = _units_by_operator([of_key[place] for place in places], strategy)
+            self._groups.append((key, itemsize, list(zip(places, units, strict=True))))
+
+    def cut(self, chunk_bytes: int) -> list[Cut]:
+        """Chunks of at most `chunk_bytes`, in order of first use. Each parameter is in exactly one."""
+        cuts = [cut for group in self._groups for cut in self._fill(*group, chunk_bytes)]
+        return sorted(cuts, key=lambda cut: cut.place)  # stable: within an operator in the order of keys
+
+    def seal(self, cuts: Sequence[Cut]) -> tuple[PackedChunk, ...]:
+        """The same chunks, with every parameter's place."""
+        return tuple(_seal(cut, self._spans_chunk, self._world_size) for cut in cuts)
+
+    def exact_bytes(self) -> set[int]:
+        """Payloads that hold one operator or one unit, and no more."""
+        sizes: set[int] = set()
+        for key, itemsize, operators in self._groups:
+            nothing = Cut(key, itemsize, 0, oversize=False)
+            for _, units in operators:
+                sizes.update(self._bytes_with(nothing, part) for part in (units, *([unit] for unit in units)))
+        return sizes
+
+    def _fill(
+        self, key: Hashable, itemsize: int, operators: list[tuple[int, list[list[ParameterSpec]]]], chunk_bytes: int
+    ) -> list[Cut]:
+        done: list[Cut] = []
+        current: Cut | None = None
+        for place, units in operators:
+            small = []
+            for unit in units:
+                alone = Cut(key, itemsize, place, oversize=True)
+                if self._bytes_with(alone, [unit]) <= chunk_bytes:
+                    small.append(unit)
+                else:
+                    self._add(alone, unit)
+                    done.append(alone)
+            fits_into_one = self._bytes_with(Cut(key, itemsize, place, oversize=False), small) <= chunk_bytes
+            if fits_into_one and current is not None and self._bytes_with(current, small) > chunk_bytes:
+                current = None
+            for unit in small:
+                if current is None or self._bytes_with(current, [unit]) > chunk_bytes:
+                    current = Cut(key, itemsize, place, oversize=False)
+                    done.append(current)
+                self._add(current, unit)
+        return done
+
+    def _add(self, cut: Cut, unit: list[ParameterSpec]) -> None:
+        cut.payload_bytes = self._bytes_with(cut, [unit])
+        cut.end = self._end_with(cut, [unit])
+        cut.units.append(unit)
+
+    def _bytes_with(self, cut: Cut, units: list[list[ParameterSpec]]) -> int:
+        """Of the payload if these units were added."""
+        return cut.itemsize * round_up(self._end_with(cut, units), self._quantum)
+
+    def _end_with(self, cut: Cut, units: list[list[ParameterSpec]]) -> int:
+        end = cut.end
+        for unit in units:
+            if not self._spans_chunk:
+                end = round_up(end, self._quantum)
+            for spec in unit:
+                end = round_up(end, ALIGNMENT) + spec.numel
+        return end
 
 
 def pack(
     operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, chunk_bytes: int, world_size: int
-) -> list[PackedChunk]:
-    """Chunks in order of first use. Each parameter of `operators` is in exactly one chunk."""
-    inputs = {item.spec.name: item for operator in operators for item in operator}
-    keys = list(dict.fromkeys(item.key for item in inputs.values()))
-    chunks: list[tuple[int, PackedChunk]] = []  # (place of the chunk's first operator, chunk)
-    for key in keys:
-        of_key = [[item.spec for item in operator if item.key == key] for operator in operators]
-        places = [place for place, specs in enumerate(of_key) if specs]
-        groups = _units_by_operator([of_key[place] for place in places], strategy)
-        itemsize = next(item.itemsize for item in inputs.values() if item.key == key)
-        chunks += [
-            (places[group], chunk)
-            for group, chunk in _fill(groups, key, itemsize, strategy.spans_chunk, chunk_bytes, world_size)
-        ]
-    chunks.sort(key=lambda placed: placed[0])  # stable: within an operator in the order of keys
-    return [chunk for _, chunk in chunks]
+) -> tuple[PackedChunk, ...]:
+    """Chunks of at most `chunk_bytes`, in order of first use. Each parameter of `operators` is in exactly one."""
+    packer = Packer(operators, strategy, world_size)
+    return packer.seal(packer.cut(chunk_bytes))
 
 
 def _units_by_operator(
@@ -82,47 +154,8 @@ def _units_by_operator(
     return groups
 
 
-def _fill(
-    groups: list[list[list[ParameterSpec]]],
-    key: Hashable,
-    itemsize: int,
-    spans_chunk: bool,
-    chunk_bytes: int,
-    world_size: int,
-) -> list[tuple[int, PackedChunk]]:
-    done: list[tuple[int, PackedChunk]] = []
-    current: tuple[int, _Filling] | None = None
-
-    def close() -> None:
-        nonlocal current
-        if current is not None and current[1].units:
-            done.append((current[0], _seal(current[1], spans_chunk, world_size, oversize=False)))
-        current = None
-
-    def bytes_of(units: list[list[ParameterSpec]]) -> int:
-        merged = [[spec for unit in units for spec in unit]] if spans_chunk else units
-        return itemsize * sum(lay_out_unit([s.numel for s in unit], world_size)[1] for unit in merged)
-
-    for place, units in enumerate(groups):
-        small = [unit for unit in units if bytes_of([unit]) <= chunk_bytes]
-        for unit in units:
-            if unit not in small:
-                done.append((place, _seal(_Filling(key, itemsize, [unit]), spans_chunk, world_size, oversize=True)))
-        together = bytes_of(small) <= chunk_bytes
-        if together and current is not None and bytes_of([*current[1].units, *small]) > chunk_bytes:
-            close()
-        for unit in small:
-            if current is not None and bytes_of([*current[1].units, unit]) > chunk_bytes:
-                close()
-            if current is None:
-                current = place, _Filling(key, itemsize)
-            current[1].units.append(unit)
-    close()
-    return sorted(done, key=lambda placed: placed[0])
-
-
-def _seal(filling: _Filling, spans_chunk: bool, world_size: int, oversize: bool) -> PackedChunk:
-    units = [[spec for unit in filling.units for spec in unit]] if spans_chunk else filling.units
+def _seal(cut: Cut, spans_chunk: bool, world_size: int) -> PackedChunk:
+    units = [[spec for unit in cut.units for spec in unit]] if spans_chunk else cut.units
     names: list[str] = []
     offsets: list[int] = []
     laid_out: list[Unit] = []
@@ -134,4 +167,4 @@ def _seal(filling: _Filling, spans_chunk: bool, world_size: int, oversize: bool)
         laid_out.append(Unit(start, numel))
         start += numel
     layout = ShardLayout(tuple(laid_out), world_size)
-    return PackedChunk(filling.key, filling.itemsize, tuple(names), tuple(offsets), layout, oversize)
+    return PackedChunk(cut.key, cut.itemsize, tuple(names), tuple(offsets), layout, cut.oversize)

@@ -3,21 +3,26 @@
 Three costs pull against each other: padding (units rounded up, chunk ends left empty by whole operators, large
 slots that hold small chunks), the bytes gathered at the busiest moment (slots), and the number of collectives, each
 charged with the bytes that the link could have carried in the time a launch takes.
+
+The best size is the cheapest that the memory budget allows. That is a question to the placement, so the search only
+orders the sizes: whoever plans tries them one after the other and takes the first that fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from gemini.chunks.packing import PackedChunk, PackingInput, pack
-from sharding import ShardStrategy
+from gemini.chunks.packing import Cut, Packer
 
 BYTES_PER_COLLECTIVE = 128 * 2**10
 """What a launch costs, in bytes: about 20 us at 6 GB/s per direction, the order of gloo here and of NCCL on PCIe."""
 
 _COLLECTIVES_PER_CHUNK = 3  # gathered for forward and backward, reduced once
 _GRANULARITY_BYTES = 2**10 * 64
+_LEAST_BYTES = 2**10  # a shard of one rank ends on a multiple of 256 elements
+_NUM_EXACT_SIZES = 24
 _NUM_SLOTS = 4  # two payloads and two gradients: the floor of a sequential model
 
 
@@ -40,7 +45,17 @@ class SearchReport:
         return self.padding_bytes + self.gathered_bytes + self.collective_bytes
 
 
-def report(chunks: Sequence[PackedChunk], chunk_bytes: int, model_bytes: int) -> SearchReport:
+class Sized(Protocol):
+    """A chunk as costs see it."""
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+    @property
+    def oversize(self) -> bool: ...
+
+
+def report(chunks: Sequence[Sized], chunk_bytes: int, model_bytes: int) -> SearchReport:
     """What packing into `chunks` costs."""
     regular = max((chunk.payload_bytes for chunk in chunks if not chunk.oversize), default=0)
     oversize = max((chunk.payload_bytes for chunk in chunks if chunk.oversize), default=0)
@@ -52,18 +67,30 @@ def report(chunks: Sequence[PackedChunk], chunk_bytes: int, model_bytes: int) ->
     )
 
 
-def search_chunk_bytes(
-    operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int
-) -> tuple[SearchReport, list[SearchReport]]:
-    """(best, all candidates). Candidates: powers of two, multiples of the largest operators' sizes."""
-    items = [item for operator in operators for item in operator]
-    model_bytes = sum(item.spec.numel * item.itemsize for item in items)
-    candidates = {_GRANULARITY_BYTES * 2**power for power in range(14)}
-    sizes = {sum(item.spec.numel * item.itemsize for item in operator) for operator in operators}
-    for size in sorted(sizes, reverse=True)[:8]:
-        for times in (1, 2, 4):
-            candidates.add(-(-(size * times + 4096 * world_size) // _GRANULARITY_BYTES) * _GRANULARITY_BYTES)
-    ceiling = max(_GRANULARITY_BYTES, -(-model_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES)
-    usable = sorted(size for size in candidates if _GRANULARITY_BYTES <= size <= ceiling) or [_GRANULARITY_BYTES]
-    reports = [report(pack(operators, strategy, size, world_size), size, model_bytes) for size in usable]
-    return min(reports, key=lambda r: (r.total_bytes, r.chunk_bytes)), reports
+def candidates(packer: Packer, world_size: int) -> Iterator[tuple[SearchReport, list[Cut]]]:
+    """Chunk sizes with the chunks that they make: the cheapest first, then those that only a tight budget asks for.
+
+    Cheap ones are among powers of two and multiples of the largest operators' sizes. The tight ones are smaller than
+    what a launch is worth, or just as large as one operator or one unit, so that a slot has no room to spare.
+    """
+    model_bytes = sum(packer.operator_bytes)
+    usual = {_GRANULARITY_BYTES * 2**power for power in range(14)}
+    for size in sorted(set(packer.operator_bytes), reverse=True)[:8]:
+        usual.update(_round_up(size * times + 4096 * world_size, _GRANULARITY_BYTES) for times in (1, 2, 4))
+    ceiling = max(_GRANULARITY_BYTES, _round_up(model_bytes, _GRANULARITY_BYTES))
+    yield from _by_cost(packer, {size for size in usual if size <= ceiling})
+    tight = {_LEAST_BYTES * 2**power for power in range(6)}
+    tight.update(sorted(packer.exact_bytes(), reverse=True)[:_NUM_EXACT_SIZES])
+    yield from _by_cost(packer, tight - usual)
+
+
+def _by_cost(packer: Packer, sizes: Collection[int]) -> list[tuple[SearchReport, list[Cut]]]:
+    found = []
+    for size in sizes:
+        cuts = packer.cut(size)
+        found.append((report(cuts, size, sum(packer.operator_bytes)), cuts))
+    return sorted(found, key=lambda one: (one[0].total_bytes, one[0].chunk_bytes))
+
+
+def _round_up(num_bytes: int, multiple: int) -> int:
+    return -(-num_bytes // multiple) * multiple

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.model import wrap
 from gemini.model.operators import find_operators
+from gemini.model.plan import Plan, Planner
 from gemini.model.precision import Precision, Weights
-from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.demand import Kind, Tier
 from gemini.placement.policy import PlacementPolicy, resolve_policy
 from gemini.placement.sizes import parse_bytes
 from sharding import ShardStrategy, resolve_strategy
@@ -73,22 +73,26 @@ def estimate_memory(
         raise ValueError(f"stage must be 0, 1, 2 or 3, found {stage!r}")
     precision = Precision(dtype, reduce_dtype, accumulate_dtype, reuse_fp16_shard)
     module = _module_of(model)
-    weights = precision.of_weights(module)
     operators = find_operators(module, gathers=stage == 3 and world_size > 1)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    strategy = resolve_strategy(shard_strategy)
-    packing = wrap.pack_model(operators, names, strategy, weights, chunk_size, world_size)
-    meta = torch.device("meta")
-    by_name = dict(module.named_parameters())
-    chunks = wrap.make_chunks(packing, by_name, operators, precision, weights, meta, 0, stage)
-    demand = wrap.demand_of(chunks, operators, stage, world_size)
-    budget = parse_bytes(model_data_memory, "model_data_memory")
-    placement = resolve_policy(tensor_placement_policy).place(demand, budget)
-    num_parameters = sum(parameter.numel() for parameter in names)
-    return MemoryEstimate(num_parameters, _on(Tier.DEVICE, demand, placement), _on(Tier.HOST, demand, placement))
+    planner = Planner(
+        module,
+        operators,
+        precision,
+        precision.of_weights(module),
+        resolve_strategy(shard_strategy),
+        resolve_policy(tensor_placement_policy),
+        stage=stage,
+        rank=0,
+        world_size=world_size,
+        device=torch.device("meta"),
+    )
+    _, plan = planner.plan(chunk_size, parse_bytes(model_data_memory, "model_data_memory"), None)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    return MemoryEstimate(num_parameters, _on(Tier.DEVICE, plan), _on(Tier.HOST, plan))
 
 
-def _on(tier: Tier, demand: Demand, placement: Placement) -> dict[str, int]:
+def _on(tier: Tier, plan: Plan) -> dict[str, int]:
+    demand, placement = plan.demand, plan.placement
     found: dict[str, int] = {str(kind): 0 for kind in Kind}
     for chunk, homes in zip(demand.chunks, placement.homes, strict=True):
         for kind, num_bytes in chunk.home_bytes.items():

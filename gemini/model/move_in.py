@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.placeholder import dense_stride
-from gemini.errors import BudgetError, UnsupportedError
+from gemini.errors import UnsupportedError
 from gemini.executor.communicator import Communicator
 from gemini.executor.masters import write_master
 from gemini.memory.tier import MemoryTier
@@ -43,21 +43,6 @@ def move_in(
         chunk.settle_at_home()
     for its in room:
         its.take((Kind.GRAD,), device, host, False)
-
-
-def check_host_room(chunks: list[Chunk], placement: Placement, demand: Demand, host: MemoryTier) -> None:
-    """Raises BudgetError if the host cannot take what moves in; the device's budget was the placement's business."""
-    needed = sum(
-        its.home_bytes[kind]
-        for chunk, homes, its in zip(chunks, placement.homes, demand.chunks, strict=True)
-        for kind, tier in homes.items()
-        if tier is Tier.HOST and kind is not Kind.OPTIM and not (kind is Kind.GRAD and chunk.lends_home)
-    )
-    if host.capacity_bytes is not None and needed > host.capacity_bytes:
-        raise BudgetError(
-            f"host: {needed} bytes of parameters, gradients and masters do not fit into the budget of "
-            f"{host.capacity_bytes} bytes. Raise host_memory=, or let more of them rest on the device or on other ranks"
-        )
 
 
 @torch.no_grad()

@@ -1,11 +1,36 @@
-"""The plan of one rank: how its model is cut into chunks, and where their states rest."""
+"""The plan of one rank: how its model is cut into chunks, and where their states rest. Local; allocates nothing.
+
+Without a chunk size from the user the cheapest one that the budgets allow is taken, so that what fits with some size is
+never refused. All of it follows from shapes, arguments and budgets, which ranks agree on before, so plans are equal.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gemini.model.wrap import Packing
-from gemini.placement.demand import Demand, Placement
+import torch
+from torch import nn
+
+from gemini.chunks.chunk import Chunk
+from gemini.chunks.packing import PackedChunk, Packer
+from gemini.chunks.search import SearchReport, candidates
+from gemini.errors import BudgetError
+from gemini.model import wrap
+from gemini.model.operators import FoundOperator
+from gemini.model.precision import ModulePrecision, Precision
+from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.policy import PlacementPolicy
+from sharding import ShardStrategy
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the model is cut into chunks, and what the search for the chunk size says of it."""
+
+    chunks: tuple[PackedChunk, ...]
+    chunk_bytes: int
+    searched: SearchReport | None  # None for a size that the user gave
 
 
 @dataclass(frozen=True)
@@ -18,3 +43,119 @@ class Plan:
     policy: str
     budget_bytes: int | None
     hash: int
+
+
+class Planner:
+    """Makes the plans of one model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        operators: list[FoundOperator],
+        precision: Precision,
+        weights: ModulePrecision,
+        strategy: ShardStrategy,
+        policy: PlacementPolicy,
+        *,
+        stage: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        arguments: str = "",
+    ) -> None:
+        """arguments: the words for all that decides the order of collectives beside the chunks."""
+        self._by_name = dict(module.named_parameters())
+        self._operators = operators
+        self._precision = precision
+        self._weights = weights
+        self._strategy = strategy
+        self._policy = policy
+        self._stage = stage
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._arguments = arguments
+        self.inputs = wrap.packing_inputs(operators, self._by_name, self._weights)
+
+    def plan(
+        self, chunk_numel: int | None, budget_bytes: int | None, host_bytes: int | None
+    ) -> tuple[list[Chunk], Plan]:
+        """Chunks without memory, and their plan. chunk_numel: elements; None searches.
+
+        Raises BudgetError with the bytes that are needed: the least over all chunk sizes, if those are searched.
+        """
+        refused: list[BudgetError] = []
+        for packing in self._packings(chunk_numel):
+            chunks = wrap.make_chunks(
+                packing.chunks,
+                self._by_name,
+                self._operators,
+                self._precision,
+                self._weights,
+                self._device,
+                self._rank,
+                self._stage,
+            )
+            try:
+                plan = self._place(chunks, packing, budget_bytes)
+                check_host_room(chunks, plan, host_bytes)
+            except BudgetError as error:
+                refused.append(error)
+                continue
+            return chunks, plan
+        raise _least(refused, is_searched=chunk_numel is None) from None
+
+    def replan(self, chunks: list[Chunk], before: Plan, flags: list[bool]) -> Plan:
+        """For chunks as they say they are trainable, and parameters' flags. The packing stays. Raises BudgetError."""
+        return self._place(chunks, before.packing, before.budget_bytes, flags)
+
+    def _packings(self, chunk_numel: int | None) -> Iterator[Packing]:
+        packer = Packer(self.inputs, self._strategy, self._world_size)
+        if chunk_numel is not None:
+            itemsizes = [item.itemsize for operator in self.inputs for item in operator]
+            chunk_bytes = chunk_numel * max(sorted(set(itemsizes)), key=itemsizes.count)
+            yield Packing(packer.seal(packer.cut(chunk_bytes)), chunk_bytes, None)
+            return
+        for found, cuts in candidates(packer, self._world_size):
+            yield Packing(packer.seal(cuts), found.chunk_bytes, found)
+
+    def _place(
+        self, chunks: list[Chunk], packing: Packing, budget_bytes: int | None, flags: list[bool] | None = None
+    ) -> Plan:
+        if flags is None:
+            flags = [managed.requires_grad for chunk in chunks for managed in chunk.parameters]
+        demand = wrap.demand_of(chunks, self._operators, self._stage, self._world_size)
+        placement = self._policy.place(demand, budget_bytes)
+        hash_ = wrap.plan_hash(packing.chunks, placement, f"{self._arguments} trained={flags}")
+        return Plan(packing, demand, placement, self._policy.name, budget_bytes, hash_)
+
+
+def check_host_room(chunks: list[Chunk], plan: Plan, host_bytes: int | None) -> None:
+    """Raises BudgetError if the host cannot take what moves in; the device's budget was the placement's business."""
+    needed = sum(
+        its.home_bytes[kind]
+        for chunk, homes, its in zip(chunks, plan.placement.homes, plan.demand.chunks, strict=True)
+        for kind, tier in homes.items()
+        if tier is Tier.HOST and kind is not Kind.OPTIM and not (kind is Kind.GRAD and chunk.lends_home)
+    )
+    if host_bytes is not None and needed > host_bytes:
+        raise BudgetError(
+            f"host: {needed} bytes of parameters, gradients and masters do not fit into the budget of "
+            f"{host_bytes} bytes. Raise host_memory=, or let more of them rest on the device or on other ranks",
+            tier="host",
+            needed_bytes=needed,
+        )
+
+
+def _least(refused: list[BudgetError], is_searched: bool) -> BudgetError:
+    """The refusal that asks for least, over all chunk sizes; the host's least where some sizes fit the device."""
+    known = [(error.needed_bytes, error) for error in refused if error.needed_bytes is not None]
+    if not known:  # a policy of the user's, with words of its own
+        return refused[0]
+    on_host = [(needed, error) for needed, error in known if error.tier == "host"]
+    needed, error = min(on_host or known, key=lambda one: one[0])
+    if on_host:
+        return error
+    tried = f". {len(refused)} chunk sizes were tried: none needs less"
+    advice = tried if is_searched else ", or make chunk_size= smaller"
+    return BudgetError(f"{error}{advice}", tier=error.tier, needed_bytes=needed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
-from gemini.model import wrap
 from gemini.model.arguments import check_module, choose_tiers, refuse_unknown
 from gemini.model.budgets import Budgets
 from gemini.model.built_chunk import built_link_of
@@ -35,10 +35,10 @@ from gemini.model.casting import Casting
 from gemini.model.freezing import Freezing
 from gemini.model.hooks import Hooks
 from gemini.model.link import Link
-from gemini.model.move_in import check_host_room, close_empty, move_buffers_in, move_in, stores_of
+from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of
 from gemini.model.operators import find_operators
 from gemini.model.plain_view import PlainView
-from gemini.model.plan import Plan
+from gemini.model.plan import Plan, Planner
 from gemini.model.precision import ModulePrecision, Precision, Weights
 from gemini.model.reduced_gradient import ReducedGradient
 from gemini.model.released import ReleasedParameter
@@ -127,26 +127,27 @@ class ShardedModel(PlainView):
         moments = Moments(["", *(operator.name for operator in operators)])
         communicator = Communicator(process_group, moments, rank_timeout, device_tier.device)
         with communicator.publishing():
-            names = {parameter: name for name, parameter in module.named_parameters()}
-            packing = wrap.pack_model(operators, names, strategy, weights, chunk_size, communicator.world_size)
             arguments = f"stage={stage} {precision} policy={policy.name} strategy={type(strategy).__name__}"
             arguments += f" ignore_unused_parameters={ignore_unused_parameters}"
+            planner = Planner(
+                module,
+                operators,
+                precision,
+                weights,
+                strategy,
+                policy,
+                stage=stage,
+                rank=communicator.rank,
+                world_size=communicator.world_size,
+                device=device_tier.device,
+                arguments=arguments,
+            )
+            given = f"{arguments} chunk_size={chunk_size} {budgets}"
             built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
             stores = stores_of(module, communicator.ranks)
-            communicator.agree(repr((f"{arguments} {budgets}", packing.chunks, built)).encode(), "the model")
+            communicator.agree(repr((given, planner.inputs, built)).encode(), "the model")
             budget, host_tier.capacity_bytes = budgets.read(module, communicator, device_tier.device)
-            by_name = dict(module.named_parameters())
-            rank, device_ = communicator.rank, device_tier.device
-            chunks = wrap.make_chunks(packing, by_name, operators, precision, weights, device_, rank, stage)
-
-            def plan(flags: list[bool]) -> Plan:
-                demand = wrap.demand_of(chunks, operators, stage, communicator.world_size)
-                placement = policy.place(demand, budget)
-                hash_ = wrap.plan_hash(packing, placement, f"{arguments} trained={flags}")
-                return Plan(packing, demand, placement, policy.name, budget, hash_)
-
-            first = plan([managed.requires_grad for chunk in chunks for managed in chunk.parameters])
-            check_host_room(chunks, first.placement, first.demand, host_tier)
+            chunks, first = planner.plan(chunk_size, budget, host_tier.capacity_bytes)
             had = f"model data budget of {budget} bytes, {first.placement.num_slots} slots"
             communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had)
             communicator.plan_hash = first.hash
@@ -160,7 +161,8 @@ class ShardedModel(PlainView):
         self._chunks: list[Chunk] = chunks
         self._optimizer: object | None = None
         with communicator.publishing():
-            self._build(chunks, operators, communicator, weights, first, plan)
+            replan = partial(planner.replan, chunks, first)
+            self._build(chunks, operators, communicator, weights, first, replan)
             close_empty(stores, communicator)
 
     def _build(

@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter, one_rank
-from gemini.chunks.packing import PackedChunk, PackingInput, pack
+from gemini.chunks.packing import PackedChunk, PackingInput
 from gemini.chunks.placeholder import dense_stride, placeholder
-from gemini.chunks.search import SearchReport, search_chunk_bytes
 from gemini.executor.unsynced import smallest_sum_bytes
 from gemini.model.operators import FoundOperator
 from gemini.model.precision import ModulePrecision, Precision
 from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind, Placement
 from optim import HALF_DTYPES
-from sharding import SUM_TILE_NUMEL, ParameterSpec, ShardStrategy
+from sharding import SUM_TILE_NUMEL, ParameterSpec
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How the model is cut into chunks, and what the search for the chunk size found."""
-
-    chunks: tuple[PackedChunk, ...]
-    chunk_bytes: int
-    chosen: SearchReport | None
-    candidates: tuple[SearchReport, ...]
-
-
-def pack_model(
-    operators: list[FoundOperator],
-    names: dict[nn.Parameter, str],
-    strategy: ShardStrategy,
-    precision: ModulePrecision,
-    chunk_numel: int | None,
-    world_size: int,
-) -> Packing:
-    """Pack every distinct parameter at its first operator."""
+def packing_inputs(
+    operators: list[FoundOperator], by_name: dict[str, nn.Parameter], precision: ModulePrecision
+) -> list[list[PackingInput]]:
+    """Every distinct parameter at its first operator."""
+    names = {parameter: name for name, parameter in by_name.items()}
     taken: set[nn.Parameter] = set()  # membership only
     inputs: list[list[PackingInput]] = []
-    itemsizes: list[int] = []
     for operator in operators:
         mine = [p for p in operator.parameters if p not in taken]
         taken.update(mine)
@@ -50,19 +34,12 @@ def pack_model(
             kind = precision.parameters[parameter]
             spec = ParameterSpec(names[parameter], parameter.numel(), tuple(parameter.shape))
             row.append(PackingInput(spec, (str(kind), parameter.requires_grad), kind.itemsize))
-            itemsizes.append(kind.itemsize)
         inputs.append(row)
-    if chunk_numel is not None:
-        main = max(set(itemsizes), key=itemsizes.count)
-        chunk_bytes = chunk_numel * main
-        return Packing(tuple(pack(inputs, strategy, chunk_bytes, world_size)), chunk_bytes, None, ())
-    chosen, candidates = search_chunk_bytes(inputs, strategy, world_size)
-    chunks = pack(inputs, strategy, chosen.chunk_bytes, world_size)
-    return Packing(tuple(chunks), chosen.chunk_bytes, chosen, tuple(candidates))
+    return inputs
 
 
 def make_chunks(
-    packing: Packing,
+    packed_chunks: Sequence[PackedChunk],
     by_name: dict[str, nn.Parameter],
     operators: list[FoundOperator],
     precision: Precision,
@@ -81,7 +58,7 @@ def make_chunks(
     edited = {p for o in operators if getattr(o.module, "max_norm", None) is not None for p in o.parameters}
     chunks = []
     index = 0
-    for number, packed in enumerate(packing.chunks):
+    for number, packed in enumerate(packed_chunks):
         some = by_name[packed.names[0]]
         kind = weights.parameters[some]
         whole = one_rank(packed.layout)
@@ -215,7 +192,7 @@ def min_slots(chunks: list[Chunk], operators: list[FoundOperator]) -> tuple[int,
     return min(need[0] + 1, totals[0]), min(need[1], totals[1])
 
 
-def plan_hash(packing: Packing, placement: Placement, extra: str) -> int:
+def plan_hash(packed_chunks: tuple[PackedChunk, ...], placement: Placement, extra: str) -> int:
     """32 bits of all that decides the order of collectives."""
-    decided = packing.chunks, placement.num_slots, placement.homes, sorted(placement.kept), extra
+    decided = packed_chunks, placement.num_slots, placement.homes, sorted(placement.kept), extra
     return zlib.crc32(repr(decided).encode())

@@ -113,7 +113,9 @@ def check_fits(demand: Demand, placement: Placement, budget_bytes: int | None, p
         raise BudgetError(
             f"device: tensor_placement_policy={policy!r} needs {needed} bytes of model data ({format_bytes(needed)}): "
             f"{_slots_in_words(demand, placement)}; the budget is {budget_bytes} bytes ({format_bytes(budget_bytes)}). "
-            f"Raise model_data_memory= or device_memory=, or make chunk_size= smaller"
+            f"Raise model_data_memory= or device_memory=",
+            tier="device",
+            needed_bytes=needed,
         )
 
 
@@ -164,7 +166,8 @@ class AutoPolicy:
         if budget_bytes is None or everything.device_bytes(demand) <= budget_bytes:
             return everything
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
-        check_fits(demand, placement, budget_bytes, self.name)
+        least = min(placement, everything, key=lambda each: each.device_bytes(demand))  # a tiny model needs no slots
+        check_fits(demand, least, budget_bytes, self.name)
         for kind in _MOVING_IN:
             placement = self._move_in(demand, placement, kind, budget_bytes)
         return spend_rest(demand, placement, budget_bytes)

@@ -6,7 +6,8 @@ from unittest import mock
 
 from gemini import DivergenceError, ShardedModel, ShardedOptimizer, ZeroInitContext
 from gemini.memory import live
-from tests.mlp import CHUNK_NUMEL, Mlp, adam, build, train_step
+from tests.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, smallest_budget, train_step, weights_of
+from tests.uneven import Uneven, batch_loss
 
 HOST_BYTES = 10**9
 FREE_BYTES = 30_000
@@ -54,3 +55,23 @@ def given_budgets_that_differ(rank: int, world_size: int, argument: str) -> str:
     except DivergenceError as error:
         return str(error)
     raise AssertionError("ranks with different budgets were accepted")
+
+
+def at_the_least_budget(rank: int, world_size: int, policy: str) -> None:
+    """The chunk size is searched; the bits are those of the same ranks without a budget."""
+    results, numbers = [], []
+    options = {"tensor_placement_policy": policy}
+    least = smallest_budget(Uneven, **options)
+    for budget in (None, least):
+        model = ShardedModel(build(Uneven), device="emulated", model_data_memory=budget, **options)  # type: ignore[arg-type]
+        optimizer = ShardedOptimizer(model, adam(model.parameters()))
+        for step in range(3):
+            batch_loss(model, step * world_size + rank).backward()
+            optimizer.step()
+        results.append(weights_of(model))
+        numbers.append(model.plan.packing.chunk_bytes)
+        if budget is not None:
+            assert model._tiers[0].ledger.peak_bytes <= budget
+        model.close()
+    assert numbers[1] < numbers[0]
+    assert_same(results[1], results[0])

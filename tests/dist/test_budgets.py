@@ -23,3 +23,8 @@ def test_ranks_that_read_different_free_memory_go_by_the_least(
 def test_given_budgets_that_differ_are_refused_by_name(ranks: RankPool, argument: str) -> None:
     for words in ranks(2).run(cases.given_budgets_that_differ, argument):
         assert f"{argument}=" in words and "differs between rank 0 and rank 1" in words
+
+
+@pytest.mark.parametrize("policy", ["auto", "cuda"])
+def test_ranks_at_the_least_budget_have_the_bits_of_ranks_without_one(ranks: RankPool, policy: str) -> None:
+    ranks(2).run(cases.at_the_least_budget, policy)

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.chunks.packing import PackedChunk, PackingInput, pack
-from gemini.chunks.search import report, search_chunk_bytes
+from gemini.chunks.packing import PackedChunk, Packer, PackingInput, pack
+from gemini.chunks.search import candidates, report
 from sharding import ALIGNMENT, ParameterSpec, resolve_strategy
 
 NUMELS = st.integers(0, 5000)
@@ -66,9 +66,16 @@ def test_the_report_counts_padding_gathered_bytes_and_collectives() -> None:
     assert counted.total_bytes == counted.padding_bytes + counted.gathered_bytes + counted.collective_bytes
 
 
-def test_the_search_takes_the_cheapest_candidate() -> None:
+def test_the_search_begins_with_the_cheapest_and_ends_with_what_only_a_tight_budget_asks_for() -> None:
     operators = inputs_of([[(n, "a") for n in (262_144, 512)] for _ in range(24)])
-    best, candidates = search_chunk_bytes(operators, resolve_strategy("chunk"), 2)
-    assert best.total_bytes == min(candidate.total_bytes for candidate in candidates)
-    assert len(candidates) > 3
-    assert best.num_chunks < 24 * 2
+    found = list(candidates(Packer(operators, resolve_strategy("chunk"), 2), 2))
+    costs = [each.total_bytes for each, _ in found]
+    assert costs[0] == min(costs)
+    assert found[0][0].num_chunks < 24 * 2
+    sizes = [each.chunk_bytes for each, _ in found]
+    assert len(set(sizes)) == len(sizes) > 10
+    assert 4 * (262_144 + 512) in sizes, "one operator, and no more"
+    assert min(sizes) == 1024
+    for each, cuts in found:
+        assert sum(len(unit) for cut in cuts for unit in cut.units) == 48, "every packing is of the whole model"
+        assert each.num_chunks == len(cuts)
