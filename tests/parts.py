@@ -1,6 +1,6 @@
 """Models of which only parts are trained, on one rank or several, beside a plain loop in which the same is done.
 
-What is known of a parameter's training ends when it is frozen, so the plain optimizer drops its state there.
+What is frozen keeps its optimizer state in both, until it is discarded in both.
 """
 
 import math
@@ -64,8 +64,14 @@ class Pair:
         for name, parameter in self.plain.named_parameters():
             if name.startswith(prefixes):
                 parameter.requires_grad = trains
-                if not trains:
-                    self.its.state.pop(parameter, None)
+
+    def discard(self, *prefixes: str) -> None:
+        """Give up the state of all frozen parameters whose names begin so; of all without prefixes."""
+        names = [n for n, p in self.plain.named_parameters() if not p.requires_grad and n.startswith(prefixes or "")]
+        ours, plain = dict(self.model.named_parameters()), dict(self.plain.named_parameters())
+        self.optimizer.discard_state([ours[name] for name in names] if prefixes else None)
+        for name in names:
+            self.its.state.pop(plain[name], None)
 
     def loss(self, model: nn.Module, step: int, rank: int) -> Tensor:
         return mlp.loss_of(model, 10 * step + (rank if self.dtype is None else 0), self.dtype)
@@ -120,12 +126,77 @@ def unfreezes(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.flag(True, "layers")
     pair.steps(8, 9)
     state = pair.optimizer.state_dict()["state"]
-    assert [int(state[number]["step"]) for number in (0, 2, 4, 10)] == [2, 2, 2, 4], "fresh state counts from its start"
+    assert [int(state[number]["step"]) for number in (0, 2, 4, 10)] == [2, 2, 6, 8], "what is frozen keeps its count"
     pair.model.close()
 
 
+def discards(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+    """State that is given up on request starts afresh, as when it is popped from a plain optimizer's state."""
+    pair = Pair(rank, world_size, wrap, mlp.Mlp)
+    pair.steps(0, 1)
+    pair.flag(False, "layers.1.", "layers.2.weight", "layers.5.")
+    pair.steps(2)
+    pair.discard("layers.1.", "layers.2.weight")
+    pair.steps(3)
+    pair.flag(True, "layers.1.", "layers.2.weight")
+    pair.steps(4)
+    pair.flag(False, "layers.3.")
+    pair.discard()
+    pair.flag(True, "layers.")
+    pair.steps(5)
+    state = pair.optimizer.state_dict()["state"]
+    assert [int(state[2 * layer]["step"]) for layer in range(LAYERS)] == [6, 2, 2, 1, 6, 1]
+    before = state_hash(pair.model, pair.optimizer)
+    pair.flag(False, "layers.3.")
+    trained, frozen = (pair.both(name)[0] for name in ("layers.2.weight", "layers.3.weight"))
+    for bad, complaint in (
+        ([frozen, trained], "'layers.2.weight', which is trained: freeze it first"),
+        ([nn.Parameter(torch.zeros(3))], r"found Parameter of shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            pair.optimizer.discard_state(bad)
+    pair.flag(True, "layers.3.")
+    pair.backward(6)
+    pair.flag(False, "layers.3.")
+    with pytest.raises(GeminiError, match=r"discard_state\(\) between backward\(\) and step\(\)"):
+        pair.optimizer.discard_state()
+    pair.flag(True, "layers.3.")
+    pair.zero_grad()
+    assert state_hash(pair.model, pair.optimizer) == before
+    pair.steps(7)
+    pair.model.close()
+
+
+def resumes(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+    """A state dict that was saved while something was frozen, loaded where that was frozen before wrapping."""
+    pair = Pair(rank, world_size, wrap, mlp.Mlp)
+    pair.steps(0, 1)
+    pair.flag(False, "layers.1.", "layers.4.weight")
+    pair.steps(2)
+    saved = pair.model.state_dict(), pair.optimizer.state_dict()
+    masters = {number: master.clone() for number, master in saved[1]["masters"].items()}
+    wanted = state_hash(pair.model, pair.optimizer)
+    pair.model.close()
+
+    class Frozen(mlp.Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1].requires_grad_(False)
+            self.layers[4].weight.requires_grad_(False)
+
+    again = Pair(rank, world_size, wrap, Frozen)
+    again.model.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    assert state_hash(again.model, again.optimizer) == wanted
+    assert_same(again.optimizer.state_dict()["masters"], masters)
+    again.plain, again.its = pair.plain, pair.its
+    again.flag(True, "layers.")
+    again.steps(3, 4)
+    again.model.close()
+
+
 def memory(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
-    """Frozen chunks hold parameters only; here each layer is a chunk, so that bytes count layers."""
+    """Frozen chunks hold parameters only once their state is given up; each layer is a chunk: bytes count layers."""
     pair = Pair(rank, world_size, wrap | {"chunk_size": CHUNK_NUMEL}, mlp.Mlp)
     kinds = ["grad", "optim", *(["master"] if pair.dtype else [])]
 
@@ -142,7 +213,11 @@ def memory(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
         else:
             pair.model(mlp.inputs(0, pair.dtype))
         now = bytes_now()
-        assert now["param"] == full["param"]
+        assert now["param"] == full["param"] and now["grad"] * LAYERS == full["grad"] * count
+        if step == 1:
+            assert now == {**full, "grad": now["grad"]}, "frozen layers keep their state"
+        pair.discard()
+        now = bytes_now()
         assert {kind: now[kind] * LAYERS for kind in kinds} == {kind: full[kind] * count for kind in kinds}
         budget = pair.model.plan.budget_bytes
         assert budget is None or pair.model._tiers[0].ledger.peak_bytes <= budget
@@ -277,9 +352,14 @@ def nothing(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     for model, x in zip((pair.model, pair.plain), inputs):
         model(x).sum().backward()
     assert torch.equal(inputs[0].grad, inputs[1].grad)
-    assert not pair.held("grad") and not pair.held("optim") and not pair.held("master")
+    assert not pair.held("grad") and pair.held("optim")
     pair.flag(True, "layers.5")
     pair.steps(2, 3)
+    pair.flag(False, "layers")
+    pair.discard()
+    assert not pair.held("grad") and not pair.held("optim") and not pair.held("master")
+    pair.flag(True, "layers.4")
+    pair.steps(4)
     pair.model.close()
 
 
@@ -359,8 +439,8 @@ def value_like(value: Tensor, seed: int) -> Tensor:
     return drawn.bfloat16().to(value.dtype)
 
 
-PARITY = [unfreezes, memory, penalties, nothing, beside]
-REFUSALS = [groups, refusals, unused]  # with several ranks each one makes them start anew together
+PARITY = [unfreezes, resumes, memory, penalties, nothing, beside]
+REFUSALS = [groups, refusals, unused, discards]  # with several ranks each one makes them start anew together
 
 
 def too_tight(rank: int, world_size: int) -> None:
@@ -380,7 +460,7 @@ def too_tight(rank: int, world_size: int) -> None:
     pair.flag(False, "layers.1.", "layers.2.")
     pair.steps(1)
     pair.flag(False, "layers.4.")
-    pair.flag(True, "layers.2.")  # as much as is given up
+    pair.flag(True, "layers.2.")  # the gradients fit, and the state of what is frozen goes to the host
     pair.steps(2, 3)
     pair.model.close()
 

@@ -48,6 +48,7 @@ class ManagedParameter:
     placeholder: Tensor  # expanded NaN of the true shape, on the compute device
     requires_grad: bool  # as of the last forward that built a graph
     operator: int  # of the first operator that owns it, in the moment table
+    has_fractions: bool = False  # its fp32 master may hold more than its 16-bit weights; equal on all ranks
 
     @property
     def numel(self) -> int:
@@ -56,6 +57,13 @@ class ManagedParameter:
     @property
     def dtype(self) -> torch.dtype:
         return self.chunk.dtype
+
+    @property
+    def owns_master(self) -> bool:
+        """Its fp32 master counts: it is trained, or was. One that a frozen parameter of a trained chunk has besides is
+        only its weights in fp32, so that results do not depend on which parameters share a chunk.
+        """
+        return self.requires_grad or self.has_fractions
 
 
 @dataclass
@@ -86,6 +94,7 @@ class Chunk:
     splits_master: bool = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
     lends_home: bool = False  # the parameter home may hold the reduced gradient between backward and step
     parameters: list[ManagedParameter] = field(default_factory=list)
+    kept: frozenset[Kind] = frozenset()  # of a frozen chunk: states that its training left, see model/freezing.py
     is_chosen: bool = False  # which of its parameters are used follows from data, on every rank from its own
     homes: dict[Kind, Home] = field(default_factory=dict)
 

@@ -21,8 +21,20 @@ from gemini.placement.demand import Demand, Kind, Placement, Tier
 class StateOwner(Protocol):
     """Who keeps optimizer state by chunk."""
 
+    def has(self, chunk: Chunk) -> bool:
+        """There is memory for the chunk's state."""
+        ...
+
+    def has_stepped(self, chunk: Chunk) -> bool:
+        """The chunk's state holds what a step has made. Equal on all ranks."""
+        ...
+
     def add(self, chunk: Chunk, tier: Tier) -> None:
-        """The chunk is trained from now on, with fresh state."""
+        """The chunk gets fresh state. Raises BudgetError."""
+        ...
+
+    def discard(self, managed: ManagedParameter) -> None:
+        """One parameter's state becomes what it was before its first step; its memory stays."""
         ...
 
     def move(self, chunk: Chunk, tier: Tier) -> None:
@@ -30,19 +42,11 @@ class StateOwner(Protocol):
         ...
 
     def drop(self, chunk: Chunk) -> None:
-        """The chunk is frozen from now on."""
+        """The chunk's state is given up, and its memory with it."""
         ...
 
     def host_bytes(self, chunk: Chunk, tier: Tier) -> int:
-        """What the chunk's state takes on the host if it is trained with its state planned on `tier`."""
-        ...
-
-    def has_stepped(self, managed: ManagedParameter) -> bool:
-        """The parameter has state that a step has made."""
-        ...
-
-    def forget(self, managed: ManagedParameter) -> None:
-        """One parameter of a chunk that stays trained starts afresh."""
+        """What the chunk's state takes on the host if it is planned on `tier`."""
         ...
 
 
@@ -86,39 +90,42 @@ class Rehoming:
         return growth
 
     def carry_out(self, owner: StateOwner | None) -> None:
-        """Chunks say by `trainable` whether they have a gradient from now on. Local: launches nothing."""
+        """Chunks say by `trainable` whether they have a gradient from now on; the placement names their other states.
+
+        Local: launches nothing.
+        """
         self._fetcher.device.synchronize()  # no copy is on its way from or to what is given up
         gradients = self._executor.gradients
         store, chunks = gradients.store, self._executor.chunks
         self._executor.binding.write_back_all()
         trained = [gradient.chunk for gradient in store.gradients.values()]
+        placed = list(zip(chunks, self._placement.homes, strict=True))
         for pool in store.pools or ():
             pool.close()
         store.remove_all()
         gradients.exchange.scratch.resize(self._demand.scratch_bytes)
         for chunk in trained:
             self._give(chunk, Kind.GRAD)
-            if not chunk.trainable:
+        for chunk, homes in placed:
+            if Kind.MASTER not in homes:
                 self._give(chunk, Kind.MASTER)
-                if owner is not None:
-                    owner.drop(chunk)
-        stays = [chunk for chunk in trained if chunk.trainable]
-        self._move_all(stays, owner, moves_in=False)
+            if owner is not None and Kind.OPTIM not in homes and owner.has(chunk):
+                owner.drop(chunk)
+        self._move_all(owner, moves_in=False)
         for pool, count in zip(self._fetcher.pools or (), self._placement.num_slots, strict=True):
             for slot in pool.resize(count):
                 self._fetcher.slot_by_storage.pop(slot.storage, None)
-        self._move_all(stays, owner, moves_in=True)
+        self._move_all(owner, moves_in=True)
         store.open_pools(*zip(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots, strict=True))
-        for chunk in chunks:
-            if chunk.trainable:
-                self._train(chunk, owner, is_new=chunk not in stays)
+        for chunk, homes in placed:
+            self._take_missing(chunk, homes, owner)
         self._fetcher.device.synchronize()
         gradients.exchange.homes.renew()
         gradients.reset_order()
         self._executor.has_room = False  # slots and buffers take theirs at the next use
         self._fetcher.next_use.forget()
 
-    def _move_all(self, stays: list[Chunk], owner: StateOwner | None, moves_in: bool) -> None:
+    def _move_all(self, owner: StateOwner | None, moves_in: bool) -> None:
         """Move what leaves the device, or what moves in."""
         for chunk, homes in zip(self._executor.chunks, self._placement.homes, strict=True):
             target, keeps = homes[Kind.PARAM], chunk.index in self._placement.kept
@@ -127,13 +134,11 @@ class Rehoming:
                 target is Tier.DEVICE and not had_slot
             ):
                 self._move_parameters(chunk, target, keeps)
-            if chunk not in stays:
-                continue
             master = chunk.homes.get(Kind.MASTER)
             if master is not None and master.tier is not homes[Kind.MASTER]:
                 if moves_in == (homes[Kind.MASTER] is Tier.DEVICE):
                     self._move(chunk, Kind.MASTER, homes[Kind.MASTER])
-            if owner is not None and moves_in == (homes[Kind.OPTIM] is Tier.DEVICE):
+            if owner is not None and owner.has(chunk) and moves_in == (homes[Kind.OPTIM] is Tier.DEVICE):
                 owner.move(chunk, homes[Kind.OPTIM])
 
     def _move_parameters(self, chunk: Chunk, target: Tier, keeps: bool) -> None:
@@ -173,18 +178,19 @@ class Rehoming:
         self._take(chunk, kind, target)
         copy(chunk.homes[kind].flat, content, fetcher.tier(target), fetcher.tier(before.tier), fetcher.traffic)
 
-    def _train(self, chunk: Chunk, owner: StateOwner | None, is_new: bool) -> None:
-        """What a trainable chunk has beside its parameters; its state is there already unless it is new."""
-        gradients, homes = self._executor.gradients, self._placement.homes[chunk.index]
-        if not chunk.lends_home:
-            self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
-        gradients.store.add(chunk, keeps_whole=gradients.exchange.stage <= 1 or gradients.communicator.world_size == 1)
-        if is_new:
-            if Kind.MASTER in homes:
-                self._take(chunk, Kind.MASTER, homes[Kind.MASTER])
-                master_from_weights(chunk)
-            if owner is not None:
-                owner.add(chunk, homes[Kind.OPTIM])
+    def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], owner: StateOwner | None) -> None:
+        """Memory for the states that the chunk has a home for and that did not stay."""
+        gradients = self._executor.gradients
+        if chunk.trainable:
+            if not chunk.lends_home:
+                self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
+            keeps_whole = gradients.exchange.stage <= 1 or gradients.communicator.world_size == 1
+            gradients.store.add(chunk, keeps_whole=keeps_whole)
+        if Kind.MASTER in homes and Kind.MASTER not in chunk.homes:
+            self._take(chunk, Kind.MASTER, homes[Kind.MASTER])
+            master_from_weights(chunk)
+        if owner is not None and Kind.OPTIM in homes and not owner.has(chunk):
+            owner.add(chunk, homes[Kind.OPTIM])
 
     def _take(self, chunk: Chunk, kind: Kind, tier: Tier) -> None:
         num_bytes = self._demand.chunks[chunk.index].home_bytes[kind]

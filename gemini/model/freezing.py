@@ -2,21 +2,23 @@
 
 The flag is the parameter's own, so what it means for a graph is what it means in plain PyTorch. Memory follows at a
 boundary: the first forward with gradients after a step, or after zero_grad(). There a chunk whose last trainable
-parameter was frozen gives gradient, master and optimizer memory back, one that got its first takes them, and placement
-is decided anew. Nothing is packed anew: memory is by chunk.
+parameter was frozen gives its gradient memory back, one that got its first takes gradient, master and optimizer memory,
+and placement is decided again. Nothing is packed again: memory is by chunk.
 
-What is known of a parameter's training ends when it is frozen: moments and step count are dropped, and the fp32 master
-of 16-bit weights with them. If it is unfrozen later it starts afresh, from the weights as they are, in whatever chunk.
+[Note: Frozen state] As in plain PyTorch, a frozen parameter keeps its moments, its step count and its fp32 master, so
+that models which are trained in turns (the generator and the critic of a GAN) train as they do there. No step reads
+this state, so the policies put it on the host where the device is short of memory. What can be derived is not kept:
+moments that no step has touched are zeros, and a master that was never given anything but 16-bit values equals its
+weights. `ShardedOptimizer.discard_state()` gives the rest up.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from gemini.chunks.chunk import ManagedParameter
+from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError, GeminiError
 from gemini.executor.executor import Executor
 from gemini.executor.masters import master_from_weights
@@ -25,10 +27,6 @@ from gemini.model.plan import Plan
 from gemini.placement.demand import Kind
 
 _ALIKE = "All ranks must freeze and unfreeze the same parameters at the same step"
-_GIVEN_UP = (
-    "frozen after they were trained, so their moments and step counts are given up: {names}. If unfrozen they start "
-    "afresh. Where models are trained in turns, as in a GAN, freeze neither: zero_grad() the one that shall stay"
-)
 
 
 class Freezing:
@@ -59,67 +57,97 @@ class Freezing:
         if ranks differ; nothing has changed then.
         """
         flags = self._flags_now()
-        given_up: list[str] = []
         if flags != self._flags:
             with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
-                given_up = self._change(flags)
+                self._change(flags)
         self._executor.flags_touched = False
-        if given_up:
-            warnings.warn(_GIVEN_UP.format(names=", ".join(given_up)), stacklevel=2)
 
     def settle_unfrozen(self) -> None:
         """`settle` if something was unfrozen, which a graph that is about to be built needs memory for.
 
-        What was only frozen keeps its state until the next forward: it may be trained again by then.
+        What was only frozen keeps its gradient memory until the next forward: it may be trained again by then.
         """
         if any(now and not before for now, before in zip(self._flags_now(), self._flags, strict=True)):
             self.settle()
         self._executor.flags_touched = False
 
+    def take_state(self, wanted: Mapping[int, frozenset[Kind]]) -> None:
+        """Memory for the state of frozen chunks, by chunk index, into which a state dict is loaded. Collective.
+
+        Raises GeminiError if gradients wait for a step, BudgetError if there is no room; nothing has changed then.
+        """
+        if wanted:
+            self._refuse_waiting_gradients("loading the state of frozen parameters")
+            names = ", ".join(self._executor.chunks[index].names() for index in sorted(wanted))
+            self._change_chunks(self._flags, f"state loaded for frozen {names}", wanted)
+
+    def discard_state(self, discarded: Sequence[ManagedParameter]) -> None:
+        """Give up master, moments and step counts of frozen parameters, and the memory of chunks that keep none.
+
+        Collective. Raises GeminiError if gradients wait for a step, and DivergenceError if ranks name other ones;
+        nothing has changed then.
+        """
+        self._refuse_waiting_gradients("discard_state()")
+        executor = self._executor
+        shown = f"state given up: {', '.join(each.name for each in discarded)}"
+        executor.communicator.agree(shown.encode(), "discard_state()", remedy="All ranks must give up the same state")
+        executor.binding.write_back_all()
+        for each in discarded:
+            if Kind.MASTER in each.chunk.homes:
+                master_from_weights(each.chunk, each)
+            each.has_fractions = False
+            if self.owner is not None:
+                self.owner.discard(each)
+        self._change_chunks(self._flags, shown, {})
+
     def _flags_now(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():
             return [each.parameter.requires_grad for each in self._managed]
 
-    def _change(self, flags: list[bool]) -> list[str]:
-        """Names of parameters whose moments are given up. Changes nothing if it has to wait for the step."""
+    def _gradients_wait(self) -> bool:
+        """A backward since the last step has reached trained parameters."""
+        gradients = self._executor.gradients
+        return bool(gradients.num_backwards and gradients.trainable)
+
+    def _refuse_waiting_gradients(self, what: str) -> None:
+        if self._gradients_wait():
+            raise GeminiError(f"{what} between backward() and step(): call it after step() or zero_grad()")
+        self._executor.gradients.forget()  # backwards that were about inputs only
+
+    def _change(self, flags: list[bool]) -> None:
+        """Changes nothing if it has to wait for the step."""
         executor = self._executor
         pairs = list(zip(self._managed, flags, strict=True))
         frozen = [each for each, flag in pairs if each.requires_grad and not flag]
         unfrozen = [each for each, flag in pairs if flag and not each.requires_grad]
         names = [", ".join(each.name for each in some) for some in (frozen, unfrozen)]
-        if executor.gradients.num_backwards and executor.gradients.trainable:
+        if self._gradients_wait():
             if unfrozen:
                 raise GeminiError(
                     f"{names[1]} were unfrozen between the micro-batches of a step: do it after step() or zero_grad()"
                 )
-            return []
+            return
         if any(chunk.pins for chunk in executor.chunks):
             raise GeminiError(f"inside GatheredParameters(...) nothing can be frozen or unfrozen: {', '.join(names)}")
         executor.gradients.forget()  # backwards that were about inputs only
-        shown = f"frozen: {names[0] or 'none'}; unfrozen: {names[1] or 'none'}"
-        stepped = [each.name for each in frozen if self.owner is not None and self.owner.has_stepped(each)]
-        self._settle_chunks(flags, shown)
+        self._change_chunks(flags, f"frozen: {names[0] or 'none'}; unfrozen: {names[1] or 'none'}", {})
         for each in frozen + unfrozen:
             each.requires_grad = not each.requires_grad
-            if each.chunk.trainable:
-                if Kind.MASTER in each.chunk.homes:
-                    master_from_weights(each.chunk, each)
-                if self.owner is not None:
-                    self.owner.forget(each)
         executor.gradients.reset_order()
         self.unfrozen.difference_update(each.index for each in frozen)
         self.unfrozen.update(each.index for each in unfrozen)
         self._flags = flags
-        return stepped
 
-    def _settle_chunks(self, flags: list[bool], shown: str) -> None:
-        """Decide and agree on the new plan, then carry it out."""
+    def _change_chunks(self, flags: list[bool], shown: str, wanted: Mapping[int, frozenset[Kind]]) -> None:
+        """Decide and agree on the new plan, then carry it out. `wanted`: states that frozen chunks get, by index."""
         executor, before = self._executor, self.plan
-        was_trainable = [chunk.trainable for chunk in executor.chunks]
+        facts = [(chunk.trainable, chunk.kept) for chunk in executor.chunks]
         trained = {each.chunk.index for each, flag in zip(self._managed, flags, strict=True) if flag}
         try:
             for chunk in executor.chunks:
                 chunk.trainable = chunk.index in trained
+                kept = self._left_by_training(chunk) | wanted.get(chunk.index, frozenset())
+                chunk.kept = frozenset() if chunk.trainable else kept
             plan = self._replan(flags)
             homes = (before.demand, before.placement), (plan.demand, plan.placement)
             rehoming = Rehoming(executor, *homes)
@@ -128,13 +156,22 @@ class Freezing:
             data = f"{plan.hash} {shown}".encode()
             executor.communicator.agree(data, "change of what is trained", words, _ALIKE)
         except BaseException as error:
-            for chunk, was in zip(executor.chunks, was_trainable, strict=True):
-                chunk.trainable = was
+            for chunk, (trainable, kept) in zip(executor.chunks, facts, strict=True):
+                chunk.trainable, chunk.kept = trainable, kept
             if isinstance(error, BudgetError):
                 raise BudgetError(f"{shown}. This does not fit: {error}") from None
             raise
-        if was_trainable != [chunk.trainable for chunk in executor.chunks]:
+        if facts != [(chunk.trainable, chunk.kept) for chunk in executor.chunks]:
             with executor.tearing():
                 rehoming.carry_out(self.owner)
         executor.communicator.plan_hash = plan.hash
         self.plan = plan
+
+    def _left_by_training(self, chunk: Chunk) -> frozenset[Kind]:
+        """The states that the chunk has and that cannot be derived. See [Note: Frozen state]."""
+        kept = set()
+        if Kind.MASTER in chunk.homes and any(each.has_fractions for each in chunk.parameters):
+            kept.add(Kind.MASTER)
+        if self.owner is not None and self.owner.has_stepped(chunk):
+            kept.add(Kind.OPTIM)
+        return frozenset(kept)

@@ -134,7 +134,8 @@ def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> N
         binding.before_write(managed)
         view.copy_(view.new_empty(0) if view.numel() == 0 else _round(value, chunk.dtype))
         binding.write_parameter(managed, payload)  # a master that rounds to this weight already stays as it is
-        if Kind.MASTER in chunk.homes and value.dtype is not chunk.dtype:
+        if Kind.MASTER in chunk.homes and value.dtype is not chunk.dtype and managed.owns_master:
+            managed.has_fractions = True
             flat = _flat(value, managed)
             for piece in chunk.optim_pieces(managed):
                 start = piece.payload_start - managed.offset

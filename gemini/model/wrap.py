@@ -96,6 +96,7 @@ def make_chunks(
                     empty.expand(parameter.shape),
                     parameter.requires_grad,
                     first_operator[parameter],
+                    has_fractions=some.requires_grad and kind in HALF_DTYPES and parameter.dtype is not kind,
                 )
             )
             index += 1
@@ -114,15 +115,24 @@ def demand_of(chunks: list[Chunk], operators: list[FoundOperator], stage: int, w
         home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * itemsize}
         if chunk.trainable:
             home_bytes[Kind.GRAD] = gradient_home_numel(chunk, stage) * chunk.gradient_dtype.itemsize
-            if chunk.dtype in HALF_DTYPES:
-                home_bytes[Kind.MASTER] = (2 if chunk.splits_master else 4) * chunk.optim_numel
+        if chunk.dtype in HALF_DTYPES and (chunk.trainable or Kind.MASTER in chunk.kept):
+            home_bytes[Kind.MASTER] = (2 if chunk.splits_master else 4) * chunk.optim_numel
+        if chunk.trainable or Kind.OPTIM in chunk.kept:
             home_bytes[Kind.OPTIM] = OPTIM_STATES * max(4, itemsize) * chunk.optim_numel
         sharded = chunk.home_layout.world_size > 1
         # one rank adds micro-batches up in a whole home; others, and 16-bit sums, take them in beside what is there
         needs_gradient_slot = world_size > 1 or chunk.dtype in HALF_DTYPES or chunk.gradient_dtype is not chunk.dtype
         may_keep = sharded and len(chunk.layout.units) == 1
         demands.append(
-            ChunkDemand(chunk.payload_bytes, home_bytes, chunk.oversize, sharded, needs_gradient_slot, may_keep)
+            ChunkDemand(
+                chunk.payload_bytes,
+                home_bytes,
+                chunk.oversize,
+                needs_slot=sharded,
+                needs_gradient_slot=needs_gradient_slot,
+                may_keep_slot=may_keep,
+                is_frozen=not chunk.trainable,
+            )
         )
     slot_bytes = _largest(chunks), _largest(chunks, oversize=True)
     trainable = [chunk for chunk in chunks if chunk.trainable]

@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(eq=False)
 class ChunkOptimizerState:
-    """One trainable chunk's optimizer state on this rank."""
+    """One chunk's optimizer state on this rank; of a frozen chunk, what its training left."""
 
     chunk: Chunk
     tier: Tier  # where all of `flats` rest
@@ -99,8 +99,8 @@ class ChunkOptimizerState:
             raise
         return taken
 
-    def forget(self, managed: ManagedParameter) -> None:
-        """One parameter's state is as before its first update."""
+    def discard(self, managed: ManagedParameter) -> None:
+        """One parameter's state becomes what it was before its first update."""
         position = self.chunk.parameters.index(managed)
         self.scalars[position], self.made[position] = None, ()
         for flat in self.flats.values():
@@ -160,6 +160,7 @@ class ChunkOptimizerState:
         """After all runs of a step: a parameter cut into several runs is counted once."""
         for position, scalars in updated.items():
             self.scalars[position] = scalars
+            self.chunk.parameters[position].has_fractions = True
 
 
 def _same(a: dict[str, Any] | None, b: dict[str, Any] | None) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.fetcher import Fetcher
 from gemini.optimizer.chunk_state import ChunkOptimizerState
-from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
+from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate, EntryNames
 from gemini.placement.demand import OPTIM_STATES, Tier
 
 
@@ -27,11 +27,24 @@ class ChunkStates:
         self._update = update
         self._param_groups = param_groups
         self._group_of = dict(group_of)
-        self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order
-        self.chunks: list[Chunk] = []  # likewise
+        self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; frozen ones may be among them
+
+    @property
+    def trained(self) -> list[Chunk]:
+        """The chunks that a step updates, in order."""
+        return [state.chunk for state in self.by_chunk.values() if state.chunk.trainable]
+
+    def has(self, chunk: Chunk) -> bool:
+        """There is memory for the chunk's state."""
+        return chunk.index in self.by_chunk
+
+    def has_stepped(self, chunk: Chunk) -> bool:
+        """The chunk's state holds what a step, or a loaded state dict, has made. Equal on all ranks."""
+        state = self.by_chunk.get(chunk.index)
+        return state is not None and any(scalars is not None for scalars in state.scalars)
 
     def add(self, chunk: Chunk, tier: Tier) -> None:
-        """A chunk is trained from now on. Raises BudgetError, and holds nothing for it then."""
+        """A chunk gets fresh state. Raises BudgetError, and holds nothing for it then."""
         groups = self._groups(chunk, self._group_of)
         counts = isinstance(self._update, AdamUpdate)
         state = ChunkOptimizerState(chunk, tier, counts, groups)
@@ -39,31 +52,31 @@ class ChunkStates:
         ordered = sorted({**self.by_chunk, chunk.index: state}.items())
         self.by_chunk.clear()
         self.by_chunk.update(ordered)
-        self.chunks[:] = [each.chunk for each in self.by_chunk.values()]
 
     def drop_all(self) -> None:
-        """No chunk is trained by this optimizer."""
-        for chunk in list(self.chunks):
-            self.drop(chunk)
+        """No chunk has state in this optimizer."""
+        for state in list(self.by_chunk.values()):
+            self.drop(state.chunk)
 
     def drop(self, chunk: Chunk) -> None:
-        """A chunk is frozen from now on."""
+        """A chunk's state is given up, and its memory with it."""
         state = self.by_chunk.pop(chunk.index)
         state.give(list(state.flats), self._fetcher)
-        self.chunks.remove(chunk)
 
     def move(self, chunk: Chunk, tier: Tier) -> None:
         """A chunk's state rests on `tier` from now on, or on the host where that is full."""
         self.by_chunk[chunk.index].move(tier, self._fetcher)
 
-    def has_stepped(self, managed: ManagedParameter) -> bool:
-        """A parameter was updated since its state was fresh."""
+    def discard(self, managed: ManagedParameter) -> None:
+        """One parameter's state becomes what it was before its first step."""
         state = self.by_chunk.get(managed.chunk.index)
-        return state is not None and state.scalars[managed.chunk.parameters.index(managed)] is not None
+        if state is not None:
+            state.discard(managed)
 
-    def forget(self, managed: ManagedParameter) -> None:
-        """One parameter starts afresh."""
-        self.by_chunk[managed.chunk.index].forget(managed)
+    def entry_names(self, managed: ManagedParameter, groups: Sequence[Mapping[str, Any]]) -> EntryNames:
+        """The keys of a parameter's entry in a state dict whose param groups are `groups`."""
+        number = self._group_of[managed.index]
+        return self._update.entry_names({**self._param_groups[number], **groups[number]})
 
     def group(self, managed: ManagedParameter) -> int | None:
         """A parameter's param group."""
@@ -98,7 +111,7 @@ class ChunkStates:
             state.groups[:] = self._groups(state.chunk, group_of)
 
     def host_bytes(self, chunk: Chunk, tier: Tier) -> int:
-        """What a chunk's state takes on the host if it is trained with its state planned on `tier`."""
+        """What a chunk's state takes on the host if it is planned on `tier`."""
         state = self.by_chunk.get(chunk.index)
         if state is None:
             state = ChunkOptimizerState(chunk, tier, False, self._groups(chunk, self._group_of))

@@ -51,11 +51,23 @@ class RunState:
     is_new: bool = True
 
 
+class EntryNames(NamedTuple):
+    """The keys of a parameter's entry in an optimizer state dict."""
+
+    needed: tuple[str, ...]  # without one of these an update would fail, or go on from zeros
+    flat: tuple[str, ...]  # per-element states: tensors of the parameter's shape
+    known: tuple[str, ...] | None  # any other key is another optimizer's; None: the optimizer is not known that well
+
+
 class ElementwiseUpdate(Protocol):
     """Updates runs."""
 
     def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The per-element states of a parameter of this param group."""
+        ...
+
+    def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
+        """What a state dict has of a parameter of this param group that was stepped."""
         ...
 
     def update(
@@ -83,6 +95,10 @@ class AdamUpdate:
 
     def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
+
+    def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
+        flat = self.flat_names(group)
+        return EntryNames(("step", *flat), flat, ("step", *flat))
 
     def update(
         self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], factors: GradientFactors
@@ -136,8 +152,23 @@ class TorchUpdate:
         self._starts_with_state = bool(self._worker.state)  # Adagrad
 
     def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        with torch.random.fork_rng(devices=[]):  # of an optimizer that was taken at its user's word
-            return tuple(self.update(torch.zeros(7), torch.ones(7), RunState(), group, GradientFactors()))
+        return tuple(self._probe(group)[0])
+
+    def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
+        if type(self._worker) not in TESTED:
+            return EntryNames((), (), None)
+        if isinstance(self._worker, torch.optim.SGD):  # it makes a momentum buffer whenever it has none
+            return EntryNames((), ("momentum_buffer",), ("momentum_buffer",))
+        flat, scalars = self._probe(group)
+        names = (*scalars, *flat)
+        return EntryNames(names, tuple(flat), names)
+
+    def _probe(self, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The per-element states and the scalars that a first update makes."""
+        state = RunState()
+        with torch.random.fork_rng(devices=[]):  # an optimizer that is not on the tested list may draw numbers
+            flat = self.update(torch.zeros(7), torch.ones(7), state, group, GradientFactors())
+        return flat, state.scalars
 
     def update(
         self, param: Tensor, grad: Tensor, state: RunState, group: Mapping[str, Any], factors: GradientFactors

@@ -240,7 +240,11 @@ def _set_weights(link: Link, parts: Sequence[Tensor]) -> None:
             executor.fetcher.take_back(chunk)
         view = _view(link)
         weights = view.load()
-        _write(link, weights, [_rounded(part, weights.dtype) for part in parts])
+        if link.managed.owns_master:
+            link.managed.has_fractions = True
+        else:
+            parts = [_rounded(part, chunk.dtype) for part in parts]
+        _write(link, weights, parts)
         view.close(complete=True)
         executor.after_chunk_update(chunk)
         if chunk.home_layout.world_size < chunk.optim_layout.world_size:

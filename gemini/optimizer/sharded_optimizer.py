@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.param_groups import add_group, members_of
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
 from gemini.optimizer.summary import GradientSummary, norm_tensor, summarize
-from gemini.optimizer.untrained import refuse_idle, refuse_ungrouped
+from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
 from gemini.placement.demand import Kind
 from optim import clip_coefficient
 from optim.hyperparameters import refuse_unknown_arguments
@@ -101,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer.state.clear()  # Adagrad has a whole state from the start
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._chunk_states = ChunkStates(model.executor.fetcher, self._update, self.param_groups, group_of)
-        self._states, self._chunks = self._chunk_states.by_chunk, self._chunk_states.chunks
+        self._states = self._chunk_states.by_chunk
         self._take_states()
         model.freezing.owner = self._chunk_states
         self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)
@@ -147,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _loss_scale(self) -> LossScale | None:
-        return self._scale if any(chunk.dtype is torch.float16 for chunk in self._chunks) else None
+        return self._scale if any(chunk.dtype is torch.float16 for chunk in self._chunk_states.trained) else None
 
     @property
     def loss_scale(self) -> float:
@@ -223,9 +223,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _summarize(self, norm_type: float) -> GradientSummary:
         """What all ranks must know. Who cannot update says so before it, while nobody has changed anything."""
-        for chunk in self._chunks:
+        trained = self._chunk_states.trained
+        for chunk in trained:
             self.model.executor.before_chunk_update(chunk)
-        return summarize(self.model.executor, self._chunks, self._num_parameters, norm_type)
+        return summarize(self.model.executor, trained, self._num_parameters, norm_type)
 
     def _step(self) -> None:
         executor = self.model.executor
@@ -249,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
-            updated = [chunk for chunk in self._chunks if any(self._updates.steps(chunk, summary))]
+            updated = [chunk for chunk in self._chunk_states.trained if any(self._updates.steps(chunk, summary))]
             with executor.tearing():
                 self._updates.update(updated, summary, factors)
         executor.gradients.forget()
@@ -280,11 +281,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             try:
                 if self._loss_scale is not None and "loss_scale" in state_dict:
                     self._loss_scale.load_state_dict(state_dict["loss_scale"])
-                load_optimizer_state(self.model.executor, self._states, self.param_groups, state_dict)
+                load_optimizer_state(self.model, self._chunk_states, self.param_groups, state_dict)
             except Exception:
                 if self._loss_scale is not None and kept is not None:
                     self._loss_scale.load_state_dict(kept)
                 raise
+
+    def discard_state(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Give up moments, step counts and fp32 masters of frozen parameters, and their memory. Collective.
+
+        Frozen parameters keep all of this, as in plain PyTorch. After this call they start again from their weights if
+        they are unfrozen. Memory comes back where all parameters of a chunk are frozen and none keeps state.
+
+        parameters: some of the model's; None: all that are frozen. Raises ValueError for one that is not frozen or not
+        this model's, and GeminiError between backward() and step(); nothing has changed then.
+        """
+        executor, freezing = self.model.executor, self.model.freezing
+        executor.check_idle("discard_state()")
+        with executor.publishing(), torch.inference_mode(False), torch.no_grad():
+            freezing.settle()
+            freezing.discard_state(frozen_among(self.model, parameters))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch: parameters that no group has get one, with hyperparameters of its own. Collective, between steps.

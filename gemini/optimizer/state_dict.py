@@ -8,7 +8,6 @@ this one's (without "masters") loads there.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +18,13 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
 from gemini.executor.masters import whole_master, write_master
 from gemini.model.link import link_of
+from gemini.model.sharded_model import ShardedModel
 from gemini.model.weights import gather_optimizer_state
 from gemini.optimizer.chunk_state import ChunkOptimizerState
+from gemini.optimizer.chunk_states import ChunkStates
+from gemini.optimizer.elementwise import EntryNames
 from gemini.placement.demand import Kind
+from optim import HALF_DTYPES
 
 
 def whole_optimizer_state(
@@ -34,76 +37,111 @@ def whole_optimizer_state(
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
     with torch.no_grad():
-        for chunk_state in states.values():
-            chunk = chunk_state.chunk
-            known = [m for m in chunk.parameters if m.index in numbers and m.requires_grad]
-            names = executor.communicator.agree_on_names(sorted(chunk_state.flats))
-            wholes = {n: gather_optimizer_state(executor, chunk, _flat(chunk_state, n)) for n in names}
-            for managed in known:
-                position = chunk.parameters.index(managed)
-                scalars = chunk_state.scalars[position]
-                if scalars is not None:
-                    entry: dict[str, Any] = {name: _scalar(name, value) for name, value in scalars.items()}
-                    entry |= {n: _view(wholes[n], managed).clone() for n in sorted(chunk_state.names(position))}
-                    if entry:  # SGD without momentum keeps nothing
-                        state[numbers[managed.index]] = entry
+        for chunk in executor.chunks:
+            known = [m for m in chunk.parameters if m.index in numbers]
+            chunk_state = states.get(chunk.index)
+            if chunk_state is not None:
+                _add_whole_states(executor, chunk_state, {numbers[m.index]: m for m in known}, state)
             master = whole_master(chunk)
             if master is not None:
                 whole = gather_optimizer_state(executor, chunk, master)
-                masters |= {numbers[managed.index]: _view(whole, managed).clone() for managed in known}
+                masters |= {numbers[m.index]: _view(whole, m).clone() for m in known if m.owns_master}
     packed = [
         {k: v for k, v in group.items() if k != "params"} | {"params": _members(group, numbers)} for group in groups
     ]
     return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
 
 
-def load_optimizer_state(
+def _add_whole_states(
     executor: Executor,
-    states: Mapping[int, ChunkOptimizerState],
+    chunk_state: ChunkOptimizerState,
+    known: Mapping[int, ManagedParameter],
+    state: dict[int, dict[str, Any]],
+) -> None:
+    """What one chunk's parameters, by number, have. Collective."""
+    names = executor.communicator.agree_on_names(sorted(chunk_state.flats))
+    wholes = {n: gather_optimizer_state(executor, chunk_state.chunk, _flat(chunk_state, n)) for n in names}
+    for number, managed in known.items():
+        position = chunk_state.chunk.parameters.index(managed)
+        scalars = chunk_state.scalars[position]
+        if scalars is not None:
+            entry: dict[str, Any] = {name: _scalar(name, value) for name, value in scalars.items()}
+            entry |= {n: _view(wholes[n], managed).clone() for n in sorted(chunk_state.names(position))}
+            if entry:  # SGD without momentum keeps nothing
+                state[number] = entry
+
+
+def load_optimizer_state(
+    model: ShardedModel,
+    states: ChunkStates,
     groups: list[dict[str, Any]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Raises ValueError or KeyError before anything is changed."""
+    """Collective. Frozen parameters take memory for what the state dict has of them, as in plain PyTorch.
+
+    Raises ValueError or KeyError, or BudgetError where there is no room for that, before anything is changed.
+    """
+    executor = model.executor
     executor.check_idle("optimizer.load_state_dict()")
     executor.settle_unfrozen()
     executor.binding.write_back_all()
-    numbers = _numbers(groups)
-    trained = [(state, m) for state in states.values() for m in state.chunk.parameters if m.requires_grad]
-    by_number = {numbers[m.index]: (state, m) for state, m in trained if m.index in numbers}
-    frozen = {numbers[m.index]: m.name for c in executor.chunks for m in c.parameters if m.index in numbers}
-    frozen = {number: name for number, name in frozen.items() if number not in by_number}
-    _check(groups, saved, by_number, frozen)
-    left = [name for number, name in frozen.items() if number in saved["state"]]
-    if left:
-        warnings.warn(f"frozen, so their state was not loaded: {', '.join(left)}", stacklevel=4)
+    by_number = {number: model._managed[index] for index, number in _numbers(groups).items()}
+    _check(groups, saved, by_number, states)
+    masters = saved.get("masters", {})
+    model.freezing.take_state(_wanted(by_number, saved, states))
     for group, loaded in zip(groups, saved["param_groups"], strict=True):
         group.update({name: value for name, value in loaded.items() if name != "params"})
-    for chunk_state in states.values():
+    for chunk_state in states.by_chunk.values():
         if chunk_state.chunk.lent:  # its weights are those of the masters until now
             executor.fetcher.take_back(chunk_state.chunk)
     with torch.no_grad():
-        for number, (chunk_state, managed) in by_number.items():
-            position = chunk_state.chunk.parameters.index(managed)
-            entry = saved["state"].get(number)
-            scalars: dict[str, Any] | None = None if entry is None else {}
-            chunk_state.scalars[position] = scalars
-            chunk_state.made[position] = ()
-            for flat in chunk_state.flats.values():
-                _write(chunk_state.chunk, managed, flat, None)
-            if entry is not None and scalars is not None:
-                for name, value in entry.items():
-                    if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
-                        if name not in chunk_state.flats:
-                            chunk_state.take([name], executor.fetcher)
-                        _write(chunk_state.chunk, managed, chunk_state.flats[name], value)
-                        chunk_state.note_made({position: (name,)})
-                    else:
-                        scalars[name] = _unscalar(name, value, chunk_state)
-        masters = saved.get("masters", {})
-        for chunk_state in states.values():
-            given = [(m, masters[n]) for n, (its, m) in by_number.items() if its is chunk_state and n in masters]
-            if given and Kind.MASTER in chunk_state.chunk.homes:
-                _load_masters(executor, chunk_state.chunk, given)
+        for number, managed in by_number.items():
+            its_state = states.by_chunk.get(managed.chunk.index)
+            if its_state is not None:
+                _load_entry(executor, its_state, managed, saved["state"].get(number))
+        for chunk in executor.chunks:
+            given = [(m, masters[n]) for n, m in by_number.items() if m.chunk is chunk and n in masters]
+            if given and Kind.MASTER in chunk.homes:
+                _load_masters(executor, chunk, given)
+
+
+def _wanted(
+    by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any], states: ChunkStates
+) -> dict[int, frozenset[Kind]]:
+    """Chunk indices -> the states that the dict has of frozen parameters and that their chunks have no memory for."""
+    wanted: dict[int, frozenset[Kind]] = {}
+    for number, managed in by_number.items():
+        chunk = managed.chunk
+        if chunk.trainable:
+            continue
+        kinds = set()
+        if number in saved["state"] and not states.has(chunk):
+            kinds.add(Kind.OPTIM)
+        if number in saved.get("masters", {}) and chunk.dtype in HALF_DTYPES and Kind.MASTER not in chunk.homes:
+            kinds.add(Kind.MASTER)
+        if kinds:
+            wanted[chunk.index] = wanted.get(chunk.index, frozenset()) | kinds
+    return wanted
+
+
+def _load_entry(
+    executor: Executor, chunk_state: ChunkOptimizerState, managed: ManagedParameter, entry: Mapping[str, Any] | None
+) -> None:
+    """One parameter's state becomes `entry`; None: as before its first step."""
+    position = chunk_state.chunk.parameters.index(managed)
+    chunk_state.discard(managed)
+    if entry is None:
+        return
+    scalars: dict[str, Any] = {}
+    chunk_state.scalars[position] = scalars
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
+            if name not in chunk_state.flats:
+                chunk_state.take([name], executor.fetcher)
+            _write(chunk_state.chunk, managed, chunk_state.flats[name], value)
+            chunk_state.note_made({position: (name,)})
+        else:
+            scalars[name] = _unscalar(name, value, chunk_state)
 
 
 def _load_masters(executor: Executor, chunk: Chunk, given: list[tuple[ManagedParameter, Tensor]]) -> None:
@@ -111,6 +149,7 @@ def _load_masters(executor: Executor, chunk: Chunk, given: list[tuple[ManagedPar
     if chunk.splits_master:
         executor.before_chunk_update(chunk)
     for managed, value in given:
+        managed.has_fractions = True
         flat = _laid_out(value, managed, torch.float32)
         for piece in chunk.optim_pieces(managed):
             start = piece.payload_start - managed.offset
@@ -124,8 +163,8 @@ def _load_masters(executor: Executor, chunk: Chunk, given: list[tuple[ManagedPar
 def _check(
     groups: list[dict[str, Any]],
     saved: Mapping[str, Any],
-    known: Mapping[int, tuple[ChunkOptimizerState, ManagedParameter]],
-    frozen: Mapping[int, str],
+    by_number: Mapping[int, ManagedParameter],
+    states: ChunkStates,
 ) -> None:
     for key in ("state", "param_groups"):
         if key not in saved:
@@ -139,28 +178,42 @@ def _check(
         if not isinstance(saved.get(part, {}), Mapping):
             raise ValueError(f"{part!r} of an optimizer state dict must be a dict, found {type(saved[part]).__name__}")
         for number, entry in saved.get(part, {}).items():
-            if number in frozen:
-                continue
-            if number not in known:
+            if number not in by_number:
                 raise ValueError(f"{part} of parameter {number}: this optimizer has no such parameter")
-            chunk_state, managed = known[number]
-            if part == "state" and not isinstance(entry, Mapping):
-                raise ValueError(
-                    f"state of parameter {number} ({managed.name}) is a {type(entry).__name__}, not a dict"
-                )
-            tensors = entry.items() if part == "state" else [("master", entry)]
-            for name, value in tensors:
-                if name == "step" and (isinstance(value, str) or not _is_number(value)):
-                    raise ValueError(f"step of parameter {number} ({managed.name}) is not a number: {value!r}")
-                if (name == "master" or name in chunk_state.flats) and not isinstance(value, Tensor):
-                    raise ValueError(
-                        f"{name} of parameter {number} ({managed.name}) is a {type(value).__name__}, not a tensor"
-                    )
-                if isinstance(value, Tensor) and value.dim() and value.shape != managed.shape:
-                    raise ValueError(
-                        f"{name} of parameter {number} ({managed.name}) has shape {tuple(value.shape)}, expected "
-                        f"{tuple(managed.shape)}"
-                    )
+            who = f"parameter {number} ({by_number[number].name})"
+            if part == "masters":
+                _check_tensor("master", entry, who, by_number[number])
+            elif not isinstance(entry, Mapping):
+                raise ValueError(f"state of {who} is a {type(entry).__name__}, not a dict")
+            else:
+                names = states.entry_names(by_number[number], saved["param_groups"])
+                _check_entry(entry, who, by_number[number], names)
+
+
+def _check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, names: EntryNames) -> None:
+    """Raises ValueError unless the entry is what this optimizer keeps of a parameter that it has stepped."""
+    for name, value in entry.items():
+        if name == "step" and (isinstance(value, str) or not _is_number(value)):
+            raise ValueError(f"step of {who} is not a number: {value!r}")
+        is_flat = name in names.flat or (isinstance(value, Tensor) and value.dim() > 0 and name != "step")
+        if is_flat and value is not None:
+            _check_tensor(name, value, who, managed)
+    missing = [name for name in names.needed if entry.get(name) is None]
+    foreign = [str(name) for name in entry if names.known is not None and name not in names.known]
+    if missing or foreign:
+        keeps = ", ".join(names.known or names.needed)
+        raise ValueError(
+            f"state of {who} has {', '.join(map(str, entry)) or 'nothing'}; of a parameter that was stepped this "
+            f"optimizer keeps {keeps}. Either the state dict is another optimizer's, or a part of it is missing. To "
+            "start a parameter from fresh state, leave it out of 'state'"
+        )
+
+
+def _check_tensor(name: str, value: Any, who: str, managed: ManagedParameter) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} of {who} is a {type(value).__name__}, not a tensor")
+    if value.shape != managed.shape:
+        raise ValueError(f"{name} of {who} has shape {tuple(value.shape)}, expected {tuple(managed.shape)}")
 
 
 def _is_number(value: Any) -> bool:

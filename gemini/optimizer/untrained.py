@@ -1,8 +1,14 @@
-"""Parameters that look as if they were trained, and are not: refused before a step changes anything."""
+"""Parameters that are not trained: those that look as if they were are refused before a step changes anything."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError
+from gemini.model.link import link_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.summary import GradientSummary
@@ -30,3 +36,23 @@ def refuse_idle(model: ShardedModel, summary: GradientSummary) -> None:
             f"no rank has a gradient of {', '.join(names)}: no loss since the last step depends on them. Freeze them, "
             "or wrap with ignore_unused_parameters=True"
         )
+
+
+def frozen_among(model: ShardedModel, parameters: Iterable[Tensor] | None) -> list[ManagedParameter]:
+    """All frozen parameters of the model, or those given. Raises ValueError for one that is not frozen or not its."""
+    if parameters is None:
+        return [managed for managed in model._managed if not managed.requires_grad]
+    if isinstance(parameters, Tensor):
+        raise TypeError("discard_state() takes several parameters, found a tensor: put it into a list")
+    found: dict[int, ManagedParameter] = {}
+    for parameter in parameters:
+        link = link_of(parameter) if isinstance(parameter, Tensor) else None
+        if link is None or link.executor is not model.executor:
+            raise ValueError(
+                f"discard_state() takes parameters of the wrapped model, found {type(parameter).__name__} of shape "
+                f"{tuple(getattr(parameter, 'shape', ()))}"
+            )
+        if link.managed.requires_grad:
+            raise ValueError(f"discard_state() of {link.managed.name!r}, which is trained: freeze it first")
+        found[link.managed.index] = link.managed
+    return list(found.values())

@@ -34,6 +34,7 @@ class ChunkDemand:
     needs_slot: bool  # even with its parameters at home on the device, using it takes a slot (shards)
     needs_gradient_slot: bool  # likewise for its gradient
     may_keep_slot: bool = False  # its parameter home is one piece of its payload, so that both can share memory
+    is_frozen: bool = False  # no step reads what it has of a master and optimizer state: kept for when it is unfrozen
 
 
 @dataclass(frozen=True)

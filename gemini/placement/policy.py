@@ -4,6 +4,7 @@
 `cuda`  all states rest on the device, as many slots as the budget allows.
 `auto`  the smallest slots that work, then parameters, gradients and optimizer state move in, in this order and
         in order of first use, for as long as the budget lasts.
+Masters and optimizer state of frozen chunks, which no step reads, stay on the device only where everything fits there.
 What is left becomes slots that chunks keep, with their parameter home inside, which is cheaper than a home and a slot
 and saves as many fetches: first those used first, which are longest away between forward and backward. Then more slots
 for all. A kept slot makes no home whole: after an update it is gathered anew, when it is used.
@@ -134,6 +135,15 @@ def _all_on(demand: Demand, tier: Tier) -> tuple[dict[Kind, Tier], ...]:
     return tuple(dict.fromkeys(chunk.home_bytes, tier) for chunk in demand.chunks)
 
 
+def _frozen_state_on_host(demand: Demand, homes: tuple[dict[Kind, Tier], ...]) -> tuple[dict[Kind, Tier], ...]:
+    """`homes`, but for masters and optimizer state of frozen chunks: they rest on the host."""
+    on_host = dict.fromkeys((Kind.MASTER, Kind.OPTIM), Tier.HOST)
+    return tuple(
+        {kind: on_host.get(kind, tier) if chunk.is_frozen else tier for kind, tier in home.items()}
+        for chunk, home in zip(demand.chunks, homes, strict=True)
+    )
+
+
 class CpuPolicy:
     """Everything rests on the host."""
 
@@ -146,12 +156,14 @@ class CpuPolicy:
 
 
 class CudaPolicy:
-    """Everything rests on the device."""
+    """Everything rests on the device; where that is full, the state of frozen chunks rests on the host."""
 
     name = "cuda"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
         placement = slots_for(demand, _all_on(demand, Tier.DEVICE))
+        if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
+            placement = slots_for(demand, _frozen_state_on_host(demand, placement.homes))
         check_fits(demand, placement, budget_bytes, self.name)
         return spend_rest(demand, placement, budget_bytes)
 
@@ -174,7 +186,12 @@ class AutoPolicy:
 
     def _move_in(self, demand: Demand, placement: Placement, kind: Kind, budget_bytes: int) -> Placement:
         """The longest prefix of chunks whose `kind` fits."""
-        owners = [i for i, chunk in enumerate(demand.chunks) if kind in chunk.home_bytes]
+        is_state = kind in (Kind.MASTER, Kind.OPTIM)
+        owners = [
+            index
+            for index, chunk in enumerate(demand.chunks)
+            if kind in chunk.home_bytes and not (is_state and chunk.is_frozen)
+        ]
 
         def moved_in(chunks: Sequence[int]) -> Placement:
             moved = set(chunks)
