@@ -62,6 +62,11 @@ class Hooks:
         """Remove these hooks too when the time comes."""
         self._handles += handles
 
+    @property
+    def handles(self) -> tuple[RemovableHandle, ...]:
+        """Of all hooks that the model's modules and parameters have because of us."""
+        return tuple(self._handles)
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from gemini.model.saved_tensors import SavedTensors
 
 
+class Chunked(Protocol):
+    """A chunk, as far as the functions of its parameters know it."""
+
+    @property
+    def index(self) -> int: ...
+
+
 class Place(Protocol):
     """A parameter that fetches itself, as its functions see it."""
 
@@ -41,6 +48,8 @@ class Place(Protocol):
     def placeholder(self) -> Tensor: ...
     @property
     def parameter(self) -> nn.Parameter: ...
+    @property
+    def chunk(self) -> Chunked: ...
 
 
 P = TypeVar("P", bound=Place)
@@ -240,8 +249,8 @@ class Link(ParameterLink[ManagedParameter]):
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
         raise ReleasedParameterError(
-            f"copy.deepcopy of parameter {self.managed.name!r} is not possible: build the module anew and load "
-            "model.state_dict() into it"
+            f"copy.deepcopy of parameter {self.managed.name!r} is not possible: copy.deepcopy(model) of the whole "
+            "ShardedModel is a plain module, and model.state_dict() holds whole copies"
         )
 
     @property

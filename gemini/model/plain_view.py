@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
+from gemini.model.conversion import changes_nothing
+from gemini.model.hooks import Hooks
+from gemini.model.plain_copy import plain_copy
 from gemini.model.weights import load_part, load_whole_state_dict, whole_state_dict
+
+_CONVERSION = (
+    ".to(), .cuda(), .half() and the like cannot change a ShardedModel: give device= and dtype= to ShardedModel(...). "
+    "copy.deepcopy(model) is a plain module in host memory, which can be converted"
+)
 
 
 class PlainView(nn.Module):
@@ -18,6 +28,17 @@ class PlainView(nn.Module):
 
     module: nn.Module
     executor: Executor
+    _hooks: Hooks
+
+    def _show(self, module: nn.Module) -> None:
+        """Answer for `module` from now on."""
+        self.module = module
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set  # of those in named_buffers()
+        if type(self).forward is PlainView.forward:
+            self.forward = _with_signature_of(module)  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -31,7 +52,7 @@ class PlainView(nn.Module):
 
     def state_dict(  # type: ignore[override]
         self,
-        *,
+        *args: Any,
         rank0_only: bool = False,
         destination: OrderedDict[str, Any] | None = None,
         prefix: str = "",
@@ -39,21 +60,40 @@ class PlainView(nn.Module):
     ) -> OrderedDict[str, Any]:
         """Whole CPU copies under the plain module's names; empty on other ranks with `rank0_only`. Collective.
 
+        args: destination, prefix and keep_vars, as torch still takes them.
         destination: what a plain module around this one collects its own state dict in.
+        keep_vars: the parameters and buffers themselves, which is not collective.
         """
+        if args:
+            warnings.warn("state_dict() takes its arguments by keyword; torch will refuse others", FutureWarning, 2)
+            given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+            destination, prefix = given.get("destination", destination), given.get("prefix", prefix)
+            keep_vars = given.get("keep_vars", keep_vars)
         if keep_vars:
-            raise UnsupportedError("state_dict(keep_vars=True) of a ShardedModel: its whole tensors are copies")
+            own: Any = OrderedDict() if destination is None else destination
+            return nn.Module.state_dict(self.module, destination=own, prefix=prefix, keep_vars=True)
         with self.executor.publishing():
             state = whole_state_dict(self.module, self.executor, rank0_only, prefix)
         if destination is None:
             return state
         destination.update(state)
+        if "_metadata" in vars(destination):
+            vars(destination)["_metadata"].update(vars(state).get("_metadata", {}))
         return destination
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
-        """Set weights, masters and buffers from whole tensors; checks all keys and shapes first. Collective."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Set weights, masters and buffers from whole tensors; checks all keys and shapes first. Collective.
+
+        assign: True means the same: the model keeps its memory and its dtypes, and takes the values.
+        """
         with self.executor.publishing():
             return load_whole_state_dict(self.module, self.executor, state_dict, strict)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For `torch.distributed.checkpoint.state_dict`: names have no "module." in them, which it goes through."""
+        return dict.fromkeys((name for name, _ in self.module.named_children()), "module")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """torch calls it for the parts of a plain module that loads its state dict."""
@@ -69,16 +109,29 @@ class PlainView(nn.Module):
                 raise
             return getattr(module, name)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UnsupportedError(
-            "copy.deepcopy(ShardedModel) is not possible: its memory is shared with an executor. Build the module anew "
-            "and load model.state_dict() into it"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """The plain module, whole, in host memory, without our hooks: casts between dtypes are left out. Collective."""
+        with self.executor.publishing():
+            return plain_copy(self.module, self.executor, self._hooks.handles, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError("a ShardedModel cannot be pickled: save model.state_dict() instead")
 
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise UnsupportedError(
-            ".to(), .cuda(), .half() and the like are not possible on a ShardedModel: give device= and dtype= to it"
-        )
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`.to()`, `.float()`, `.cuda()` and the like: nothing, where they change nothing. Else UnsupportedError."""
+        if not changes_nothing(fn, (*self.module.parameters(), *self.module.buffers())):
+            raise UnsupportedError(_CONVERSION)
+        return self
+
+    def share_memory(self) -> NoReturn:
+        raise UnsupportedError("share_memory() of a ShardedModel is not possible: copy.deepcopy(model) is a plain one")
+
+
+def _with_signature_of(module: nn.Module) -> Callable[..., Any]:
+    """Calls `module`; `inspect.signature` of it is that of `module.forward`, by which trainers choose inputs."""
+
+    @functools.wraps(module.forward, updated=())  # its attributes are its own, such as marks of torch.compile
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    return forward

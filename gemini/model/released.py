@@ -9,6 +9,7 @@ ranks must run the same function.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -103,6 +104,8 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     special = _SPECIAL.get(func)
     if special is not None:
         return special(*args, **kwargs)
+    if _name(func).startswith("_foreach_"):
+        return _use_each(func, args, kwargs)
     return _use(func, args, kwargs)
 
 
@@ -134,6 +137,32 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if was_written or (is_seen and tensor.__dict__.get("_may_be_written")):
                 link.mark_edited()
         return result
+
+
+def _use_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of lists once for every run of elements that lie in one chunk.
+
+    Called once, it would need all chunks at the same time, which the slots of a small budget cannot hold.
+    """
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    lengths = [len(value) for value in lists]
+    if min(lengths) != max(lengths):
+        raise RuntimeError(f"{_name(func)} takes lists of the same length, found {lengths}")
+
+    def chunks_of(position: int) -> list[tuple[object, int]]:
+        found = [link for each in lists if (link := _link_or_none(each[position])) is not None]
+        return [(link.owner, link.managed.chunk.index) for link in found]
+
+    results: list[Any] = []
+    for _, run in itertools.groupby(range(lengths[0]), chunks_of):
+        positions = list(run)
+        part = slice(positions[0], positions[-1] + 1)
+
+        def cut(value: Any, part: slice = part) -> Any:
+            return value[part] if isinstance(value, (list, tuple)) else value
+
+        results.append(_use(func, tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}))
+    return None if results[0] is None else [tensor for result in results for tensor in result]
 
 
 def _materialise(lazy: LazyDetach) -> Tensor:
@@ -173,6 +202,10 @@ def _link(tensor: Tensor) -> ParameterLink[Any]:
     return link
 
 
+def _link_or_none(value: Any) -> ParameterLink[Any] | None:
+    return any_link_of(value) if isinstance(value, (ReleasedParameter, LazyDetach)) else None
+
+
 def _refuse(what: str, remedy: str) -> Callable[..., Any]:
     def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ReleasedParameterError(f"{what} of parameter {_link(tensor).managed.name!r} is not possible: {remedy}")
@@ -193,6 +226,8 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         raise ReleasedParameterError(f"parameter {managed.name!r}: its .data cannot be of type {type(value).__name__}")
     if value.shape != managed.shape or value.dtype != managed.dtype:
         link.replace_data(value)
+        return
+    if detached_from(value) is detached_from(tensor):
         return
     with torch.no_grad():
         _use(_T.copy_, (tensor, value), {})
@@ -244,7 +279,31 @@ def _is_contiguous(tensor: Tensor, **kwargs: Any) -> bool:
     return torch.empty_strided(managed.shape, managed.stride, device="meta").is_contiguous(**kwargs)
 
 
-_ADDRESS = "its memory moves. Read it (clone(), item(), numpy()) instead, or use model.state_dict()"
+def _convert(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A conversion that changes nothing returns the tensor itself, and reads nothing. Others read it."""
+
+    def convert(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(_probe, args)), {name: _probe(value) for name, value in kwargs.items()}
+        if _link_or_none(tensor) is None:  # it is to be like one of ours
+            return func(tensor, *args, **kwargs)
+        probe = _probe(tensor)
+        is_of_layout = kwargs.get("memory_format") not in (None, torch.preserve_format)
+        if not is_of_layout and func(probe, *args, **kwargs) is probe:
+            return tensor
+        return _use(func, (tensor, *args), kwargs)
+
+    return convert
+
+
+def _probe(value: Any) -> Any:
+    """An element of the dtype and on the device of what fetches itself; anything else itself."""
+    return value if _link_or_none(value) is None else torch.empty((), dtype=value.dtype, device=value.device)
+
+
+_ADDRESS = (
+    "its memory moves. Read it (clone(), item(), numpy()) instead, or use model.state_dict(). copy.deepcopy(model) of "
+    "the ShardedModel is a plain module"
+)
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
@@ -268,4 +327,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
+for _name_of_conversion in ("to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"):
+    _SPECIAL[getattr(_T, _name_of_conversion)] = _convert(getattr(_T, _name_of_conversion))
 _SPECIAL[_T.__format__] = lambda tensor, spec="": _repr(tensor)

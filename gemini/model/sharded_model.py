@@ -44,6 +44,7 @@ from gemini.model.reduced_gradient import ReducedGradient
 from gemini.model.released import ReleasedParameter
 from gemini.model.report import memory_table
 from gemini.model.saved_tensors import SavedTensors
+from gemini.model.state_hooks import StateHooks
 from gemini.model.weights import gather_gradient
 from gemini.placement.policy import PlacementPolicy, resolve_policy
 from sharding import ShardStrategy, resolve_strategy
@@ -153,7 +154,7 @@ class ShardedModel(PlainView):
             communicator.plan_hash = first.hash
         device_tier.capacity_bytes = budget
 
-        self.module = module
+        self._show(module)
         self.stage = stage
         self.ignore_unused_parameters = ignore_unused_parameters
         self._traffic = Traffic()
@@ -211,11 +212,9 @@ class ShardedModel(PlainView):
         for each, dtype in weights.casting.items():
             self._hooks.take_over(Casting(dtype, weights.default).install(each))
         self._hooks.install(self.module, hooked, self._managed)
+        self._hooks.take_over(StateHooks(self.executor).install(self.module))
 
     # -- use
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -6,11 +6,12 @@ A state dict is the plain module's: its keys, shapes and values, as copies in ho
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from torch.nn.modules.module import _IncompatibleKeys
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
@@ -27,17 +28,13 @@ def whole_state_dict(module: nn.Module, executor: Executor, rank0_only: bool, pr
     entries: Mapping[str, Any] = nn.Module.state_dict(module, prefix=prefix, keep_vars=True)
     links = {name: link_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
     keep = not rank0_only or executor.communicator.rank == 0
-    wholes: dict[int, Tensor] = {}  # by parameter index; tied names share one copy, as in the plain module
     wanted = {link.managed.chunk.index for link in links.values() if link is not None}
-    with torch.no_grad():
-        for chunk in executor.chunks:
-            if chunk.index in wanted:
-                payload = executor.fetcher.fetch(chunk)
-                if keep:
-                    wholes |= _copies(chunk, payload)
+    # by parameter index: tied names share one copy, as in the plain module
+    wholes = whole_parameters(executor, [chunk for chunk in executor.chunks if chunk.index in wanted], keep)
     if not keep:
         return OrderedDict()
     result: OrderedDict[str, Any] = OrderedDict()
+    _take_metadata(result, entries)
     for name, value in entries.items():
         link = links.get(name)
         if link is not None:
@@ -47,6 +44,29 @@ def whole_state_dict(module: nn.Module, executor: Executor, rank0_only: bool, pr
         else:
             result[name] = value
     return result
+
+
+def _take_metadata(to: OrderedDict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Versions of modules, by which those know what a state dict means that they load."""
+    vars(to)["_metadata"] = vars(entries)["_metadata"]
+
+
+@torch.no_grad()
+def whole_parameters(executor: Executor, chunks: Iterable[Chunk], keep: bool = True) -> dict[int, Tensor]:
+    """CPU copies of the chunks' parameters by index; none on a rank that does not `keep` them. Collective."""
+    wholes: dict[int, Tensor] = {}
+    for chunk in chunks:
+        payload = executor.fetcher.fetch(chunk)
+        if keep:
+            wholes |= _copies(chunk, payload)
+    return wholes
+
+
+@torch.no_grad()
+def whole_parameter(executor: Executor, managed: ManagedParameter) -> Tensor:
+    """A CPU copy of one parameter. Collective."""
+    payload = executor.fetcher.fetch(managed.chunk)
+    return torch.as_strided(payload, managed.shape, managed.stride, managed.offset).to("cpu", copy=True)
 
 
 def _copies(chunk: Chunk, payload: Tensor) -> dict[int, Tensor]:
@@ -98,6 +118,10 @@ def load_whole_state_dict(
             given = {m.index: values[m.index] for m in chunk.parameters if m.index in values}
             if given:
                 _load_chunk(executor, chunk, given)
+    for path, part in module.named_modules():
+        extra = f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE
+        if extra in entries and extra in state:
+            part.set_extra_state(state[extra])
     return _IncompatibleKeys(missing, unexpected)
 
 
@@ -119,9 +143,32 @@ def load_part(
     else:
         missing += [prefix + key for key in result.missing_keys]
         unexpected += [prefix + key for key in result.unexpected_keys]
-    # torch goes on to the wrapped module, whose names have one part more: it shall find what it has
+    # torch goes on to the wrapped module, whose names have one part more: there it finds what the module has already
     for name, value in nn.Module.state_dict(module, keep_vars=True).items():
         state[f"{prefix}module.{name}"] = value
+
+
+def load_own(module: nn.Module, executor: Executor, state: dict[str, Any], prefix: str) -> None:
+    """Set the parameters that `module` itself owns, and their masters, from `state`; torch does the rest. Collective.
+
+    What has the wrong shape or type is left to torch, which goes on and raises when it has seen all modules.
+    """
+    executor.check_idle("load_state_dict()")
+    if executor.flags_touched:
+        executor.settle_unfrozen()
+    by_chunk: dict[int, dict[int, Tensor]] = {}
+    for name, parameter in module._parameters.items():
+        link = None if parameter is None else link_of(parameter)
+        value = state.get(prefix + name)
+        if link is None or not isinstance(value, Tensor) or value.shape != link.managed.shape:
+            continue
+        if link_of(value) is not link:
+            by_chunk.setdefault(link.managed.chunk.index, {})[link.managed.index] = value
+            state[prefix + name] = parameter  # torch copies it to itself
+    executor.binding.write_back_all(executor.chunks[index] for index in by_chunk)
+    with torch.no_grad():
+        for index, given in by_chunk.items():
+            _load_chunk(executor, executor.chunks[index], given)
 
 
 def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> None:

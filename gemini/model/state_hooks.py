@@ -1,0 +1,88 @@
+"""State dicts that are taken of, or loaded into, the wrapped module itself or any part of it.
+
+Hugging Face's `save_pretrained()`, peft and torch.distributed.checkpoint call `state_dict()` of modules, not of the
+`ShardedModel`. torch asks every module for its own part, so a hook on each module that owns parameters or buffers puts
+whole copies in host memory into that part. With several ranks both are collective: all ranks do them alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gemini.executor.executor import Executor
+from gemini.model.link import link_of
+from gemini.model.released import LazyDetach
+from gemini.model.weights import load_own, whole_parameter
+
+
+class StateHooks:
+    """The hooks of one model."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._keeps_vars = False  # as the innermost state_dict() that began last was asked; its parts are asked alike
+        self._tied: set[nn.Parameter] = set()  # that have several names; membership only
+        self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # of them, by index
+
+    def install(self, root: nn.Module) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        seen: set[nn.Parameter] = set()  # membership only
+        for module in root.modules():
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            self._tied.update(parameter for parameter in own if parameter in seen)
+            seen.update(own)
+            if own or module._buffers:
+                handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
+                after = module._register_state_dict_hook(self._after_state_dict)
+                hooks: Any = module._state_dict_hooks  # ordered
+                hooks.move_to_end(after.id, last=False)  # the user's hooks see whole tensors
+                handles.append(after)
+                handles.append(module.register_load_state_dict_pre_hook(self._before_load))
+        return handles
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._keeps_vars = keep_vars
+        if not keep_vars:
+            with self._executor.publishing():
+                self._executor.check_idle("state_dict()")
+
+    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self._keeps_vars:
+            return
+        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+            names = [prefix + name for name in (*module._parameters, *module._buffers)]
+        else:
+            names = [name for name in state if name.startswith(prefix)]
+        with self._executor.publishing():
+            for name in names:
+                value = state.get(name)
+                if isinstance(value, LazyDetach):
+                    state[name] = self._whole(value, state)
+                elif isinstance(value, Tensor):
+                    state[name] = value.detach().to("cpu", copy=True)
+
+    def _whole(self, value: LazyDetach, state: dict[str, Any]) -> Tensor:
+        """A copy; tied names share one, as in the plain module."""
+        link = link_of(value)
+        assert link is not None
+        managed = link.managed
+        is_tied = managed.parameter in self._tied
+        known = self._copies.get(managed.index) if is_tied else None
+        if known is not None and any(known is each for each in state.values()):  # not of an earlier state dict
+            return known
+        whole = whole_parameter(self._executor, managed)
+        if is_tied:
+            self._copies[managed.index] = whole
+        return whole
+
+    def _before_load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """The module's own parameters get what `state` has for them, with their masters, before torch copies it."""
+        metadata["assign_to_params_buffers"] = False  # the model goes on training the parameters that it has
+        with self._executor.publishing():
+            load_own(module, self._executor, state, prefix)

@@ -1,0 +1,159 @@
+"""State dicts are whole wherever they are taken: of the model, of the module that it wraps, by libraries."""
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gemini import GeminiError, ShardedModel, ShardedOptimizer
+from tests import lora, state_dicts
+from tests.mlp import Mlp, adam, assert_same, build, inputs, train_step, weights_of, wrap
+from tests.plain_copies import Parts
+
+
+@pytest.mark.parametrize("case", state_dicts.CASES, ids=lambda case: case.__name__)
+def test_one_rank_has_whole_state_dicts(case: Callable[[int, int, dict[str, Any]], None]) -> None:
+    case(0, 1, {})
+
+
+def test_parts_of_one_chunk_are_copied_alone() -> None:
+    model = wrap(make=Parts, chunk_size=8192)
+    part = model.module.layers[3].state_dict()
+    assert_same(dict(part), dict(build(Parts).layers[3].state_dict()))
+    assert {value.untyped_storage().nbytes() for value in part.values()} == {16 * 16 * 4, 16 * 4}
+
+
+def test_a_saved_state_dict_of_the_module_holds_tensors_that_load_anywhere() -> None:
+    model, file = wrap(make=Parts), io.BytesIO()
+    torch.save(model.module.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    build(Parts).load_state_dict(loaded, strict=True)
+
+
+def test_the_users_state_dict_hooks_see_whole_tensors() -> None:
+    seen: list[type] = []
+
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        seen.append(type(state[f"{prefix}weight"]))
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+    module = build()
+    module.layers[0].register_state_dict_post_hook(hook)
+    model = ShardedModel(module, device="emulated")
+    assert torch.equal(model.module.state_dict()["layers.0.kernel"], build().layers[0].weight)
+    assert seen == [Tensor]
+
+
+def test_a_module_that_writes_its_own_state_has_whole_tensors_in_it() -> None:
+    class Renames(nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            destination[f"{prefix}kernel"] = self.weight if keep_vars else self.weight.detach()
+
+    module = nn.Sequential(Renames(4, 4, bias=False))
+    wanted = module[0].weight.detach().clone()
+    model = ShardedModel(module, device="emulated")
+    state = model.module.state_dict()
+    assert state_dicts.are_whole(state)
+    assert torch.equal(state["0.kernel"], wanted)
+
+
+def test_extra_state_is_loaded() -> None:
+    class Counts(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    model, other = wrap(make=Counts), wrap(make=Counts)
+    model.module.count = 3
+    other.load_state_dict(model.state_dict())
+    assert other.module.count == 3
+    model.module.count = 4
+    other.module.load_state_dict(model.module.state_dict())
+    assert other.module.count == 4
+
+
+def test_state_dict_takes_its_arguments_by_position_and_by_name() -> None:
+    model, reference = wrap(make=Parts), build(Parts)
+    by_position: OrderedDict[str, Any] = OrderedDict()
+    with pytest.warns(FutureWarning, match="by keyword"):
+        assert model.state_dict(by_position, "a.") is by_position
+    assert_same(dict(by_position), dict(reference.state_dict(prefix="a.")))
+    variables = model.state_dict(keep_vars=True)
+    assert list(variables) == list(reference.state_dict())
+    assert variables["layers.0.weight"] is model.layers[0].weight
+    with pytest.warns(FutureWarning):
+        assert model.state_dict(OrderedDict(), "", True)["norm.weight"] is model.norm.weight
+    assert model.module.state_dict(keep_vars=True)["tied.weight"] is model.tied.weight
+
+
+def test_what_does_not_fit_the_module_is_torchs_own_error() -> None:
+    model = wrap()
+    state = dict(build().state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*layers\.0\.weight"):
+        model.module.load_state_dict({name: value for name, value in state.items() if name != "layers.0.weight"})
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.5\.bias"):
+        model.module.load_state_dict({**state, "layers.5.bias": torch.zeros(3)})
+    assert_same(weights_of(model), state)
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_state_dict_of_the_module_is_refused_inside_a_forward(load: bool) -> None:
+    class Saves(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            if load:
+                self.layers[1].load_state_dict(build().layers[1].state_dict())
+            else:
+                self.state_dict()
+            return super().forward(x)
+
+    model = wrap(make=Saves)
+    with pytest.raises(GeminiError, match=r"state_dict\(\) inside a forward"):
+        model(inputs(0))
+
+
+def test_the_module_is_plain_again_after_close() -> None:
+    model = wrap()
+    model.close()
+    for module in model.module.modules():
+        assert not module._state_dict_hooks
+        assert not module._state_dict_pre_hooks
+        assert not module._load_state_dict_pre_hooks
+
+
+def test_adapters_are_merged_on_a_copy() -> None:
+    """On the sharded model itself peft compares addresses at the end, which is refused and names the copy."""
+    model, reference = ShardedModel(lora.make(), device="emulated"), lora.make()
+    optimizer = ShardedOptimizer(model, adam(p for p in model.parameters() if p.requires_grad))
+    for step in range(2):
+        lora.loss_of(model, step, 0).backward()
+        optimizer.step()
+    reference.load_state_dict(model.state_dict())
+    merged: Any = copy.deepcopy(model)
+    merged = merged.merge_and_unload()
+    assert_same(dict(merged.state_dict()), dict(reference.merge_and_unload().state_dict()))  # type: ignore[operator]
+    with pytest.raises(GeminiError, match=r"copy\.deepcopy\(model\)"):
+        model.merge_and_unload()
+
+
+def test_the_step_after_loading_into_the_module_is_that_of_plain_pytorch() -> None:
+    model, reference = wrap(), build()
+    optimizer, plain_optimizer = ShardedOptimizer(model, adam(model.parameters())), adam(reference.parameters())
+    other = {name: value.flip(0) for name, value in build().state_dict().items()}
+    for step in range(3):
+        for each in (model.module, reference):
+            each.load_state_dict(other) if step == 1 else None
+        train_step(model, optimizer, step)
+        train_step(reference, plain_optimizer, step)
+    assert_same(weights_of(model), weights_of(reference))
