@@ -25,11 +25,13 @@ from gemini.optimizer.elementwise import GradientFactors, resolve_update
 from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.param_groups import add_group, members_of
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
-from gemini.optimizer.summary import GradientSummary, norm_tensor, summarize
+from gemini.optimizer.summary import GradientSummary, compare_settings, norm_tensor, summarize
 from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
 from gemini.placement.demand import Kind
 from optim import clip_coefficient
 from optim.hyperparameters import refuse_unknown_arguments
+
+_PARAMETERS = ("params", "param_names")
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trained = self._chunk_states.trained
         for chunk in trained:
             self.model.executor.before_chunk_update(chunk)
-        return summarize(self.model.executor, trained, self._num_parameters, norm_type)
+        return summarize(self.model.executor, trained, self._num_parameters, norm_type, self._settings())
 
     def _step(self) -> None:
         executor = self.model.executor
@@ -234,6 +236,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         refuse_ungrouped(self.model, self._chunk_states)
         executor.before_update()
         max_norm, norm_type = self._requested_clip or (self._clip_grad_norm, 2.0)
+        if self._summary is not None:  # a learning rate may have been set since
+            compare_settings(executor, self._settings())
         summary = self._summary or self._summarize(norm_type)
         refuse_idle(self.model, summary)
         self._summary = self._requested_clip = None
@@ -259,6 +263,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._loss_scale.update(skipped is not None)
             if skipped is not None:
                 self._loss_scale.refuse_endless_skips(skipped)
+
+    def _settings(self) -> str:
+        """All that a step depends on besides the model's state."""
+        groups = [{k: v for k, v in group.items() if k not in _PARAMETERS} for group in self.param_groups]
+        return f"clip_grad_norm={self._requested_clip or self._clip_grad_norm} loss_scale={self.loss_scale} {groups}"
 
     def _true_norm(self, summary: GradientSummary) -> float:
         """Of the gradients without the loss scale."""

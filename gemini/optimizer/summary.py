@@ -7,6 +7,7 @@ low half counts the ranks that have a gradient for it and whose high half those 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
+from gemini.executor.communicator import Communicator
 from gemini.executor.executor import Executor
 from gemini.executor.gradient_store import ChunkGradient
 from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
@@ -31,8 +33,14 @@ class GradientSummary:
     non_finite: int | None  # index of the first parameter with a non-finite gradient
 
 
-def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: int, norm_type: float) -> GradientSummary:
-    """Look at all gradients once, reduced if backwards under no_sync() have left that for later. Collective."""
+def summarize(
+    executor: Executor, trainable: Sequence[Chunk], num_parameters: int, norm_type: float, settings: str
+) -> GradientSummary:
+    """Look at all gradients once, reduced if backwards under no_sync() have left that for later. Collective.
+
+    settings: the optimizer's, in words. Raises DivergenceError on all ranks where they differ: a learning rate that
+    differs by rank would give every rank's shard another update, and no error.
+    """
     executor.gradients.reduce_unsynced()
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
@@ -55,10 +63,13 @@ def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: in
             words[index] += _NON_FINITE
     device, communicator = executor.gradients.device, executor.communicator
     limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
-    both = torch.cat([limbs, torch.tensor(words, dtype=torch.int64)]).to(device)
+    bits = _bits_of(settings)
+    both = torch.cat([limbs, torch.tensor(words + bits, dtype=torch.int64)]).to(device)
     communicator.all_reduce_sum_(both, "gradient summary")
     both = both.cpu()
     limbs, counts = both[: limbs.numel()], both[limbs.numel() :].tolist()
+    counts, bits = counts[: len(words)], counts[len(words) :]
+    _refuse_other_settings(communicator, settings, bits)
     if norm_type == 2.0:
         norm = norm_from_limbs(limbs)
     else:
@@ -68,7 +79,28 @@ def summarize(executor: Executor, trainable: Sequence[Chunk], num_parameters: in
         communicator.all_reduce_max_(most, "largest gradient")  # of numbers: backends have no rule for NaN
         norm = math.nan if limbs[NAN_LIMB] else float(most)
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
-    return GradientSummary(norm, tuple(word & (_NON_FINITE - 1) > 0 for word in counts), bad[0] if bad else None)
+    has_gradient = tuple(word & (_NON_FINITE - 1) > 0 for word in counts)
+    return GradientSummary(norm, has_gradient, bad[0] if bad else None)
+
+
+def compare_settings(executor: Executor, settings: str) -> None:
+    """As `summarize`, for a step whose gradients were looked at before its settings were final. Collective."""
+    bits = torch.tensor(_bits_of(settings), dtype=torch.int64, device=executor.gradients.device)
+    executor.communicator.all_reduce_sum_(bits, "the optimizer's settings")
+    _refuse_other_settings(executor.communicator, settings, bits.tolist())
+
+
+def _refuse_other_settings(communicator: Communicator, settings: str, bits: list[int]) -> None:
+    """bits: sums over ranks, so that all ranks decide alike."""
+    if any(count not in (0, communicator.world_size) for count in bits):
+        remedy = "All ranks must set the optimizer alike before a step"
+        communicator.agree(settings.encode(), "the optimizer's settings", remedy=remedy)
+
+
+def _bits_of(settings: str) -> list[int]:
+    """32 bits that stand for the settings. Their sums over ranks are 0 or the number of ranks where all are alike."""
+    fingerprint = zlib.crc32(settings.encode())
+    return [fingerprint >> place & 1 for place in range(32)]
 
 
 class _Sums:

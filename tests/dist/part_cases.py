@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gemini import DivergenceError, RemoteRankError
+from gemini import DivergenceError, RemoteRankError, state_hash
 from tests import parts
 from tests.mlp import CHUNK_NUMEL
 
@@ -56,3 +56,27 @@ def several(
             case(rank, world_size, wrap)
         except AssertionError as error:
             raise AssertionError(f"{wrap}: {error}") from error
+
+
+def settings_differ(rank: int, world_size: int, stage: int) -> list[str]:
+    """Rank 1 sets its optimizer otherwise: what every rank is told, at the step and nothing has changed by then."""
+    pair = parts.Pair(rank, world_size, {"stage": stage})
+    pair.steps(0)
+    group = pair.optimizer.param_groups[0]
+    told = []
+    for name, value, clips in (("lr", 0.5, False), ("weight_decay", 0.5, False), ("lr", 0.25, True)):
+        before, alike = state_hash(pair.model, pair.optimizer), group[name]
+        pair.loss(pair.model, 1, rank).backward()
+        if clips:
+            pair.optimizer.clip_grad_norm_(1.0)
+        if rank == 1:
+            group[name] = value
+        try:
+            pair.optimizer.step()
+        except DivergenceError as error:
+            told.append(str(error))
+        group[name] = alike
+        assert state_hash(pair.model, pair.optimizer) == before
+    pair.steps(2)
+    pair.model.close()
+    return told

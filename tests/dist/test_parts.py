@@ -57,3 +57,12 @@ def test_ranks_that_do_not_do_alike_are_told(ranks: RankPool, what: str, stage: 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_largest_gradient_is_that_of_all_ranks(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(parts.largest_gradients)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_settings_that_differ_by_rank_are_refused_before_the_step(ranks: RankPool, stage: int) -> None:
+    for told in ranks(2).run(part_cases.settings_differ, stage):
+        assert len(told) == 3, told
+        assert all("the optimizer's settings differs between rank 0 and rank 1" in one for one in told)
+        assert "'lr': 0.01" in told[0] and "'lr': 0.5" in told[0], told[0]
+        assert "'weight_decay': 0.5" in told[1] and "'lr': 0.25" in told[2]

@@ -364,6 +364,13 @@ MUTANTS = [
         "tests/test_parts.py",
     ),
     Mutant(
+        "learning rates that differ by rank go unnoticed",
+        "gemini/optimizer/summary.py",
+        "    if any(count not in (0, communicator.world_size) for count in bits):",
+        "    if False:",
+        "tests/dist/test_parts.py::test_settings_that_differ_by_rank_are_refused_before_the_step",
+    ),
+    Mutant(
         "weights stay behind when their home moves",
         "gemini/executor/rehoming.py",
         "        copy(chunk.homes[Kind.PARAM].flat, content, fetcher.tier(target), fetcher.tier(before.tier), "
