@@ -27,7 +27,7 @@ from gemini.launch import launch_from_torch  # noqa: E402
 from gemini.model.estimate import MemoryEstimate, estimate_memory  # noqa: E402
 from gemini.model.external import register_external_parameter, unregister_external_parameter  # noqa: E402
 from gemini.model.gathered import GatheredParameters  # noqa: E402
-from gemini.model.operators import set_leaf_module  # noqa: E402
+from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module  # noqa: E402
 from gemini.model.sharded_model import ShardedModel  # noqa: E402
 from gemini.model.zero_init import ZeroInitContext  # noqa: E402
 from gemini.optimizer.full_access import (  # noqa: E402
@@ -87,4 +87,5 @@ __all__ = [
     "set_leaf_module",
     "state_hash",
     "unregister_external_parameter",
+    "unset_leaf_module",
 ]

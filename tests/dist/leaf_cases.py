@@ -80,7 +80,7 @@ def routes(rank: int, world_size: int, way: str, budget: str | None) -> int:
 
     def make() -> nn.Module:
         net = Net(way)
-        assert len(set_leaf_module(net, Switch)) == 2
+        assert len(set_leaf_module(net, "Switch" if budget else Switch)) == 2
         return net
 
     wrap: dict[str, Any] = {"chunk_size": CHUNK_NUMEL}

@@ -1,0 +1,85 @@
+"""Which modules choose among their children by data: those that are marked, and those with a list of experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from gemini.errors import UnsupportedError
+from gemini.model.link import link_of
+
+Modules = type[nn.Module] | str | Iterable[type[nn.Module] | str]
+
+_EXPERTS = re.compile(r"(.*_)?experts?")
+_MARK = "_gemini_leaf"
+
+
+def set_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
+    """Mark modules as ones that choose among their children by data; returns them, in the model's order.
+
+    Call it before ShardedModel(...). Modules with a `ModuleList` called `experts` are found without it.
+
+    Args:
+        classes: module classes, whose subclasses count, too; or strings: a class's name (`"Block"`), that with its
+            Python module (`"models.gpt.Block"`), or a module's name in the model (`"layers.3.mlp"`).
+
+    Raises ValueError for what the model does not have, TypeError for anything but classes and strings,
+    UnsupportedError once the model is wrapped. Nothing is marked then.
+    """
+    return _mark(model, classes, "set_leaf_module()", True)
+
+
+def unset_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
+    """Take `set_leaf_module` back, or say that modules with a list of experts use them all; returns the modules.
+
+    Arguments and errors are those of `set_leaf_module`.
+    """
+    return _mark(model, classes, "unset_leaf_module()", False)
+
+
+def is_marked(module: nn.Module) -> bool:
+    """The user has said whether the module chooses."""
+    return hasattr(module, _MARK)
+
+
+def chooses(module: nn.Module) -> bool:
+    """The module chooses among its children by data: it is marked so, or has a list of experts and no mark."""
+    if is_marked(module):
+        return bool(getattr(module, _MARK))
+    lists = (name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) > 1)
+    return any(_EXPERTS.fullmatch(name) for name in lists)
+
+
+def _mark(model: nn.Module, classes: Modules, function: str, mark: bool) -> list[nn.Module]:
+    wanted = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
+    if not wanted or not all(isinstance(each, str) or _is_module_class(each) for each in wanted):
+        raise TypeError(f"classes must be a module class, a name, or several of them, found {classes!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, found {type(model).__name__}")
+    answers = {each: [m for name, m in model.named_modules() if _is(each, name, m)] for each in wanted}
+    absent = [each if isinstance(each, str) else each.__name__ for each, modules in answers.items() if not modules]
+    if absent:
+        present = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules()))
+        raise ValueError(
+            f"no module of class or name {', '.join(absent)} in {type(model).__name__}, which has {present}"
+        )
+    chosen = {module for modules in answers.values() for module in modules}  # membership only
+    found = [module for module in model.modules() if module in chosen]
+    if any(link_of(parameter) is not None for module in found for parameter in module.parameters()):
+        raise UnsupportedError(f"{function} after ShardedModel(...): call it on the module before it is wrapped")
+    for module in found:
+        setattr(module, _MARK, mark)
+    return found
+
+
+def _is_module_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _is(wanted: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    if not isinstance(wanted, str):
+        return isinstance(module, wanted)
+    kind = type(module)
+    return wanted in (name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
