@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.placement.demand import Kind
-from optim import absorb_edits_, join_master_, split_master_
+from optim import HALF_DTYPES, absorb_edits_, join_master_, round_master_, split_master_
 
 
 def whole_master(chunk: Chunk) -> Tensor | None:
@@ -48,6 +48,36 @@ def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
         split_master_(weight, remainder, part)
         home[home_start : home_start + numel].copy_(weight)
         master[shard_start : shard_start + numel].copy_(remainder)
+
+
+def set_master(managed: ManagedParameter, value: Tensor) -> None:
+    """A parameter's master on this rank <- `value`, of its shape and any dtype."""
+    chunk = managed.chunk
+    managed.has_fractions = True
+    laid_out = in_layout(value, managed)
+    flat = torch.as_strided(laid_out, (managed.numel,), (1,), laid_out.storage_offset())
+    for piece in chunk.optim_pieces(managed):
+        start = piece.payload_start - managed.offset
+        write_master(chunk, piece.shard_start, flat[start : start + piece.numel])
+
+
+def in_layout(value: Tensor, managed: ManagedParameter) -> Tensor:
+    """`value` with the parameter's strides."""
+    if value.stride() == managed.stride:
+        return value
+    return torch.empty_strided(managed.shape, managed.stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` in a parameter's dtype, rounded as the step rounds masters.
+
+    With any other rounding the next step would see the weight as edited, and replace the master by it.
+    """
+    if dtype not in HALF_DTYPES or value.dtype is dtype:
+        return value.to(dtype)
+    rounded = torch.empty(value.numel(), dtype=dtype, device=value.device)
+    round_master_(rounded, value.reshape(-1).float())
+    return torch.empty_like(value, dtype=dtype).copy_(rounded.view(value.shape))
 
 
 def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import ReleasedParameterError
+from gemini.executor.masters import round_as_master, set_master
 from gemini.executor.snapshots import shares_memory
+from gemini.placement.demand import Kind
+from optim import HALF_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +98,13 @@ class ParameterLink(ABC, Generic[P]):
 
     def before_write(self) -> None:
         """The parameter, which is there, is about to be written to, or may be."""
+
+    def rounded(self, value: Tensor) -> Tensor:
+        """`value` as the parameter takes it over; itself where torch's own conversion does."""
+        return value
+
+    def write_master(self, value: Tensor) -> None:
+        """The parameter was set to `rounded(value)`: its master becomes `value`."""
 
     def version(self) -> int:
         """How often the parameter, which is there, was written to."""
@@ -225,6 +235,20 @@ class Link(ParameterLink[ManagedParameter]):
         if not (self.executor.fetcher.in_step and all(result.requires_grad for result in results)):
             self.before_write()
         return True
+
+    def rounded(self, value: Tensor) -> Tensor:
+        """Wider values round as masters do: a weight that rounds otherwise would count as edited at the next step."""
+        is_wider = value.is_floating_point() and value.dtype.itemsize > self.managed.dtype.itemsize
+        if self.managed.dtype not in HALF_DTYPES or not is_wider:
+            return value
+        return round_as_master(value.expand(self.managed.shape), self.managed.dtype)
+
+    def write_master(self, value: Tensor) -> None:
+        managed = self.managed
+        if Kind.MASTER in managed.chunk.homes and managed.owns_master:
+            with self.executor.publishing(), torch.inference_mode(False), torch.no_grad():
+                self.executor.binding.write_back(managed.chunk)
+                set_master(managed, value.expand(managed.shape))
 
     def mark_edited(self) -> None:
         self.executor.binding.mark_edited(self.managed)

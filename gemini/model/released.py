@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -233,6 +233,19 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         _use(_T.copy_, (tensor, value), {})
 
 
+def _copy(tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+    """`copy_`, as `Module.load_state_dict()` calls it: the fp32 master gets the values before they are rounded."""
+    link = _link(tensor) if isinstance(tensor, (ReleasedParameter, LazyDetach)) else None
+    if link is None or not isinstance(source, Tensor) or isinstance(source, (ReleasedParameter, LazyDetach)):
+        return cast(Tensor, _use(_T.copy_, (tensor, source), {"non_blocking": non_blocking}))
+    with torch.no_grad():
+        rounded = link.rounded(source)
+    result: Tensor = _use(_T.copy_, (tensor, rounded), {"non_blocking": non_blocking})
+    if rounded is not source:
+        link.write_master(source)
+    return result
+
+
 def _detach(tensor: Tensor) -> Tensor:
     link = _link(tensor)
     with torch._C.DisableTorchFunctionSubclass():
@@ -311,6 +324,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.grad.__set__: _set_grad,
     _T.requires_grad.__set__: _set_requires_grad,
     _T.requires_grad_: _set_requires_grad,
+    _T.copy_: _copy,
     _T.detach: _detach,
     torch.detach: _detach,
     _T.__repr__: _repr,

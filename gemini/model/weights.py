@@ -16,10 +16,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
-from gemini.executor.masters import write_master
+from gemini.executor.masters import in_layout, round_as_master, set_master
 from gemini.model.link import link_of
 from gemini.placement.demand import Kind
-from optim import HALF_DTYPES, round_master_
 
 
 def whole_state_dict(module: nn.Module, executor: Executor, rank0_only: bool, prefix: str) -> OrderedDict[str, Any]:
@@ -177,40 +176,14 @@ def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> N
     for managed, view in zip(chunk.parameters, chunk.views_of(payload), strict=True):
         if managed.index not in given:
             continue
-        value = _in_layout(given[managed.index].detach(), managed)
+        value = in_layout(given[managed.index].detach(), managed)
         binding.before_write(managed)
-        view.copy_(view.new_empty(0) if view.numel() == 0 else _round(value, chunk.dtype))
+        view.copy_(view.new_empty(0) if view.numel() == 0 else round_as_master(value, chunk.dtype))
         binding.write_parameter(managed, payload)  # a master that rounds to this weight already stays as it is
         if Kind.MASTER in chunk.homes and value.dtype is not chunk.dtype and managed.owns_master:
-            managed.has_fractions = True
-            flat = _flat(value, managed)
-            for piece in chunk.optim_pieces(managed):
-                start = piece.payload_start - managed.offset
-                write_master(chunk, piece.shard_start, flat[start : start + piece.numel])
+            set_master(managed, value)
     binding.rebase_versions(chunk)
     chunk.num_updates += 1
-
-
-def _in_layout(value: Tensor, managed: ManagedParameter) -> Tensor:
-    """`value` with the parameter's strides."""
-    if value.stride() == managed.stride:
-        return value
-    return torch.empty_strided(managed.shape, managed.stride, dtype=value.dtype).copy_(value)
-
-
-def _flat(value: Tensor, managed: ManagedParameter) -> Tensor:
-    """The elements of `value` in the order in which they lie in the payload."""
-    laid_out = _in_layout(value, managed)
-    return torch.as_strided(laid_out, (managed.numel,), (1,), laid_out.storage_offset())
-
-
-def _round(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the fp32 master of `value` rounds, which otherwise would give way to the rounded weight."""
-    if dtype not in HALF_DTYPES or value.dtype is dtype:
-        return value.to(dtype)
-    rounded = torch.empty(value.numel(), dtype=dtype, device=value.device)
-    round_master_(rounded, value.reshape(-1).float())
-    return torch.empty_like(value, dtype=dtype).copy_(rounded.view(value.shape))
 
 
 def gather_optimizer_state(executor: Executor, chunk: Chunk, flat: Tensor) -> Tensor:

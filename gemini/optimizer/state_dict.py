@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
-from gemini.executor.masters import whole_master, write_master
+from gemini.executor.masters import set_master, whole_master
 from gemini.model.link import link_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.model.weights import gather_optimizer_state
@@ -149,11 +149,7 @@ def _load_masters(executor: Executor, chunk: Chunk, given: list[tuple[ManagedPar
     if chunk.splits_master:
         executor.before_chunk_update(chunk)
     for managed, value in given:
-        managed.has_fractions = True
-        flat = _laid_out(value, managed, torch.float32)
-        for piece in chunk.optim_pieces(managed):
-            start = piece.payload_start - managed.offset
-            write_master(chunk, piece.shard_start, flat[start : start + piece.numel])
+        set_master(managed, value)
     if chunk.splits_master:
         executor.after_chunk_update(chunk)
         if chunk.home_layout.world_size < chunk.optim_layout.world_size:
