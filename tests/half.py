@@ -124,6 +124,19 @@ def _sets_gradients(trained: Trained) -> None:
     assert torch.equal(gemini.safe_get_full_grad(trained.weight), _values(trained, 3))
 
 
+def _writes_gradients(trained: Trained) -> None:
+    trained.weight.grad.mul_(0.5)  # type: ignore[union-attr]
+    trained.weight.grad[:3].zero_()  # type: ignore[index]
+    trained.model.layers[3].bias.grad = _values(trained, 4)[0]
+    trained.losses.append(torch.nn.utils.clip_grad_norm_(trained.model.parameters(), 0.25))
+
+
+def _gives_gradients(trained: Trained) -> None:
+    trained.optimizer.zero_grad()
+    trained.weight.grad = _values(trained, 5)
+    trained.losses.append(trained.weight.grad.float().sum())
+
+
 def _edits(trained: Trained) -> None:
     with torch.no_grad():
         trained.weight.mul_(2.0)
@@ -164,7 +177,7 @@ def _keeps_views(trained: Trained) -> None:
 DETOURS: list[Callable[[Trained], None]] = [
     *(_nothing, _saves, _reads_gradients, _evaluates, _adds_another, _adds_before_reducing, _starts_again),
     *(_skips, _looks, _changes, _sets_weights, _sets_gradients, _edits, _loads, _resumes, _drops_one),
-    *(_drops_all, _keeps_views),
+    *(_drops_all, _keeps_views, _writes_gradients, _gives_gradients),
 ]
 
 

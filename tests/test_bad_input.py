@@ -527,44 +527,6 @@ def test_a_grad_scaler_is_refused(dtype: torch.dtype | None) -> None:
     assert_same(weights_of(model), weights_of(reference))
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_torchs_clipping_names_ours(foreach: bool | None) -> None:
-    model, optimizer = sharded()
-    loss_of(model).backward()
-    with pytest.raises(UnsupportedError, match=r"optimizer.clip_grad_norm_\(max_norm\)"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
-    with pytest.raises(UnsupportedError, match=r"optimizer.clip_grad_norm_\(max_norm\)"):
-        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0, foreach=foreach)
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda p: p.grad.zero_(),
-        lambda p: p.grad.data.clamp_(-1, 1),
-        lambda p: p.grad.detach().mul_(0),
-        lambda p: p.grad.__setitem__(0, 1.0),
-        lambda p: p.grad.mul_(torch.ones(())),
-        lambda p: torch._foreach_mul_([p.grad], 2.0),
-        lambda p: torch.mul(p.grad, 2, out=p.grad),
-        lambda p: setattr(p.grad, "data", torch.zeros(WIDTH, WIDTH)),
-        lambda p: setattr(p, "grad", torch.zeros(WIDTH, WIDTH)),
-    ],
-    ids=range(9),
-)
-def test_a_write_to_a_gradient_is_refused(write: Callable[[nn.Parameter], Any]) -> None:
-    model, optimizer = sharded()
-    loss_of(model).backward()
-    with pytest.raises(UnsupportedError, match=r"gradient of 'layers\.0\.weight'"):
-        write(weight(model))
-    optimizer.step()
-    reference, plain_optimizer = plain()
-    train_step(reference, plain_optimizer)
-    assert_same(weights_of(model), weights_of(reference))
-
-
 def test_sparse_embedding_gradients_equal_dense_ones() -> None:
     class Embeds(nn.Module):
         def __init__(self, sparse: bool = True) -> None:

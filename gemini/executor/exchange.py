@@ -81,6 +81,11 @@ class Exchange:
             self._merge(gradient, gathered(), backward)
             self.store.close(gradient)
 
+    def make_room(self, gradient: ChunkGradient) -> None:
+        """Memory for a reduced gradient that comes from no backward. Every rank does it at the same point."""
+        self.homes.before_reduction(gradient.chunk)
+        self.homes.make_room(gradient)
+
     def forget(self) -> None:
         """The one in flight has failed on the way."""
         self._in_flight = None

@@ -41,6 +41,7 @@ class ChunkGradient:
     unsynced: Home | None = None  # fp32, (numel,): what backwards under no_sync() left
     has_unsynced: bool = False  # on this rank
     is_behind: bool = False  # there were backwards under no_sync() since its last reduction; equal on all ranks
+    num_writes: int = 0  # how often a user changed the reduced gradient, ever
     merged: bool = False  # the shard holds a gradient of this step
     merged_in: int = -1  # the backward that was merged first
     resumed: bool = False  # the payload began with what the home holds; gradients are added to that

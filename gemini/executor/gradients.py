@@ -250,6 +250,25 @@ class Gradients:
 
     # -- after
 
+    def start_at_zero(self, gradient: ChunkGradient, managed: ManagedParameter) -> None:
+        """`managed` has a gradient now that no backward made, and that is about to be written. Every rank does it."""
+        self.num_backwards = max(self.num_backwards, 1)
+        if not gradient.merged:
+            self.exchange.make_room(gradient)
+            gradient.merged, gradient.merged_in = True, self.num_backwards
+            gradient.shard.zero_()
+        position = managed.chunk.parameters.index(managed)
+        gradient.got[position] = gradient.agreed[position] = 1
+
+    def multiply(self, factor: float) -> None:
+        """All reduced gradients times `factor`. Local: every rank does it."""
+        self.store.device.synchronize()  # some may still be on their way to the host
+        with torch.inference_mode(False), torch.no_grad():
+            for gradient in self.store.gradients.values():
+                if gradient.merged:
+                    gradient.reduced().mul_(factor)
+                    gradient.num_writes += 1
+
     def discard(self, managed: ManagedParameter) -> None:
         """`parameter.grad = None`: what comes later in this step starts from zero."""
         gradient = self.store.gradients.get(managed.chunk.index)
@@ -258,6 +277,7 @@ class Gradients:
         position = managed.chunk.parameters.index(managed)
         gradient.got[position] = gradient.agreed[position] = 0
         self.unsynced.discard(gradient, managed.offset, managed.numel)
+        gradient.num_writes += 1
         if gradient.merged:
             if gradient.reduced_tier() is Tier.HOST:
                 self.store.device.synchronize()  # it may still be on its way there

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, UnsupportedError
 from gemini.executor.snapshots import shares_memory
 from gemini.model.link import ParameterLink, any_link_of
 from gemini.model.released import ReleasedParameter
@@ -149,6 +149,9 @@ class BuiltLink(ParameterLink[BuiltParameter]):
 
     def gradient(self) -> Tensor | None:
         return None
+
+    def assign_gradient(self, value: Tensor) -> None:
+        raise UnsupportedError(f"{self.managed.name!r} cannot be given a gradient before its model is a ShardedModel")
 
     def discard_gradient(self) -> None:
         return

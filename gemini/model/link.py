@@ -7,7 +7,7 @@ A parameter carries its link as `_gemini`. `released.py` asks nothing else, so w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,6 +18,8 @@ from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import ReleasedParameterError
 from gemini.executor.masters import round_as_master, set_master
 from gemini.executor.snapshots import shares_memory
+from gemini.model.gradient import GradientUser, WholeGradient, assign, has_gradient
+from gemini.model.reduced_gradient import ReducedGradient
 from gemini.placement.demand import Kind
 from optim import HALF_DTYPES
 
@@ -142,6 +144,10 @@ class ParameterLink(ABC, Generic[P]):
         """What `.grad` answers. May raise."""
 
     @abstractmethod
+    def assign_gradient(self, value: Tensor) -> None:
+        """`.grad = value`, which is not None. May be collective, and raise."""
+
+    @abstractmethod
     def discard_gradient(self) -> None:
         """`.grad = None`."""
 
@@ -166,13 +172,11 @@ class Link(ParameterLink[ManagedParameter]):
         managed: ManagedParameter,
         executor: Executor,
         saved_tensors: SavedTensors,
-        gradient: Callable[[ManagedParameter], Tensor | None],
     ) -> None:
         self.managed = managed
         self.executor = executor
         self.saved_tensors = saved_tensors
-        self._gradient = gradient
-        self.optimizer: object | None = None  # its ShardedOptimizer, once there is one
+        self.optimizer: GradientUser | None = None  # its ShardedOptimizer, once there is one
 
     @property
     def owner(self) -> object:
@@ -262,10 +266,19 @@ class Link(ParameterLink[ManagedParameter]):
             f"{tuple(value.shape)} {value.dtype}. {remedy}"
         )
 
-    def gradient(self) -> Tensor | None:
-        return self._gradient(self.managed)
+    def gradient(self) -> ReducedGradient | None:
+        return ReducedGradient.of(WholeGradient(self)) if has_gradient(self) else None
+
+    def assign_gradient(self, value: Tensor) -> None:
+        if isinstance(value, ReducedGradient):
+            if value.is_all_of(self.managed):
+                return
+            value = value.plain()
+        assign(self, value)
 
     def discard_gradient(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.before_gradient_write()
         self.executor.gradients.discard(self.managed)
 
     def before_requires_grad(self, value: bool) -> None:

@@ -1,13 +1,17 @@
-"""What `parameter.grad` is after backward: an object of the true shape whose reads return the reduced gradient.
+"""What `parameter.grad` is after backward: a tensor of the true shape whose reads return the reduced gradient.
 
-The reduced gradient exists in pieces, one per rank. Reading gathers it (a collective with several ranks); writing is
-refused, since the optimizer would not see it: `torch.nn.utils.clip_grad_norm_` raises instead of doing nothing.
+The reduced gradient exists in pieces, one per rank. A function that gets it is called with the whole gradient instead,
+gathered (a collective with several ranks). If the function wrote to that, which its version counter tells, each rank
+keeps its own part of the result: that is what the step uses. A view of the gradient (`grad[:15]`, `grad.T`,
+`grad.detach()`) is such a tensor too, with a window of its own on the whole. A view keeps what was gathered for it as
+long as that is current, so reading a view again, on any rank, is no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,55 +19,241 @@ from torch.utils import _pytree as pytree
 
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import UnsupportedError
+from gemini.executor.snapshots import shares_memory
+from gemini.model.gradient import WholeGradient
+from gemini.model.metadata import METADATA
+
+_T: Any = Tensor
+_Held = tuple[Tensor, tuple[object, ...]]  # a whole gradient, and the stamp with which it is current
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a whole gradient that a view shows, in elements of `dtype` if the view has another one."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype | None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A view of `whole`, with which it shares its version counter."""
+        flat = torch.as_strided(whole, (whole.numel(),), (1,))
+        if self.dtype is not None:
+            flat = flat.view(self.dtype)
+        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+
+
+def _all_of(managed: ManagedParameter) -> Window:
+    return Window(managed.shape, managed.stride, 0, None)
 
 
 class ReducedGradient(Tensor):
-    """A parameter's gradient, gathered when read."""
+    """A parameter's gradient, or a view of it, gathered when it is read."""
 
-    _gather: Callable[[], Tensor]
-    _managed: ManagedParameter
+    _source: WholeGradient
+    _window: Window
+    _held: _Held | None
 
     @staticmethod
-    def of(managed: ManagedParameter, gather: Callable[[], Tensor]) -> ReducedGradient:
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient: ReducedGradient = Tensor._make_subclass(ReducedGradient, managed.placeholder)
-        gradient._gather = gather
-        gradient._managed = managed
-        return gradient
+    def of(source: WholeGradient) -> ReducedGradient:
+        managed = source.managed
+        return _stand_in(source, _all_of(managed), managed.placeholder, None)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ALIASES:  # a write to `grad.data` would be as lost as one to `grad`
-            return ReducedGradient.of(args[0]._managed, args[0]._gather)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__get__" and func not in _READS_DATA:
+        if func in METADATA or (name in ("__get__", "__set__") and func not in _READS_DATA):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        written = _gradients_in((args[:1], kwargs.get("out"))) if _writes(name, kwargs) else []
-        if written:
+        if name.startswith("_amp"):
             raise UnsupportedError(
-                f"{name} on the gradient of {written[0]._managed.name!r} would not reach the sharded optimizer. "
-                + (_NO_SCALER if name.startswith("_amp") else _CLIP)
+                f"{name} on a gradient of a ShardedModel: train without torch.amp.GradScaler. dtype=torch.bfloat16 "
+                "needs no loss scale, and for torch.float16 optimizer.backward(loss) has one"
             )
-        args, kwargs = pytree.tree_map_only(ReducedGradient, lambda g: g._gather(), (args, kwargs))
-        return func(*args, **kwargs)
+        return _one_by_one(func, args, kwargs) if name.startswith("_foreach_") else _call(func, name, args, kwargs)
+
+    def is_all_of(self, managed: ManagedParameter) -> bool:
+        """Whether it is the gradient that this parameter has now, as in `parameter.grad *= 2`, which assigns it."""
+        source = self._source
+        return source.managed is managed and source.is_current() and self._window == _all_of(managed)
+
+    def plain(self) -> Tensor:
+        """The values as an ordinary tensor, which may be a view of memory that this tensor holds. As for `gather()`."""
+        whole, _ = _current(self)
+        return self._window.of(whole)
 
 
-def _gradients_in(values: Any) -> list[ReducedGradient]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, ReducedGradient)]
+def _stand_in(source: WholeGradient, window: Window, like: Tensor, held: _Held | None) -> ReducedGradient:
+    """A tensor without memory of its own that answers for the shape, dtype and device of `like`."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        placeholder = source.managed.placeholder
+        if like is not placeholder:
+            one = placeholder.new_full((), float("nan")).to(like.dtype)
+            placeholder = one.expand(window.shape)
+        gradient: ReducedGradient = Tensor._make_subclass(ReducedGradient, placeholder)
+    gradient._source, gradient._window, gradient._held = source, window, held
+    return gradient
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a function of this name writes to its first argument or to `out`."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("__set__", "__setitem__") or "out" in kwargs
+def _current(gradient: ReducedGradient) -> _Held:
+    """The whole gradient and its stamp: what the tensor holds while that is current, else gathered."""
+    stamp = gradient._source.stamp()
+    if gradient._held is not None and gradient._held[1] == stamp:
+        return gradient._held
+    return gradient._source.gather(), stamp
 
 
-_CLIP = "Clip with optimizer.clip_grad_norm_(max_norm) or ShardedOptimizer(..., clip_grad_norm=max_norm)"
-_NO_SCALER = "Train without torch.amp.GradScaler: dtype=torch.bfloat16 needs no loss scale"
+def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of whole gradients; what it wrote to them reaches the shards."""
+    found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ReducedGradient)]
+    wholes: dict[Any, tuple[WholeGradient, Tensor]] = {}  # by link, in the order of the arguments
+    for gradient in found:
+        link = gradient._source.link
+        if link not in wholes:
+            held = next((g for g in found if g._source.link is link and g._held is not None), gradient)
+            wholes[link] = gradient._source, _current(held)[0]
+    shown = [gradient._window.of(wholes[gradient._source.link][1]) for gradient in found]
+    versions = [whole._version for _, whole in wholes.values()]
+    places = {id(gradient): tensor for gradient, tensor in zip(found, shown, strict=True)}
+    plain_args, plain_kwargs = pytree.tree_map_only(ReducedGradient, lambda g: places[id(g)], (args, kwargs))
+    by_name = found and args and args[0] is found[0] and name in _LEAVE_NO_VERSION
+    try:
+        result = func(*plain_args, **plain_kwargs)
+    finally:
+        written = {
+            link: (source, whole)
+            for (link, (source, whole)), version in zip(wholes.items(), versions, strict=True)
+            if whole._version != version or (by_name and link is found[0]._source.link)
+        }
+        for source, _ in written.values():
+            source.count_write()  # what views hold is not to be read again, whatever happens now
+    for gradient, tensor in zip(found, shown, strict=True):
+        if not _still_shows(gradient, tensor, wholes[gradient._source.link][1]):
+            raise UnsupportedError(
+                f"{name} would change the shape or the memory of the gradient of {gradient._source.managed.name!r}: "
+                "assign the new one to .grad"
+            )
+    for source, whole in written.values():
+        source.write(whole)
+    if hasattr(result, "setflags"):  # a NumPy array on memory that no write to it would leave
+        result.setflags(write=False)
+
+    def returned(tensor: Tensor) -> Any:
+        for gradient, its in zip(found, shown, strict=True):
+            if tensor is its and gradient._source.link in written:
+                return gradient  # an in-place function returns what it was given; that holds no memory
+        for source, whole in wholes.values():
+            if shares_memory(tensor, whole):
+                held = None if source.link in written else (whole, source.stamp())
+                return _view(source, tensor, whole, held)
+        return tensor
+
+    return pytree.tree_map_only(Tensor, returned, result) if found else result
+
+
+def _still_shows(gradient: ReducedGradient, tensor: Tensor, whole: Tensor) -> bool:
+    window = gradient._window
+    same = tensor.shape == window.shape and tensor.stride() == window.stride
+    return same and (whole.numel() == 0 or shares_memory(tensor, whole))
+
+
+def _view(source: WholeGradient, tensor: Tensor, whole: Tensor, held: _Held | None) -> Tensor:
+    """What stands for `tensor`, a view of the whole gradient."""
+    if tensor.is_conj() or tensor.is_neg():  # lazily so: not a matter of geometry
+        return tensor.resolve_conj().resolve_neg().clone()
+    dtype = None if tensor.dtype is whole.dtype else tensor.dtype
+    window = Window(tensor.shape, tensor.stride(), int(tensor.storage_offset()), dtype)
+    return _stand_in(source, window, tensor, held)
+
+
+def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of lists of tensors is called per tensor: one whole gradient at a time, not all of the model's."""
+    count = next(len(each) for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple)))
+    results: list[Any] = []
+    for i in range(count):
+
+        def part(each: Any, i: int = i) -> Any:
+            return each[i : i + 1] if isinstance(each, (list, tuple)) and len(each) == count else each
+
+        its = {key: part(value) for key, value in kwargs.items()}
+        results.append(_call(func, func.__name__, tuple(map(part, args)), its))
+    if any(result is None for result in results):
+        return None
+    joined = [each for result in results for each in result]
+    return tuple(joined) if isinstance(results[0], tuple) else joined
+
+
+# -- functions with an answer of their own
+
+
+def _detach(gradient: ReducedGradient) -> ReducedGradient:
+    return _stand_in(gradient._source, gradient._window, gradient, gradient._held)
+
+
+def _set_data(gradient: ReducedGradient, value: Tensor) -> None:
+    if value.shape != gradient.shape:
+        raise UnsupportedError(
+            f"the gradient of {gradient._source.managed.name!r} is {tuple(gradient.shape)}; its .data cannot be "
+            f"{tuple(value.shape)}"
+        )
+    with torch.no_grad():
+        gradient.copy_(value)
+
+
+def _requires_grad(gradient: ReducedGradient, value: bool = True) -> ReducedGradient:
+    if value:
+        raise UnsupportedError(
+            f"the gradient of {gradient._source.managed.name!r} carries no graph: use a clone() of it"
+        )
+    return gradient
+
+
+def _stride(gradient: ReducedGradient, dim: int | None = None) -> Any:
+    return gradient._window.stride if dim is None else gradient._window.stride[dim]
+
+
+def _is_contiguous(gradient: ReducedGradient, **kwargs: Any) -> bool:
+    window = gradient._window
+    return torch.empty_strided(window.shape, window.stride, device="meta").is_contiguous(**kwargs)
+
+
+def _iterate(gradient: ReducedGradient) -> Iterator[Tensor]:
+    return iter(torch.unbind(gradient))
+
+
+def _refuse(what: str) -> Callable[..., NoReturn]:
+    def refuse(gradient: ReducedGradient, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} of the gradient of {gradient._source.managed.name!r} is not possible: it is in no memory as a "
+            "whole. Take it of a clone()"
+        )
+
+    return refuse
+
+
+_LEAVE_NO_VERSION = ("apply_", "map_", "map2_")  # these write, and do not raise the version counter
 _READS_DATA: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-_DATA: Any = Tensor.data
-_ALIASES: set[Any] = {_DATA.__get__, Tensor.detach, torch.detach}
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _T.data.__get__: _detach,
+    _T.detach: _detach,
+    torch.detach: _detach,
+    _T.detach_: lambda gradient: gradient,
+    torch.detach_: lambda gradient: gradient,
+    _T.data.__set__: _set_data,
+    _T.requires_grad.__set__: _requires_grad,
+    _T.requires_grad_: _requires_grad,
+    _T.stride: _stride,
+    _T.is_contiguous: _is_contiguous,
+    _T.__iter__: _iterate,
+}
+_SPECIAL |= {
+    getattr(_T, name): _refuse(name)
+    for name in ("data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "set_", "resize_")
+}

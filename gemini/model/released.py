@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemini.errors import ReleasedParameterError, UnsupportedError
+from gemini.errors import ReleasedParameterError
 from gemini.model.link import ParameterLink, any_link_of, detached_from
+from gemini.model.metadata import METADATA
 
 _T: Any = torch.Tensor
 
@@ -76,29 +77,8 @@ def copying_parameters() -> Iterator[None]:
         nn.Parameter.__new__ = original  # type: ignore[method-assign]
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(_T, name).__get__ for name in names if hasattr(_T, name)}
-
-
-_METADATA: set[Any] = _getters(
-    *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "_version", "itemsize"),
-    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested", "is_xpu"),
-    *("is_mps", "is_xla", "is_ipu", "is_hpu", "is_maia", "is_mtia", "is_vulkan", "names", "output_nr", "retains_grad"),
-    *("nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "name", "_base"),
-) | {
-    getattr(_T, name)
-    for name in (
-        *("size", "dim", "numel", "nelement", "__hash__", "is_floating_point", "is_complex", "element_size", "__len__"),
-        *("register_hook", "register_post_accumulate_grad_hook", "is_inference", "ndimension", "get_device"),
-        *("is_signed", "is_conj", "is_neg", "_is_view", "has_names", "is_same_size", "retain_grad"),
-    )
-    if hasattr(_T, name)
-}
-_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
-
-
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _METADATA:
+    if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     special = _SPECIAL.get(func)
@@ -264,9 +244,10 @@ def _get_grad(tensor: Tensor) -> Tensor | None:
 
 def _set_grad(tensor: Tensor, value: Tensor | None) -> None:
     link = _link(tensor)
-    if value is not None:
-        raise UnsupportedError(f"the gradient of {link.managed.name!r} is managed and cannot be assigned")
-    link.discard_gradient()
+    if value is None:
+        link.discard_gradient()
+    else:
+        link.assign_gradient(value)
 
 
 def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:

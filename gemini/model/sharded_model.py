@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError
 from gemini.executor.binding import Binding
 from gemini.executor.communicator import Communicator
@@ -40,12 +40,10 @@ from gemini.model.operators import find_operators
 from gemini.model.plain_view import PlainView
 from gemini.model.plan import Plan, Planner
 from gemini.model.precision import ModulePrecision, Precision, Weights
-from gemini.model.reduced_gradient import ReducedGradient
 from gemini.model.released import ReleasedParameter
 from gemini.model.report import memory_table
 from gemini.model.saved_tensors import SavedTensors
 from gemini.model.state_hooks import StateHooks
-from gemini.model.weights import gather_gradient
 from gemini.placement.policy import PlacementPolicy, resolve_policy
 from sharding import ShardStrategy, resolve_strategy
 
@@ -199,7 +197,7 @@ class ShardedModel(PlainView):
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
         self.freezing = Freezing(self.executor, self._managed, plan, replan)
         for managed in self._managed:
-            managed.parameter._gemini = Link(managed, self.executor, saved_tensors, self._gradient_of)  # type: ignore[attr-defined]
+            managed.parameter._gemini = Link(managed, self.executor, saved_tensors)  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
         chunk_of = {managed.parameter: managed.chunk for managed in self._managed}
         hooked = []
@@ -231,18 +229,6 @@ class ShardedModel(PlainView):
             yield
         finally:
             gradients.synchronizes = before
-
-    def _gradient_of(self, managed: ManagedParameter) -> Tensor | None:
-        """Local; collective if backwards under no_sync() have left its reduction for later."""
-        with self.executor.publishing():
-            self.executor.gradients.reduce_unsynced()
-        store = self.executor.gradients.store
-        gradient = store.gradients.get(managed.chunk.index)
-        if gradient is None or not self.executor.gradients.num_backwards:
-            return None
-        if not gradient.agreed[managed.chunk.parameters.index(managed)]:
-            return None
-        return ReducedGradient.of(managed, lambda: gather_gradient(self.executor, managed))
 
     def check_parameters(self) -> None:
         """Raises GeminiError if the module has parameters that were not wrapped."""

@@ -1,4 +1,4 @@
-"""Whole tensors in and out: state_dict, load_state_dict, and gathered gradients.
+"""Whole tensors in and out: state_dict and load_state_dict.
 
 A state dict is the plain module's: its keys, shapes and values, as copies in host memory. It is whole or an error.
 """
@@ -194,20 +194,3 @@ def gather_optimizer_state(executor: Executor, chunk: Chunk, flat: Tensor) -> Te
     whole = torch.empty(chunk.numel, dtype=flat.dtype, device=device)
     executor.communicator.all_gather(whole, flat.to(device), chunk.layout, chunk.index)
     return whole.cpu()
-
-
-def gather_gradient(executor: Executor, managed: ManagedParameter) -> Tensor:
-    """The reduced gradient of one parameter, whole, on the compute device. Collective."""
-    chunk = managed.chunk
-    gradient = executor.gradients.store.gradients[chunk.index]
-    with torch.no_grad():
-        if not gradient.merged:
-            return torch.zeros(managed.shape, dtype=chunk.gradient_dtype, device=executor.fetcher.device.device)
-        executor.fetcher.device.synchronize()  # it may still be on its way to the host
-        flat = gradient.reduced()
-        whole = flat.to(executor.fetcher.device.device)
-        if chunk.optim_layout.world_size > 1:
-            gathered = torch.empty(chunk.numel, dtype=flat.dtype, device=whole.device)
-            executor.communicator.all_gather(gathered, whole, chunk.layout, chunk.index)
-            whole = gathered
-        return torch.as_strided(whole, managed.shape, managed.stride, managed.offset).clone()

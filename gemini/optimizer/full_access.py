@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from gemini.errors import GeminiError
 from gemini.executor.masters import whole_master
+from gemini.model.gradient import factors_of, scaled
 from gemini.model.link import Link, link_of
-from gemini.model.weights import gather_gradient, gather_optimizer_state
+from gemini.model.weights import gather_optimizer_state
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.shard_view import ShardView, Staging
 from gemini.placement.demand import Kind, Tier
@@ -37,13 +38,16 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of the reduced gradient, whole, in fp32; None without a backward since the last step. Collective."""
+    """A copy of the reduced gradient, whole, in fp32, without the loss scale. Collective.
+
+    None, on all ranks, where no rank has a gradient of it since the last step.
+    """
     link = _begin("safe_get_full_grad", param)
-    if link.gradient() is None:
+    gradient = link.gradient()
+    if gradient is None:
         return None
-    with link.executor.publishing():
-        whole = gather_gradient(link.executor, link.managed)
-        return whole if whole.dtype is torch.float64 else whole.float()
+    whole = gradient.plain()
+    return whole if whole.dtype is torch.float64 else whole.float()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
@@ -82,7 +86,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of this rank's part of the reduced gradient, 1-D, fp32; None without a backward since the last step."""
+    """A copy of this rank's part of what `safe_get_full_grad` returns, 1-D."""
     link = _begin("safe_get_local_grad", param)
     if link.executor.gradients.awaits_reduction:
         raise GeminiError(
@@ -92,7 +96,8 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     if link.gradient() is None:
         return None
     flat = _gradient(link)
-    return _local(link, flat if flat.dtype is torch.float64 else flat.float())
+    inv_scale, clip = factors_of(link)
+    return _local(link, flat if flat.dtype is torch.float64 else flat.float()) * inv_scale * clip
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
@@ -206,10 +211,12 @@ def _write(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
 
 def _set_gradient(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
     """The parameter has a gradient now, and a norm that was computed before does not count any more."""
-    _write(link, flat, parts)
+    inv_scale, _ = factors_of(link)
+    _write(link, flat, [scaled(part, inv_scale) for part in parts])
     chunk = link.managed.chunk
     gradient, position = link.executor.gradients.store.gradients[chunk.index], chunk.parameters.index(link.managed)
     gradient.got[position] = gradient.agreed[position] = 1
+    gradient.num_writes += 1
     optimizer: Any = link.optimizer
     if optimizer is not None:
         optimizer.forget_summary()

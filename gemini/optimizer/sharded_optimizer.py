@@ -21,6 +21,7 @@ from gemini.model.link import link_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.chunk_update import ChunkUpdates
+from gemini.optimizer.clipping import Clipping
 from gemini.optimizer.elementwise import GradientFactors, resolve_update
 from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.param_groups import add_group, members_of
@@ -107,9 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_states()
         model.freezing.owner = self._chunk_states
         self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)
-        self._requested_clip: tuple[float, float] | None = None
-        self._summary: GradientSummary | None = None
-        self._summarized = 0, 0  # the gradients that `_summary` has seen
+        self._clipping = Clipping(model.executor.gradients)
         self._num_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
@@ -172,10 +171,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("max_norm must be a number, found None")
         self._check_has_backward("clip_grad_norm_()")
         with self.model.executor.publishing():
-            self._requested_clip = checked, norm_type
-            self._summary = self._summarize(norm_type)
-            self._summarized = self._gradients_now()
-        self.grad_norm = norm_tensor(self._true_norm(self._summary), self.model.executor.gradients.device)
+            self._clipping.requested = checked, norm_type
+            summary = self._summarize(norm_type)
+            self._clipping.saw(summary)
+        self.grad_norm = norm_tensor(self._true_norm(summary), self.model.executor.gradients.device)
         return self.grad_norm
 
     @torch.no_grad()
@@ -190,10 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_has_backward("step()")
-        if self._summarized[0] != self._gradients_now()[0]:
-            self._summary = self._requested_clip = None  # those gradients were discarded
-        if self._summary is not None and self._summarized != self._gradients_now():
-            raise GeminiError("backward() after clip_grad_norm_(): clip again, after the last backward of the step")
+        self._clipping.before_step()
         self.model.check_parameters()
         with self.model.executor.publishing():
             self._step()
@@ -203,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that no step has consumed; after a step there are none."""
         self.model.zero_grad(set_to_none)
-        self._summary = self._requested_clip = None
+        self._clipping.forget()
 
     def _check_has_backward(self, what: str) -> None:
         executor = self.model.executor
@@ -213,13 +209,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not executor.gradients.num_backwards:
             raise GeminiError(f"{what} without a backward(): there is no gradient since the last step")
 
-    def _gradients_now(self) -> tuple[int, int]:
-        gradients = self.model.executor.gradients
-        return gradients.num_forgotten, gradients.num_backwards
-
     def forget_summary(self) -> None:
         """Gradients changed after their norm was taken: the step takes it again, and clips as was asked."""
-        self._summary = None
+        self._clipping.summary = None
+
+    def factors_to_come(self) -> tuple[float, float]:
+        """What the step will multiply gradients by: 1 / loss scale, and the clip coefficient that was asked for."""
+        return 1.0 / self.loss_scale, self._clipping.coefficient(self.loss_scale)
+
+    def before_gradient_write(self) -> None:
+        """A gradient is about to be changed by hand: what `clip_grad_norm_()` asked for takes effect before. Local."""
+        self._clipping.take_effect(self.loss_scale)
 
     # -- the step
 
@@ -235,12 +235,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self.model, self._chunk_states)
         executor.before_update()
-        max_norm, norm_type = self._requested_clip or (self._clip_grad_norm, 2.0)
-        if self._summary is not None:  # a learning rate may have been set since
+        max_norm, norm_type = self._clipping.requested or (self._clip_grad_norm, 2.0)
+        if self._clipping.summary is not None:  # a learning rate may have been set since
             compare_settings(executor, self._settings())
-        summary = self._summary or self._summarize(norm_type)
+        summary = self._clipping.summary or self._summarize(norm_type)
         refuse_idle(self.model, summary)
-        self._summary = self._requested_clip = None
+        self._clipping.forget()
         self._num_steps += 1
         norm = self._true_norm(summary)
         self.grad_norm = norm_tensor(norm, executor.gradients.device)
@@ -267,7 +267,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _settings(self) -> str:
         """All that a step depends on besides the model's state."""
         groups = [{k: v for k, v in group.items() if k not in _PARAMETERS} for group in self.param_groups]
-        return f"clip_grad_norm={self._requested_clip or self._clip_grad_norm} loss_scale={self.loss_scale} {groups}"
+        clip = self._clipping.requested or self._clip_grad_norm
+        return f"clip_grad_norm={clip} loss_scale={self.loss_scale} {groups}"
 
     def _true_norm(self, summary: GradientSummary) -> float:
         """Of the gradients without the loss scale."""

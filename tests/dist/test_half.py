@@ -31,6 +31,7 @@ def several(rank: int, world_size: int, names: list[str], places: list[dict[str,
 
 def test_detours_with_kept_slots(ranks: RankPool) -> None:
     names = ["saves", "adds_another", "skips", "changes", "sets_weights", "edits", "drops_all", "keeps_views"]
+    names += ["writes_gradients", "gives_gradients"]
     ranks(2).run(half.detours, {"stage": 3, **KEPT}, names, timeout_s=120)
 
 
