@@ -80,11 +80,19 @@ class Binding:
     def cover(self) -> None:
         """All parameters become self-fetching again; those of chunks in a slot or at home stay bound."""
         for chunk in self.plain_chunks:
-            if chunk.plain:
-                for managed in chunk.parameters:
-                    managed.parameter.__class__ = self.released_class
-                chunk.plain = False
+            self._cover(chunk)
         self.plain_chunks.clear()
+
+    def cover_chunk(self, chunk: Chunk) -> None:
+        """The parameters of a chunk that is plain become self-fetching again, and stay bound."""
+        self.plain_chunks.remove(chunk)
+        self._cover(chunk)
+
+    def _cover(self, chunk: Chunk) -> None:
+        if chunk.plain:
+            for managed in chunk.parameters:
+                managed.parameter.__class__ = self.released_class
+            chunk.plain = False
 
     def unbind(self, chunk: Chunk) -> None:
         """The chunk's parameters show their placeholders."""

@@ -23,6 +23,7 @@ from gemini.executor.communicator import Communicator
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradients import Gradients
 from gemini.executor.last_words import words_of
+from gemini.executor.modes import unseen
 from gemini.executor.moment import Phase
 from gemini.executor.node_pins import NodePins
 from gemini.executor.operator import Operator
@@ -126,9 +127,26 @@ class Executor:
         """The operator is done, or failed: unpin its chunks."""
         if not self._operators or self._operators[-1][0] is not operator:
             return
-        for chunk in self._operators.pop()[1]:
+        chunks = self._operators.pop()[1]
+        for chunk in chunks:
             chunk.pins -= 1
-        if not self._operators and not self.fetcher.in_step and not self.gradients.in_backward:
+        above = [pinned for _, pinned in self._operators]
+        self._after_use([chunk for chunk in chunks if not any(chunk in pinned for pinned in above)])
+
+    def _after_use(self, chunks: Sequence[Chunk]) -> None:
+        """Outside a forward, parameters are plain only while something uses them.
+
+        In a recomputation it matters to what comes next in the checkpointed region: if a weight is still plain,
+        checkpointing's hooks are the only ones that meet it, and keep a view of its slot. The leaf that backward is
+        in stays plain: touching it would be a collective, at a point that differs by rank.
+        """
+        if self.fetcher.in_step:
+            return
+        if self.is_recomputing():
+            for chunk in chunks:
+                if chunk.plain and chunk.state is ChunkState.GATHERED and chunk not in self._whole:
+                    self.binding.cover_chunk(chunk)
+        elif not self._operators:
             self.binding.cover()
 
     @contextmanager
@@ -142,19 +160,21 @@ class Executor:
         self.moments.set(operator, Phase.TOUCH)
         if self.flags_touched:
             self._settle_outside()
+        bound: list[Chunk] = []
         try:
             for chunk in chunks:
                 fetcher.fetch(chunk)
                 chunk.pins += 1
                 pinned.append(chunk)
-                self.binding.bind(chunk)
+                if not chunk.plain:
+                    self.binding.bind(chunk)
+                    bound.append(chunk)
             yield
         finally:
             for chunk in pinned:
                 chunk.pins -= 1
             self.moments.now = before
-            if not fetcher.in_step and not self._operators:
-                self.binding.cover()
+            self._after_use(bound)
 
     def _settle_outside(self) -> None:
         inside = self._forward_depth or self._operators or self.gradients.in_backward or self.is_recomputing()
@@ -226,7 +246,7 @@ class Executor:
         """The outermost graph task is done. Collective."""
         if not self.gradients.in_backward:
             return
-        with self.publishing():
+        with self.publishing(), unseen():
             self._leave_leaf()
             self._nodes.lift()
             self.moments.set(0, Phase.BACKWARD)

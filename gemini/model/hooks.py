@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
+from gemini.executor.modes import unseen
 from gemini.executor.operator import Operator
 from gemini.model.leaf import reached_by_backward
 from gemini.model.link import link_of
@@ -78,7 +79,8 @@ class Hooks:
         def before(module: nn.Module, args: Any) -> None:
             hooks = None
             try:
-                self._executor.enter_operator(operator)
+                with unseen():
+                    self._executor.enter_operator(operator)
                 if torch.is_grad_enabled() and not self._saved_tensors.on_top():
                     hooks = self._saved_tensors.push()
             except BaseException as error:
@@ -104,13 +106,13 @@ class Hooks:
         return after
 
     def _enter_leaf(self, operator: Operator) -> None:
-        with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
+        with self._executor.publishing(), unseen(), torch.inference_mode(False), torch.no_grad():
             self._executor.enter_leaf(operator)
 
     # -- the root
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
-        with self._executor.publishing():
+        with self._executor.publishing(), unseen():
             self._executor.begin_forward()
         self._autocast_cache.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)  # it would serve the weights of a payload that left its slot
@@ -156,7 +158,7 @@ def _on_gradient(position: int) -> Callable[[Tensor], None]:
                 f"backward(create_graph=True) reached parameter {link.managed.name!r}: gradients of managed "
                 "parameters carry no graph. Use torch.autograd.grad for the penalty's inputs"
             )
-        with link.executor.publishing():
+        with link.executor.publishing(), unseen():
             if not link.managed.requires_grad:
                 raise UnsupportedError(
                     f"{link.managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"

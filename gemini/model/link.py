@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import ReleasedParameterError
 from gemini.executor.masters import round_as_master, set_master
+from gemini.executor.modes import unseen
 from gemini.executor.snapshots import shares_memory
 from gemini.model.gradient import GradientUser, WholeGradient, assign, has_gradient
 from gemini.model.reduced_gradient import ReducedGradient
@@ -192,7 +193,7 @@ class Link(ParameterLink[ManagedParameter]):
     def _touch(self, links: Sequence[Link], stack: ExitStack) -> None:
         """What the user does with the parameters and fails in is no failure of ours: that is not published."""
         chunks = sorted({link.managed.chunk.index for link in links})
-        with self.executor.publishing():
+        with self.executor.publishing(), unseen():
             touched = [self.executor.chunks[i] for i in chunks]
             stack.enter_context(self.executor.touching(touched, self.managed.operator))
 

@@ -9,10 +9,17 @@ offloading's) see everything else.
 through nodes, so a packed object that refers to its own graph keeps graph and activations alive for ever unless
 backward runs. `pack` therefore returns tensors without their graph. Autograd also leaves the check of the version
 counter to the hooks; `Kept` does it.
+
+[Note: Checkpoints] Checkpointing that is not reentrant counts the tensors that its hooks meet in forward and in the
+recomputation, and pairs them by that count. A weight can come to our hooks in one pass and to checkpointing's alone in
+the other: whether the parameter is plain depends on what ran before. So checkpointing is shown every tensor, also one
+that we have a handle of. If its hooks were alone in forward, it keeps what it is shown in the recomputation until
+backward reads it. That is then a copy: a view would keep the chunk's slot.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,6 +30,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import StaleGraphError, UnsupportedError
 from gemini.executor.executor import Executor
+from gemini.executor.modes import unseen
 from gemini.model.cast_weights import Cast, find_cast
 from gemini.model.link import link_of
 
@@ -153,13 +161,14 @@ class SavedTensors:
                 "forward. Edit weights after backward"
             )
         if chunk.state is ChunkState.RESIDENT:
-            return self._view(handle)
+            with unseen():
+                return self._view(handle)
         if torch.is_grad_enabled() and executor.is_recomputing():
             raise UnsupportedError(
                 f"double backward (create_graph=True) through {chunk.names()} is not possible while it can leave "
                 "the device. Raise the budget until everything is resident, or keep the penalty's modules outside"
             )
-        with executor.publishing(), torch.inference_mode(False), torch.no_grad():
+        with executor.publishing(), unseen(), torch.inference_mode(False), torch.no_grad():
             executor.node_fetch(chunk, handle.operator)
             return self._view(handle)
 
@@ -176,12 +185,18 @@ class SavedTensors:
 class _Pack:
     """`pack`, over the hooks that were in force when it was pushed."""
 
-    __slots__ = ("_below", "autocasts", "owner")
+    __slots__ = ("_below", "_checkpoints", "autocasts", "owner")
+
+    owner: SavedTensors
+    _below: _Hooks | None
 
     def __init__(self, owner: SavedTensors, below: _Hooks | None, autocasts: bool) -> None:
+        while below is not None and isinstance(below[0], _Pack) and below[0].owner is owner:
+            below = below[0]._below
         self.owner = owner
         self.autocasts = autocasts
         self._below = below
+        self._checkpoints = below is not None and _checkpoints(below[0])
 
     def __call__(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -189,10 +204,36 @@ class _Pack:
             if handle is None and self.autocasts and tensor.grad_fn is not None:
                 handle = self.owner.cast_handle(tensor)
         if handle is not None:
+            if self._checkpoints:
+                self._show(tensor, isinstance(handle, Handle) and handle.chunk.state is not ChunkState.RESIDENT)
             return handle
         if self._below is None:
             return Kept(tensor.detach(), tensor._version)  # see [Note: Packed objects]
         return Foreign(self._below[0](tensor), self._below[1])
+
+    def _show(self, tensor: Tensor, moves: bool) -> None:
+        """Let checkpointing count a tensor that we have a handle of; see [Note: Checkpoints]."""
+        assert self._below is not None
+        shown = tensor.detach()
+        found = weakref.ref(shown)
+        try:
+            self._below[0](shown)
+        except BaseException as error:  # the recomputation has what it needs, and stops
+            error.__traceback__ = None  # whose frames would keep what was shown
+            raise
+        finally:
+            del shown
+            kept = found() if moves else None
+            if kept is not None:
+                with unseen(), torch.inference_mode(False), torch.no_grad():
+                    kept.data = kept.clone()
+
+
+def _checkpoints(pack: Callable[[Tensor], Any]) -> bool:
+    """It is, or hands on to, a hook of checkpointing that is not reentrant."""
+    if isinstance(pack, _Pack):
+        return pack._checkpoints
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
 
 def _was_modified(kept: Kept) -> str:

@@ -12,6 +12,7 @@ from tests.mlp import CHUNK_NUMEL, WIDTH, assert_same, build, weights_of
 
 NUM_BRANCHES = 4
 IDLE = "idle"  # one of the ways: rank 1 uses no branch at all
+INSIDE = "inside"  # one of the ways: what each branch does is checkpointed, inside the leaf
 
 
 class Switch(nn.Module):
@@ -21,21 +22,25 @@ class Switch(nn.Module):
         super().__init__()
         self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BRANCHES))
         self.rank = self.step = 0
-        self.idles = False
+        self.idles = self.checkpoints = False
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         if self.idles and self.rank == 1:
             return {"out": torch.zeros_like(x), "aux": (torch.zeros(()),)}
-        first = self.branches[(self.rank + self.step) % NUM_BRANCHES](x)
-        second = self.branches[(2 * self.rank + 1) % NUM_BRANCHES](first)
+        first = self.branch((self.rank + self.step) % NUM_BRANCHES, x)
+        second = self.branch((2 * self.rank + 1) % NUM_BRANCHES, first)
         return {"out": 2 * second, "aux": (second.square().mean(),)}
+
+    def branch(self, number: int, x: Tensor) -> Tensor:
+        run = self.branches[number]
+        return checkpoint(run, x, use_reentrant=False) if self.checkpoints else run(x)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.before, self.switch, self.after = nn.Linear(WIDTH, WIDTH), Switch(), nn.Linear(WIDTH, WIDTH)
-        self.switch.idles = way == IDLE
+        self.switch.idles, self.switch.checkpoints = way == IDLE, way == INSIDE
         self.way = way
 
     def inner(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from tests.dist.ranks import RankPool
 
 
 @pytest.mark.parametrize("budget", ["smallest", None])
-@pytest.mark.parametrize("way", ["", cases.IDLE, "not reentrant", "reentrant"])
+@pytest.mark.parametrize("way", ["", cases.IDLE, cases.INSIDE, "not reentrant", "reentrant"])
 def test_ranks_that_use_other_branches_equal_plain(ranks: RankPool, way: str, budget: str | None) -> None:
     evictions = ranks(2).run(cases.routes, way, budget)
     assert all(count > 0 for count in evictions) or budget is None
