@@ -34,14 +34,15 @@ class ChunkState(Enum):
     RESIDENT = "resident"
 
 
-@dataclass
+@dataclass(eq=False)
 class ManagedParameter:
-    """A parameter and its place. `index` numbers the model's distinct parameters in module order."""
+    """A parameter and its place. `index` numbers the model's distinct parameters in the order of chunks."""
 
     index: int
     name: str  # the first of its names in the plain module
     parameter: nn.Parameter
     chunk: Chunk
+    position: int  # in `chunk.parameters`
     offset: int  # elements, in the payload
     shape: torch.Size
     stride: tuple[int, ...]

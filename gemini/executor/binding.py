@@ -117,7 +117,7 @@ class Binding:
     def mark_edited(self, managed: ManagedParameter) -> None:
         """The parameter's payload was, or may have been, written to."""
         chunk = managed.chunk
-        self.edited.setdefault(chunk.index, set()).add(chunk.parameters.index(managed))
+        self.edited.setdefault(chunk.index, set()).add(managed.position)
 
     def write_back(self, chunk: Chunk) -> None:
         """Bring edits of the payload to the home and the master. See [Note: Edits]."""
@@ -138,7 +138,7 @@ class Binding:
     def is_edited(self, managed: ManagedParameter) -> bool:
         """The parameter was written to since its payload was last brought home."""
         chunk = managed.chunk
-        position = chunk.parameters.index(managed)
+        position = managed.position
         with torch._C.DisableTorchFunctionSubclass():
             version = managed.parameter._version
         return position in self.edited.get(chunk.index, ()) or version != self.versions[chunk.index][position]

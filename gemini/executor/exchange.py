@@ -58,7 +58,7 @@ class Exchange:
         if chunk.travel_dtype is not chunk.dtype:
             payload = self.scratch.take(chunk.numel, chunk.travel_dtype).copy_(payload)
         finish = self.communicator.start_reduce_scatter(payload, chunk.layout, out, chunk.index, self.scratch.take)
-        gradient.reducing = True
+        self.store.leave(gradient)
 
         def gathered() -> Tensor:
             finish()

@@ -95,6 +95,7 @@ class GradientStore:
         self.finish_reduction: Callable[[], None] = lambda: None  # the one in flight holds a slot
         self.num_spills = 0
         self.peak_open = 0
+        self._num_open = 0  # in a slot or spilled, and not on the way to the other ranks
 
     def open_pools(self, regular: tuple[int, int], oversize: tuple[int, int]) -> None:
         """(bytes, count) of both sizes."""
@@ -162,6 +163,9 @@ class GradientStore:
             return
         slot = self._free_slot(gradient)
         assert slot.buffer is not None
+        if gradient.spilled is None:
+            self._num_open += 1
+            self.peak_open = max(self.peak_open, self._num_open)
         if chunk.index not in slot.views:
             payload = slot.buffer[: chunk.payload_bytes].view(chunk.dtype)
             slot.views[chunk.index] = payload, chunk.views_of(payload)
@@ -177,7 +181,6 @@ class GradientStore:
             if resume:
                 gradient.resumed = True
                 copy(gradient.payload, gradient.shard, self.device, self.tier(gradient.resting.tier), self.traffic)
-            self.peak_open = max(self.peak_open, sum(g.is_open for g in self.gradients.values()))
 
     def complete(self, gradient: ChunkGradient) -> None:
         """Zeros where no gradient was written since the payload was opened: paddings and unused parameters."""
@@ -194,8 +197,15 @@ class GradientStore:
         """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
         return not gradient.merged or (gradient.direct and gradient.chunk.dtype.itemsize >= 4)
 
+    def leave(self, gradient: ChunkGradient) -> None:
+        """The payload goes to the other ranks: it is not open any more."""
+        self._num_open -= gradient.slot is not None
+        gradient.reducing = True
+
     def close(self, gradient: ChunkGradient) -> None:
         """The payload's content is not needed any more."""
+        if not gradient.reducing:
+            self._num_open -= gradient.slot is not None or gradient.spilled is not None
         if gradient.slot is not None:
             gradient.slot.chunk = None
         if gradient.spilled is not None:
@@ -215,7 +225,7 @@ class GradientStore:
             slot = pool.free()
         if slot is not None:
             return slot
-        open_chunks = [g for g in self.gradients.values() if g.slot is not None and g.slot in pool.slots]
+        open_chunks = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
         # complete ones wait for their turn; of the others the first in the model gets its next gradient last
         victim = max(open_chunks, key=lambda g: (g.num_fired == g.expected, -g.chunk.index))
         return self._spill(victim)

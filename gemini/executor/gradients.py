@@ -274,7 +274,7 @@ class Gradients:
         gradient = self.store.gradients.get(managed.chunk.index)
         if gradient is None:
             return
-        position = managed.chunk.parameters.index(managed)
+        position = managed.position
         gradient.got[position] = gradient.agreed[position] = 0
         self.unsynced.discard(gradient, managed.offset, managed.numel)
         gradient.num_writes += 1

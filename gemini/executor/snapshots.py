@@ -38,7 +38,7 @@ class Snapshots:
         chunk = managed.chunk
         if not has_split_master(chunk):
             return
-        position, kept = chunk.parameters.index(managed), self._kept.setdefault(chunk.index, {})
+        position, kept = managed.position, self._kept.setdefault(chunk.index, {})
         if position in kept:
             return
         if not _payload_is_home(chunk):
@@ -58,21 +58,21 @@ class Snapshots:
     def is_announced(self, managed: ManagedParameter) -> bool:
         """Its weights from before a write are known."""
         chunk = managed.chunk
-        return chunk.parameters.index(managed) in self._kept.get(chunk.index, {})
+        return managed.position in self._kept.get(chunk.index, {})
 
     def read(self, managed: ManagedParameter) -> list[Tensor] | None:
         """The weights of each of its pieces that this rank steps; None if the write was not announced."""
         chunk = managed.chunk
         if not self.is_announced(managed):
             return None
-        kept = self._kept[chunk.index][chunk.parameters.index(managed)]
+        kept = self._kept[chunk.index][managed.position]
         if kept is not None:
             return kept.parts
         return [weights_of(chunk, piece.shard_start, piece.numel) for piece in chunk.optim_pieces(managed)]
 
     def renew(self, managed: ManagedParameter) -> None:
         """The home has new weights: views of the payload may be written to again."""
-        kept = self._kept.get(managed.chunk.index, {}).get(managed.chunk.parameters.index(managed))
+        kept = self._kept.get(managed.chunk.index, {}).get(managed.position)
         if kept is not None:
             for part, piece in zip(kept.parts, managed.chunk.optim_pieces(managed), strict=True):
                 part.copy_(weights_of(managed.chunk, piece.shard_start, piece.numel))

@@ -53,7 +53,7 @@ class Hooks:
         self._handles.append(root.register_forward_hook(self._after_root, always_call=True))
         for managed in parameters:
             if managed.chunk.dtype.is_floating_point or managed.chunk.dtype.is_complex:
-                hook = _on_gradient(managed.chunk.parameters.index(managed))
+                hook = _on_gradient(managed.position)
                 with torch._C.DisableTorchFunctionSubclass():
                     managed.parameter.requires_grad_(True)  # it may be unfrozen, and torch refuses a hook before
                     self._handles.append(managed.parameter.register_post_accumulate_grad_hook(hook))

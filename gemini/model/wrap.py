@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -90,6 +91,7 @@ def make_chunks(
                     name,
                     parameter,
                     chunk,
+                    len(chunk.parameters),
                     offset,
                     parameter.shape,
                     dense_stride(parameter),
@@ -192,12 +194,19 @@ def min_slots(chunks: list[Chunk], operators: list[FoundOperator]) -> tuple[int,
     enough chunks: a recomputation inside a node, or a function that borrows a parameter, holds one beside them.
     """
     chunk_of = {managed.parameter: chunk for chunk in chunks for managed in chunk.parameters}
-    need = [0, 0]
-    for place, operator in enumerate(operators):
-        on_stack = [operators[i] for i in (*operator.ancestors, place)]
-        union = dict.fromkeys(chunk_of[parameter] for each in on_stack for parameter in each.parameters)
-        for oversize in (False, True):
-            need[oversize] = max(need[oversize], sum(chunk.oversize is oversize for chunk in union))
+    need, now = [0, 0], [0, 0]  # by size; now: of the path that ends at the operator at hand
+    users: Counter[int] = Counter()  # chunk -> operators on the path that use it
+    path: list[list[Chunk]] = []
+    for operator in operators:  # parents come before their children, so a path grows and shrinks at its end
+        while len(path) > len(operator.ancestors):
+            for chunk in path.pop():
+                users[chunk.index] -= 1
+                now[chunk.oversize] -= not users[chunk.index]
+        path.append(list(dict.fromkeys(chunk_of[parameter] for parameter in operator.parameters)))
+        for chunk in path[-1]:
+            now[chunk.oversize] += not users[chunk.index]
+            users[chunk.index] += 1
+        need = [max(pair) for pair in zip(need, now, strict=True)]
     totals = [sum(chunk.oversize is oversize for chunk in chunks) for oversize in (False, True)]
     return min(need[0] + 1, totals[0]), min(need[1], totals[1])
 

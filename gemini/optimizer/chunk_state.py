@@ -101,7 +101,7 @@ class ChunkOptimizerState:
 
     def discard(self, managed: ManagedParameter) -> None:
         """One parameter's state becomes what it was before its first update."""
-        position = self.chunk.parameters.index(managed)
+        position = managed.position
         self.scalars[position], self.made[position] = None, ()
         for flat in self.flats.values():
             for piece in self.chunk.optim_pieces(managed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
@@ -49,9 +50,12 @@ class ChunkStates:
         counts = isinstance(self._update, AdamUpdate)
         state = ChunkOptimizerState(chunk, tier, counts, groups)
         self._take(state)
-        ordered = sorted({**self.by_chunk, chunk.index: state}.items())
-        self.by_chunk.clear()
-        self.by_chunk.update(ordered)
+        comes_last = all(index < chunk.index for index in islice(reversed(self.by_chunk), 1))
+        self.by_chunk[chunk.index] = state
+        if not comes_last:  # one that was unfrozen
+            ordered = sorted(self.by_chunk.items())
+            self.by_chunk.clear()
+            self.by_chunk.update(ordered)
 
     def drop_all(self) -> None:
         """No chunk has state in this optimizer."""

@@ -145,7 +145,7 @@ def _state(link: Link, key: str) -> Tensor:
     states: dict[int, ChunkOptimizerState] = {} if optimizer is None else optimizer._states
     state = states.get(link.managed.chunk.index)
     managed = link.managed
-    names = () if state is None else state.names(managed.chunk.parameters.index(managed))
+    names = () if state is None else state.names(managed.position)
     if state is None or key not in names:
         reason = "the model has no ShardedOptimizer" if optimizer is None else f"it has {sorted(names) or 'none'}"
         raise ValueError(f"parameter {link.managed.name!r} has no optimizer state {key!r}: {reason}")
@@ -214,7 +214,7 @@ def _set_gradient(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
     inv_scale, _ = factors_of(link)
     _write(link, flat, [scaled(part, inv_scale) for part in parts])
     chunk = link.managed.chunk
-    gradient, position = link.executor.gradients.store.gradients[chunk.index], chunk.parameters.index(link.managed)
+    gradient, position = link.executor.gradients.store.gradients[chunk.index], link.managed.position
     gradient.got[position] = gradient.agreed[position] = 1
     gradient.num_writes += 1
     optimizer: Any = link.optimizer

@@ -62,7 +62,7 @@ def _add_whole_states(
     names = executor.communicator.agree_on_names(sorted(chunk_state.flats))
     wholes = {n: gather_optimizer_state(executor, chunk_state.chunk, _flat(chunk_state, n)) for n in names}
     for number, managed in known.items():
-        position = chunk_state.chunk.parameters.index(managed)
+        position = managed.position
         scalars = chunk_state.scalars[position]
         if scalars is not None:
             entry: dict[str, Any] = {name: _scalar(name, value) for name, value in scalars.items()}
@@ -128,7 +128,7 @@ def _load_entry(
     executor: Executor, chunk_state: ChunkOptimizerState, managed: ManagedParameter, entry: Mapping[str, Any] | None
 ) -> None:
     """One parameter's state becomes `entry`; None: as before its first step."""
-    position = chunk_state.chunk.parameters.index(managed)
+    position = managed.position
     chunk_state.discard(managed)
     if entry is None:
         return
