@@ -257,7 +257,7 @@ class Gradients:
             self.exchange.make_room(gradient)
             gradient.merged, gradient.merged_in = True, self.num_backwards
             gradient.shard.zero_()
-        position = managed.chunk.parameters.index(managed)
+        position = managed.position
         gradient.got[position] = gradient.agreed[position] = 1
 
     def multiply(self, factor: float) -> None:

@@ -107,7 +107,7 @@ def has_gradient(link: Link) -> bool:
     gradient = gradients.store.gradients.get(managed.chunk.index)
     if gradient is None or not gradients.num_backwards:
         return False
-    return bool(gradient.agreed[managed.chunk.parameters.index(managed)])
+    return bool(gradient.agreed[managed.position])
 
 
 def assign(link: Link, value: Tensor) -> None:
