@@ -53,7 +53,7 @@ def run_ranks(
             for rank in range(world_size):
                 command = [python, "-m", "benchmarks.launch", function, json.dumps(options), name]
                 with open(folder / f"{rank}.log", "wb") as log:
-                    environment = _environment(rank, world_size, store.port) | (variables or {})
+                    environment = rank_environment(rank, world_size, store.port) | (variables or {})
                     ranks.append(
                         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
                     )
@@ -86,7 +86,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, folder: Path, 
     raise RankFailed(f"{function}: " + "\n".join(tails))
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set, and one thread."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -76,6 +76,16 @@ def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_a_checkout_beside_itself_has_the_same_bits() -> None:
+    done = run("benchmarks.before_after", str(ROOT), "--tiny", "--rounds", "1", "--ranks", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 rank, half" in done.stdout
+    refused = run("benchmarks.before_after", str(ROOT / "docs"), "--tiny")
+    assert refused.returncode == 2
+    assert "has no" in refused.stderr and "run make" in refused.stderr
+
+
+@pytest.mark.soak
 def test_the_profile_of_a_step_names_calls() -> None:
     done = run("benchmarks.step_profile", "--tiny")
     assert done.returncode == 0, done.stderr
