@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -86,6 +87,13 @@ class Precision:
         visit(module, "", default)
         if unused:
             raise ValueError(f"dtype={{...}}: no module is chosen by {', '.join(map(repr, unused))}")
+        dtypes = set(found.parameters.values())
+        if self.reuse_fp16_shard and dtypes and not dtypes.intersection(HALF_DTYPES):
+            warnings.warn(
+                "reuse_fp16_shard=True does nothing here, as the model has no 16-bit weights, whose memory their "
+                "gradients could reuse: give dtype=torch.float16 or torch.bfloat16, or leave it out",
+                stacklevel=3,
+            )
         return found
 
 

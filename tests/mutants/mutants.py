@@ -287,6 +287,13 @@ MUTANTS = [
         "tests/test_gradients.py::test_fp16_gradients_are_seen_and_set_without_the_loss_scale",
     ),
     Mutant(
+        "tensors in dataclasses are not cast",
+        "gemini/model/casting.py",
+        "        return _map_fields(function, leaf) if _is_dataclass(leaf) else leaf\n",
+        "        return leaf\n",
+        "tests/test_casting.py",
+    ),
+    Mutant(
         "a change in GatheredParameters stays on its rank",
         "gemini/model/link.py",
         '            self.communicator.broadcast_(flat, f"changes to {managed.name}", src=rank)',

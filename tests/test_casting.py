@@ -1,0 +1,150 @@
+"""Inputs and outputs of modules that have another dtype than the rest (`dtype={...}`), in whatever they are packed."""
+
+import dataclasses
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemini
+from gemini import ShardedModel
+from tests import mlp
+
+
+@dataclasses.dataclass
+class Open:
+    hidden: Tensor
+    mask: Tensor | None = None
+    note: str = ""
+    made: Any = dataclasses.field(init=False, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    hidden: Tensor
+    mask: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    hidden: Tensor
+    mask: Tensor | None = None
+
+
+@dataclasses.dataclass
+class Derived:
+    """Whose constructor would change what it is given."""
+
+    hidden: Tensor
+    mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.hidden = self.hidden + 1
+
+
+class Named(NamedTuple):
+    hidden: Tensor
+    mask: Tensor | None = None
+
+
+@dataclasses.dataclass
+class Nested:
+    inner: Any
+    mask: Tensor | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.inner["parts"][0].hidden  # type: ignore[no-any-return]
+
+
+class Unpacks(nn.Module):
+    """Takes a batch and returns another one with the layer's output in its place, like the model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: list[Any] = []
+
+    def forward(self, batch: Any) -> Any:
+        self.seen = [batch, batch.hidden.dtype]
+        hidden = self.layer(batch.hidden)
+        if isinstance(batch, Nested):
+            return Nested({"parts": [Frozen(hidden)]}, batch.mask)
+        return type(batch)(hidden, batch.mask)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unpacks, self.last = nn.Linear(4, 4), Unpacks(), nn.Linear(4, 4)
+
+    def forward(self, batch: Any) -> Tensor:
+        batch = self.unpacks(batch)
+        return self.last(batch.hidden)  # type: ignore[no-any-return]
+
+
+MASK = torch.ones(2, dtype=torch.bool)
+HIDDEN = torch.linspace(-1, 1, 8, dtype=torch.bfloat16).view(2, 4)
+BATCHES = [
+    *(lambda kind=kind: kind(HIDDEN, MASK) for kind in (Open, Frozen, Slotted, Derived, Named)),
+    lambda: Nested({"parts": [Frozen(HIDDEN)], "size": 2}, MASK),
+]
+
+
+@pytest.mark.parametrize("make", BATCHES, ids=["open", "frozen", "slots", "derived", "tuple", "nested"])
+def test_tensors_in_a_dataclass_are_cast_as_those_in_a_tuple_are(make: Any) -> None:
+    model = ShardedModel(mlp.build(Around), device="emulated", dtype={"unpacks": torch.float32, "*": torch.bfloat16})
+    plain = mlp.build(Around).to(torch.bfloat16)
+    plain.unpacks.float()
+    batch = make()
+    given = batch.hidden
+    out = model(batch)
+    assert batch.hidden is given, "the caller's own batch stays as it was"
+    received, dtype = model.module.unpacks.seen
+    assert dtype is torch.float32
+    assert type(received) is type(batch)
+    assert received.mask is MASK
+    returned = plain.unpacks.layer(given.float())
+    if isinstance(batch, Derived):
+        returned = returned + 1
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(out, plain.last(returned.bfloat16()))
+    out.float().square().mean().backward()
+    assert model.module.unpacks.layer.weight.grad.isfinite().all()
+
+
+def test_a_dataclass_without_a_tensor_to_cast_is_handed_on_as_it_is() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor, options: Any) -> Any:  # type: ignore[override]
+            return super().forward(x), options
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.looks, self.other = Looks(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, options: Any) -> Any:
+            x, returned = self.looks(x, options)
+            return self.other(x), returned
+
+    model = ShardedModel(mlp.build(Root), device="emulated", dtype={"looks": torch.float32, "*": torch.bfloat16})
+    options = Open(torch.zeros(2, dtype=torch.int64), MASK)
+    out, returned = model(HIDDEN, options)
+    assert returned is options
+    assert out.dtype is torch.bfloat16
+
+
+def test_reusing_16_bit_memory_of_a_model_that_has_none_is_said_once() -> None:
+    with pytest.warns(UserWarning, match=r"does nothing here.*dtype=torch.float16") as found:
+        model = mlp.wrap("cuda", reuse_fp16_shard=True)
+    assert len(found) == 1
+    assert found[0].filename == mlp.__file__, "where the user wraps"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = gemini.ShardedOptimizer(model, mlp.adam(model.parameters()))
+        mlp.train_step(model, optimizer)
+        for dtype in (torch.float16, torch.bfloat16, {"layers.1": torch.float16}):
+            mlp.wrap("cuda", reuse_fp16_shard=True, dtype=dtype)
+        mlp.wrap("cuda")
