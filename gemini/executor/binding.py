@@ -108,6 +108,19 @@ class Binding:
                 parameter.__class__ = self.released_class
         chunk.bound = chunk.plain = False
 
+    def start_anew(self) -> None:
+        """`cover` after a failure, which may have interrupted `bind` or `unbind` half way."""
+        with torch.inference_mode(False), torch.no_grad():
+            for chunk in self.chunks:
+                for managed in chunk.parameters:
+                    if not chunk.bound:
+                        managed.parameter.__class__ = nn.Parameter
+                        managed.parameter.data = managed.placeholder
+                    managed.parameter.__class__ = self.released_class
+                chunk.plain = False
+        self.plain_chunks.clear()
+        self._edits_when_left.clear()  # an interrupt may have come between a bump of versions and its count
+
     # -- edits
 
     def before_write(self, managed: ManagedParameter) -> None:

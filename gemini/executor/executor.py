@@ -12,21 +12,22 @@ the autograd node that runs right now uses it. Only unpinned chunks may leave th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
-from gemini.errors import GeminiError, torn
+from gemini.errors import GeminiError
+from gemini.executor.calls import Call, other_thread
 from gemini.executor.communicator import Communicator
+from gemini.executor.failures import Failures
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradients import Gradients
-from gemini.executor.last_words import words_of
 from gemini.executor.modes import unseen
 from gemini.executor.moment import Phase
-from gemini.executor.node_pins import NodePins
 from gemini.executor.operator import Operator
+from gemini.executor.underway import Underway
 
 _graph_task_id = torch._C._current_graph_task_id
 
@@ -43,12 +44,10 @@ class Executor:
         self.gradients = gradients
         self.communicator = communicator
         self.moments = communicator.moments
-        self._operators: list[tuple[Operator, list[Chunk]]] = []  # the call stack, with what each has pinned
-        self._nodes = NodePins()
-        self._whole: tuple[Chunk, ...] = ()  # the leaf that backward is in
-        self._forward_depth = 0
-        self._awaits_backward = False
-        self._torn_by = ""  # what left the state half changed, where there are no other ranks that need to know
+        self._underway = Underway(self.chunks)
+        self.calls = self._underway.calls
+        self._nodes = self._underway.nodes
+        self.failures = Failures(self._underway, fetcher, gradients, communicator)
         self.has_room = False  # slots and buffers have their memory
         self.check_backward: Callable[[], None] = lambda: None  # may refuse one before anything has happened
         self.settle_flags: Callable[[], None] = lambda: None  # of parameters: memory follows them
@@ -74,44 +73,62 @@ class Executor:
         """A forward that runs while backward does recomputes a checkpointed region."""
         return _graph_task_id() != -1
 
-    def begin_forward(self) -> None:
-        """The model's forward starts. Collective in the sense that all ranks do it."""
-        if self._forward_depth or self.is_recomputing():
-            self._forward_depth += 1
-            return
+    def begin_forward(self, module: nn.Module) -> Call:
+        """The model's forward starts. Collective in the sense that all ranks do it.
+
+        Raises GeminiError while another thread is inside a forward or backward, and nothing has changed then.
+        """
+        recomputing = self.is_recomputing()
+        self.failures.find(module)
+        if recomputing or self.calls.num_forwards:
+            return self.calls.enter(module, None, recomputing)
+        with self.publishing():
+            self.recover()
         if self.gradients.in_backward:
-            self.publish(GeminiError("its last backward ended with an exception, which its script caught"))
-            if self.communicator.watch is None:
-                self.abandon()
-        self.recover()
+            raise other_thread("a backward")
+        call = self.calls.enter(module, None, recomputing)
+        with self.publishing():
+            self._begin_forward()
+        return call
+
+    def _begin_forward(self) -> None:
         self.moments.set(0, Phase.FORWARD)
         self.fetcher.settle()
         self.binding.write_back_all()
         if torch.is_grad_enabled():
             self.settle_flags()
         self._take_room()
-        if torch.is_grad_enabled() and not self._awaits_backward:
+        if torch.is_grad_enabled() and not self._underway.awaits_backward:
             self.fetcher.next_use.begin_pass()
             self.communicator.begin_pass("forward and backward")
-            self._awaits_backward = True
+            self._underway.awaits_backward = True
         elif not torch.is_grad_enabled():
             self.communicator.leave_pass()
         self.fetcher.in_step = True
-        self._forward_depth = 1
 
-    def end_forward(self) -> None:
-        """The model's forward ended, with or without an exception."""
-        self._forward_depth = max(0, self._forward_depth - 1)
-        if self._forward_depth == 0 and not self.is_recomputing():
+    def end_forward(self) -> bool:
+        """The model's forward ended, with or without an exception. False if it had not begun."""
+        if self.calls.leave(None) is None:
+            return False
+        if not self.calls.num_forwards and not self.is_recomputing():
             self.fetcher.in_step = False
             self.binding.cover()
+        return True
 
-    def enter_operator(self, operator: Operator) -> None:
-        """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""
-        pinned: list[Chunk] = []
+    def enter_operator(self, module: nn.Module, operator: Operator) -> Call:
+        """An operator's call starts; `fetch_operator` is next. Raises GeminiError while another thread runs one."""
+        recomputing = self.is_recomputing()
+        if not recomputing and not (self.fetcher.in_step and self.calls.depth()):
+            self.failures.find(module)
         if self.flags_touched:
-            self._settle_outside()
-        self._operators.append((operator, pinned))
+            with self.publishing():
+                self._settle_outside()
+        return self.calls.enter(module, operator, recomputing)
+
+    def fetch_operator(self, call: Call) -> None:
+        """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""
+        operator, pinned = call.operator, call.pinned
+        assert operator is not None
         self.moments.set(operator.index, Phase.FORWARD)
         self._nodes.follow()
         fetcher = self.fetcher
@@ -124,14 +141,10 @@ class Executor:
         fetcher.fetch_ahead()
 
     def exit_operator(self, operator: Operator) -> None:
-        """The operator is done, or failed: unpin its chunks."""
-        if not self._operators or self._operators[-1][0] is not operator:
-            return
-        chunks = self._operators.pop()[1]
-        for chunk in chunks:
-            chunk.pins -= 1
-        above = [pinned for _, pinned in self._operators]
-        self._after_use([chunk for chunk in chunks if not any(chunk in pinned for pinned in above)])
+        """The operator is done, or failed: its chunks may leave."""
+        chunks = self.calls.leave(operator)
+        if chunks and not self.fetcher.in_step:
+            self._after_use([chunk for chunk in chunks if not self.calls.pin(chunk)])
 
     def _after_use(self, chunks: Sequence[Chunk]) -> None:
         """Outside a forward, parameters are plain only while something uses them.
@@ -144,18 +157,19 @@ class Executor:
             return
         if self.is_recomputing():
             for chunk in chunks:
-                if chunk.plain and chunk.state is ChunkState.GATHERED and chunk not in self._whole:
+                if chunk.plain and chunk.state is ChunkState.GATHERED and chunk not in self._underway.leaf:
                     self.binding.cover_chunk(chunk)
-        elif not self._operators:
+        elif not self.calls.by_thread:
             self.binding.cover()
 
     @contextmanager
     def touching(self, chunks: Sequence[Chunk], operator: int) -> Iterator[None]:
         """A function uses parameters outside their operators. Collective where parameters are sharded."""
         fetcher = self.fetcher
-        pinned: list[Chunk] = []
-        if not self._forward_depth and not self.gradients.in_backward:
+        self.failures.find()
+        if not self.calls.num_forwards and not self.is_recomputing():
             self.recover()
+        pinned = self._underway.begin_touch()
         before = self.moments.now
         self.moments.set(operator, Phase.TOUCH)
         if self.flags_touched:
@@ -171,13 +185,12 @@ class Executor:
                     bound.append(chunk)
             yield
         finally:
-            for chunk in pinned:
-                chunk.pins -= 1
+            self._underway.end_touch(pinned)
             self.moments.now = before
             self._after_use(bound)
 
     def _settle_outside(self) -> None:
-        inside = self._forward_depth or self._operators or self.gradients.in_backward or self.is_recomputing()
+        inside = self.calls.by_thread or self.gradients.in_backward or self.is_recomputing()
         if torch.is_grad_enabled() and not inside:
             self.settle_unfrozen()
 
@@ -198,9 +211,9 @@ class Executor:
         Until another chunk is asked for, so at the same point on all ranks. Collective.
         """
         self.begin_backward()
-        if self._whole is operator.chunks:
+        if self._underway.leaf is operator.chunks:
             return
-        self._leave_leaf()
+        self._underway.leave_leaf()
         self._nodes.lift()
         self.moments.set(operator.index, Phase.BACKWARD)
         fetched: list[Chunk] = []
@@ -208,15 +221,10 @@ class Executor:
             self.fetcher.fetch(chunk)
             chunk.pins += 1
             fetched.append(chunk)
-            self._whole = tuple(fetched)
+            self._underway.leaf = tuple(fetched)
             self.binding.bind(chunk)
-        self._whole = operator.chunks
+        self._underway.leaf = operator.chunks
         self.fetcher.fetch_ahead()
-
-    def _leave_leaf(self) -> None:
-        for chunk in self._whole:
-            chunk.pins -= 1
-        self._whole = ()
 
     def node_fetch(self, chunk: Chunk, operator: int) -> Tensor:
         """The payload for the autograd node that runs now; pinned until another node of its graph task asks."""
@@ -224,11 +232,11 @@ class Executor:
         if task == -1:  # someone looks at grad_fn._saved_... by hand
             return self.fetcher.fetch(chunk)
         self.begin_backward()
-        if self._whole:
-            if chunk in self._whole:
+        if self._underway.leaf:
+            if chunk in self._underway.leaf:
                 assert chunk.payload is not None
                 return chunk.payload
-            self._leave_leaf()
+            self._underway.leave_leaf()
         self.moments.set(operator, Phase.BACKWARD)
         self._nodes.follow()
         payload = self.fetcher.fetch(chunk)
@@ -247,13 +255,13 @@ class Executor:
         if not self.gradients.in_backward:
             return
         with self.publishing(), unseen():
-            self._leave_leaf()
+            self._underway.leave_leaf()
             self._nodes.lift()
             self.moments.set(0, Phase.BACKWARD)
             self.gradients.end_backward()
             self.fetcher.settle()
             self.fetcher.next_use.end_pass()
-            self._awaits_backward = False
+            self._underway.awaits_backward = False
             self.binding.cover()
             self.communicator.end_pass()
 
@@ -285,63 +293,30 @@ class Executor:
 
     # -- failures
 
-    @contextmanager
-    def publishing(self) -> Iterator[None]:
+    def publishing(self) -> AbstractContextManager[None]:
         """What leaves this block as an exception is told to the other ranks."""
-        try:
-            yield
-        except BaseException as error:
-            self.publish(error)
-            raise
+        return self.communicator.publishing()
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed."""
-        if self.communicator.watch is not None:
-            self.communicator.watch.publish(error)
+        self.communicator.publish(error)
 
-    @contextmanager
-    def tearing(self) -> Iterator[None]:
+    def tearing(self) -> AbstractContextManager[None]:
         """An exception that leaves this block leaves weights half updated: no rank may go on with them."""
-        try:
-            yield
-        except BaseException as error:
-            if self.communicator.watch is not None:
-                self.communicator.watch.tear(error)
-            else:
-                self._torn_by = words_of(error)
-            raise
-
-    def abandon(self) -> None:
-        """Forget a step that failed half way: nothing stays pinned, open or expected."""
-        self._operators.clear()
-        self._nodes.forget()
-        self._whole = ()
-        for chunk in self.chunks:
-            chunk.pins = 0
-        self.gradients.start_anew()
-        self._awaits_backward = False
-        self._forward_depth = 0
-        self.moments.now = 0
-        self.fetcher.start_anew()
+        return self.failures.tearing()
 
     def recover(self) -> None:
-        """After a failure that every rank caught, forget that step and start anew together. Collective then.
-
-        Raises GeminiError if it left weights half updated.
-        """
-        if self._torn_by:
-            raise torn(self._torn_by)
-        watch = self.communicator.watch
-        if watch is not None and watch.failed:
-            self.abandon()
-            self.communicator.restart()
+        """After a failure that every rank caught, start together again. Raises GeminiError for torn weights."""
+        self.failures.recover()
 
     def check_idle(self, what: str) -> None:
         """Raises GeminiError inside a forward or backward. Recovers from a failure. Copies to the host are done."""
-        if self._forward_depth or self.is_recomputing():
-            raise GeminiError(
-                f"{what} inside a forward or backward of the model is not possible: call it between steps"
-            )
+        inside = GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
+        self.failures.find()
+        if self.calls.by_thread or self.is_recomputing():
+            raise inside
         self.recover()
+        if self.gradients.in_backward:
+            raise inside
         self.moments.set(0, Phase.TOUCH)
         self.fetcher.device.synchronize()

@@ -290,9 +290,8 @@ class Fetcher:
 
     def start_anew(self) -> None:
         """After a failed step: every slot is empty and nothing is expected, equally on all ranks."""
-        self.in_step = False
         self._ahead = None
-        self.binding.cover()
+        self.binding.start_anew()
         self.release_all()
         for pool in self.pools or ():
             pool.empty()
@@ -302,6 +301,7 @@ class Fetcher:
                 if chunk.own_slot.num_holders() > 0:  # a collective without an end may still write to it
                     chunk.renew_own_slot(self.device)
         self.next_use.forget()
+        self.in_step = False  # last: what is interrupted in here is done again
 
     def held_bytes(self) -> int:
         """Of slots beside those that there should be, because views of them are alive."""

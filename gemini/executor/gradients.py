@@ -8,6 +8,7 @@ whatever is open anywhere is reduced, so that every micro-batch is reduced at on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from gemini.executor.moment import Phase
 from gemini.executor.unsynced import UnsyncedSums
 from gemini.placement.demand import Tier
 from gemini.placement.reduction_order import ReductionOrder
+
+_GRAD: Any = Tensor.grad
+_set_grad = _GRAD.__set__
 
 
 class Gradients:
@@ -295,8 +299,11 @@ class Gradients:
 
     def start_anew(self) -> None:
         """After a failed step: no gradient, and no agreement with other ranks on when to reduce which."""
-        self.in_backward = False
         self.forget()
+        with torch._C.DisableTorchFunctionSubclass():
+            for chunk in self.trainable:
+                for managed in chunk.parameters:  # a backward that was interrupted may have left what no hook took
+                    _set_grad(managed.parameter, None)
         for pool in self.store.pools or ():
             pool.empty()
         self.exchange.scratch.renew()

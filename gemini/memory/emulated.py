@@ -25,8 +25,9 @@ class EmulatedTier:
 
     def take(self, num_bytes: int, kind: str) -> Tensor:
         check_capacity(self, num_bytes, kind, "model_data_memory= or device_memory=")
-        self.ledger.take(kind, num_bytes)
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.ledger.take(kind, num_bytes)  # what was interrupted, or failed, is not counted
+        return buffer
 
     def give(self, buffer: Tensor, kind: str) -> None:
         self.ledger.give(kind, buffer.nbytes)

@@ -62,10 +62,15 @@ class Slot:
 
     def close(self) -> None:
         """Give the memory back."""
-        if self.buffer is not None:
+        buffer, self.buffer = self.buffer, None  # first: memory that an interrupted close gave back is not given twice
+        if buffer is not None:
             self.views.clear()
-            self._tier.give(self.buffer, self._kind)
-            self.buffer = None
+            self._tier.give(buffer, self._kind)
+
+    def __del__(self) -> None:
+        """A slot that an interrupt kept out of its pool is not counted any more."""
+        if getattr(self, "buffer", None) is not None:
+            self.close()
 
     def num_holders(self) -> int:
         """References to the slot's memory beyond our own; call it when no parameter is bound to the slot."""
@@ -133,8 +138,8 @@ class SlotPool:
 
     def set_aside(self, slot: Slot) -> None:
         """Take a held slot out of the pool until its views die."""
+        self.held.append(slot)  # first: an interrupt in between must not lose the slot
         self.slots.remove(slot)
-        self.held.append(slot)
 
     def _reclaim(self) -> None:
         if not self.held:
@@ -156,11 +161,12 @@ class SlotPool:
 
     def empty(self) -> None:
         """Free all slots, whatever they hold; those that a collective without an end still holds are replaced."""
-        for position, slot in enumerate(self.slots):
+        for position, slot in enumerate(list(self.slots)):
             slot.chunk = None
             if slot.num_holders() > 0:
+                self.slots.remove(slot)  # first: a slot without memory is never in the pool
                 slot.close()
-                self.slots[position] = Slot(self.tier, self.num_bytes, self.kind)
+                self.slots.insert(position, Slot(self.tier, self.num_bytes, self.kind))
 
     def close(self) -> None:
         """Give all memory back."""

@@ -37,9 +37,6 @@ class Hooks:
     def __init__(self, executor: Executor, saved_tensors: SavedTensors) -> None:
         self._executor = executor
         self._saved_tensors = saved_tensors
-        self._operator_hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
-        self._root_hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
-        self._autocast_cache: list[bool] = []
         self._handles: list[RemovableHandle] = []
 
     def install(
@@ -77,27 +74,18 @@ class Hooks:
 
     def _before_operator(self, operator: Operator) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
-            hooks = None
-            try:
+            with unseen():
+                call = self._executor.enter_operator(module, operator)
+            with self._executor.publishing():
                 with unseen():
-                    self._executor.enter_operator(operator)
+                    self._executor.fetch_operator(call)
                 if torch.is_grad_enabled() and not self._saved_tensors.on_top():
-                    hooks = self._saved_tensors.push()
-            except BaseException as error:
-                self._executor.publish(error)
-                raise
-            finally:
-                self._operator_hooks.append(hooks)
+                    call.hooks = self._saved_tensors.push()
 
         return before
 
     def _after_operator(self, operator: Operator) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if not self._operator_hooks:
-                return None  # the pre-hook of an operator above never ran
-            hooks = self._operator_hooks.pop()
-            if hooks is not None:
-                hooks.__exit__()
             self._executor.exit_operator(operator)
             if operator.routes and torch.is_grad_enabled():
                 return reached_by_backward((args, kwargs), output, lambda: self._enter_leaf(operator))
@@ -112,22 +100,18 @@ class Hooks:
     # -- the root
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
-        with self._executor.publishing(), unseen():
-            self._executor.begin_forward()
-        self._autocast_cache.append(torch.is_autocast_cache_enabled())
+        with unseen():
+            call = self._executor.begin_forward(module)
+        call.caches_autocast = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would serve the weights of a payload that left its slot
         covered = self._saved_tensors.on_top() or not torch.is_grad_enabled()
-        self._root_hooks.append(None if covered else self._saved_tensors.push())
+        call.hooks = None if covered else self._saved_tensors.push()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         error = sys.exc_info()[1] if output is None else None
-        if self._root_hooks:
-            hooks = self._root_hooks.pop()
-            if hooks is not None:
-                hooks.__exit__()
-            torch.set_autocast_cache_enabled(self._autocast_cache.pop())
         recomputing = self._executor.is_recomputing()
-        self._executor.end_forward()
+        if not self._executor.end_forward():
+            return  # it was refused
         if error is not None and not recomputing:  # a recomputation may be stopped early by an exception of torch's own
             self._executor.publish(error)
             return

@@ -35,10 +35,11 @@ class PlainView(nn.Module):
         self.module = module
         self._non_persistent_buffers_set = module._non_persistent_buffers_set  # of those in named_buffers()
         if type(self).forward is PlainView.forward:
-            self.forward = _with_signature_of(module)  # type: ignore[method-assign]
+            self.forward = _with_signature_of(module, self.forward)  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        with self.executor.failures.ending_calls():
+            return self.module(*args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -127,11 +128,11 @@ class PlainView(nn.Module):
         raise UnsupportedError("share_memory() of a ShardedModel is not possible: copy.deepcopy(model) is a plain one")
 
 
-def _with_signature_of(module: nn.Module) -> Callable[..., Any]:
-    """Calls `module`; `inspect.signature` of it is that of `module.forward`, by which trainers choose inputs."""
+def _with_signature_of(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`; `inspect.signature` of it is that of `module.forward`, by which trainers choose inputs."""
 
     @functools.wraps(module.forward, updated=())  # its attributes are its own, such as marks of torch.compile
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
+        return call(*args, **kwargs)
 
     return forward

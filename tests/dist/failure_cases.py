@@ -1,7 +1,9 @@
 """Ranks that fail, diverge or dawdle on purpose. Each case is run by every rank, mostly of a short-lived group."""
 
 import gc
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -190,6 +192,36 @@ def _failing_step(
     else:
         optimizer.backward(loss)
     optimizer.step()
+
+
+def an_interrupt_that_all_catch(rank: int, world_size: int, where: str) -> tuple[list[str], int, int]:
+    """SIGINT on rank 1 only, inside a layer's forward or its backward: (caught, hash, hash of a run without it)."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(*_: Any) -> Any:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    try:
+        model, optimizer, net = make(rank_timeout=60)
+        caught = []
+        for step in range(2):
+            train_step(model, optimizer, rank, step)
+            net.at[3] = interrupt if where == "forward" else lambda net, x: InBackward.apply(x, interrupt)
+            try:
+                (model.module if step else model)(batch(rank, 9)).square().mean().backward()
+                caught.append("nothing")
+            except (KeyboardInterrupt, RemoteRankError) as error:
+                caught.append(f"{type(error).__name__}: {error}")
+            net.at.clear()
+        train_step(model, optimizer, rank, 2)
+        calm, its, _ = make()
+        for step in range(3):
+            train_step(calm, its, rank, step)
+        return caught, state_hash(model, optimizer), state_hash(calm, its)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the ranks are started
 
 
 def a_torn_step(rank: int, world_size: int) -> tuple[str, list[str]]:

@@ -115,6 +115,15 @@ def test_failures_that_every_rank_catches_are_forgotten_together(ranks: RankPool
     assert len({one.result[0] for one in exits}) == 1
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_ctrl_c_on_one_rank_that_all_catch_training_goes_on(ranks: RankPool, where: str) -> None:
+    (others, *hashes), (interrupted, *same) = ranks(2).run(cases.an_interrupt_that_all_catch, where, timeout_s=60)
+    assert [words.split(":")[0] for words in interrupted] == ["KeyboardInterrupt"] * 2
+    assert all(words.startswith("RemoteRankError: rank 1 failed: ") for words in others), others
+    assert hashes == same
+    assert hashes[0] == hashes[1]
+
+
 def test_a_step_that_fails_half_way_is_final_on_all_ranks(ranks: RankPool) -> None:
     exits = ranks(2).run(cases.a_torn_step, fresh=True, timeout_s=60)
     for one in exits:

@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "the root pushes no hooks",
         "gemini/model/hooks.py",
-        "self._root_hooks.append(None if covered else self._saved_tensors.push())",
-        "self._root_hooks.append(None)",
+        "call.hooks = None if covered else self._saved_tensors.push()",
+        "call.hooks = None",
         f"{ONE_RANK}[norm_penalty]",
     ),
     Mutant(
@@ -331,7 +331,7 @@ MUTANTS = [
     Mutant(
         "a leaf is left to the nodes of each rank",
         "gemini/executor/executor.py",
-        "            if chunk in self._whole:",
+        "            if chunk in self._underway.leaf:",
         "            if False:",
         "tests/dist/test_leaves.py",
     ),
@@ -645,8 +645,22 @@ MUTANTS = [
         "tests/test_late_copies.py",
     ),
     Mutant(
+        "a call that was interrupted counts as running for ever",
+        "gemini/executor/calls.py",
+        "            if _num_calls(frames.get(thread), module) >= entered:",
+        "            if True:",
+        "tests/test_interrupts.py",
+    ),
+    Mutant(
+        "two threads are in a forward at once",
+        "gemini/executor/calls.py",
+        "        elif self.by_thread and not recomputes:",
+        "        elif False:",
+        "tests/test_interrupts.py",
+    ),
+    Mutant(
         "one rank goes on after a step that failed half way",
-        "gemini/executor/executor.py",
+        "gemini/executor/failures.py",
         "                self._torn_by = words_of(error)",
         "                pass",
         "tests/test_bad_input.py",

@@ -1,0 +1,138 @@
+"""Failures of a forward, a backward or a step: who is told, what is dropped, and how training goes on after them."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gemini.errors import GeminiError, torn
+from gemini.executor.calls import backward_runs
+from gemini.executor.communicator import Communicator
+from gemini.executor.fetcher import Fetcher
+from gemini.executor.gradients import Gradients
+from gemini.executor.last_words import words_of
+from gemini.executor.underway import Underway
+
+_PACKAGES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_graph_task_id = torch._C._current_graph_task_id
+
+
+class Failures:
+    """What one model does about failures. Where there are several ranks, RankWatch tells them."""
+
+    def __init__(self, underway: Underway, fetcher: Fetcher, gradients: Gradients, communicator: Communicator) -> None:
+        self._underway = underway
+        self._fetcher = fetcher
+        self._gradients = gradients
+        self._communicator = communicator
+        self._torn_by = ""  # what left the state half changed, where there are no other ranks that need to know
+
+    @contextmanager
+    def ending_calls(self) -> Iterator[None]:
+        """Around a call of the model: whatever exception ends it ends the calls inside. See [Note: Ended calls]."""
+        calls = self._underway.calls
+        depth = calls.depth()
+        builds_graph = torch.is_grad_enabled()
+        try:
+            yield
+        except BaseException as error:
+            interrupted = calls.end_above(depth) or (self._fetcher.in_step and not calls.by_thread)
+            if interrupted and _graph_task_id() == -1:
+                self._communicator.publish(error)
+                if not calls.by_thread:
+                    self._drop_forward()
+                torch.set_grad_enabled(builds_graph)  # the end of a torch.no_grad() may have been interrupted
+            raise
+
+    def find(self, entering: nn.Module | None = None) -> None:
+        """A forward or backward that ended with an exception, which the script caught, is over. [Note: Ended calls]
+
+        entering: the module of a call that is about to be entered.
+        """
+        calls = self._underway.calls
+        if _graph_task_id() != -1:
+            return
+        if (calls.by_thread or self._fetcher.in_step) and not calls.still_run(entering):
+            calls.end_all()
+            self._communicator.publish(_caught("forward"))
+            self._drop_forward()
+        if self._gradients.in_backward and not backward_runs():
+            self._communicator.publish(_caught("backward"))
+            if self._communicator.watch is None:
+                warnings.warn(
+                    "a backward ended with an exception: the gradients since the last step are incomplete and were "
+                    "dropped. Weights and optimizer state are as after that step",
+                    stacklevel=4,
+                )
+                self.abandon()
+
+    def _drop_forward(self) -> None:
+        """On one rank, after a forward that no hook ended: an interrupt may have come in the middle of a fetch.
+
+        Gradients of earlier backwards stay. Several ranks start together, see `recover`.
+        """
+        if self._communicator.watch is None:
+            _clear_our_frames()
+            self._underway.forget_forward()
+            self._communicator.moments.now = 0
+            self._fetcher.start_anew()
+
+    def abandon(self) -> None:
+        """Forget a step that failed half way: nothing stays pinned, open or expected."""
+        _clear_our_frames()
+        self._underway.forget()
+        self._gradients.start_anew()
+        self._communicator.moments.now = 0
+        self._fetcher.start_anew()
+        self._gradients.in_backward = False  # last: what is interrupted in here is done again
+
+    @contextmanager
+    def tearing(self) -> Iterator[None]:
+        """An exception that leaves this block leaves weights half updated: no rank may go on with them."""
+        try:
+            yield
+        except BaseException as error:
+            if self._communicator.watch is not None:
+                self._communicator.watch.tear(error)
+            else:
+                self._torn_by = words_of(error)
+            raise
+
+    def recover(self) -> None:
+        """After a failure that every rank caught, forget that step and start together again. Collective then.
+
+        Raises GeminiError if it left weights half updated.
+        """
+        if self._torn_by:
+            raise torn(self._torn_by)
+        watch = self._communicator.watch
+        if watch is not None and watch.failed:
+            self.abandon()
+            self._communicator.restart()
+
+
+def _clear_our_frames() -> None:
+    """Drop the locals of our own functions, and of torch's, that the handled exception's traceback still shows.
+
+    An interrupt in the middle of one of them leaves a view of a slot there, and a script that saves the model inside
+    its `except` block would find that slot held; or a guard of torch, whose end changes the grad mode. Functions of
+    the user keep their locals, for debuggers.
+    """
+    error = sys.exc_info()[1]
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename.startswith(_PACKAGES):
+                with suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        error = error.__context__
+
+
+def _caught(what: str) -> GeminiError:
+    return GeminiError(f"its last {what} ended with an exception, which its script caught")
