@@ -178,7 +178,8 @@ def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> N
             continue
         value = in_layout(given[managed.index].detach(), managed)
         binding.before_write(managed)
-        view.copy_(view.new_empty(0) if view.numel() == 0 else round_as_master(value, chunk.dtype))
+        if view.numel():
+            view.copy_(round_as_master(value, chunk.dtype))
         binding.write_parameter(managed, payload)  # a master that rounds to this weight already stays as it is
         if Kind.MASTER in chunk.homes and value.dtype is not chunk.dtype and managed.owns_master:
             set_master(managed, value)

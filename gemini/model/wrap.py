@@ -144,7 +144,7 @@ def demand_of(chunks: list[Chunk], operators: list[FoundOperator], stage: int, w
         slot_bytes,
         min_slots(chunks, operators),
         gradient_bytes,
-        (2 if gradient_bytes[0] else 0, 1 if gradient_bytes[1] else 0),
+        (2, 1),  # or as many as there are users: a chunk without elements is one
         scratch_bytes(trainable, stage) if world_size > 1 else rounding_bytes(trainable),
     )
 
