@@ -118,6 +118,25 @@ class ParameterLink(ABC, Generic[P]):
     def before_write_through(self, results: Sequence[Tensor]) -> bool:
         """Whether one of `results`, which the user gets, is a view of the parameter, and may be written to."""
 
+    def refuse_sharing(self, value: Tensor) -> None:
+        """Raises ReleasedParameterError if `value`, which is to be `.data`, is another parameter's memory.
+
+        The two would have to be one parameter from then on; copied values would part at the next step.
+        """
+        other = any_link_of(value)
+        holder = self.holder_of(value) if other is None else other.managed.name
+        if holder is not None:
+            mine = self.managed.name
+            raise ReleasedParameterError(
+                f"parameter {mine!r}: its .data cannot be the memory of {holder!r}. To tie the two, assign the "
+                "parameter itself (a.weight = b.weight) before the model is wrapped; to copy values, write "
+                "a.weight.data.copy_(b.weight.data)"
+            )
+
+    def holder_of(self, value: Tensor) -> str | None:
+        """The name of another parameter in whose memory a plain tensor lies, if that is known."""
+        return None
+
     def settle_data(self) -> None:
         """Inside `gathered`: the user may have assigned other memory to `.data`; its values move in. May raise."""
         whole, parameter = self.whole(), self.managed.parameter
@@ -127,6 +146,7 @@ class ParameterLink(ABC, Generic[P]):
         if value.data_ptr() == whole.data_ptr() and value.stride() == whole.stride():
             return
         parameter.data = whole
+        self.refuse_sharing(value)
         if value.shape != whole.shape or value.dtype != whole.dtype:
             self.replace_data(value)
         else:
@@ -254,6 +274,17 @@ class Link(ParameterLink[ManagedParameter]):
             with self.executor.publishing(), torch.inference_mode(False), torch.no_grad():
                 self.executor.binding.write_back(managed.chunk)
                 set_master(managed, value.expand(managed.shape))
+
+    def holder_of(self, value: Tensor) -> str | None:
+        for chunk in self.executor.chunks:
+            payload = chunk.payload
+            if payload is not None and value.numel() and shares_memory(value, payload):
+                start = (value.data_ptr() - payload.data_ptr()) // payload.element_size()
+                within = (m for m in chunk.parameters if m.offset <= start < m.offset + m.numel)
+                holder = next(within, self.managed)
+                if holder is not self.managed:
+                    return holder.name
+        return None
 
     def mark_edited(self) -> None:
         self.executor.binding.mark_edited(self.managed)

@@ -48,13 +48,26 @@ class ReleasedParameter(nn.Parameter):
 
 
 class LazyDetach(Tensor):
-    """`parameter.detach()`: shares the parameter's data without holding its memory; fetched when read."""
+    """`parameter.detach()`: shares the parameter's data without holding its memory; fetched when read.
+
+    Underneath is a tensor without memory, on the meta device. What passes by `__torch_function__`, such as
+    `plain.weight.data = wrapped.weight.data`, therefore raises; a placeholder's NaN would go on unnoticed.
+    """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, LazyDetach))
+        if func is torch.ops.prim.device.default:
+            return _link(found).managed.placeholder.device
+        _refuse(str(func), "it reads memory that is not here. clone() it first, or use model.state_dict()")(found)
 
 
 @contextmanager
@@ -204,10 +217,11 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     managed = link.managed
     if not isinstance(value, Tensor):
         raise ReleasedParameterError(f"parameter {managed.name!r}: its .data cannot be of type {type(value).__name__}")
+    if any_link_of(value) is link:
+        return
+    link.refuse_sharing(value)
     if value.shape != managed.shape or value.dtype != managed.dtype:
         link.replace_data(value)
-        return
-    if detached_from(value) is detached_from(tensor):
         return
     with torch.no_grad():
         _use(_T.copy_, (tensor, value), {})
@@ -229,7 +243,9 @@ def _copy(tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
 def _detach(tensor: Tensor) -> Tensor:
     link = _link(tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        lazy = Tensor._make_subclass(LazyDetach, link.managed.placeholder)
+        managed = link.managed
+        without_memory = torch.empty_strided(managed.shape, managed.stride, dtype=managed.dtype, device="meta")
+        lazy = Tensor._make_subclass(LazyDetach, without_memory, dispatch_device=True)
     lazy._detached_from = detached_from(tensor)  # type: ignore[attr-defined]
     if tensor.__dict__.get("_may_be_written"):
         lazy._may_be_written = True  # type: ignore[attr-defined]
@@ -251,7 +267,10 @@ def _set_grad(tensor: Tensor, value: Tensor | None) -> None:
 
 
 def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:
-    _link(tensor).before_requires_grad(value)
+    if isinstance(tensor, ReleasedParameter):
+        _link(tensor).before_requires_grad(value)
+    elif value:  # it would get no gradient: every use takes the parameter's data afresh
+        _refuse("requires_grad of what was detached", "clone() it first, which gives a tensor of its own")(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_(value)
     return tensor
