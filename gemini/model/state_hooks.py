@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from gemini.executor.executor import Executor
 from gemini.model.link import link_of
 from gemini.model.released import LazyDetach
-from gemini.model.weights import load_own, whole_parameter
+from gemini.model.weights import whole_parameter
 
 
 class StateHooks:
@@ -82,7 +82,7 @@ class StateHooks:
     def _before_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """The module's own parameters get what `state` has for them, with their masters, before torch copies it."""
+        """torch copies into the parameters, which takes values to their masters; it must not replace them."""
         metadata["assign_to_params_buffers"] = False  # the model goes on training the parameters that it has
         with self._executor.publishing():
-            load_own(module, self._executor, state, prefix)
+            self._executor.check_idle("load_state_dict()")

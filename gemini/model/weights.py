@@ -147,29 +147,6 @@ def load_part(
         state[f"{prefix}module.{name}"] = value
 
 
-def load_own(module: nn.Module, executor: Executor, state: dict[str, Any], prefix: str) -> None:
-    """Set the parameters that `module` itself owns, and their masters, from `state`; torch does the rest. Collective.
-
-    What has the wrong shape or type is left to torch, which goes on and raises when it has seen all modules.
-    """
-    executor.check_idle("load_state_dict()")
-    if executor.flags_touched:
-        executor.settle_unfrozen()
-    by_chunk: dict[int, dict[int, Tensor]] = {}
-    for name, parameter in module._parameters.items():
-        link = None if parameter is None else link_of(parameter)
-        value = state.get(prefix + name)
-        if link is None or not isinstance(value, Tensor) or value.shape != link.managed.shape:
-            continue
-        if link_of(value) is not link:
-            by_chunk.setdefault(link.managed.chunk.index, {})[link.managed.index] = value
-            state[prefix + name] = parameter  # torch copies it to itself
-    executor.binding.write_back_all(executor.chunks[index] for index in by_chunk)
-    with torch.no_grad():
-        for index, given in by_chunk.items():
-            _load_chunk(executor, executor.chunks[index], given)
-
-
 def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> None:
     payload = executor.fetcher.fetch(chunk)
     binding = executor.binding
