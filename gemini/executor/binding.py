@@ -62,9 +62,11 @@ class Binding:
                     parameter.__class__ = nn.Parameter  # first: setting .data of the other class would fetch
                     parameter.data = view
             self.versions[chunk.index] = [managed.parameter._version for managed in chunk.parameters]
-        chunk.bound = chunk.plain = True
+        chunk.plain = True
         self.plain_chunks.append(chunk)
-        self._refuse_lost_edits(chunk)
+        if not chunk.bound:
+            chunk.bound = True
+            self._refuse_lost_edits(chunk)
 
     def _refuse_lost_edits(self, chunk: Chunk) -> None:
         """Raises if a view that was kept beyond the chunk's release was written to: versions tell, memory does not."""

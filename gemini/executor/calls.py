@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError
 from gemini.executor.operator import Operator
+from gemini.executor.operator_hooks import OperatorHooks
 
 _Hooks = torch.autograd.graph.saved_tensors_hooks
 _autograd: Any = torch._C._autograd
@@ -28,13 +29,14 @@ _autograd: Any = torch._C._autograd
 class Call:
     """A call of the model (`operator` is None) or of an operator, and what is in force until it ends."""
 
-    __slots__ = ("caches_autocast", "hooks", "module", "operator", "pinned")
+    __slots__ = ("caches_autocast", "hooks", "lifted", "module", "operator", "pinned")
 
     def __init__(self, module: nn.Module, operator: Operator | None) -> None:
         self.module = module
         self.operator = operator
         self.pinned: list[Chunk] = []
         self.hooks: _Hooks | None = None  # saved-tensor hooks that were pushed for it
+        self.lifted: OperatorHooks | None = None  # operators' hooks that were lifted for it
         self.caches_autocast: bool | None = None  # what to set autocast's weight cache to afterwards
 
     def end(self, late: bool = False) -> None:
@@ -48,6 +50,9 @@ class Call:
                 _remove(hooks)
             else:
                 hooks.__exit__()
+        if self.lifted is not None:
+            self.lifted.put_back()
+            self.lifted = None
         if self.caches_autocast is not None:
             torch.set_autocast_cache_enabled(self.caches_autocast)
             self.caches_autocast = None

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
+from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import GeminiError
 from gemini.executor.calls import Call, other_thread
 from gemini.executor.communicator import Communicator
@@ -53,9 +53,17 @@ class Executor:
         self.settle_flags: Callable[[], None] = lambda: None  # of parameters: memory follows them
         self.settle_unfrozen: Callable[[], None] = lambda: None  # if one was unfrozen: a graph is about to be built
         self.flags_touched = False  # since they were settled; a plain parameter's flag may change without it
+        self.is_resident = False  # every chunk of the model is, until another placement
+        self.note_placement()
         fetcher.on_touch = gradients.before_touch
         fetcher.on_first_use = self._take_room
         gradients.exchange.homes.unpin_done = self._nodes.follow
+
+    def note_placement(self) -> None:
+        """Homes were given to the chunks: see which stay where they are. A home that is lent does not."""
+        self.is_resident = all(
+            chunk.state is ChunkState.RESIDENT and not (chunk.lends_home and chunk.trainable) for chunk in self.chunks
+        )
 
     def _take_room(self) -> None:
         """Once the model is used: all slots and buffers together, before one that is held takes another's place."""
@@ -105,6 +113,9 @@ class Executor:
         elif not torch.is_grad_enabled():
             self.communicator.leave_pass()
         self.fetcher.in_step = True
+        if self.is_resident:
+            for chunk in self.chunks:
+                self.binding.bind(chunk)
 
     def end_forward(self) -> bool:
         """The model's forward ended, with or without an exception. False if it had not begun."""
@@ -244,11 +255,15 @@ class Executor:
         self.fetcher.fetch_ahead()
         return payload
 
-    def on_gradient(self, managed: ManagedParameter, position: int, grad: Tensor) -> None:
-        """A parameter's gradient is ready."""
-        self.begin_backward()
-        with torch.no_grad():
-            self.gradients.on_gradient(managed, position, grad)
+    def on_gradient(self, index: int, position: int, grad: Tensor) -> None:
+        """The gradient, dense, of the parameter at `position` of chunk `index` is ready."""
+        try:  # not `publishing()`, which costs as much as all the rest
+            if not self.gradients.in_backward:
+                self.begin_backward()
+            self.gradients.on_gradient(self.chunks[index], position, grad)
+        except BaseException as error:
+            self.publish(error)
+            raise
 
     def end_backward(self) -> None:
         """The outermost graph task is done. Collective."""

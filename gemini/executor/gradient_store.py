@@ -9,7 +9,7 @@ A gradient without a home of its own rests in its chunk's parameter home, see sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,9 +33,12 @@ class ChunkGradient:
     got: bytearray  # by position: a gradient came since the last step, on this rank
     agreed: bytearray  # the same on any rank, as of the last reduction, equal on all ranks; with one rank `got` itself
     fired: bytearray  # by position: a gradient came since the payload was opened
+    trained: bytes  # by position: the parameter is not frozen
     expected: int  # gradients after which the payload is complete
+    num_fired: int = 0  # ones in `fired`
     payload: Tensor | None = None  # (numel,) parameter dtype, while open
     views: tuple[Tensor, ...] = ()
+    expects: list[Tensor | None] = field(default_factory=list)  # by position: see `expect`
     slot: Slot | None = None
     spilled: Tensor | None = None  # the open payload's bytes on the host, while it has no slot
     unsynced: Home | None = None  # fp32, (numel,): what backwards under no_sync() left
@@ -59,8 +62,27 @@ class ChunkGradient:
         return (self.payload is not None or self.spilled is not None) and not self.reducing
 
     @property
-    def num_fired(self) -> int:
-        return sum(self.fired)
+    def adds_to_home(self) -> bool:
+        """The payload is open and began with what the home holds, or is the home."""
+        return self.resumed or (self.direct and self.slot is None)
+
+    def expect(self) -> None:
+        """The payload is open: the next gradients of these parameters are copied to the views that stand in `expects`.
+
+        Those of the others are added to what the view holds, or refused.
+        """
+        held = self.got if self.adds_to_home else self.fired
+        if not any(held) and all(self.trained):
+            self.expects = list(self.views)
+            return
+        rows = zip(self.fired, held, self.trained, self.views, strict=True)
+        self.expects = [
+            view if is_trained and not (fired or is_held) else None for fired, is_held, is_trained, view in rows
+        ]
+
+    def expect_nothing(self) -> None:
+        """The payload is closed, or on its way."""
+        self.expects = [None] * len(self.fired)
 
     @property
     def resting(self) -> Home:
@@ -125,9 +147,12 @@ class GradientStore:
         else:  # slices of several units do not lie together
             shard = home.flat[chunk.numel :]
         count = len(chunk.parameters)
-        got = bytearray(count)
+        got, fired = bytearray(count), bytearray(count)
         agreed = got if chunk.layout.world_size == 1 else bytearray(count)
-        gradient = ChunkGradient(chunk, home, shard, whole, got, agreed, bytearray(count), count, gaps=_gaps(chunk))
+        gradient = ChunkGradient(
+            chunk, home, shard, whole, got, agreed, fired, _trained(chunk), count, gaps=_gaps(chunk)
+        )
+        gradient.expect_nothing()
         if whole is not None:
             gradient.whole_views = chunk.views_of(whole)
             gradient.direct = chunk.layout.world_size == 1
@@ -135,8 +160,9 @@ class GradientStore:
         return gradient
 
     def expect_all(self) -> None:
-        """Payloads are complete with a gradient of every parameter."""
+        """Payloads are complete with a gradient of every parameter. Called after flags have changed."""
         for gradient in self.gradients.values():
+            gradient.trained = _trained(gradient.chunk)
             gradient.expected = len(gradient.fired)
 
     def remove_all(self) -> None:
@@ -160,6 +186,7 @@ class GradientStore:
         chunk = gradient.chunk
         if gradient.whole is not None and gradient.spilled is None and self._may_write_home(gradient):
             gradient.payload, gradient.views = gradient.whole, gradient.whole_views
+            gradient.expect()
             return
         slot = self._free_slot(gradient)
         assert slot.buffer is not None
@@ -181,6 +208,7 @@ class GradientStore:
             if resume:
                 gradient.resumed = True
                 copy(gradient.payload, gradient.shard, self.device, self.tier(gradient.resting.tier), self.traffic)
+        gradient.expect()
 
     def complete(self, gradient: ChunkGradient) -> None:
         """Zeros where no gradient was written since the payload was opened: paddings and unused parameters."""
@@ -201,9 +229,11 @@ class GradientStore:
         """The payload goes to the other ranks: it is not open any more."""
         self._num_open -= gradient.slot is not None
         gradient.reducing = True
+        gradient.expect_nothing()
 
     def close(self, gradient: ChunkGradient) -> None:
         """The payload's content is not needed any more."""
+        gradient.expect_nothing()
         if not gradient.reducing:
             self._num_open -= gradient.slot is not None or gradient.spilled is not None
         if gradient.slot is not None:
@@ -215,6 +245,7 @@ class GradientStore:
         gradient.views = ()
         gradient.resumed = gradient.reducing = False
         gradient.fired = bytearray(len(gradient.fired))
+        gradient.num_fired = 0
 
     def _free_slot(self, wanted: ChunkGradient) -> Slot:
         assert self.pools is not None
@@ -245,6 +276,7 @@ class GradientStore:
         self.num_spills += 1
         slot = victim.slot
         victim.spilled, victim.slot, victim.payload, victim.views = buffer, None, None, ()
+        victim.expect_nothing()
         slot.chunk = None
         return slot
 
@@ -289,6 +321,10 @@ class GradientStore:
 
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host
+
+
+def _trained(chunk: Chunk) -> bytes:
+    return bytes(managed.requires_grad for managed in chunk.parameters)
 
 
 def _gaps(chunk: Chunk) -> tuple[tuple[int, int], ...]:

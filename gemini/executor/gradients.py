@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.errors import UnsupportedError
 from gemini.executor.communicator import Communicator
 from gemini.executor.exchange import Exchange
 from gemini.executor.gradient_store import ChunkGradient, GradientStore
@@ -46,6 +47,7 @@ class Gradients:
         self.position = position  # touches so far in this pass
         self.predicted = predicted  # the pass is as recorded so far
         self.gathers_in_backward = exchange.stage == 3 and communicator.world_size > 1
+        self.follows_points = communicator.world_size > 1  # when what arrives decides when all ranks reduce it
         self.reduction = ReductionOrder([chunk.index for chunk in self.trainable])
         self.synchronizes = True  # False inside no_sync()
         self.num_backwards = 0  # since the last step
@@ -67,29 +69,49 @@ class Gradients:
         self._next_in_order = 0
         self._off_plan = False
 
-    def on_gradient(self, managed: ManagedParameter, position: int, grad: Tensor) -> None:
-        """Take over a parameter's gradient. `position` is the parameter's place in its chunk."""
-        gradient = self.store.gradients[managed.chunk.index]
+    def on_gradient(self, chunk: Chunk, position: int, grad: Tensor) -> None:
+        """Take over a gradient of the chunk, of the parameter at `position`."""
+        gradient = self.store.gradients.get(chunk.index)
+        view = None if gradient is None else gradient.expects[position]
+        if gradient is None or view is None:
+            with torch.no_grad():
+                gradient = self._add(chunk, position, grad)
+        else:  # the common path: a copy and some flags
+            view.copy_(grad)
+            gradient.expects[position] = None
+            gradient.fired[position] = gradient.got[position] = 1
+            gradient.num_fired += 1
+        if self.follows_points:
+            self.reduction.last_fire[chunk.index] = self.position()
+        if chunk.index in self._reduced:
+            self._off_plan = gradient.in_pieces = True
+        elif gradient.num_fired == gradient.expected:
+            self.reduction.fired.append(chunk.index)
+            self._complete(gradient)
+
+    def _add(self, chunk: Chunk, position: int, grad: Tensor) -> ChunkGradient:
+        """Take over a gradient that opens its chunk, comes in pieces or adds to a whole home."""
+        managed = chunk.parameters[position]
+        if not managed.requires_grad:
+            raise UnsupportedError(
+                f"{managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"
+            )
+        gradient = self.store.gradients[chunk.index]
         if gradient.reducing:
             self.exchange.finish_reduction()
         if gradient.payload is None:
             self.store.open(gradient, self._resumes(gradient))
         view = gradient.views[position]
-        in_place = gradient.resumed or (gradient.direct and gradient.slot is None)
         if gradient.fired[position]:
             gradient.in_pieces = True
-        if gradient.fired[position] or (in_place and gradient.got[position]):
+        if gradient.fired[position] or (gradient.adds_to_home and gradient.got[position]):
             view.add_(grad)
         else:
             view.copy_(grad)
+        gradient.num_fired += not gradient.fired[position]
         gradient.fired[position] = gradient.got[position] = 1
-        index = managed.chunk.index
-        self.reduction.last_fire[index] = self.position()
-        if index in self._reduced:
-            self._off_plan = gradient.in_pieces = True
-        elif gradient.num_fired == gradient.expected:
-            self.reduction.fired.append(index)
-            self._complete(gradient)
+        gradient.expects[position] = None
+        return gradient
 
     def _resumes(self, gradient: ChunkGradient) -> bool:
         """One rank adds to what this step has already; 16-bit sums of several micro-batches are made in fp32."""

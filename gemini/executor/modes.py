@@ -15,13 +15,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-_num_modes = torch._C._len_torch_dispatch_stack
+num_modes = torch._C._len_torch_dispatch_stack
+"""How many modes there are now: `unseen` changes nothing where there are none."""
 _SEEN: AbstractContextManager[None] = nullcontext()
 
 
 def unseen() -> AbstractContextManager[None]:
     """Inside, operations are not the user's, see [Note: Modes]."""
-    if not _num_modes() or not any(map(_follows_the_user, dispatch._get_current_dispatch_mode_stack())):
+    if not num_modes() or not any(map(_follows_the_user, dispatch._get_current_dispatch_mode_stack())):
         return _SEEN
     return _without_followers()
 
@@ -32,7 +33,7 @@ def _follows_the_user(mode: dispatch.TorchDispatchMode) -> bool:
 
 @contextmanager
 def _without_followers() -> Iterator[None]:
-    modes = [dispatch._pop_mode() for _ in range(_num_modes())]
+    modes = [dispatch._pop_mode() for _ in range(num_modes())]
     kept = [mode for mode in modes if not _follows_the_user(mode)]
     for mode in reversed(kept):
         dispatch._push_mode(mode)

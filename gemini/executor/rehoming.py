@@ -122,6 +122,7 @@ class Rehoming:
         self._fetcher.device.synchronize()
         gradients.exchange.homes.renew()
         gradients.reset_order()
+        self._executor.note_placement()
         self._executor.has_room = False  # slots and buffers take theirs at the next use
         self._fetcher.next_use.forget()
 

@@ -4,12 +4,17 @@
 covered, and again in an operator whenever they are not on top (inside a checkpointed region, under save_on_cpu).
 The end of backward is queued from the root's *outputs*: their hooks run in the outermost graph task, while a
 parameter's gradient may arrive in one that reentrant checkpointing started.
+
+[Note: Resident models] Where every payload is at home on this rank for good, no operator has hooks inside the root's
+forward, and autograd keeps what it saves as it does in plain PyTorch: its own version counters tell graphs from before
+an update. Parameters become plain at the root, all at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,12 +25,14 @@ from torch.utils.hooks import RemovableHandle
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
-from gemini.executor.modes import unseen
+from gemini.executor.modes import num_modes, unseen
 from gemini.executor.operator import Operator
+from gemini.executor.operator_hooks import OperatorHooks
 from gemini.model.leaf import reached_by_backward
 from gemini.model.link import link_of
 from gemini.model.saved_tensors import SavedTensors
 
+_WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 _GRAD: Any = Tensor.grad
 _grad_of = _GRAD.__get__
 _set_grad = _GRAD.__set__
@@ -38,19 +45,21 @@ class Hooks:
         self._executor = executor
         self._saved_tensors = saved_tensors
         self._handles: list[RemovableHandle] = []
+        self._operators = OperatorHooks()
 
     def install(
         self, root: nn.Module, operators: list[tuple[nn.Module, Operator]], parameters: list[ManagedParameter]
     ) -> None:
         for module, operator in operators:
-            self._handles.append(module.register_forward_pre_hook(self._before_operator(operator), prepend=True))
-            after = self._after_operator(operator)
-            self._handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
+            before, after = self._before_operator(operator), self._after_operator(operator)
+            # the root's own hooks are running when the others are lifted
+            self._operators.add(module, before, after, may_lift=module is not root)
         self._handles.append(root.register_forward_pre_hook(self._before_root, prepend=True))
         self._handles.append(root.register_forward_hook(self._after_root, always_call=True))
+        executor = weakref.ref(self._executor)
         for managed in parameters:
             if managed.chunk.dtype.is_floating_point or managed.chunk.dtype.is_complex:
-                hook = _on_gradient(managed.position)
+                hook = _on_gradient(executor, managed.chunk.index, managed.position)
                 with torch._C.DisableTorchFunctionSubclass():
                     managed.parameter.requires_grad_(True)  # it may be unfrozen, and torch refuses a hook before
                     self._handles.append(managed.parameter.register_post_accumulate_grad_hook(hook))
@@ -63,12 +72,13 @@ class Hooks:
     @property
     def handles(self) -> tuple[RemovableHandle, ...]:
         """Of all hooks that the model's modules and parameters have because of us."""
-        return tuple(self._handles)
+        return (*self._handles, *self._operators.handles)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._operators.remove()
 
     # -- operators
 
@@ -79,7 +89,7 @@ class Hooks:
             with self._executor.publishing():
                 with unseen():
                     self._executor.fetch_operator(call)
-                if torch.is_grad_enabled() and not self._saved_tensors.on_top():
+                if torch.is_grad_enabled() and not self._saved_tensors.is_covered():
                     call.hooks = self._saved_tensors.push()
 
         return before
@@ -100,11 +110,14 @@ class Hooks:
     # -- the root
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
+        executor = self._executor
         with unseen():
-            call = self._executor.begin_forward(module)
+            call = executor.begin_forward(module)
+        if executor.is_resident and executor.fetcher.in_step and self._operators.lift():
+            call.lifted = self._operators
         call.caches_autocast = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would serve the weights of a payload that left its slot
-        covered = self._saved_tensors.on_top() or not torch.is_grad_enabled()
+        covered = self._saved_tensors.is_covered() or not torch.is_grad_enabled()
         call.hooks = None if covered else self._saved_tensors.push()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -124,32 +137,39 @@ class Hooks:
         self._executor.begin_backward()
 
 
-def _on_gradient(position: int) -> Callable[[Tensor], None]:
-    """Holds nothing of the model: autograd keeps it where the garbage collector does not look for cycles."""
+def _on_gradient(executor: weakref.ref[Executor], index: int, position: int) -> Callable[[Tensor], None]:
+    """Of the parameter at `position` of chunk `index`.
+
+    Holds nothing of the model: autograd keeps the hook where the garbage collector does not look for cycles.
+    """
 
     def on_gradient(parameter: Tensor) -> None:
-        link = link_of(parameter)
-        assert link is not None
-        with torch._C.DisableTorchFunctionSubclass():
+        with _WithoutTorchFunction():
             grad = _grad_of(parameter)
             _set_grad(parameter, None)
         if grad is None:  # backward came by without one
             return
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
         if grad.requires_grad:
             raise UnsupportedError(
-                f"backward(create_graph=True) reached parameter {link.managed.name!r}: gradients of managed "
+                f"backward(create_graph=True) reached parameter {_name_of(parameter)!r}: gradients of managed "
                 "parameters carry no graph. Use torch.autograd.grad for the penalty's inputs"
             )
-        with link.executor.publishing(), unseen():
-            if not link.managed.requires_grad:
-                raise UnsupportedError(
-                    f"{link.managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"
-                )
-            link.executor.on_gradient(link.managed, position, grad)
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        its_executor = executor()
+        assert its_executor is not None, "a parameter keeps its executor alive"
+        if num_modes():
+            with unseen():
+                its_executor.on_gradient(index, position, grad)
+        else:  # not even a context that does nothing, for every parameter
+            its_executor.on_gradient(index, position, grad)
 
     return on_gradient
+
+
+def _name_of(parameter: Tensor) -> str:
+    link = link_of(parameter)
+    return "" if link is None else link.managed.name
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -80,8 +80,14 @@ class SavedTensors:
         self._slots = executor.fetcher.slot_by_storage
         self._resident = executor.fetcher.resident_by_storage
 
-    def on_top(self) -> bool:
-        """Our hooks are the ones that the next saved tensor meets, and know whether autocast is on."""
+    def is_covered(self) -> bool:
+        """Nothing that autograd saves from now on needs hooks that are not in force.
+
+        They are the ones that the next saved tensor meets, and know whether autocast is on. Or no payload ever leaves:
+        then only casts need handles, which autograd would keep as copies.
+        """
+        if self._executor.is_resident and not self._autocasts():
+            return True
         top = _top_hooks(True)
         pack = None if top is None else top[0]
         return isinstance(pack, _Pack) and pack.owner is self and pack.autocasts == self._autocasts()
@@ -98,7 +104,7 @@ class SavedTensors:
 
     @contextmanager
     def pushed(self) -> Iterator[None]:
-        if self.on_top() or not torch.is_grad_enabled():
+        if self.is_covered() or not torch.is_grad_enabled():
             yield
             return
         hooks = self.push()

@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "hooks are not pushed again inside operators",
         "gemini/model/hooks.py",
-        "if torch.is_grad_enabled() and not self._saved_tensors.on_top():",
+        "if torch.is_grad_enabled() and not self._saved_tensors.is_covered():",
         "if False:",
         f"{ONE_RANK}[llama_checkpoint]",
     ),
