@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemini.errors import ReleasedParameterError
+from gemini.model.edges import gradients
 from gemini.model.link import ParameterLink, any_link_of, detached_from
 from gemini.model.metadata import METADATA
 
@@ -318,6 +319,7 @@ _ADDRESS = (
     "the ShardedModel is a plain module"
 )
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.autograd.grad: gradients,
     _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
     _T.grad.__get__: _get_grad,

@@ -104,6 +104,13 @@ MUTANTS = [
         "tests/test_checkpoint.py::test_a_checkpointed_model_has_the_bits_of_the_plain_one",
     ),
     Mutant(
+        "autograd.grad fetches every parameter that it is asked for",
+        "gemini/model/released.py",
+        "    torch.autograd.grad: gradients,\n",
+        "",
+        "tests/test_autograd_functions.py::test_gradients_of_all_parameters_are_the_plain_ones_and_leave_grad_alone",
+    ),
+    Mutant(
         "hooks are not pushed again inside operators",
         "gemini/model/hooks.py",
         "if torch.is_grad_enabled() and not self._saved_tensors.is_covered():",

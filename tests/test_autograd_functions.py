@@ -1,0 +1,76 @@
+"""`torch.autograd.grad` and the transforms of `torch.func`, over models whose weights move."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from gemini import UnsupportedError
+from tests import mlp
+from tests.mlp import assert_same, build, inputs, loss_of, plain, sharded, weights_of, wrap
+
+PLACES = ["cuda", "cpu", "smallest"]
+
+
+def assert_equal(got: Any, wanted: Any) -> None:
+    (left, tree), (right, its) = (torch.utils._pytree.tree_flatten(each) for each in (got, wanted))
+    assert tree == its
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# -- torch.autograd.grad(loss, parameters)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_of_all_parameters_are_the_plain_ones_and_leave_grad_alone(place: str) -> None:
+    both = sharded(place), plain()
+    found = []
+    for model, optimizer in both:
+        found.append(torch.autograd.grad(loss_of(model), list(model.parameters())))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        mlp.train_step(model, optimizer)
+    assert_equal(*found)
+    assert_same(*(weights_of(model) for model, _ in both))
+
+
+@pytest.mark.parametrize("how", ["unused", "zeros", "generator", "dict", "batched", "retained", "checkpointed"])
+def test_every_option_of_grad_does_what_it_does_in_plain_pytorch(how: str) -> None:
+    grad = torch.autograd.grad
+
+    def gradients(model: Any) -> Any:
+        x, parameters = inputs(0), list(model.parameters())
+        if how in ("unused", "zeros"):
+            out = model.layers[1](x).sum()
+            return grad(out, parameters, allow_unused=how == "unused" or None, materialize_grads=how == "zeros")
+        if how == "dict":
+            return grad(model(x).sum(), dict(model.named_parameters()))
+        if how == "generator":
+            return grad(model(x).sum(), model.parameters())
+        if how == "batched":
+            out = model(x)
+            return grad(out, parameters, torch.ones(3, *out.shape), is_grads_batched=True)
+        if how == "checkpointed":  # the recomputation fetches, while gradients are asked for
+            return grad(checkpoint(model, x, use_reentrant=False).sum(), parameters)
+        loss = model(x).square().sum()
+        return grad(loss, parameters[3], retain_graph=True), grad(loss, [x for x in parameters if x.ndim == 2])
+
+    assert_equal(gradients(wrap("smallest")), gradients(build()))
+
+
+def test_what_grad_refuses_is_refused_in_its_own_words() -> None:
+    for model in (build(), wrap("smallest")):
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+            torch.autograd.grad(model.layers[1](inputs(0)).sum(), list(model.parameters()))
+        model.layers[1].weight.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.autograd.grad(model(inputs(0)).sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("place", ["cpu", "smallest"])
+def test_double_backward_through_weights_that_can_leave_is_refused_in_one_sentence(place: str) -> None:
+    for ask in ("parameters", "inputs"):
+        model, x = wrap(place), inputs(0).requires_grad_()
+        of = list(model.parameters()) if ask == "parameters" else x
+        with pytest.raises(UnsupportedError, match=r"double backward .*Raise the budget until everything is resident"):
+            torch.autograd.grad(model(x).square().sum(), of, create_graph=True)
