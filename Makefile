@@ -53,7 +53,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks
 
 gpu: $(STAMP)
-	$(PY) -m pytest -q --durations=15 -m gpu tests/gpu
+	GEMINI_TEST_DEVICE=cuda $(PY) -m pytest -q --durations=15 -m gpu tests/gpu
 
 clean:
 	rm -rf build dist optim/*.so $(BUILT) ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,7 +15,7 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results/gpu}
 mkdir -p "$OUT"
 CASES=$OUT/cases.jsonl LOG=$OUT/log.txt
-rm -f "$CASES" "$LOG" "$OUT/profile.txt"
+rm -f "$CASES" "$LOG" "$OUT/profile.txt" "$OUT/table.txt"
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 DEVICE=(--device cuda)
 [ -n "${TINY:-}" ] && DEVICE=(--device cpu --tiny)
@@ -35,10 +35,11 @@ run_case() {
     --options "$options" --out "$CASES" --max-s $((limit - 8)) "${DEVICE[@]}" "$@" >> "$LOG" 2>&1
   local code=$?
   echo "[$SECONDS s] $name: exit code $code"
+  "$PYTHON" -m benchmarks.gpu_table "$CASES" > "$OUT/table.txt" 2>> "$LOG" # so far: the next case may be the last
 }
 
 echo "[$SECONDS s] installing into $("$PYTHON" -V 2>&1)"
-"$PYTHON" -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . >> "$LOG" 2>&1 \
+timeout -k 5 "${INSTALL_S:-120}" "$PYTHON" -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . >> "$LOG" 2>&1 \
   || echo "the installation failed (see log.txt): running from the checkout"
 "$PYTHON" - << 'PY'
 import os, torch
@@ -47,7 +48,18 @@ name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 print(f"torch {torch.__version__}, {name}, {free:.0f} GiB free, {os.cpu_count()} cores")
 PY
 
-timeout -k 5 "${TESTS_S:-150}" "$PYTHON" -m pytest -q --durations=5 --timeout=60 -m gpu tests/gpu > "$OUT/tests.txt" 2>&1
+# Everything that ends the tests early leaves their report: pytest stops by itself before `timeout` would end it, a
+# test that waits in CUDA is ended by a thread (no signal reaches Python there), and each line is written as it comes.
+TESTS_S=${TESTS_S:-150}
+LIMITS=(--timeout=60 -o timeout_method=thread)
+"$PYTHON" -m pytest --help | grep -q -- --session-timeout \
+  && LIMITS+=(--session-timeout=$((TESTS_S > 20 ? TESTS_S - 15 : TESTS_S)))
+WORKERS=()
+"$PYTHON" -c 'import xdist' 2> /dev/null && WORKERS=(-n "${TEST_WORKERS:-6}")
+export GEMINI_TEST_DEVICE=cuda
+[ -n "${TINY:-}" ] && GEMINI_TEST_DEVICE=cpu
+timeout -k 5 "$TESTS_S" "$PYTHON" -m pytest -q -rfE --tb=short --durations=5 "${LIMITS[@]}" "${WORKERS[@]}" -m gpu \
+  ${TESTS_K:+-k "$TESTS_K"} tests/gpu > "$OUT/tests.txt" 2>&1
 tests=$?
 tail -n 25 "$OUT/tests.txt"
 echo "[$SECONDS s] tests: exit code $tests"

@@ -1,6 +1,7 @@
-"""Tests of this folder need a CUDA device and are skipped without one.
+"""Tests of this folder are for a CUDA device.
 
-GEMINI_TEST_DEVICE=cpu runs those that can on the emulated device instead: to try the tests themselves.
+Without one, those that can run on the emulated device do, so that the tests themselves stay sound: a sample of them in
+`make test`, the rest with the long tests. GEMINI_TEST_DEVICE=cpu or =cuda chooses; cuda without a GPU skips all.
 """
 
 import os
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts: before the first product
-DEVICE = torch.device(os.environ.get("GEMINI_TEST_DEVICE", "cuda"))
+DEVICE = torch.device(os.environ.get("GEMINI_TEST_DEVICE", "cuda" if torch.cuda.is_available() else "cpu"))
 FOLDER = Path(__file__).parent
+FIRST = "test_what_rests_on_the_host", "test_the_allocators", "test_nothing_is_reserved", "test_a_budget_that_is"
+ON_GPU_ONLY = "gpt2-sdpa-", "gpt2-half", "gpt2-fits", "gpt2-cpu", "gpt2-cuda", "checkpoint-fits", "checkpoint-cuda"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if DEVICE.type == "cuda" and not torch.cuda.is_available():
                 item.add_marker(skip)
+            if DEVICE.type == "cpu" and any(part in item.name for part in ON_GPU_ONLY):
+                item.add_marker(pytest.mark.soak)
+    # what takes seconds and says most about a new machine comes first: a run that is cut short has told it
+    items.sort(key=lambda item: FOLDER in item.path.parents and not item.name.startswith(FIRST))
 
 
 @pytest.fixture

@@ -37,7 +37,8 @@ def test_training_gives_the_plain_loops_bits(
 ) -> None:
     outcome, model = loops.train_sharded(subject, device, dtype, place)
     assert_same_bits(outcome, plain(subject, device, dtype, 4))
-    assert (model.executor.fetcher.num_evictions > 0) == (place in ("cpu", "smallest")) or place == "half"
+    if place != "half":  # what fits on the device, or has a slot for every chunk, is never evicted
+        assert (model.executor.fetcher.num_evictions > 0) == (place == "smallest")
     if place in ("cpu", "smallest"):
         assert model._traffic.bytes_by_link["host->device"] > 0
 
@@ -50,10 +51,10 @@ def test_evicted_memory_that_reads_as_nan_changes_nothing(
     release = Fetcher.release
     num_poisoned = 0
 
-    def poisoning(self: Fetcher, chunk: Chunk) -> bool:
+    def poisoning(self: Fetcher, chunk: Chunk, wipes: bool = False) -> bool:
         nonlocal num_poisoned
         slot = chunk.slot
-        free = release(self, chunk)
+        free = release(self, chunk, wipes)
         if free and slot is not None and slot.buffer is not None:
             slot.buffer.fill_(0xFF)
             num_poisoned += 1
@@ -217,6 +218,7 @@ def test_the_allocators_figures_stay_inside_the_budget(part: int, cuda: torch.de
     base = _allocated(cuda)
     budget = STATE_BYTES // part + 2**20
     model, optimizer = _wrapped(cuda, budget)
+    _step(model, optimizer, x)  # slots take their memory inside the first forward, beside activations
     device_tier = model._tiers[0]
     rounding = 512 * device_tier.ledger.num_takes + 64 * 1024  # the allocator's, and placeholders and buffers
     taken = _allocated(cuda) - base
