@@ -62,7 +62,7 @@ class WholeGradient:
             gradient.num_writes += 1
 
     def gather(self) -> Tensor:
-        """A copy on the compute device, with the parameter's shape and strides. Collective where it is sharded."""
+        """(numel,) A copy on the compute device, in the order of the payload. Collective where it is sharded."""
         managed, executor = self.managed, self.link.executor
         with executor.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
@@ -76,12 +76,10 @@ class WholeGradient:
             inv_scale, clip = factors_of(self.link)
             if inv_scale != 1.0:
                 whole = (whole if whole.dtype is torch.float64 else whole.float()) * inv_scale
-            if clip != 1.0:
-                whole = whole * clip
-            return torch.as_strided(whole, managed.shape, managed.stride)
+            return whole if clip == 1.0 else whole * clip
 
     def write(self, whole: Tensor) -> None:
-        """The step uses `whole`, in the layout of `gather()`: of it this rank's part. Collective at stage 0."""
+        """The step uses `whole`, which is as `gather()` returns it: of it this rank's part. Collective at stage 0."""
         executor = self.link.executor
         executor.check_idle(f"a write to the gradient of {self.managed.name!r}")
         with executor.publishing(), torch.inference_mode(False), torch.no_grad():
@@ -133,7 +131,8 @@ def assign(link: Link, value: Tensor) -> None:
         if not has_gradient(link):
             executor.communicator.agree(managed.name.encode(), "the parameter that is given a gradient", remedy=_ALIKE)
             executor.gradients.start_at_zero(gradient, managed)
-        _write(link, torch.empty_strided(managed.shape, managed.stride, dtype=value.dtype).copy_(value))
+        laid_out = torch.empty_strided(managed.shape, managed.stride, dtype=value.dtype).copy_(value)
+        _write(link, torch.as_strided(laid_out, (managed.numel,), (1,)))
 
 
 _ALIKE = "All ranks must set the gradients of the same parameters"
@@ -185,13 +184,12 @@ def _joined(own: Tensor, link: Link) -> Tensor:
     return whole
 
 
-def _write(link: Link, whole: Tensor) -> None:
-    """The shard <- its part of `whole`, which has the parameter's strides, and of which nothing is kept."""
+def _write(link: Link, flat: Tensor) -> None:
+    """The shard <- its part of `flat`: (numel,), in the order of the payload."""
     managed, executor = link.managed, link.executor
     chunk = managed.chunk
     if link.optimizer is not None:
         link.optimizer.before_gradient_write()
-    flat = torch.as_strided(whole, (managed.numel,), (1,), whole.storage_offset())
     if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
         # Ranks that write different values would otherwise step whole copies apart: each one's part counts, as at
         # the other stages.

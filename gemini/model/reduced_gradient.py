@@ -1,8 +1,8 @@
 """What `parameter.grad` is after backward: a tensor of the true shape whose reads return the reduced gradient.
 
 The reduced gradient exists in pieces, one per rank. A function that gets it is called with the whole gradient instead,
-gathered (a collective with several ranks). If the function wrote to that, which its version counter tells, each rank
-keeps its own part of the result: that is what the step uses. A view of the gradient (`grad[:15]`, `grad.T`,
+gathered (a collective with several ranks). If the function wrote to the whole, which the schemas of its operations
+tell, each rank keeps its own part: that is what the step uses. A view of the gradient (`grad[:15]`, `grad.T`,
 `grad.detach()`) is such a tensor too, with a window of its own on the whole. A view keeps what was gathered for it as
 long as that is current, so reading a view again, on any rank, is no collective.
 """
@@ -22,9 +22,10 @@ from gemini.errors import UnsupportedError
 from gemini.executor.snapshots import shares_memory
 from gemini.model.gradient import WholeGradient
 from gemini.model.metadata import METADATA
+from gemini.model.writes import Writes
 
 _T: Any = Tensor
-_Held = tuple[Tensor, tuple[object, ...]]  # a whole gradient, and the stamp with which it is current
+_Held = tuple[Tensor, tuple[object, ...]]  # a whole gradient, (numel,), and the stamp with which it is current
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,8 @@ class Window:
     dtype: torch.dtype | None
 
     def of(self, whole: Tensor) -> Tensor:
-        """A view of `whole`, with which it shares its version counter."""
-        flat = torch.as_strided(whole, (whole.numel(),), (1,))
-        if self.dtype is not None:
-            flat = flat.view(self.dtype)
+        """A view of `whole`."""
+        flat = whole if self.dtype is None else whole.view(self.dtype)
         return torch.as_strided(flat, self.shape, self.stride, self.offset)
 
 
@@ -120,18 +119,16 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
             held = next((g for g in found if g._source.link is link and g._held is not None), gradient)
             wholes[link] = gradient._source, _current(held)[0]
     shown = [gradient._window.of(wholes[gradient._source.link][1]) for gradient in found]
-    versions = [whole._version for _, whole in wholes.values()]
     places = {id(gradient): tensor for gradient, tensor in zip(found, shown, strict=True)}
     plain_args, plain_kwargs = pytree.tree_map_only(ReducedGradient, lambda g: places[id(g)], (args, kwargs))
-    by_name = found and args and args[0] is found[0] and name in _LEAVE_NO_VERSION
+    writes = Writes(whole for _, whole in wholes.values())
     try:
-        result = func(*plain_args, **plain_kwargs)
+        with writes:
+            result = func(*plain_args, **plain_kwargs)
     finally:
-        written = {
-            link: (source, whole)
-            for (link, (source, whole)), version in zip(wholes.items(), versions, strict=True)
-            if whole._version != version or (by_name and link is found[0]._source.link)
-        }
+        if name in _NO_OPERATIONS and args[0] is found[0]:
+            writes.written.add(0)
+        written = {link: pair for i, (link, pair) in enumerate(wholes.items()) if i in writes.written}
         for source, _ in written.values():
             source.count_write()  # what views hold is not to be read again, whatever happens now
     for gradient, tensor in zip(found, shown, strict=True):
@@ -155,7 +152,8 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
                 return _view(source, tensor, whole, held)
         return tensor
 
-    return pytree.tree_map_only(Tensor, returned, result) if found else result
+    with torch._C.DisableTorchFunctionSubclass():  # parameters may be among the results
+        return pytree.tree_map_only(Tensor, returned, result) if found else result
 
 
 def _still_shows(gradient: ReducedGradient, tensor: Tensor, whole: Tensor) -> bool:
@@ -238,7 +236,7 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_LEAVE_NO_VERSION = ("apply_", "map_", "map2_")  # these write, and do not raise the version counter
+_NO_OPERATIONS = ("apply_", "map_", "map2_")  # these write in a Python loop, which no schema describes
 _READS_DATA: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: _detach,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import gradients
+from tests import gradient_writes, gradients
 from tests.dist.ranks import RankPool
 from tests.dist.test_access import all_wraps
 
@@ -20,7 +20,8 @@ def test_one_rank_may_ask_what_a_gradient_is_without_reading_it(ranks: RankPool)
     ranks(2).run(gradients.asked_on_one_rank)
 
 
-CASES = [gradients.writes, gradients.micro_batches, gradients.clips, gradients.after_our_clip, gradients.reads]
+WRITES = [gradient_writes.writes, gradient_writes.micro_batches, gradient_writes.clips, gradient_writes.after_our_clip]
+CASES = [*WRITES, gradients.reads]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -40,8 +41,12 @@ def test_every_case_everywhere(ranks: RankPool, world_size: int) -> None:
         ranks(world_size).run(all_wraps, case, [*gradients.WRAPS, {"chunk_size": 2048}], timeout_s=600)
 
 
+def test_torchs_clipping_holds_one_gradient_at_a_time(ranks: RankPool) -> None:
+    ranks(2).run(gradient_writes.one_at_a_time)
+
+
 def test_ranks_that_write_different_values_keep_one_model(ranks: RankPool) -> None:
-    everywhere = [ranks(2).run(gradients.each_rank_its_own, wrap) for wrap in gradients.STAGES[:4]]
+    everywhere = [ranks(2).run(gradient_writes.each_rank_its_own, wrap) for wrap in gradients.STAGES[:4]]
     for weights in (weights for every in everywhere for weights in every):
         for name, weight in weights.items():
             assert torch.equal(weight, everywhere[0][0][name]), "equal on all ranks, and at all stages"

@@ -273,6 +273,13 @@ MUTANTS = [
         "tests/test_gradients.py::test_writes_reach_the_step",
     ),
     Mutant(
+        "a write to a list of gradients goes unnoticed",
+        "gemini/model/writes.py",
+        "            for target in pytree.tree_leaves(given):\n",
+        "            for target in (given,):\n",
+        "tests/test_gradients.py::test_torchs_clipping_holds_one_gradient_at_a_time",
+    ),
+    Mutant(
         "replicas keep the gradients that their ranks wrote",
         "gemini/model/gradient.py",
         "    if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:\n",
