@@ -14,6 +14,7 @@ from gemini.errors import UnsupportedError
 from gemini.memory.accelerator import AcceleratorTier
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
+from gemini.memory.pinned import CudaRuntime
 from gemini.memory.tier import MemoryTier
 from gemini.model.built_chunk import built_link_of
 from gemini.model.link import link_of
@@ -61,7 +62,7 @@ def choose_tiers(device: int | str | torch.device | None) -> tuple[MemoryTier, M
     resolved = resolve_device(device, "device")
     if resolved.type == "cpu":
         return EmulatedTier(), HostTier()
-    return AcceleratorTier(resolved), HostTier(pin=resolved.type == "cuda")
+    return AcceleratorTier(resolved), HostTier(runtime=CudaRuntime(resolved) if resolved.type == "cuda" else None)
 
 
 def resolve_device(device: int | str | torch.device | None, argument: str) -> torch.device:

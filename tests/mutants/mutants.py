@@ -666,6 +666,20 @@ MUTANTS = [
         "tests/test_interrupts.py",
     ),
     Mutant(
+        "host memory is freed while it is registered",
+        "gemini/memory/pinned.py",
+        "    if os.getpid() == process and runtime",
+        "    if False and runtime",
+        "tests/test_pinned_memory.py",
+    ),
+    Mutant(
+        "a failed registration leaves its error to the next launch",
+        "gemini/memory/pinned.py",
+        "        self.works = False\n        _clear_error(self._runtime)\n",
+        "        self.works = False\n",
+        "tests/test_pinned_memory.py",
+    ),
+    Mutant(
         "two threads are in a forward at once",
         "gemini/executor/calls.py",
         "        elif self.by_thread and not recomputes:",
