@@ -253,7 +253,7 @@ def losses_and_scales(
 ) -> tuple[list[Tensor], list[float]]:
     """20 steps of fp16, two of them skipped."""
     trained = Trained(rank, world_size, reuse, {"dtype": torch.float16, **wrap})
-    trained.optimizer._loss_scale.growth_interval = 4  # type: ignore[union-attr]
+    trained.optimizer._scaling.active.growth_interval = 4  # type: ignore[union-attr]
     scales = []
     for step in range(20):
         trained.backward(step, float("inf") if step in (5, 12) and rank == 0 else 1.0)

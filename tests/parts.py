@@ -95,7 +95,7 @@ class Pair:
         assert_same(weights_of(self.model), weights_of(self.plain))
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         self.plain.zero_grad()
 
     def steps(self, *numbers: int) -> None:

@@ -316,18 +316,6 @@ def test_a_user_optimizer_is_taken_at_its_word() -> None:
 # ---- the loop, in a wrong order --------------------------------------------------------------------------------
 
 
-def test_step_and_clip_without_a_backward_are_refused_and_change_nothing() -> None:
-    model, optimizer = sharded()
-    for _ in range(2):
-        before = state_hash(model, optimizer)
-        with pytest.raises(GeminiError, match=r"step\(\) without a backward"):
-            optimizer.step()
-        with pytest.raises(GeminiError, match=r"clip_grad_norm_\(\) without a backward"):
-            optimizer.clip_grad_norm_(1.0)
-        assert state_hash(model, optimizer) == before
-        train_step(model, optimizer)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [((None,), "max_norm"), ((-1.0,), "max_norm"), (("1",), "max_norm"), ((1.0, 3.0), "norm_type must be 2 or inf")],

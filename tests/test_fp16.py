@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemini import GeminiError, ShardedModel, ShardedOptimizer
+from gemini import GeminiError, ShardedModel, ShardedOptimizer, safe_get_full_grad
 from tests import mlp
 from tests.models import MODELS
 from tests.reference import Recipe, assert_equal_runs, train_plain
@@ -80,16 +80,75 @@ def test_a_backward_without_the_scale_is_refused_before_anything_happens() -> No
     model, optimizer = trained()
     with pytest.raises(GeminiError, match=r"call optimizer\.backward\(loss\)"):
         loss_of(model).backward()
-    with pytest.raises(GeminiError, match="without a backward"):
-        optimizer.step()
+    before = mlp.weights_of(model)
+    optimizer.step()
+    mlp.assert_same(mlp.weights_of(model), before)
     optimizer.backward(loss_of(model) / 1024)
     optimizer.step()
     assert optimizer.last_step is not None and optimizer.last_step.skipped is None
 
 
+def test_a_loop_that_calls_backward_itself_scales_its_losses() -> None:
+    (model, optimizer), (other, its) = trained(initial_scale=64.0), trained(initial_scale=64.0)
+    for step in range(2):
+        its.backward(loss_of(other, step) + loss_of(other, step + 1))
+        its.step()
+        scaled = [optimizer.scale(loss_of(model, each)) for each in (step, step + 1)]
+        torch.autograd.backward([scaled[0] + scaled[1]])
+        with pytest.raises(GeminiError, match=r"optimizer\.scale\(loss\)\.backward\(\)"):
+            loss_of(model).backward()
+        model.zero_grad()
+        (optimizer.scale(loss_of(model, step)) + optimizer.scale(loss_of(model, step + 1))).backward()
+        optimizer.step()
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(other))
+
+
+class Fails(torch.autograd.Function):
+    """A loss whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not today")
+
+
+def test_a_scaled_backward_that_fails_or_misses_the_model_allows_no_other_one() -> None:
+    model, optimizer = trained()
+    with pytest.raises(ValueError, match="not today"):
+        optimizer.scale(Fails.apply(loss_of(model))).backward()
+    with pytest.raises(GeminiError, match="without the loss scale"):
+        loss_of(model).backward()
+    optimizer.zero_grad()
+    x = torch.ones((), requires_grad=True)
+    optimizer.scale(x * 2).backward()
+    assert x.grad is not None and float(x.grad) == 2.0 * optimizer.loss_scale
+    with pytest.raises(GeminiError, match="without the loss scale"):
+        loss_of(model).backward()
+
+
+def test_gradients_that_stay_are_those_of_the_loss_whatever_the_scale_becomes() -> None:
+    model = mlp.wrap("cuda", dtype=torch.float16)
+    mine = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
+    optimizer = ShardedOptimizer(model, mlp.adam(iter(mine)), initial_scale=64.0, growth_interval=1)
+    bias = model.module.layers[1].bias
+    optimizer.backward(loss_of(model))
+    before = safe_get_full_grad(bias)
+    assert before is not None
+    optimizer.step()
+    assert optimizer.loss_scale == 128.0
+    after = safe_get_full_grad(bias)
+    assert after is not None
+    assert torch.equal(after, before)
+
+
 def test_where_nothing_is_fp16_nothing_is_scaled() -> None:
     model, optimizer = mlp.sharded("cuda")
     assert optimizer.loss_scale == 1.0
+    loss = mlp.loss_of(model)
+    assert optimizer.scale(loss) is loss
     mlp.loss_of(model).backward()
     optimizer.step()
     assert "loss_scale" not in optimizer.state_dict()

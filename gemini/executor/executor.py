@@ -100,6 +100,7 @@ class Executor:
         return call
 
     def _begin_forward(self) -> None:
+        self.gradients.end_scaled()  # of a backward that failed before it reached the model
         self.moments.set(0, Phase.FORWARD)
         self.fetcher.settle()
         self.binding.write_back_all()

@@ -32,6 +32,7 @@ class ChunkGradient:
     whole: Tensor | None  # (numel,) on the device: a payload of its own, no slot needed
     got: bytearray  # by position: a gradient came since the last step, on this rank
     agreed: bytearray  # the same on any rank, as of the last reduction, equal on all ranks; with one rank `got` itself
+    had: bytearray  # by position: `agreed` of some step since gradients were last set to None
     fired: bytearray  # by position: a gradient came since the payload was opened
     trained: bytes  # by position: the parameter is not frozen
     expected: int  # gradients after which the payload is complete
@@ -63,8 +64,8 @@ class ChunkGradient:
 
     @property
     def adds_to_home(self) -> bool:
-        """The payload is open and began with what the home holds, or is the home."""
-        return self.resumed or (self.direct and self.slot is None)
+        """The payload is open and began with what the home holds of this step, or is that home."""
+        return self.resumed or (self.direct and self.slot is None and self.merged)
 
     def expect(self) -> None:
         """The payload is open: the next gradients of these parameters are copied to the views that stand in `expects`.
@@ -149,8 +150,9 @@ class GradientStore:
         count = len(chunk.parameters)
         got, fired = bytearray(count), bytearray(count)
         agreed = got if chunk.layout.world_size == 1 else bytearray(count)
+        had = bytearray(count)
         gradient = ChunkGradient(
-            chunk, home, shard, whole, got, agreed, fired, _trained(chunk), count, gaps=_gaps(chunk)
+            chunk, home, shard, whole, got, agreed, had, fired, _trained(chunk), count, gaps=_gaps(chunk)
         )
         gradient.expect_nothing()
         if whole is not None:

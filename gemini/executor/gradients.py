@@ -7,7 +7,7 @@ whatever is open anywhere is reduced, so that every micro-batch is reduced at on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from gemini.errors import UnsupportedError
 from gemini.executor.communicator import Communicator
 from gemini.executor.exchange import Exchange
 from gemini.executor.gradient_store import ChunkGradient, GradientStore
+from gemini.executor.leftovers import Becomes, Leftovers
 from gemini.executor.moment import Phase
 from gemini.executor.unsynced import UnsyncedSums
-from gemini.placement.demand import Tier
 from gemini.placement.reduction_order import ReductionOrder
 
 _GRAD: Any = Tensor.grad
@@ -43,6 +43,7 @@ class Gradients:
         self.communicator = communicator
         self.exchange = exchange
         self.unsynced = UnsyncedSums(exchange)
+        self.leftovers = Leftovers(exchange, self.unsynced)
         self.trainable = list(trainable)
         self.position = position  # touches so far in this pass
         self.predicted = predicted  # the pass is as recorded so far
@@ -52,8 +53,10 @@ class Gradients:
         self.synchronizes = True  # False inside no_sync()
         self.num_backwards = 0  # since the last step
         self.awaits_reduction = False  # backwards under no_sync() have left some gradients; equal on all ranks
+        self.has_zeros = False  # zero_grad(set_to_none=False) has left some, and no step has used them
         self.num_forgotten = 0  # how often that count began anew
         self.in_backward = False
+        self.is_scaled = False  # the backward that runs came through a loss times the loss scale
         self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
         self._next_in_order = 0
         self._off_plan = False  # something came late or early: record again
@@ -68,6 +71,10 @@ class Gradients:
         self._reduced.clear()
         self._next_in_order = 0
         self._off_plan = False
+
+    def end_scaled(self) -> None:
+        """The backward that came through a scaled loss is over. Local."""
+        self.is_scaled = False
 
     def on_gradient(self, chunk: Chunk, position: int, grad: Tensor) -> None:
         """Take over a gradient of the chunk, of the parameter at `position`."""
@@ -222,8 +229,8 @@ class Gradients:
         """A gradient that was written to its home directly is at rest; what no gradient wrote to becomes zero."""
         if not gradient.merged:
             gradient.merged, gradient.merged_in = True, self.num_backwards
-            for position, got in enumerate(gradient.got):
-                if not got:
+            for position, fired in enumerate(gradient.fired):
+                if not fired:
                     gradient.views[position].zero_()
         self.store.close(gradient)
 
@@ -269,31 +276,21 @@ class Gradients:
         else:
             self.reduce(gradient)
 
-    def reduce_unsynced(self) -> None:
-        """Before gradients are read or used: reduce what backwards under no_sync() left. Collective, if they did."""
+    # -- after
+
+    def catch_up(self) -> None:
+        """Before gradients are read or used: do what was put off. Collective, if backwards ran under no_sync()."""
         if self.awaits_reduction:
             self._reduce_the_rest("unsynced gradients")
-
-    # -- after
+        if self.has_zeros:
+            self.has_zeros = False
+            self.leftovers.write_zeros(self.num_backwards)
 
     def start_at_zero(self, gradient: ChunkGradient, managed: ManagedParameter) -> None:
         """`managed` has a gradient now that no backward made, and that is about to be written. Every rank does it."""
         self.num_backwards = max(self.num_backwards, 1)
-        if not gradient.merged:
-            self.exchange.make_room(gradient)
-            gradient.merged, gradient.merged_in = True, self.num_backwards
-            gradient.shard.zero_()
-        position = managed.position
-        gradient.got[position] = gradient.agreed[position] = 1
-
-    def multiply(self, factor: float) -> None:
-        """All reduced gradients times `factor`. Local: every rank does it."""
-        self.store.device.synchronize()  # some may still be on their way to the host
-        with torch.inference_mode(False), torch.no_grad():
-            for gradient in self.store.gradients.values():
-                if gradient.merged:
-                    gradient.reduced().mul_(factor)
-                    gradient.num_writes += 1
+        self.leftovers.fill(gradient, self.num_backwards)
+        gradient.got[managed.position] = gradient.agreed[managed.position] = 1
 
     def discard(self, managed: ManagedParameter) -> None:
         """`parameter.grad = None`: what comes later in this step starts from zero."""
@@ -302,16 +299,11 @@ class Gradients:
             return
         position = managed.position
         gradient.got[position] = gradient.agreed[position] = 0
-        self.unsynced.discard(gradient, managed.offset, managed.numel)
-        gradient.num_writes += 1
-        if gradient.merged:
-            if gradient.reduced_tier() is Tier.HOST:
-                self.store.device.synchronize()  # it may still be on its way there
-            for piece in managed.chunk.optim_pieces(managed):
-                gradient.reduced()[piece.shard_start : piece.shard_start + piece.numel].zero_()
+        gradient.had[position] = 0
+        self.leftovers.clear(gradient, [managed])
         # with several ranks, what this one got says nothing about the others
         if self.communicator.world_size == 1 and not any(any(g.got) for g in self.store.gradients.values()):
-            self.forget()
+            self.end(Becomes.USED)
 
     def reset_order(self) -> None:
         """Which gradients are to be expected, and when, is found out anew."""
@@ -333,14 +325,23 @@ class Gradients:
         self.reset_order()
 
     def forget(self) -> None:
-        """The step consumed all gradients, or zero_grad() discarded them; one in flight has failed on the way."""
+        """All gradients become None."""
+        self.end(Becomes.NONE)
+
+    def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]] | None = None) -> None:
+        """A step used the gradients, or they are discarded or set to zero; one in flight has failed on the way. Local.
+
+        stay: parameters whose gradients stay, by chunk index, then by position.
+        """
         self.exchange.forget()
-        self.awaits_reduction = False
+        self.is_scaled = False
         self.num_forgotten += 1
-        for gradient in self.store.gradients.values():
-            self.store.forget(gradient)
-        self.exchange.homes.give_all_back()
         self.num_backwards = 0
+        self.leftovers.end(becomes, stay or {})
+        self.has_zeros = becomes is Becomes.ZERO
+        # what one rank alone knows to have had a gradient is agreed on where the zeros are needed
+        behind = any(gradient.is_behind for gradient in self.store.gradients.values())
+        self.awaits_reduction = behind or (self.has_zeros and self.awaits_reduction)
 
     @property
     def device(self) -> torch.device:

@@ -153,11 +153,9 @@ class SharedHomes:
         if chunk.index in self._resident:
             chunk.state, chunk.payload = ChunkState.RESIDENT, chunk.homes[Kind.PARAM].flat
 
-    def give_all_back(self) -> None:
-        """The gradients of this step are gone."""
+    def end_step(self) -> None:
+        """What is reduced from now on is of another step."""
         self._reduced.clear()
-        for chunk in self._chunks:
-            self.give_back(chunk)
 
     def start_anew(self) -> None:
         """After a failed step, of which ranks may have seen more or less."""

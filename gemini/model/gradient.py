@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class GradientUser(Protocol):
     """The optimizer that a parameter's gradient is for."""
 
-    def factors_to_come(self) -> tuple[float, float]:
+    def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
         """What the step will multiply stored gradients by, as far as it is known: 1 / loss scale, clip coefficient."""
 
     def before_gradient_write(self) -> None:
@@ -101,11 +101,9 @@ def has_gradient(link: Link) -> bool:
     """
     managed, gradients = link.managed, link.executor.gradients
     with link.executor.publishing():
-        gradients.reduce_unsynced()
+        gradients.catch_up()
     gradient = gradients.store.gradients.get(managed.chunk.index)
-    if gradient is None or not gradients.num_backwards:
-        return False
-    return bool(gradient.agreed[managed.position])
+    return gradient is not None and bool(gradient.agreed[managed.position])
 
 
 def assign(link: Link, value: Tensor) -> None:
@@ -140,7 +138,7 @@ _ALIKE = "All ranks must set the gradients of the same parameters"
 
 def factors_of(link: Link) -> tuple[float, float]:
     """Stored gradients times both are what users see: 1 / loss scale, and what they are to be clipped by."""
-    return (1.0, 1.0) if link.optimizer is None else link.optimizer.factors_to_come()
+    return (1.0, 1.0) if link.optimizer is None else link.optimizer.factors_to_come(link.managed)
 
 
 def scaled(gradient: Tensor, inv_scale: float) -> Tensor:

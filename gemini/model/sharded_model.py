@@ -21,6 +21,7 @@ from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradient_store import GradientStore
 from gemini.executor.gradients import Gradients
 from gemini.executor.last_words import publish_exit
+from gemini.executor.leftovers import Becomes
 from gemini.executor.moment import Moments
 from gemini.executor.move_log import log_line
 from gemini.executor.operator import Operator
@@ -255,8 +256,11 @@ class ShardedModel(PlainView):
         return self.executor.communicator.rank
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has consumed."""
-        self.executor.gradients.forget()
+        """Discard all gradients, or make zeros of those that are there or were used by a step since they were None.
+
+        With zeros, parameters that the next backwards do not reach are moved by their moments, as in plain PyTorch.
+        """
+        self.executor.gradients.end(Becomes.NONE if set_to_none else Becomes.ZERO)
 
     def memory_report(self) -> str:
         """A table: bytes per tier and kind now and at their peaks, slots, and what travelled. Not collective."""

@@ -35,6 +35,11 @@ class ChunkStates:
         """The chunks that a step updates, in order."""
         return [state.chunk for state in self.by_chunk.values() if state.chunk.trainable]
 
+    def ungrouped(self) -> dict[int, list[bool]]:
+        """By chunk index, then by position: parameters that no group has, of chunks with some."""
+        with_some = {index: state.groups for index, state in self.by_chunk.items() if None in state.groups}
+        return {index: [group is None for group in groups] for index, groups in with_some.items()}
+
     def has(self, chunk: Chunk) -> bool:
         """There is memory for the chunk's state."""
         return chunk.index in self.by_chunk

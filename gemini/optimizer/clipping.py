@@ -8,6 +8,7 @@ norm that was taken is not that of the gradients any more.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from gemini.errors import GeminiError
 from gemini.executor.gradients import Gradients
@@ -47,11 +48,14 @@ class Clipping:
             return 1.0
         return clip_coefficient(self.summary.norm / loss_scale, self.requested[0])
 
-    def take_effect(self, loss_scale: float) -> None:
-        """A gradient is about to change: clip all of them now, and forget their norm. Local."""
+    def take_effect(self, loss_scale: float, ungrouped: Mapping[int, Sequence[bool]]) -> None:
+        """A gradient is about to change: clip all of them now, and forget their norm. Local.
+
+        ungrouped: parameters that are not the optimizer's, by chunk index, then by position.
+        """
         coefficient = self.coefficient(loss_scale)
         if coefficient != 1.0:
-            self._gradients.multiply(coefficient)
+            self._gradients.leftovers.multiply(coefficient, ungrouped)
         if self.summary is not None and self.requested is not None:
             self.requested = math.inf, self.requested[1]
         self.summary = None

@@ -155,7 +155,7 @@ def _state(link: Link, key: str) -> Tensor:
 def _gradient(link: Link) -> Tensor:
     """Collective if backwards under no_sync() have left its reduction for later."""
     with link.executor.publishing():
-        link.executor.gradients.reduce_unsynced()
+        link.executor.gradients.catch_up()
     gradient = link.executor.gradients.store.gradients.get(link.managed.chunk.index)
     if gradient is None or not gradient.merged:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")

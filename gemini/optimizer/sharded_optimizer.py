@@ -10,13 +10,14 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.executor.leftovers import Becomes
 from gemini.model.link import link_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
@@ -25,7 +26,9 @@ from gemini.optimizer.clipping import Clipping
 from gemini.optimizer.elementwise import GradientFactors, resolve_update
 from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.param_groups import add_group, members_of
+from gemini.optimizer.scaling import Scaling
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
+from gemini.optimizer.step_report import StepReport
 from gemini.optimizer.summary import GradientSummary, compare_settings, norm_tensor, summarize
 from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
 from gemini.placement.demand import Kind
@@ -33,17 +36,6 @@ from optim import clip_coefficient
 from optim.hyperparameters import refuse_unknown_arguments
 
 _PARAMETERS = ("params", "param_names")
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What the last step did. `skipped` names the parameter whose gradient was not finite."""
-
-    number: int
-    grad_norm: float
-    clip: float
-    skipped: str | None
-    loss_scale: float
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -56,8 +48,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. It is
             taken over: its `param_groups` become this optimizer's (schedulers act on them), its state stays empty.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the dynamic
-            loss scale, see `loss_scale.py`; it is on where trainable weights are fp16, and `backward(loss)` must
-            then be called on this optimizer.
+            loss scale, see `loss_scale.py`; it is on where trainable weights are fp16. Then call this optimizer's
+            `backward(loss)` or `scale(loss).backward()`.
         clip_grad_norm: clip every step to this global norm (L2 over all ranks); None does not clip.
         elementwise: take an optimizer that is not on the tested list at your word.
     """
@@ -93,7 +85,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale = LossScale(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
-        self._scale = scale
         self._update = resolve_update(optimizer, elementwise)
         self._clip_grad_norm = _check_max_norm("clip_grad_norm", clip_grad_norm)
         self.model = model
@@ -105,6 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._chunk_states = ChunkStates(model.executor.fetcher, self._update, self.param_groups, group_of)
         self._states = self._chunk_states.by_chunk
+        self._scaling = Scaling(model.executor, self._chunk_states, scale)
         self._take_states()
         model.freezing.owner = self._chunk_states
         self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)
@@ -113,8 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
         model._optimizer = self
-        self._scales_now = False  # inside our own backward()
-        model.executor.check_backward = self._refuse_unscaled
+        model.executor.check_backward = self._scaling.refuse_unscaled
         for managed in model._managed:
             link = link_of(managed.parameter)
             assert link is not None
@@ -135,33 +126,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the loop
 
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()`, of the scaled loss where there is a scale; if it raises, the other ranks are told why."""
+        """`scale(loss).backward()`; if it raises, the other ranks are told why."""
         with self.model.executor.publishing():
-            if self._loss_scale is None:
-                loss.backward()
-                return
-            self._scales_now = True
-            try:
-                (loss.float() * self._loss_scale.scale).backward()
-            finally:
-                self._scales_now = False
+            self.scale(loss).backward()
 
-    @property
-    def _loss_scale(self) -> LossScale | None:
-        return self._scale if any(chunk.dtype is torch.float16 for chunk in self._chunk_states.trained) else None
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, in fp32, for loops that call `backward()` themselves; without a scale itself.
+
+        Example:
+            `accelerator.backward(optimizer.scale(loss))`, `torch.autograd.backward([optimizer.scale(a), ...])`
+        """
+        return self._scaling.of(loss)
 
     @property
     def loss_scale(self) -> float:
         """What `backward()` multiplies the loss by now; 1 where there is no loss scaling."""
-        return 1.0 if self._loss_scale is None else self._loss_scale.scale
-
-    def _refuse_unscaled(self) -> None:
-        if self._loss_scale is not None and not self._scales_now:
-            raise GeminiError("loss.backward() without the loss scale that fp16 needs: call optimizer.backward(loss)")
+        return self._scaling.value
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the next step's gradients to `max_norm`; returns their norm before clipping, 0-dim. Collective.
 
+        These are the gradients of all parameters in the optimizer's groups; without one the norm is 0.
         norm_type: 2 (exact, whatever the chunks and ranks) or inf.
         """
         if norm_type not in (2.0, math.inf):
@@ -169,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         checked = _check_max_norm("max_norm", max_norm)
         if checked is None:
             raise ValueError("max_norm must be a number, found None")
-        self._check_has_backward("clip_grad_norm_()")
+        self._check_between_steps("clip_grad_norm_()")
         with self.model.executor.publishing():
             self._clipping.requested = checked, norm_type
             summary = self._summarize(norm_type)
@@ -179,16 +164,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights with the gradients since the last step and consume those. Collective.
+        """Update the weights of all param groups with the gradients since the last step, and use those up. Collective.
 
-        If any rank has a non-finite gradient, nothing changes on any rank, `last_step.skipped` names the first
-        parameter that has one, and the gradients are dropped.
+        Without a gradient on any rank it changes nothing but `last_step`, as in plain PyTorch. If any rank has a
+        non-finite gradient, nothing changes on any rank, `last_step.skipped` names the first parameter that has one,
+        and the gradients are dropped. Gradients of parameters in no group stay until `zero_grad()` of the model.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_has_backward("step()")
+        self._check_between_steps("step()")
         self._clipping.before_step()
         self.model.check_parameters()
         with self.model.executor.publishing():
@@ -197,29 +183,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has consumed; after a step there are none."""
-        self.model.zero_grad(set_to_none)
+        """Discard the gradients of all param groups, or make zeros of them. After a step they are None. Local.
+
+        Zeros are made of gradients that are there, or were used by a step, since they were last set to None. With
+        them, parameters that the next backwards do not reach are moved by their moments, as in plain PyTorch.
+        """
+        becomes = Becomes.NONE if set_to_none else Becomes.ZERO
+        self.model.executor.gradients.end(becomes, self._chunk_states.ungrouped())
         self._clipping.forget()
 
-    def _check_has_backward(self, what: str) -> None:
+    def _check_between_steps(self, what: str) -> None:
         executor = self.model.executor
         executor.check_idle(what)
         if any(chunk.pins for chunk in executor.chunks):
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
-        if not executor.gradients.num_backwards:
-            raise GeminiError(f"{what} without a backward(): there is no gradient since the last step")
 
     def forget_summary(self) -> None:
         """Gradients changed after their norm was taken: the step takes it again, and clips as was asked."""
         self._clipping.summary = None
 
-    def factors_to_come(self) -> tuple[float, float]:
+    def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
         """What the step will multiply gradients by: 1 / loss scale, and the clip coefficient that was asked for."""
-        return 1.0 / self.loss_scale, self._clipping.coefficient(self.loss_scale)
+        is_ours = self._chunk_states.group(managed) is not None
+        return 1.0 / self.loss_scale, self._clipping.coefficient(self.loss_scale) if is_ours else 1.0
 
     def before_gradient_write(self) -> None:
         """A gradient is about to be changed by hand: what `clip_grad_norm_()` asked for takes effect before. Local."""
-        self._clipping.take_effect(self.loss_scale)
+        self._clipping.take_effect(self.loss_scale, self._chunk_states.ungrouped())
 
     # -- the step
 
@@ -228,7 +218,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trained = self._chunk_states.trained
         for chunk in trained:
             self.model.executor.before_chunk_update(chunk)
-        return summarize(self.model.executor, trained, self._num_parameters, norm_type, self._settings())
+        ungrouped = self._chunk_states.ungrouped()
+        return summarize(self.model.executor, trained, ungrouped, self._num_parameters, norm_type, self._settings())
 
     def _step(self) -> None:
         executor = self.model.executor
@@ -244,6 +235,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._num_steps += 1
         norm = self._true_norm(summary)
         self.grad_norm = norm_tensor(norm, executor.gradients.device)
+        ungrouped = self._chunk_states.ungrouped()
+        updated = [chunk for chunk in self._chunk_states.trained if any(self._updates.steps(chunk, summary))]
         skipped = None
         factors = GradientFactors(1.0 / self.loss_scale)
         if summary.non_finite is not None:
@@ -254,15 +247,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
-            updated = [chunk for chunk in self._chunk_states.trained if any(self._updates.steps(chunk, summary))]
+            executor.gradients.leftovers.before_update(ungrouped)
             with executor.tearing():
                 self._updates.update(updated, summary, factors)
-        executor.gradients.forget()
+        executor.gradients.end(Becomes.USED, ungrouped)
         self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)
-        if self._loss_scale is not None:
-            self._loss_scale.update(skipped is not None)
-            if skipped is not None:
-                self._loss_scale.refuse_endless_skips(skipped)
+        if updated:
+            self._scaling.after_step(skipped)
 
     def _settings(self) -> str:
         """All that a step depends on besides the model's state."""
@@ -280,21 +271,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """torch.optim's format with whole CPU tensors, and "masters": fp32 weights by parameter number. Collective."""
         with self.model.executor.publishing():
             state = whole_optimizer_state(self.model.executor, self._states, self.param_groups)
-        if self._loss_scale is not None:
-            state["loss_scale"] = self._loss_scale.state_dict()
+        if self._scaling.active is not None:
+            state["loss_scale"] = self._scaling.active.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of `state_dict` or of the plain optimizer. Checked before anything changes."""
         with self.model.executor.publishing():
-            kept = None if self._loss_scale is None else self._loss_scale.state_dict()
+            kept = None if self._scaling.active is None else self._scaling.active.state_dict()
             try:
-                if self._loss_scale is not None and "loss_scale" in state_dict:
-                    self._loss_scale.load_state_dict(state_dict["loss_scale"])
+                if self._scaling.active is not None and "loss_scale" in state_dict:
+                    self._scaling.active.load_state_dict(state_dict["loss_scale"])
                 load_optimizer_state(self.model, self._chunk_states, self.param_groups, state_dict)
             except Exception:
-                if self._loss_scale is not None and kept is not None:
-                    self._loss_scale.load_state_dict(kept)
+                if self._scaling.active is not None and kept is not None:
+                    self._scaling.active.load_state_dict(kept)
                 raise
 
     def discard_state(self, parameters: Iterable[Tensor] | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +34,20 @@ class GradientSummary:
 
 
 def summarize(
-    executor: Executor, trainable: Sequence[Chunk], num_parameters: int, norm_type: float, settings: str
+    executor: Executor,
+    trainable: Sequence[Chunk],
+    ungrouped: Mapping[int, Sequence[bool]],
+    num_parameters: int,
+    norm_type: float,
+    settings: str,
 ) -> GradientSummary:
     """Look at all gradients once, reduced if backwards under no_sync() have left that for later. Collective.
 
+    ungrouped: parameters that are not the optimizer's, by chunk index, then by position: their values do not count.
     settings: the optimizer's, in words. Raises DivergenceError on all ranks where they differ: a learning rate that
     differs by rank would give every rank's shard another update, and no error.
     """
-    executor.gradients.reduce_unsynced()
+    executor.gradients.catch_up()
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
     several = executor.gradients.num_backwards > 1
@@ -53,7 +59,7 @@ def summarize(
             continue
         flat = gradient.reduced()
         its = sums.setdefault(flat.device, _Sums(flat.device))
-        for piece in _counted(chunk, gradient):
+        for piece in _counted(chunk, gradient, ungrouped.get(chunk.index)):
             part = flat[piece.shard_start : piece.shard_start + piece.numel]
             if several and chunk.widens:  # fp32 sums, and what needed no addition counts as one
                 part = part.float()
@@ -126,22 +132,24 @@ class _Sums:
         return [_parameter_at(chunk, piece, first) for (chunk, piece), first in pairs if first >= 0]
 
 
-def _counted(chunk: Chunk, gradient: ChunkGradient) -> list[Piece]:
+def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | None) -> list[Piece]:
     """The parts of the reduced gradient that this rank adds to the norm; `shard_start` counts in `reduced()`."""
-    if chunk.layout.world_size > 1:
-        if chunk.optim_layout.world_size > 1:
-            return [
-                Piece(piece.payload_start, piece.shard_start, piece.numel) for piece in chunk.layout.slices(chunk.rank)
-            ]
-        return [Piece(p.payload_start, p.payload_start, p.numel) for p in chunk.layout.slices(chunk.rank)]
-    if all(gradient.got):
-        return [Piece(0, 0, chunk.optim_numel)]
-    return [  # the others' elements are what an earlier step left there
-        piece
-        for managed, got in zip(chunk.parameters, gradient.got, strict=True)
-        if got
-        for piece in chunk.optim_pieces(managed)
-    ]
+    several = chunk.layout.world_size > 1
+    if ungrouped is None and several:
+        pieces = list(chunk.layout.slices(chunk.rank))
+    elif ungrouped is None and all(gradient.got):
+        pieces = [Piece(0, 0, chunk.optim_numel)]
+    else:
+        # with one rank, elements without a gradient are what an earlier step left there
+        pieces = [
+            piece
+            for position, managed in enumerate(chunk.parameters)
+            if not (ungrouped is not None and ungrouped[position]) and (several or gradient.got[position])
+            for piece in chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
+        ]
+    if several and chunk.optim_layout.world_size == 1:  # whole on every rank, and each counts its share
+        return [Piece(piece.payload_start, piece.payload_start, piece.numel) for piece in pieces]
+    return pieces
 
 
 def _parameter_at(chunk: Chunk, piece: Piece, element: int) -> int:

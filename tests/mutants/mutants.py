@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         "the step ignores what no_sync() left",
         "gemini/optimizer/summary.py",
-        "    executor.gradients.reduce_unsynced()\n",
+        "    executor.gradients.catch_up()\n",
         "",
         "tests/dist/test_unsynced.py::test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed[0]",
     ),
@@ -257,6 +257,27 @@ MUTANTS = [
         "(self.reduce_dtype or torch.float32)",
         "(self.reduce_dtype or dtype)",
         "tests/dist/test_unsynced.py::test_a_sum_of_16_bit_micro_batches_is_not_rounded_on_its_way",
+    ),
+    Mutant(
+        "a step uses up what is another optimizer's",
+        "gemini/optimizer/sharded_optimizer.py",
+        "        executor.gradients.end(Becomes.USED, ungrouped)\n",
+        "        executor.gradients.end(Becomes.USED)\n",
+        "tests/test_leftovers.py",
+    ),
+    Mutant(
+        "gradients that stay do so in homes that the step writes to",
+        "gemini/optimizer/sharded_optimizer.py",
+        "            executor.gradients.leftovers.before_update(ungrouped)\n",
+        "",
+        "tests/test_leftovers.py",
+    ),
+    Mutant(
+        "zeros are what an earlier step has left there",
+        "gemini/executor/gradients.py",
+        "            self.leftovers.write_zeros(self.num_backwards)\n",
+        "",
+        "tests/test_leftovers.py",
     ),
     Mutant(
         "each rank knows of its own gradients only",
@@ -695,9 +716,9 @@ MUTANTS = [
     ),
     Mutant(
         "a discarded gradient comes back with its copy",
-        "gemini/executor/gradients.py",
-        "                self.store.device.synchronize()  # it may still be on its way there\n",
-        "                pass\n",
+        "gemini/executor/leftovers.py",
+        "            self.store.device.synchronize()  # it may still be on its way there\n",
+        "            pass\n",
         "tests/test_late_copies.py",
     ),
     Mutant(

@@ -1,0 +1,145 @@
+"""What is left of gradients once a step has used them, or zero_grad() was called: nothing, zeros, or those that stay.
+
+[Note: Zeros] zero_grad(set_to_none=False) leaves zeros, with which a step moves parameters by their moments. No memory
+is written for them at first: the flags say that there is a gradient, and what no backward writes to becomes zero when
+the chunk is reduced. Only a chunk that no backward has reached is filled with zeros, when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import torch
+
+from gemini.chunks.chunk import ManagedParameter
+from gemini.executor.exchange import Exchange
+from gemini.executor.gradient_store import ChunkGradient
+from gemini.executor.unsynced import UnsyncedSums
+from gemini.placement.demand import Tier
+
+
+class Becomes(Enum):
+    """What gradients are after a step or zero_grad().
+
+    USED: None, though zero_grad(set_to_none=False) makes zeros of them: plain PyTorch would still have them.
+    NONE: as if there had never been one.
+    ZERO: zeros, where there was one since they were last set to None.
+    """
+
+    USED = "used"
+    NONE = "none"
+    ZERO = "zero"
+
+
+class Leftovers:
+    """Of one model. All of it is local, and what it decides is equal on all ranks."""
+
+    def __init__(self, exchange: Exchange, unsynced: UnsyncedSums) -> None:
+        self.exchange = exchange
+        self.store = exchange.store
+        self.homes = exchange.homes
+        self.unsynced = unsynced
+
+    def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
+        """A step used the gradients, or they are discarded or set to zero.
+
+        stay: parameters whose gradients stay, by chunk index, then by position.
+        """
+        for gradient in self.store.gradients.values():
+            stays = stay.get(gradient.chunk.index, ())
+            after = _flags_after(gradient, becomes)
+            if not keeps(gradient, stays):
+                self.store.forget(gradient)
+                gradient.had[:], gradient.got[:], gradient.agreed[:] = after
+                self.homes.give_back(gradient.chunk)
+                continue
+            both = zip(gradient.chunk.parameters, stays, strict=True)
+            self.clear(gradient, [managed for managed, does in both if not does])
+            if gradient.is_open:
+                self.store.close(gradient)
+            gradient.merged_in = 0  # what comes to it is of a later backward
+            for flags, its_after in zip((gradient.had, gradient.got, gradient.agreed), after, strict=True):
+                flags[:] = bytes(old if does else new for old, new, does in zip(flags, its_after, stays, strict=True))
+        self.homes.end_step()
+
+    def clear(self, gradient: ChunkGradient, some: Sequence[ManagedParameter]) -> None:
+        """What comes later of some of the chunk's parameters is added to zeros."""
+        gradient.num_writes += 1
+        for managed in some:
+            self.unsynced.discard(gradient, managed.offset, managed.numel)
+        if not gradient.merged:
+            return
+        if gradient.reduced_tier() is Tier.HOST:
+            self.store.device.synchronize()  # it may still be on its way there
+        reduced = gradient.reduced()
+        for managed in some:
+            for piece in managed.chunk.optim_pieces(managed):
+                reduced[piece.shard_start : piece.shard_start + piece.numel].zero_()
+
+    def write_zeros(self, backward: int) -> None:
+        """See [Note: Zeros]. Every rank calls it at the same point."""
+        for gradient in self.store.gradients.values():
+            if any(gradient.agreed):
+                self.fill(gradient, backward)
+
+    def fill(self, gradient: ChunkGradient, backward: int) -> None:
+        """The chunk has a gradient of zeros, as if backward number `backward` had made it, unless it has another."""
+        if gradient.merged:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self.exchange.make_room(gradient)
+            gradient.merged, gradient.merged_in = True, backward
+            gradient.reduced().zero_()
+
+    def before_update(self, stay: Mapping[int, Sequence[bool]]) -> None:
+        """Gradients that stay leave homes of parameters, which the step writes to. Raises BudgetError."""
+        for index, stays in stay.items():
+            gradient = self.store.gradients.get(index)
+            if gradient is not None and gradient.chunk.lent and keeps(gradient, stays):
+                self.homes.take_back(gradient.chunk)
+
+    def rescale(self, factor: float) -> None:
+        """What has stayed is of losses times the loss scale, which is now `factor` times as large."""
+        for gradient in self.store.gradients.values():
+            if gradient.merged:
+                self.store.widen(gradient)  # 16 bits may not hold the larger values
+        self.multiply(factor, {})
+
+    def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
+        """All reduced gradients times `factor`, without those that `but` says, by chunk index, then by position."""
+        self.store.device.synchronize()  # some may still be on their way to the host
+        with torch.inference_mode(False), torch.no_grad():
+            for gradient in self.store.gradients.values():
+                if not gradient.merged:
+                    continue
+                chunk, reduced = gradient.chunk, gradient.reduced()
+                left = but.get(chunk.index)
+                if left is None:
+                    reduced.mul_(factor)
+                else:
+                    both = zip(chunk.parameters, left, strict=True)
+                    for piece in (p for managed, is_left in both if not is_left for p in chunk.optim_pieces(managed)):
+                        reduced[piece.shard_start : piece.shard_start + piece.numel].mul_(factor)
+                gradient.num_writes += 1
+
+
+def keeps(gradient: ChunkGradient, stays: Sequence[bool]) -> bool:
+    """The chunk has, or may have, a gradient of a parameter that `stays` says, by position."""
+    if gradient.is_behind and any(stays):
+        return True
+    return gradient.merged and any(does and got for does, got in zip(stays, gradient.agreed, strict=False))
+
+
+def _flags_after(gradient: ChunkGradient, becomes: Becomes) -> tuple[bytes, bytes, bytes]:
+    """`had`, `got` and `agreed`."""
+    none = bytes(len(gradient.got))
+    if becomes is Becomes.NONE:
+        return none, none, none
+    had = _either(gradient.had, gradient.agreed)
+    return (had, none, none) if becomes is Becomes.USED else (had, _either(had, gradient.got), had)
+
+
+def _either(some: bytes | bytearray, others: bytes | bytearray) -> bytes:
+    """By position: 1 where one of both is."""
+    return (int.from_bytes(some, "little") | int.from_bytes(others, "little")).to_bytes(len(some), "little")

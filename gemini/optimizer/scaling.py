@@ -1,0 +1,63 @@
+"""Which losses of a model are multiplied by the loss scale, and which backwards are refused for want of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gemini.errors import GeminiError
+from gemini.executor.executor import Executor
+from gemini.optimizer.chunk_states import ChunkStates
+from gemini.optimizer.loss_scale import LossScale
+
+
+class Scaling:
+    """The loss scale of one optimizer, which is on while weights in fp16 are trained."""
+
+    def __init__(self, executor: Executor, states: ChunkStates, scale: LossScale) -> None:
+        self._executor = executor
+        self._states = states
+        self._scale = scale
+
+    @property
+    def active(self) -> LossScale | None:
+        return self._scale if any(chunk.dtype is torch.float16 for chunk in self._states.trained) else None
+
+    @property
+    def value(self) -> float:
+        """1 where there is no loss scaling."""
+        return 1.0 if self.active is None else self._scale.scale
+
+    def of(self, loss: Tensor) -> Tensor:
+        """The scaled loss, which tells a backward that comes through it from others."""
+        if self.active is None:
+            return loss
+        scaled = loss.float() * self._scale.scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._on_scaled_loss)
+        return scaled
+
+    def _on_scaled_loss(self, grad: Tensor) -> None:
+        self._executor.gradients.is_scaled = True
+        # end_backward() says so too, but not where nothing of the model is reached
+        torch.autograd.Variable._execution_engine.queue_callback(self._executor.gradients.end_scaled)
+
+    def refuse_unscaled(self) -> None:
+        """When a backward reaches the model. Raises GeminiError if it has not come through a scaled loss."""
+        if self.active is not None and not self._executor.gradients.is_scaled:
+            raise GeminiError(
+                "loss.backward() without the loss scale that fp16 needs: call optimizer.backward(loss), or "
+                "optimizer.scale(loss).backward()"
+            )
+
+    def after_step(self, skipped: str | None) -> None:
+        """The scale moves. skipped: the parameter for whose gradient nothing was updated. Raises GeminiError."""
+        scale = self.active
+        if scale is None:
+            return
+        before = scale.scale
+        scale.update(skipped is not None)
+        if scale.scale != before:
+            self._executor.gradients.leftovers.rescale(scale.scale / before)
+        if skipped is not None:
+            scale.refuse_endless_skips(skipped)
