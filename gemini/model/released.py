@@ -9,9 +9,9 @@ ranks must run the same function.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from gemini.errors import ReleasedParameterError
 from gemini.model.edges import gradients
+from gemini.model.foreach import for_each_chunk
 from gemini.model.link import ParameterLink, any_link_of, detached_from
 from gemini.model.metadata import METADATA
 
@@ -35,10 +36,13 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    # nn.Parameter has these in Python and never asks __torch_function__
+    # torch never asks __torch_function__ about these
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return _repr(self)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _set_source(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _link(self).deepcopy(memo)
@@ -99,7 +103,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if special is not None:
         return special(*args, **kwargs)
     if _name(func).startswith("_foreach_"):
-        return _use_each(func, args, kwargs)
+        return for_each_chunk(partial(_use, func), _name(func), args, kwargs, _link_or_none)
     return _use(func, args, kwargs)
 
 
@@ -131,32 +135,6 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if was_written or (is_seen and tensor.__dict__.get("_may_be_written")):
                 link.mark_edited()
         return result
-
-
-def _use_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of lists once for every run of elements that lie in one chunk.
-
-    Called once, it would need all chunks at the same time, which the slots of a small budget cannot hold.
-    """
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
-    lengths = [len(value) for value in lists]
-    if min(lengths) != max(lengths):
-        raise RuntimeError(f"{_name(func)} takes lists of the same length, found {lengths}")
-
-    def chunks_of(position: int) -> list[tuple[object, int]]:
-        found = [link for each in lists if (link := _link_or_none(each[position])) is not None]
-        return [(link.owner, link.managed.chunk.index) for link in found]
-
-    results: list[Any] = []
-    for _, run in itertools.groupby(range(lengths[0]), chunks_of):
-        positions = list(run)
-        part = slice(positions[0], positions[-1] + 1)
-
-        def cut(value: Any, part: slice = part) -> Any:
-            return value[part] if isinstance(value, (list, tuple)) else value
-
-        results.append(_use(func, tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}))
-    return None if results[0] is None else [tensor for result in results for tensor in result]
 
 
 def _materialise(lazy: LazyDetach) -> Tensor:
@@ -228,6 +206,14 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         _use(_T.copy_, (tensor, value), {})
 
 
+def _set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -> Tensor:
+    """`set_`, by which a parametrization gives the values to its parameter that its inverse has found."""
+    if not isinstance(source, Tensor) or rest or kwargs:
+        _refuse("set_ to a storage", "write to it in place, or assign a tensor to its .data")(tensor)
+    _set_data(tensor, source)
+    return tensor
+
+
 def _copy(tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     """`copy_`, as `Module.load_state_dict()` calls it: the fp32 master gets the values before they are rounded."""
     link = _link(tensor) if isinstance(tensor, (ReleasedParameter, LazyDetach)) else None
@@ -271,7 +257,7 @@ def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:
     if isinstance(tensor, ReleasedParameter):
         _link(tensor).before_requires_grad(value)
     elif value:  # it would get no gradient: every use takes the parameter's data afresh
-        _refuse("requires_grad of what was detached", "clone() it first, which gives a tensor of its own")(tensor)
+        _refuse("requires_grad of what was detached", _NEW_PARAMETER)(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_(value)
     return tensor
@@ -314,6 +300,10 @@ def _probe(value: Any) -> Any:
     return value if _link_or_none(value) is None else torch.empty((), dtype=value.dtype, device=value.device)
 
 
+_NEW_PARAMETER = (
+    "clone() it first, which gives a tensor of its own. weight_norm, or another parametrization that makes new "
+    "parameters of this one, is put onto the module before ShardedModel(...)"
+)
 _ADDRESS = (
     "its memory moves. Read it (clone(), item(), numpy()) instead, or use model.state_dict(). copy.deepcopy(model) of "
     "the ShardedModel is a plain module"

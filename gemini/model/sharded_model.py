@@ -38,6 +38,7 @@ from gemini.model.hooks import Hooks
 from gemini.model.link import Link
 from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of
 from gemini.model.operators import find_operators
+from gemini.model.parametrization import is_parametrized
 from gemini.model.plain_view import PlainView
 from gemini.model.plan import Plan, Planner
 from gemini.model.precision import ModulePrecision, Precision, Weights
@@ -232,10 +233,17 @@ class ShardedModel(PlainView):
             gradients.synchronizes = before
 
     def check_parameters(self) -> None:
-        """Raises GeminiError if the module has parameters that were not wrapped."""
-        wrapped = {managed.parameter for managed in self._managed}
+        """Raises GeminiError if the module has parameters that were not wrapped, or may differ by rank now."""
+        wrapped = {managed.parameter: managed.name for managed in self._managed}
         for name, parameter in self.module.named_parameters():
-            if parameter not in wrapped:
+            known = wrapped.get(parameter)
+            if known is not None and known != name and self.world_size > 1 and is_parametrized(name):
+                raise GeminiError(
+                    f"parameter {known!r} became {name!r} after ShardedModel(...). On several ranks put "
+                    "parametrizations and pruning onto the module before it is wrapped: their buffers, which may be "
+                    "random, are rank 0's then"
+                )
+            if known is None:
                 raise GeminiError(
                     f"parameter {name!r} was added or replaced after ShardedModel(...) and would not be trained: "
                     "change the module before it is wrapped, and values with model.load_state_dict() or in place. To "
