@@ -25,7 +25,8 @@ _KINDS = (
     *("all-gather", "reduce-scatter"),  # of a chunk
     *("gradient summary", "largest gradient", "end of backward", "points of reduction", "unsynced gradients"),
     *("agreement on complete gradients", "agreement on the pass", "names of states"),
-    *("change of what is trained", "new param group", "discard_state()", "the optimizer's settings"),
+    *("change of what is trained", "change of what is compiled"),
+    *("new param group", "discard_state()", "the optimizer's settings"),
 )
 _NUM_OF_CHUNKS = 2
 _BUILD_ALIKE = "All ranks must build the same model with the same arguments"

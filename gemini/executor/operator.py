@@ -12,9 +12,12 @@ class Operator:
     """What is fetched together: a module's chunks. `index` is its place in the moment table.
 
     routes: ranks may use different parts of it, so that backward, too, fetches it whole.
+    is_compiled: ranks may have compiled it for other shapes, and their backwards may read its parameters in another
+        order, so that backward fetches it whole where parameters are gathered.
     """
 
     index: int
     name: str
     chunks: tuple[Chunk, ...]
     routes: bool = False
+    is_compiled: bool = False

@@ -27,6 +27,7 @@ from gemini.model.plan import Plan
 from gemini.placement.demand import Kind
 
 _ALIKE = "All ranks must freeze and unfreeze the same parameters at the same step"
+_COMPILED_ALIKE = "All ranks must compile the same modules before the same forward"
 
 
 class Freezing:
@@ -100,6 +101,21 @@ class Freezing:
                 self.owner.discard(each)
         self._change_chunks(self._flags, shown, {})
 
+    def replan(self, shown: str) -> None:
+        """Decide, agree on and carry out a plan for operators that have changed; what is trained has not. Collective.
+
+        Raises what `settle` raises.
+        """
+        executor = self._executor
+        if self._gradients_wait():
+            raise GeminiError(f"{shown} between the micro-batches of a step: do it after step() or zero_grad()")
+        if any(chunk.pins for chunk in executor.chunks):
+            raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
+        executor.gradients.forget()
+        self._change_chunks(self._flags, shown, {}, "change of what is compiled", _COMPILED_ALIKE)
+        executor.gradients.reset_order()
+        executor.fetcher.next_use.forget()
+
     def _flags_now(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():
             return [each.parameter.requires_grad for each in self._managed]
@@ -138,7 +154,14 @@ class Freezing:
         self.unfrozen.update(each.index for each in unfrozen)
         self._flags = flags
 
-    def _change_chunks(self, flags: list[bool], shown: str, wanted: Mapping[int, frozenset[Kind]]) -> None:
+    def _change_chunks(
+        self,
+        flags: list[bool],
+        shown: str,
+        wanted: Mapping[int, frozenset[Kind]],
+        change: str = "change of what is trained",
+        remedy: str = _ALIKE,
+    ) -> None:
         """Decide and agree on the new plan, then carry it out. `wanted`: states that frozen chunks get, by index."""
         executor, before = self._executor, self.plan
         facts = [(chunk.trainable, chunk.kept) for chunk in executor.chunks]
@@ -154,14 +177,15 @@ class Freezing:
             rehoming.check_room(self.owner)
             words = f"{shown}; model data budget of {plan.budget_bytes} bytes, {plan.placement.num_slots} slots"
             data = f"{plan.hash} {shown}".encode()
-            executor.communicator.agree(data, "change of what is trained", words, _ALIKE)
+            executor.communicator.agree(data, change, words, remedy)
         except BaseException as error:
             for chunk, (trainable, kept) in zip(executor.chunks, facts, strict=True):
                 chunk.trainable, chunk.kept = trainable, kept
             if isinstance(error, BudgetError):
                 raise BudgetError(f"{shown}. This does not fit: {error}") from None
             raise
-        if facts != [(chunk.trainable, chunk.kept) for chunk in executor.chunks]:
+        is_other = facts != [(chunk.trainable, chunk.kept) for chunk in executor.chunks]
+        if is_other or homes[0] != homes[1]:
             with executor.tearing():
                 rehoming.carry_out(self.owner)
         executor.communicator.plan_hash = plan.hash

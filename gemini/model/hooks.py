@@ -28,6 +28,7 @@ from gemini.executor.executor import Executor
 from gemini.executor.modes import num_modes, unseen
 from gemini.executor.operator import Operator
 from gemini.executor.operator_hooks import OperatorHooks
+from gemini.model.compiled import CompiledCall
 from gemini.model.leaf import reached_by_backward
 from gemini.model.link import link_of
 from gemini.model.saved_tensors import SavedTensors
@@ -41,21 +42,47 @@ _set_grad = _GRAD.__set__
 class Hooks:
     """The hooks of one model."""
 
-    def __init__(self, executor: Executor, saved_tensors: SavedTensors) -> None:
+    def __init__(self, executor: Executor, saved_tensors: SavedTensors, gathers: bool) -> None:
+        """gathers: parameters are gathered from other ranks."""
         self._executor = executor
+        self._gathers = gathers
         self._saved_tensors = saved_tensors
         self._handles: list[RemovableHandle] = []
         self._operators = OperatorHooks()
+        self._calls: list[CompiledCall] = []
+        self._of_root: list[RemovableHandle] = []
 
-    def install(
-        self, root: nn.Module, operators: list[tuple[nn.Module, Operator]], parameters: list[ManagedParameter]
-    ) -> None:
+    def attach(self, root: nn.Module, operators: list[tuple[nn.Module, Operator]]) -> None:
+        """Have the hooks of these operators and of the root, and of no others."""
+        self._detach()
+        modules = dict.fromkeys((*(module for module, _ in operators), root))
+        # the compiler would trace hooks of what module.compile() made
+        calls = {module: CompiledCall(module) for module in modules if module._compiled_call_impl is not None}
+        self._calls += calls.values()
+
         for module, operator in operators:
             before, after = self._before_operator(operator), self._after_operator(operator)
-            # the root's own hooks are running when the others are lifted
-            self._operators.add(module, before, after, may_lift=module is not root)
-        self._handles.append(root.register_forward_pre_hook(self._before_root, prepend=True))
-        self._handles.append(root.register_forward_hook(self._after_root, always_call=True))
+            if module in calls:
+                calls[module].add(before, after)
+            else:  # the root's own hooks are running when the others are lifted
+                self._operators.add(module, before, after, may_lift=module is not root)
+        if root in calls:
+            calls[root].add(self._before_root, self._after_root)
+        else:
+            self._of_root.append(root.register_forward_pre_hook(self._before_root, prepend=True))
+            self._of_root.append(root.register_forward_hook(self._after_root, always_call=True, with_kwargs=True))
+
+    def _detach(self) -> None:
+        self._operators.remove()
+        for call in self._calls:
+            call.remove()
+        for handle in self._of_root:
+            handle.remove()
+        self._calls.clear()
+        self._of_root.clear()
+
+    def watch(self, parameters: list[ManagedParameter]) -> None:
+        """Be called with every gradient of these."""
         executor = weakref.ref(self._executor)
         for managed in parameters:
             if managed.chunk.dtype.is_floating_point or managed.chunk.dtype.is_complex:
@@ -72,18 +99,20 @@ class Hooks:
     @property
     def handles(self) -> tuple[RemovableHandle, ...]:
         """Of all hooks that the model's modules and parameters have because of us."""
-        return (*self._handles, *self._operators.handles)
+        return (*self._handles, *self._of_root, *self._operators.handles)
 
     def remove(self) -> None:
+        self._detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._operators.remove()
 
     # -- operators
 
     def _before_operator(self, operator: Operator) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():  # what is traced has hooks around it
+                return
             with unseen():
                 call = self._executor.enter_operator(module, operator)
             with self._executor.publishing():
@@ -96,9 +125,15 @@ class Hooks:
 
     def _after_operator(self, operator: Operator) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return None
             self._executor.exit_operator(operator)
             if operator.routes and torch.is_grad_enabled():
                 return reached_by_backward((args, kwargs), output, lambda: self._enter_leaf(operator))
+            if operator.is_compiled and self._gathers and torch.is_grad_enabled():
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad and not tensor.is_leaf:
+                        tensor.register_hook(lambda grad: self._enter_leaf(operator))
             return None
 
         return after
@@ -110,6 +145,8 @@ class Hooks:
     # -- the root
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         executor = self._executor
         with unseen():
             call = executor.begin_forward(module)
@@ -120,7 +157,9 @@ class Hooks:
         covered = self._saved_tensors.is_covered() or not torch.is_grad_enabled()
         call.hooks = None if covered else self._saved_tensors.push()
 
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         error = sys.exc_info()[1] if output is None else None
         recomputing = self._executor.is_recomputing()
         if not self._executor.end_forward():

@@ -1,8 +1,8 @@
 """Which modules are operators: those that own parameters directly, and leaves, which are fetched whole.
 
 A leaf is a module whose children's parameters are used without calling the children (attention and recurrent modules
-of torch), or whose children are chosen by data. Ranks may choose differently, so where parameters are gathered such a
-leaf's are gathered all together, in forward and backward: see leaf.py.
+of torch, compiled modules), or whose children are chosen by data. Ranks may choose differently, so where parameters
+are gathered such a leaf's are gathered all together, in forward and backward: see leaf.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gemini.model.compiled import is_compiled
 from gemini.model.external import external_parameters
 from gemini.model.leaf_marks import chooses, is_marked
 
@@ -27,6 +28,7 @@ class FoundOperator:
     ancestors: tuple[int, ...]  # places of the operators that are on the call stack around this one
     routes: bool = False  # a leaf of which ranks may use different parts
     is_chosen: bool = False  # inside a module that chooses by data, leaf or not
+    is_compiled: bool = False  # a leaf that the compiler traces: see [Note: Compiled modules]
 
 
 def find_operators(root: nn.Module, gathers: bool) -> list[FoundOperator]:
@@ -42,13 +44,16 @@ def find_operators(root: nn.Module, gathers: bool) -> list[FoundOperator]:
         if module in seen:
             return
         seen.add(module)
-        is_router = chooses(module) and (module is not root or is_marked(module))
+        compiled = is_compiled(module)
+        inside = [each for each in module.modules() if each is not root] if compiled else []
+        is_router = (chooses(module) and (module is not root or is_marked(module))) or any(map(chooses, inside))
         is_chosen = is_chosen or is_router
         routes = gathers and is_router
-        is_leaf = routes or isinstance(module, _LEAVES)
-        parameters = (*module.parameters(recurse=is_leaf), *external_parameters(module))
+        is_leaf = routes or compiled or isinstance(module, _LEAVES)
+        external = [parameter for each in (module, *inside) for parameter in external_parameters(each)]
+        parameters = (*module.parameters(recurse=is_leaf), *external)
         if parameters:
-            found.append(FoundOperator(name, module, parameters, above, routes, is_chosen))
+            found.append(FoundOperator(name, module, parameters, above, routes, is_chosen, compiled))
             above = (*above, len(found) - 1)
         if is_leaf:
             return

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
+from gemini.model.compiled import is_mark
 from gemini.model.conversion import changes_nothing
 from gemini.model.hooks import Hooks
 from gemini.model.plain_copy import plain_copy
@@ -106,7 +107,7 @@ class PlainView(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
+            if module is None or is_mark(name):
                 raise
             return getattr(module, name)
 

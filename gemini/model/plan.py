@@ -103,11 +103,26 @@ class Planner:
                 refused.append(error)
                 continue
             return chunks, plan
-        raise _least(refused, is_searched=chunk_numel is None) from None
+        raise self._advised(_least(refused, is_searched=chunk_numel is None)) from None
 
     def replan(self, chunks: list[Chunk], before: Plan, flags: list[bool]) -> Plan:
         """For chunks as they say they are trainable, and parameters' flags. The packing stays. Raises BudgetError."""
-        return self._place(chunks, before.packing, before.budget_bytes, flags)
+        try:
+            return self._place(chunks, before.packing, before.budget_bytes, flags)
+        except BudgetError as error:
+            raise self._advised(error) from None
+
+    def _advised(self, error: BudgetError) -> BudgetError:
+        """The refusal, with what a compiled module has to do with it."""
+        compiled = [operator for operator in self._operators if operator.is_compiled]
+        if not compiled or error.tier != "device":
+            return error
+        largest = max(compiled, key=lambda operator: sum(parameter.numel() for parameter in operator.parameters))
+        advice = (
+            f"{largest.name or 'The model'} is compiled, so that all of its chunks are needed at once: compile smaller "
+            "modules inside it, such as its blocks, one by one"
+        )
+        return BudgetError(f"{error}. {advice}", tier=error.tier, needed_bytes=error.needed_bytes)
 
     def _packings(self, chunk_numel: int | None) -> Iterator[Packing]:
         packer = Packer(self.inputs, self._strategy, self._world_size)

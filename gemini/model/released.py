@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemini.errors import ReleasedParameterError
+from gemini.model.compiled import refuse_traced
 from gemini.model.edges import gradients
 from gemini.model.foreach import for_each_chunk
 from gemini.model.link import ParameterLink, any_link_of, detached_from
@@ -180,6 +181,7 @@ def _link_or_none(value: Any) -> ParameterLink[Any] | None:
 
 def _refuse(what: str, remedy: str) -> Callable[..., Any]:
     def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        refuse_traced(_link(tensor).managed.name)
         raise ReleasedParameterError(f"{what} of parameter {_link(tensor).managed.name!r} is not possible: {remedy}")
 
     return refuse

@@ -33,11 +33,13 @@ from gemini.model.arguments import check_module, choose_tiers, refuse_unknown
 from gemini.model.budgets import Budgets
 from gemini.model.built_chunk import built_link_of
 from gemini.model.casting import Casting
+from gemini.model.compiled import never_traced
 from gemini.model.freezing import Freezing
 from gemini.model.hooks import Hooks
 from gemini.model.link import Link
 from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of
-from gemini.model.operators import find_operators
+from gemini.model.operator_table import OperatorTable
+from gemini.model.operators import FoundOperator, find_operators
 from gemini.model.parametrization import is_parametrized
 from gemini.model.plain_view import PlainView
 from gemini.model.plan import Plan, Planner
@@ -124,7 +126,8 @@ class ShardedModel(PlainView):
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
         num_ranks = 1 if process_group is None else process_group.size()
-        operators = find_operators(module, gathers=stage == 3 and num_ranks > 1)
+        gathers = stage == 3 and num_ranks > 1
+        operators = find_operators(module, gathers)
         moments = Moments(["", *(operator.name for operator in operators)])
         communicator = Communicator(process_group, moments, rank_timeout, device_tier.device)
         with communicator.publishing():
@@ -146,7 +149,8 @@ class ShardedModel(PlainView):
             given = f"{arguments} chunk_size={chunk_size} {budgets}"
             built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
             stores = stores_of(module, communicator.ranks)
-            communicator.agree(repr((given, planner.inputs, built)).encode(), "the model")
+            compiled = [operator.name for operator in operators if operator.is_compiled]
+            communicator.agree(repr((given, planner.inputs, built, compiled)).encode(), "the model")
             budget, host_tier.capacity_bytes = budgets.read(module, communicator, device_tier.device)
             chunks, first = planner.plan(chunk_size, budget, host_tier.capacity_bytes)
             had = f"model data budget of {budget} bytes, {first.placement.num_slots} slots"
@@ -163,13 +167,14 @@ class ShardedModel(PlainView):
         self._optimizer: object | None = None
         with communicator.publishing():
             replan = partial(planner.replan, chunks, first)
-            self._build(chunks, operators, communicator, weights, first, replan)
+            self._build(chunks, operators, gathers, communicator, weights, first, replan)
             close_empty(stores, communicator)
 
     def _build(
         self,
         chunks: list[Chunk],
-        operators: list[Any],
+        operators: list[FoundOperator],
+        gathers: bool,
         communicator: Communicator,
         weights: ModulePrecision,
         plan: Plan,
@@ -201,20 +206,27 @@ class ShardedModel(PlainView):
         for managed in self._managed:
             managed.parameter._gemini = Link(managed, self.executor, saved_tensors)  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
-        chunk_of = {managed.parameter: managed.chunk for managed in self._managed}
-        hooked = []
-        for place, found in enumerate(operators):
-            its = {chunk_of[parameter].index for parameter in found.parameters}
-            its_chunks = tuple(chunks[i] for i in sorted(its))
-            hooked.append((found.module, Operator(place + 1, found.name, its_chunks, found.routes)))
-        self.operators = [operator for _, operator in hooked]
-        self._hooks = Hooks(self.executor, saved_tensors)
+        self._hooks = Hooks(self.executor, saved_tensors, gathers)
         for each, dtype in weights.casting.items():
             self._hooks.take_over(Casting(dtype, weights.default).install(each))
-        self._hooks.install(self.module, hooked, self._managed)
+        self._hooks.watch(self._managed)
         self._hooks.take_over(StateHooks(self.executor).install(self.module))
+        self._table = OperatorTable(self.module, operators, gathers, self.executor, self.freezing, self._hooks)
 
     # -- use
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._table.compiler.outside(self._call_settled, args, kwargs)
+
+    never_traced(__call__, "a ShardedModel moves parameters around: compile the model, or modules in it, by themselves")
+
+    def _call_settled(self, *args: Any, **kwargs: Any) -> Any:
+        self._table.settle(self.module)
+        return super().__call__(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.nn.Module.compile` of the wrapped module, which is one operator from the next forward on."""
+        self.module.compile(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -249,6 +261,11 @@ class ShardedModel(PlainView):
                     "change the module before it is wrapped, and values with model.load_state_dict() or in place. To "
                     "change a size now, load model.state_dict() into the plain module, change that, and wrap it anew"
                 )
+
+    @property
+    def operators(self) -> list[Operator]:
+        """What is fetched together, as of the last forward."""
+        return self._table.operators
 
     @property
     def plan(self) -> Plan:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.executor.leftovers import Becomes
+from gemini.model.compiled import original_of
 from gemini.model.link import link_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
@@ -44,7 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Collective: every rank creates, steps, saves and loads it alike.
 
     Args:
-        model: the `ShardedModel` whose parameters the optimizer was made with.
+        model: the `ShardedModel` whose parameters the optimizer was made with, or `torch.compile` of it.
         optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. It is
             taken over: its `param_groups` become this optimizer's (schedulers act on them), its state stays empty.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the dynamic
@@ -56,7 +57,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        model: ShardedModel,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         initial_scale: float = 2.0**16,
@@ -72,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         valid = [name for name in inspect.signature(ShardedOptimizer).parameters if name != "unknown"]
         refuse_unknown_arguments("ShardedOptimizer", unknown, valid)
-        if not isinstance(model, ShardedModel):
+        if not isinstance(model := original_of(model), ShardedModel):
             raise TypeError(f"model must be a ShardedModel, found {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
             raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")

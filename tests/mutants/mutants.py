@@ -486,9 +486,37 @@ MUTANTS = [
     Mutant(
         "ranks do not ask each other about what is unfrozen",
         "gemini/model/freezing.py",
-        '            executor.communicator.agree(data, "change of what is trained", words, _ALIKE)',
+        '            executor.communicator.agree(data, change, words, remedy)',
         "            pass",
         "tests/dist/test_parts.py::test_ranks_that_do_not_do_alike_are_told",
+    ),
+    Mutant(
+        "a compiled module is looked for inside",
+        "gemini/model/operators.py",
+        "is_leaf = routes or compiled or isinstance(module, _LEAVES)",
+        "is_leaf = routes or isinstance(module, _LEAVES)",
+        "tests/test_compile.py::test_backends_that_trace_backward_too_get_the_same_bits[aot_eager]",
+    ),
+    Mutant(
+        "nobody looks for what is compiled after wrapping",
+        "gemini/model/operator_table.py",
+        "elif root is not self._root or self._looks() != self._looked:",
+        "elif False:",
+        "tests/test_compile.py::test_modules_may_be_compiled_again_and_not_any_more",
+    ),
+    Mutant(
+        "backward does not enter a compiled module whole",
+        "gemini/model/hooks.py",
+        "if operator.is_compiled and self._gathers and torch.is_grad_enabled():",
+        "if False:",
+        "tests/dist/test_compile.py::test_ranks_whose_batches_choose_other_graphs_stay_together",
+    ),
+    Mutant(
+        "the hook after a compiled call is left out when that fails",
+        "gemini/model/compiled.py",
+        "        after(self, args, kwargs, None)\n",
+        "        pass\n",
+        "tests/test_compile.py::test_training_goes_on_after_a_compiled_block_failed[in place]",
     ),
     Mutant(
         "a build's edits stay each rank's own",

@@ -1,0 +1,149 @@
+"""The operator table: a model's operators, each with its hooks, and what changes when modules are compiled.
+
+A module may be compiled after it was wrapped, or not be compiled any more. The table looks for that before every
+forward, finds the operators again, and has the plan replaced: a compiled module needs all of its chunks at once.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.chunks.chunk import ManagedParameter
+from gemini.errors import UnsupportedError
+from gemini.executor.executor import Executor
+from gemini.executor.moment import Phase
+from gemini.executor.operator import Operator
+from gemini.model.compiled import OuterCompiler, is_compiled
+from gemini.model.freezing import Freezing
+from gemini.model.hooks import Hooks
+from gemini.model.link import link_of
+from gemini.model.operators import FoundOperator, find_operators
+
+
+class OperatorTable:
+    """The operators of one model on this rank."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        found: list[FoundOperator],
+        gathers: bool,
+        executor: Executor,
+        freezing: Freezing,
+        hooks: Hooks,
+    ) -> None:
+        """found: what `find_operators(root, gathers)` returned; a new plan is made from this list, whose content this
+        table replaces."""
+        self._found = found
+        self._gathers = gathers
+        self._executor = executor
+        self._freezing = freezing
+        self._hooks = hooks
+        self.compiler = OuterCompiler()
+        self._numbers: dict[nn.Module, int] = {}  # of operators in the moment table, those that are none now too
+        self.operators: list[Operator] = []
+        self._attach(root)
+
+    def settle(self, root: nn.Module) -> None:
+        """Bring the operators in line with what is compiled, if that has changed. Collective then.
+
+        Raises GeminiError between the micro-batches of a step, BudgetError if a compiled module's chunks do not fit
+        together, DivergenceError if ranks differ; nothing has changed then.
+        """
+        executor = self._executor
+        if executor.calls.by_thread:
+            executor.failures.find()
+        if executor.calls.by_thread or executor.is_recomputing():
+            return
+        if self.compiler.is_on and not is_compiled(root):
+            self.compiler.compile(root)
+            try:
+                self._change(root)
+            except BaseException:
+                root._compiled_call_impl = None
+                raise
+        elif root is not self._root or self._looks() != self._looked:
+            if root is not self._root or _compiled_modules(root) != self._compiled:
+                self._change(root)
+            else:
+                self._look_at(root)
+
+    def _change(self, root: nn.Module) -> None:
+        """Find the operators again and plan for them. Collective."""
+        self._executor.check_idle("compiling a module")
+        self._executor.moments.set(0, Phase.FORWARD)
+        before = list(self._found)
+        found = find_operators(root, self._gathers)
+        for each in found:
+            for parameter in each.parameters:
+                link = link_of(parameter)
+                if link is None or link.executor is not self._executor:
+                    raise UnsupportedError(
+                        f"{each.name or 'the model'} was compiled or replaced and has parameters that were not in the "
+                        "model when it was wrapped: change the module before ShardedModel(...)"
+                    )
+        self._found[:] = found
+        try:
+            with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
+                self._freezing.replan(f"compiled: {', '.join(_names(found)) or 'nothing'}")
+        except BaseException:
+            self._found[:] = before
+            raise
+        self._attach(root)
+
+    def _attach(self, root: nn.Module) -> None:
+        """Hooks on the operators that there are now, and none elsewhere."""
+        numbers, moments = self._numbers, self._executor.moments
+        if not numbers:  # the first ones are in the moment table since it was made
+            numbers.update((each.module, place + 1) for place, each in enumerate(self._found))
+        hooked = []
+        for each in self._found:
+            if each.module not in numbers:
+                numbers[each.module] = moments.add(each.name)
+            indices = sorted({_managed(parameter).chunk.index for parameter in each.parameters})
+            chunks = tuple(self._executor.chunks[index] for index in indices)
+            operator = Operator(numbers[each.module], each.name, chunks, each.routes, each.is_compiled)
+            hooked.append((each.module, operator))
+        self.operators = [operator for _, operator in hooked]
+        self._hooks.attach(root, hooked)
+        self._look_at(root)
+
+    # -- what is looked at
+
+    def _look_at(self, root: nn.Module) -> None:
+        """Remember the module tree as it is."""
+        self._root = root
+        self._attributes = [module.__dict__ for module in root.modules()]
+        self._children = [module._modules for module in root.modules() if module._modules]
+        self._compiled = _compiled_modules(root)
+        self._marked = [its for its in self._attributes if "_compiled_call_impl" in its or "forward" in its]
+        self._looked = self._looks()
+
+    def _looks(self) -> tuple[list[int], list[Any], list[Any]]:
+        """Something cheap that compiling a module changes.
+
+        `module.compile()` and `module.forward = ...` add an attribute or replace that one, and a child is replaced by
+        `torch.compile(child)`.
+        """
+        children = list(chain.from_iterable(map(dict.values, self._children)))
+        marks = [(its.get("_compiled_call_impl"), its.get("forward")) for its in self._marked]
+        return list(map(len, self._attributes)), children, marks
+
+
+def _compiled_modules(root: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Modules with their compiled calls, which may be replaced."""
+    return [(module, module._compiled_call_impl) for module in root.modules() if is_compiled(module)]
+
+
+def _names(found: list[FoundOperator]) -> list[str]:
+    return [each.name or "the model" for each in found if each.is_compiled]
+
+
+def _managed(parameter: nn.Parameter) -> ManagedParameter:
+    link = link_of(parameter)
+    assert link is not None
+    return link.managed

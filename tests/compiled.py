@@ -1,0 +1,83 @@
+"""A model of blocks for tests of `torch.compile`, ways to compile it, and a backend that counts its graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.mlp import WIDTH
+
+BLOCKS = 3
+
+
+class Block(nn.Module):
+    """Three operators, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
+    blocks: Any = model.h
+    for index, block in enumerate(blocks):
+        blocks[index] = torch.compile(block, **options)
+    return model
+
+
+def compile_blocks_in_place(model: nn.Module, **options: Any) -> nn.Module:
+    blocks: Any = model.h
+    for block in blocks:
+        block.compile(**options)
+    return model
+
+
+def compile_forwards(model: nn.Module, **options: Any) -> nn.Module:
+    blocks: Any = model.h
+    for block in blocks:
+        block.forward = torch.compile(block.forward, **options)
+    return model
+
+
+def compile_whole(model: nn.Module, **options: Any) -> nn.Module:
+    whole: Any = torch.compile(model, **options)
+    return whole  # type: ignore[no-any-return]
+
+
+def compile_whole_in_place(model: nn.Module, **options: Any) -> nn.Module:
+    model.compile(**options)
+    return model
+
+
+BY_BLOCKS = {"blocks": compile_blocks, "in place": compile_blocks_in_place, "forwards": compile_forwards}
+WHOLE = {"whole": compile_whole, "whole in place": compile_whole_in_place}
+WAYS: dict[str, Callable[..., nn.Module]] = {**BY_BLOCKS, **WHOLE}
+
+
+class Counting:
+    """A backend that runs graphs as they are and counts them."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.num_graphs += 1
+        return graph.forward
