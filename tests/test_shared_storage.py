@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import GatheredParameters, ReleasedParameterError, ZeroInitContext
-from tests.mlp import WIDTH, assert_same, build, plain, sharded, train_step, weights_of, wrap
+from gemini import GatheredParameters, ReleasedParameterError, ShardedModel, UnsupportedError, ZeroInitContext
+from tests.mlp import PLACES, WIDTH, Mlp, assert_same, build, plain, sharded, train_step, weights_of, wrap
 
 # ---- between a wrapped parameter and a plain one ---------------------------------------------------------------
 
@@ -89,3 +89,129 @@ def test_parameters_of_a_model_that_is_built_cannot_take_one_anothers_memory() -
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
         with pytest.raises(ReleasedParameterError, match=r"a\.weight = b\.weight"):
             model[0].weight.data = model[1].weight.data
+
+
+# ---- when a module is wrapped ----------------------------------------------------------------------------------
+
+
+def _shared(model: Any) -> None:
+    model.layers[3].weight.data = model.layers[1].weight.data
+
+
+def _tied(model: Any) -> None:
+    model.layers[3].weight = model.layers[1].weight
+
+
+def _with(change: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        module = Mlp()
+        change(module)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_parameters_of_the_same_memory_are_one_under_two_names(place: str) -> None:
+    reference, plain_optimizer = plain(make=_with(_tied))
+    with pytest.warns(UserWarning, match=r"'layers\.1\.weight' and 'layers\.3\.weight' share their memory"):
+        model, optimizer = sharded(place, make=_with(_shared))
+    assert model.layers[3].weight is model.layers[1].weight
+    assert len(list(model.parameters())) == len(list(reference.parameters()))
+    for step in range(3):
+        train_step(model, optimizer, step)
+        train_step(reference, plain_optimizer, step)
+    assert_same(weights_of(model), dict(reference.state_dict()))
+    reference.load_state_dict(model.state_dict())
+
+
+def test_frozen_parameters_of_the_same_memory_need_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    def frozen(model: Any) -> None:
+        _shared(model)
+        for number in (1, 3):
+            model.layers[number].weight.requires_grad_(False)
+
+    (model, optimizer), (reference, plain_optimizer) = sharded(make=_with(frozen)), plain(make=_with(frozen))
+    assert not [each for each in recwarn if "share their memory" in str(each.message)]
+    for step in range(3):
+        train_step(model, optimizer, step)
+        train_step(reference, plain_optimizer, step)
+    assert_same(weights_of(model), dict(reference.state_dict()))
+
+
+def _recurrent(model: Any) -> None:
+    model.first, model.second = nn.LSTM(4, 4), nn.LSTM(4, 4)
+    model.second.weight_hh_l0.data = model.first.weight_hh_l0.data
+
+
+def test_recurrent_layers_of_the_same_memory_use_the_one_parameter() -> None:
+    with pytest.warns(UserWarning, match="share their memory"):
+        model = wrap(make=_with(_recurrent))
+    assert model.second._flat_weights[1] is model.first.weight_hh_l0
+    x = torch.ones(3, 1, 4)
+    assert torch.equal(model.second(x)[0], build(_with(_recurrent)).second(x)[0])
+
+
+def _flat(model: Any) -> None:
+    """Views of one tensor that share no element, some of whose spans interlock."""
+    flat = torch.linspace(-1, 1, 2 * WIDTH * WIDTH + WIDTH)
+    both = flat[: 2 * WIDTH * WIDTH].view(WIDTH, 2 * WIDTH)
+    model.layers[0].weight.data, model.layers[1].weight.data = both[:, :WIDTH], both[:, WIDTH:]
+    model.layers[2].bias.data = flat[2 * WIDTH * WIDTH :]
+
+
+def test_views_of_one_tensor_that_share_no_element_train_as_in_plain_pytorch() -> None:
+    (model, optimizer), (reference, plain_optimizer) = sharded(make=_with(_flat)), plain(make=_with(_flat))
+    for step in range(2):
+        train_step(model, optimizer, step)
+        train_step(reference, plain_optimizer, step)
+    assert_same(weights_of(model), dict(reference.state_dict()))
+
+
+def _transposed(model: Any) -> None:
+    model.layers[3].weight.data = model.layers[1].weight.data.t()
+
+
+def _row(model: Any) -> None:
+    model.layers[3].bias.data = model.layers[1].weight.data[2]
+
+
+def _other_dtype(model: Any) -> None:
+    model.layers[3].weight = nn.Parameter(model.layers[1].weight.data.view(torch.int32), requires_grad=False)
+
+
+def _buffer(model: Any) -> None:
+    model.layers[3].register_buffer("shadow", model.layers[1].weight.data)
+
+
+def _half_frozen(model: Any) -> None:
+    _shared(model)
+    model.layers[3].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [_transposed, _row, _other_dtype, _buffer, _half_frozen], ids=lambda c: c.__name__)
+def test_what_overlaps_otherwise_is_refused_by_both_names_and_left_as_it_is(change: Callable[[Any], Any]) -> None:
+    module: Any = build(_with(change))
+    before = {name: (value, value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
+    with pytest.raises(UnsupportedError, match=r"'layers\.1\.weight' and .*'layers\.3\.\w+' share"):
+        ShardedModel(module, device="emulated")
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert value is before[name][0]
+        assert torch.equal(value, before[name][1])
+
+
+def test_buffers_may_share_memory() -> None:
+    def shadows(model: Any) -> None:
+        model.register_buffer("one", torch.ones(4))
+        model.register_buffer("other", model.one[:2])
+
+    assert_same(weights_of(wrap(make=_with(shadows))), dict(build(_with(shadows)).state_dict()))
+
+
+def test_a_plain_attribute_that_views_a_parameter_keeps_what_it_has() -> None:
+    module: Any = build()
+    module.view = module.layers[0].weight.detach().t()
+    model = ShardedModel(module, device="emulated")
+    with torch.no_grad():
+        model.layers[0].weight.zero_()
+    assert torch.equal(module.view, build().layers[0].weight.t())

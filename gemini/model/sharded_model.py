@@ -29,6 +29,7 @@ from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
+from gemini.model.aliases import tie_aliases
 from gemini.model.arguments import check_module, choose_tiers, refuse_unknown
 from gemini.model.budgets import Budgets
 from gemini.model.built_chunk import built_link_of
@@ -112,6 +113,7 @@ class ShardedModel(PlainView):
         publish_exit()
         refuse_unknown(type(self), unknown)
         check_module(module, stage, chunk_size, rank_timeout)
+        tie_aliases(module)
         precision = Precision(dtype, reduce_dtype, accumulate_dtype, reuse_fp16_shard)
         weights = precision.of_weights(module)
         if not isinstance(ignore_unused_parameters, bool):

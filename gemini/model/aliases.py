@@ -1,0 +1,121 @@
+"""Parameters and buffers of a module that share memory without being the same object.
+
+`a.weight.data = b.weight.data` makes two parameters of one memory. Wrapped each by itself they would part at the first
+step. Two of the same extent become one parameter under two names, as `a.weight = b.weight` would have made them;
+whatever else overlaps is refused, since no chunk can hold it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gemini.errors import UnsupportedError
+from gemini.model.built_chunk import built_link_of
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """The bytes [start, end) of its storage that a tensor spans."""
+
+    name: str
+    tensor: Tensor
+    start: int
+    end: int
+
+    def is_that_of(self, other: _Extent) -> bool:
+        mine, theirs = self.tensor, other.tensor
+        same = mine.shape == theirs.shape and mine.stride() == theirs.stride() and mine.dtype is theirs.dtype
+        are_parameters = isinstance(mine, nn.Parameter) and isinstance(theirs, nn.Parameter)
+        return same and are_parameters and self.start == other.start
+
+    def overlaps(self, other: _Extent) -> bool:
+        """An element belongs to both. Spans may interlock without one, as those of columns do."""
+        if self.tensor.dtype is not other.tensor.dtype:
+            return True
+        itemsize, first = self.tensor.dtype.itemsize, min(self.start, other.start)
+        marks = torch.zeros((max(self.end, other.end) - first) // itemsize, dtype=torch.bool)
+
+        def of(extent: _Extent) -> Tensor:
+            tensor = extent.tensor
+            return torch.as_strided(marks, tensor.shape, tensor.stride(), (extent.start - first) // itemsize)
+
+        of(self).fill_(True)
+        return bool(of(other).any())
+
+
+def tie_aliases(module: nn.Module) -> None:
+    """Make one parameter of those that have the same memory; warns if they are trained.
+
+    Raises UnsupportedError with both names for what overlaps otherwise, and has changed nothing then.
+    """
+    ties: dict[nn.Parameter, _Extent] = {}  # by the parameter that gives way
+    for extents in _by_storage(module):
+        reaching: list[_Extent] = []
+        for extent in sorted(extents, key=lambda each: each.start):
+            reaching = [each for each in reaching if each.end > extent.start]
+            for other in reaching:
+                if not isinstance(extent.tensor, nn.Parameter) and not isinstance(other.tensor, nn.Parameter):
+                    continue
+                if other.is_that_of(extent):
+                    _check_flags(other, extent)
+                    assert isinstance(extent.tensor, nn.Parameter)
+                    ties[extent.tensor] = other
+                    break
+                if other.overlaps(extent):
+                    raise UnsupportedError(
+                        f"{_what(other)} and {_what(extent)} share memory, but not as one parameter under two names: a "
+                        "chunk holds each by itself. Give one memory of its own (clone()), or compute it in forward"
+                    )
+            else:
+                reaching.append(extent)
+    if not ties:
+        return
+    names: list[tuple[str, str]] = []
+    for path, owner in module.named_modules():
+        for leaf, parameter in list(owner._parameters.items()):
+            if parameter is not None and parameter in ties:
+                kept = ties[parameter]
+                setattr(owner, leaf, kept.tensor)
+                if parameter.requires_grad:
+                    names.append((kept.name, f"{path}.{leaf}" if path else leaf))
+    if names:
+        pairs = ", ".join(f"{one!r} and {other!r}" for one, other in names)
+        warnings.warn(
+            f"{pairs} share their memory: each pair is one parameter under two names from now on, whose gradients are "
+            "added up and stepped once. Two parameters of plain PyTorch would step that memory twice",
+            stacklevel=3,
+        )
+
+
+def _by_storage(module: nn.Module) -> list[list[_Extent]]:
+    """What lies in one storage, in the module's order."""
+    found: dict[tuple[str, int], list[_Extent]] = {}
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if built_link_of(tensor) is not None or tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        if tensor.numel():
+            start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+            span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            place = str(tensor.device), tensor.untyped_storage().data_ptr()
+            extent = _Extent(name, tensor, start, start + span * tensor.dtype.itemsize)
+            found.setdefault(place, []).append(extent)
+    # buffers may share memory among themselves: they are not moved into chunks
+    return [extents for extents in found.values() if any(isinstance(each.tensor, nn.Parameter) for each in extents)]
+
+
+def _check_flags(one: _Extent, other: _Extent) -> None:
+    if one.tensor.requires_grad is not other.tensor.requires_grad:
+        trained, frozen = (one, other) if one.tensor.requires_grad else (other, one)
+        raise UnsupportedError(
+            f"parameters {trained.name!r} and {frozen.name!r} share their memory, and only the first is trained. Give "
+            "both the same requires_grad, or one of them memory of its own (clone())"
+        )
+
+
+def _what(extent: _Extent) -> str:
+    return f"{'parameter' if isinstance(extent.tensor, nn.Parameter) else 'buffer'} {extent.name!r}"
