@@ -472,11 +472,12 @@ def backend_for(settings: Settings, local_rank: int, world_size: int) -> str:
     """gloo on the emulated device, NCCL on GPUs; chooses this rank's GPU."""
     if settings.device in ("emulated", "cpu") or gemini.current_device().type != "cuda":
         return "gloo"
-    if local_rank >= torch.cuda.device_count():
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus > 1:
         raise ValueError(
-            f"{world_size} ranks need as many GPUs, found {torch.cuda.device_count()}: give --device emulated"
+            f"{world_size} ranks need as many GPUs, found {num_gpus}: give --device emulated"
         )
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank if num_gpus > 1 else 0)  # SLURM shows every rank its own GPU only
     return "nccl"
 
 

@@ -57,12 +57,7 @@ def launch_from_torch(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     has_gpus = torch.accelerator.is_available()
     if has_gpus:
-        if local_rank >= torch.accelerator.device_count():
-            raise RuntimeError(
-                f"local rank {local_rank} has no device: this machine has {torch.accelerator.device_count()}. Start "
-                "torchrun with at most that many --nproc-per-node"
-            )
-        torch.accelerator.set_device_index(local_rank)
+        torch.accelerator.set_device_index(_device_index(local_rank, torch.accelerator.device_count()))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if has_gpus and current_device().type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout))
@@ -71,6 +66,18 @@ def launch_from_torch(
         get_dist_logger().info(
             f"{dist.get_world_size()} ranks, {backend}, on {current_device()}; seed {seed}", ranks=[0]
         )
+
+
+def _device_index(local_rank: int, num_devices: int) -> int:
+    """This rank's device: its own, or the only one where a launcher shows every rank one GPU (SLURM)."""
+    if num_devices == 1:
+        return 0
+    if local_rank >= num_devices:
+        raise RuntimeError(
+            f"local rank {local_rank} has no device: this machine has {num_devices}. Start torchrun with at most that "
+            "many --nproc-per-node"
+        )
+    return local_rank
 
 
 def _leave() -> None:

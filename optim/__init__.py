@@ -8,7 +8,7 @@ what `HybridAdam` gives on the whole model.
 from optim.adam import CPUAdam, HybridAdam
 from optim.clip import clip_coefficient, clip_grad_norm_
 from optim.cpu_extension import num_threads, set_num_threads
-from optim.dispatch import accumulate_sum_of_squares_, adam_update_, update_pieces
+from optim.dispatch import accumulate_sum_of_squares_, adam_update_, prepare, update_pieces
 from optim.hyperparameters import AdamHyperparameters, hyperparameters
 from optim.master import absorb_edits_, round_master_
 from optim.norm import (
@@ -27,6 +27,7 @@ from optim.split import join_master_, split_master_
 
 __all__ = [
     "HybridAdam",
+    "prepare",
     "CPUAdam",
     "clip_grad_norm_",
     "num_threads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from functools import cache
 
@@ -80,8 +81,32 @@ def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
 
 @cache
 def has_triton() -> bool:
-    """Triton, which torch's builds for CUDA bring along, can be imported."""
-    return importlib.util.find_spec("triton") is not None
+    """Triton, which torch's builds for CUDA bring along, can compile and launch. Tried once; warns if it cannot."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        _launch_once()
+    except Exception as error:  # whatever a compiler, or its absence, raises
+        warnings.warn(
+            f"Triton is installed but cannot launch a kernel ({type(error).__name__}: {error}): updates on the GPU use "
+            "torch operations, with the same bits and several times slower. Triton needs a C compiler (gcc) on PATH",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def prepare(device: torch.device) -> None:
+    """Find out which kernels work on `device`, before a step needs them."""
+    if device.type == "cuda":
+        has_triton()
+
+
+def _launch_once() -> None:
+    from optim import triton_norm
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    triton_norm.accumulate_sum_of_squares_(norm.zero_norm_limbs(device), torch.ones(norm.TILE, device=device))
 
 
 def _note_writes(pieces: Sequence[AdamPiece]) -> None:

@@ -21,6 +21,8 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
     numel = out.numel()
     tile_numel = min(numel, SUM_TILE_NUMEL)
     tile = None if out.dtype == dtype else scratch(tile_numel, dtype)
+    # a tensor, and on the rows' device: CUDA multiplies by the reciprocal of a number, which rounds twice
+    number = torch.full((), divisor, dtype=dtype, device=rows.device)
     for start in range(0, numel, SUM_TILE_NUMEL):
         target = out[start : start + tile_numel]
         total = target if tile is None else tile[: target.numel()]
@@ -32,6 +34,6 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
         for other in others:
             total.add_(other)
         if divisor != 1:
-            total.div_(divisor)
+            total.div_(number)
         if tile is not None:
             target.copy_(total)

@@ -33,7 +33,7 @@ from gemini.optimizer.step_report import StepReport
 from gemini.optimizer.summary import GradientSummary, compare_settings, norm_tensor, summarize
 from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
 from gemini.placement.demand import Kind
-from optim import clip_coefficient
+from optim import clip_coefficient, prepare
 from optim.hyperparameters import refuse_unknown_arguments
 
 _PARAMETERS = ("params", "param_names")
@@ -98,6 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._chunk_states = ChunkStates(model.executor.fetcher, self._update, self.param_groups, group_of)
         self._states = self._chunk_states.by_chunk
         self._scaling = Scaling(model.executor, self._chunk_states, scale)
+        prepare(model.executor.fetcher.device.device)
         self._take_states()
         model.freezing.owner = self._chunk_states
         self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)

@@ -729,6 +729,13 @@ MUTANTS = [
         "tests/test_pinned_memory.py",
     ),
     Mutant(
+        "the mean over ranks is made by a number",
+        "sharding/rank_order_sum.py",
+        "            total.div_(number)",
+        "            total.div_(divisor)",
+        "tests/test_fallbacks.py",
+    ),
+    Mutant(
         "two threads are in a forward at once",
         "gemini/executor/calls.py",
         "        elif self.by_thread and not recomputes:",
