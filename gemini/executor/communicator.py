@@ -138,6 +138,10 @@ class Communicator:
         with self._agreeing():
             self.collectives.all_reduce_max_(tensor, tag)
 
+    def wait_for_all(self, what: str) -> None:
+        """Every rank has come here, and none has failed before. Collective."""
+        self.all_reduce_max_(torch.zeros(1, dtype=torch.int64, device=self.device), what)
+
     def broadcast_(self, tensor: Tensor, what: str | None, src: int = 0) -> None:
         """The tensor of rank `src` on every rank. what: None right after ranks have agreed on it. Collective."""
         tag = None if what is None else self._next(what, 0)

@@ -18,6 +18,7 @@ from gemini.memory.pinned import CudaRuntime
 from gemini.memory.tier import MemoryTier
 from gemini.model.built_chunk import built_link_of
 from gemini.model.link import link_of
+from gemini.model.move_out import LOST
 from optim.hyperparameters import refuse_unknown_arguments
 
 
@@ -49,6 +50,8 @@ def check_module(module: nn.Module, stage: int, chunk_numel: int | None, rank_ti
             raise UnsupportedError(f"parameter {name!r} already belongs to a ShardedModel: wrap a module once")
         if built_link_of(parameter) is not None:
             continue
+        if hasattr(parameter, LOST):
+            raise UnsupportedError(f"parameter {name!r} lost its values when wrapping failed: build the module again")
         if is_lazy(parameter) or parameter.is_meta:
             raise UnsupportedError(f"parameter {name!r} has no data yet ({type(parameter).__name__} on meta or lazy)")
         if type(parameter) is not nn.Parameter:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gemini.chunks.packing import PackingInput, pack
 from gemini.chunks.placeholder import dense_stride, placeholder
-from gemini.errors import GeminiError, ReleasedParameterError
+from gemini.errors import GeminiError
 from gemini.executor.communicator import Communicator
 from gemini.executor.moment import Moments, Phase
 from gemini.model.built_chunk import BuiltChunk, BuiltLink, BuiltParameter, built_link_of, refusal
@@ -52,7 +52,7 @@ class BuildStore:
         self._chunks: weakref.WeakSet[BuiltChunk] = weakref.WeakSet()
         self._fetched: list[BuiltChunk] = []
         self._num_chunks = 0
-        self._closed = False
+        self.is_closed = False
 
     # -- in
 
@@ -193,7 +193,7 @@ class BuildStore:
         for its, parameter in chunk.held:
             parameter.__class__ = nn.Parameter
             parameter.data = its.view(chunk.payload)
-        self._refuse_lost_edits(chunk)
+        chunk.refuse_lost_edits()
         self._fetched.append(chunk)
 
     def _gather(self, chunk: BuiltChunk) -> None:
@@ -232,10 +232,11 @@ class BuildStore:
         its.chunk.edited.discard(its.position)
         its.chunk.versions[its.position] = its.chunk.versions_now()[its.position]
 
-    def _release(self, chunk: BuiltChunk) -> None:
-        """Bring edits home; the parameters show their placeholders. Collective."""
+    def _release(self, chunk: BuiltChunk, writes_back: bool = True) -> None:
+        """Bring edits home; the parameters show their placeholders. Collective, but for the edits local."""
         with torch.inference_mode(False), torch.no_grad():
-            self._write_back(chunk)
+            if writes_back:
+                self._write_back(chunk)
             for its, parameter in chunk.held:
                 its.show_placeholder(parameter)
             chunk.versions = chunk.versions_now()
@@ -248,14 +249,12 @@ class BuildStore:
             for chunk in list(self._fetched):
                 self._release(chunk)
 
-    def _refuse_lost_edits(self, chunk: BuiltChunk) -> None:
-        """Raises if a view that was kept beyond the chunk's release was written to: versions tell, memory does not."""
-        newer = set() if chunk.payload is chunk.home else chunk.newer()  # views of a home are never lost
-        for its in (its for its, _ in chunk.held if its.position in newer):
-            raise ReleasedParameterError(
-                f"parameter {its.name!r} was written to through a view that was taken before "
-                "other parameters were used; the write is lost. Write to the parameter itself, or take the view anew"
-            )
+    def restart(self) -> None:
+        """After a failure that every rank caught: nothing is gathered, equally on all ranks. Collective."""
+        for chunk in list(self._fetched):
+            chunk.pins = 0
+            self._release(chunk, writes_back=False)
+        self.communicator.restart()
 
     def deepcopy(self, its: BuiltParameter, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of the parameter, sharded like it. Collective."""
@@ -340,11 +339,11 @@ class BuildStore:
 
     def close(self) -> None:
         """Give the process group back. Collective."""
-        if not self._closed:
+        if not self.is_closed:
             self.release_all()
-            self._closed = True
+            self.is_closed = True
             self.communicator.close()
 
     def _check_open(self, what: str) -> None:
-        if self._closed:
+        if self.is_closed:
             raise GeminiError(f"{what}: the ranks of its ZeroInitContext have parted; build the model anew")

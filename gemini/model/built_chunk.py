@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gemini.errors import GeminiError, UnsupportedError
+from gemini.errors import GeminiError, ReleasedParameterError, UnsupportedError
 from gemini.executor.snapshots import shares_memory
 from gemini.model.link import ParameterLink, any_link_of
 from gemini.model.released import ReleasedParameter
@@ -102,6 +102,15 @@ class BuiltChunk:
     def newer(self) -> set[int]:
         """Positions of parameters that were written to since `versions`."""
         return {position for position, version in self.versions_now().items() if version != self.versions[position]}
+
+    def refuse_lost_edits(self) -> None:
+        """Raises if a view that was kept beyond the chunk's release was written to: versions tell, memory does not."""
+        newer = set() if self.payload is self.home else self.newer()  # views of a home are never lost
+        for its in (its for its, _ in self.held if its.position in newer):
+            raise ReleasedParameterError(
+                f"parameter {its.name!r} was written to through a view that was taken before "
+                "other parameters were used; the write is lost. Write to the parameter itself, or take the view anew"
+            )
 
 
 class BuiltLink(ParameterLink[BuiltParameter]):

@@ -1,7 +1,8 @@
 """Moving in: homes are taken and weights move into them, chunk by chunk.
 
 At no time is there more than the homes so far and one chunk, or one operator of a model that was built in a
-`ZeroInitContext`: each parameter's own memory is freed as soon as its values are home.
+`ZeroInitContext`: each parameter's own memory is freed as soon as its values are home. What moves is noted, so that it
+can move out again where wrapping fails (`move_out.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,25 @@ from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
 from optim import HALF_DTYPES, round_master_
 
 
+@dataclass(frozen=True)
+class Original:
+    """How a parameter was before its values moved into a chunk."""
+
+    dtype: torch.dtype
+    device: torch.device
+    store: BuildStore | None  # of the context in which it was built
+    built_name: str  # there
+
+
+class Moves:
+    """What has moved so far. `originals` are the parameters, by index, whose values are in their chunk's homes only."""
+
+    def __init__(self) -> None:
+        self.originals: dict[int, Original] = {}
+        self.received: set[int] = set()  # parameters, by index, that hold rank 0's values: membership only
+        self.buffers: list[tuple[nn.Module, str, Tensor]] = []  # (owner, name, the buffer that was replaced)
+
+
 def move_in(
     chunks: list[Chunk],
     placement: Placement,
@@ -30,6 +50,7 @@ def move_in(
     communicator: Communicator,
     device: MemoryTier,
     host: MemoryTier,
+    moves: Moves,
 ) -> None:
     """Rank 0's weights into every chunk's homes; the optimizer takes its own. Collective."""
     room = [_Room(chunk, homes, its) for chunk, homes, its in zip(chunks, placement.homes, demand.chunks, strict=True)]
@@ -37,16 +58,17 @@ def move_in(
         chunk = its.chunk
         its.take((Kind.PARAM, Kind.MASTER), device, host, chunk.index in placement.kept)
         if all(built_link_of(managed.parameter) for managed in chunk.parameters):
-            _fill_from_store(chunk)
+            communicator.wait_for_all("room")  # as a broadcast does: no rank lets weights go that another cannot take
+            _fill_from_store(chunk, moves)
         else:
-            _fill(chunk, communicator, device)
+            _fill(chunk, communicator, device, moves)
         chunk.settle_at_home()
     for its in room:
         its.take((Kind.GRAD,), device, host, False)
 
 
 @torch.no_grad()
-def move_buffers_in(module: nn.Module, communicator: Communicator, device: MemoryTier) -> None:
+def move_buffers_in(module: nn.Module, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:
     """All buffers to the device, with rank 0's values. Collective."""
     for name, buffer in list(module.named_buffers()):
         moved = buffer.to(device.device)
@@ -56,8 +78,10 @@ def move_buffers_in(module: nn.Module, communicator: Communicator, device: Memor
             is_dense = dense_stride(moved) == moved.stride()  # else some elements share their memory
             moved = moved.copy_(contiguous) if is_dense else contiguous
         if moved is not buffer:
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._buffers[leaf] = moved
+            owner_name, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            moves.buffers.append((owner, leaf, buffer))
+            owner._buffers[leaf] = moved
 
 
 def stores_of(module: nn.Module, ranks: tuple[int, ...]) -> list[BuildStore]:
@@ -106,33 +130,62 @@ class _Room:
             self.chunk.take_home(kind, tier, memory, self.demand.home_bytes[kind])
 
 
-def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier) -> None:
-    """From a payload that rank 0 broadcasts. Collective."""
+def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:
+    """From a payload that rank 0 broadcasts. Collective.
+
+    After a failure the parameters that have left their memory are views of the payload, if that still has their values.
+    """
     given = torch.float32 if chunk.dtype in HALF_DTYPES else chunk.dtype
     payload = torch.zeros(chunk.numel, dtype=given, device=device.device)
-    for managed in chunk.parameters:
-        view = torch.as_strided(payload, managed.shape, managed.stride, managed.offset)
-        link = built_link_of(managed.parameter)
-        if link is None:
-            view.copy_(managed.parameter.detach())
-        else:
-            with link.store.handing_over(link.managed) as flat:
-                payload[managed.offset : managed.offset + managed.numel].copy_(flat)
-        managed.parameter.data = managed.placeholder
-    if communicator.world_size > 1:
-        communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
-    for managed in chunk.parameters:
-        _set_weights(managed, payload[managed.offset : managed.offset + managed.numel])
+    originals: dict[int, Original] = {}
+    try:
+        for managed in chunk.parameters:
+            view = torch.as_strided(payload, managed.shape, managed.stride, managed.offset)
+            original, link = original_of(managed), built_link_of(managed.parameter)
+            if link is None:
+                view.copy_(managed.parameter.detach())
+            else:
+                with link.store.handing_over(link.managed) as flat:
+                    payload[managed.offset : managed.offset + managed.numel].copy_(flat)
+            originals[managed.index] = original
+            managed.parameter.data = managed.placeholder
+        if communicator.world_size > 1:
+            communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
+            moves.received.update(originals)
+        for managed in chunk.parameters:
+            _set_weights(managed, payload[managed.offset : managed.offset + managed.numel])
+    except BaseException:
+        for managed in chunk.parameters[: len(originals)]:
+            restore(managed, originals[managed.index], payload)
+        raise
+    moves.originals |= originals
 
 
-def _fill_from_store(chunk: Chunk) -> None:
+def original_of(managed: ManagedParameter) -> Original:
+    """Of a parameter that is about to move."""
+    parameter, link = managed.parameter, built_link_of(managed.parameter)
+    if link is None:
+        return Original(parameter.dtype, parameter.device, None, "")
+    built = link.managed
+    return Original(built.chunk.home.dtype, built.chunk.device, link.store, built.name)
+
+
+def restore(managed: ManagedParameter, original: Original, payload: Tensor) -> None:
+    """The parameter gets memory of its own again, with its values in `payload`, a whole one of its chunk."""
+    view = torch.as_strided(payload, managed.shape, managed.stride, managed.offset)
+    own = torch.empty_strided(managed.shape, managed.stride, dtype=original.dtype, device=original.device)
+    managed.parameter.data = own.copy_(view)
+
+
+def _fill_from_store(chunk: Chunk, moves: Moves) -> None:
     """Operator by operator: ranks have agreed on the values already. Collective."""
     for managed in chunk.parameters:
-        link = built_link_of(managed.parameter)
+        link, original = built_link_of(managed.parameter), original_of(managed)
         assert link is not None
         with link.store.handing_over(link.managed) as flat:
             _set_weights(managed, flat)
         managed.parameter.data = managed.placeholder
+        moves.originals[managed.index] = original
 
 
 def _set_weights(managed: ManagedParameter, flat: Tensor) -> None:

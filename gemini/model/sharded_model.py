@@ -38,7 +38,8 @@ from gemini.model.compiled import never_traced
 from gemini.model.freezing import Freezing
 from gemini.model.hooks import Hooks
 from gemini.model.link import Link
-from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of
+from gemini.model.move_in import Moves, close_empty, move_buffers_in, move_in, stores_of
+from gemini.model.move_out import MovingOut
 from gemini.model.operator_table import OperatorTable
 from gemini.model.operators import FoundOperator, find_operators
 from gemini.model.parametrization import is_parametrized
@@ -167,10 +168,20 @@ class ShardedModel(PlainView):
         self._tiers: tuple[MemoryTier, MemoryTier] = (device_tier, host_tier)
         self._chunks: list[Chunk] = chunks
         self._optimizer: object | None = None
-        with communicator.publishing():
-            replan = partial(planner.replan, chunks, first)
-            self._build(chunks, operators, gathers, communicator, weights, first, replan)
-            close_empty(stores, communicator)
+        moves = Moves()
+        try:
+            with communicator.publishing():
+                for store in stores:
+                    store.release_all()  # what was edited is home before anything moves
+                replan = partial(planner.replan, chunks, first)
+                self._build(chunks, operators, gathers, communicator, weights, first, replan, moves)
+                communicator.wait_for_all("model is wrapped")
+                close_empty(stores, communicator)
+        except BaseException as error:
+            if "_hooks" in vars(self):
+                self._hooks.remove()
+            MovingOut(chunks, moves, communicator, stores, device_tier, host_tier).undo(error)
+            raise
 
     def _build(
         self,
@@ -181,12 +192,13 @@ class ShardedModel(PlainView):
         weights: ModulePrecision,
         plan: Plan,
         replan: Callable[[list[bool]], Plan],
+        moves: Moves,
     ) -> None:
         """Take memory, move the weights in, install hooks."""
         device, host = self._tiers
         placement, demand = plan.placement, plan.demand
-        move_buffers_in(self.module, communicator, device)
-        move_in(chunks, placement, demand, communicator, device, host)
+        move_buffers_in(self.module, communicator, device, moves)
+        move_in(chunks, placement, demand, communicator, device, host, moves)
         binding = Binding(chunks, device, host, self._traffic, ReleasedParameter)
         fetcher = Fetcher(chunks, device, host, communicator, self._traffic, binding, log_line)
         fetcher.open_pools(*zip(demand.slot_bytes, placement.num_slots, strict=True))

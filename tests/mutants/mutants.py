@@ -406,6 +406,13 @@ MUTANTS = [
         f"{MEMORY}::test_at_most_two_gradients_are_open_in_a_sequential_model",
     ),
     Mutant(
+        "ranks let built weights go before all have room",
+        "gemini/model/move_in.py",
+        '            communicator.wait_for_all("room")',
+        "            pass",
+        "tests/dist/test_failing_wraps.py::test_one_of_three_ranks_runs_out_of_memory_at_any_time",
+    ),
+    Mutant(
         "every rank goes by its own reading of free memory",
         "gemini/model/budgets.py",
         '        communicator.all_reduce_max_(readings, "free memory")\n',
@@ -548,8 +555,8 @@ MUTANTS = [
     ),
     Mutant(
         "a late write to a view of a build is lost",
-        "gemini/model/build_store.py",
-        "        newer = set() if chunk.payload is chunk.home else chunk.newer()  # views of a home are never lost\n",
+        "gemini/model/built_chunk.py",
+        "        newer = set() if self.payload is self.home else self.newer()  # views of a home are never lost\n",
         "        newer: set[int] = set()\n",
         "tests/dist/test_building.py::test_a_write_through_a_view_that_comes_too_late_is_an_error",
     ),

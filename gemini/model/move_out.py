@@ -1,0 +1,195 @@
+"""Moving out: where wrapping fails half way, the module gets its weights back and is as it was.
+
+Weights that have moved are in the chunks' homes, on several ranks a part on each, so ranks that all caught the failure
+start again together and gather chunk by chunk. Values are then rank 0's, which wrapping had promised. Weights that were
+rounded without a master (frozen ones, wrapped in a narrower dtype) stay rounded.
+
+[Note: Nothing is lost] On several ranks a chunk is broadcast only when every rank has come to it, so all have the
+chunks before. A rank that has a chunk's values in its homes while another one failed in the middle of it finds them
+whole on that rank, which keeps the payload until it has taken its part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.errors import GeminiError, RankLostError
+from gemini.executor.communicator import Communicator
+from gemini.executor.masters import whole_master
+from gemini.memory.tier import MemoryTier
+from gemini.model.build_store import BuildStore
+from gemini.model.built_chunk import built_link_of, refusal
+from gemini.model.link import any_link_of
+from gemini.model.move_in import Moves, Original, restore
+from gemini.placement.demand import Kind, Tier
+
+LOST = "_gemini_lost"
+"""Marks a parameter whose values are gone: it must not be wrapped as if its placeholder were weights."""
+
+_OWN, _RECEIVED, _MOVED = range(3)  # what a rank has of a parameter: its own values, rank 0's, or a part at home
+
+
+class _LostWeightsError(GeminiError):
+    """A rank failed in the middle of a chunk, and no other has all of it."""
+
+
+class MovingOut:
+    """Undoes a wrapping that failed."""
+
+    def __init__(
+        self,
+        chunks: list[Chunk],
+        moves: Moves,
+        communicator: Communicator,
+        stores: list[BuildStore],
+        device: MemoryTier,
+        host: MemoryTier,
+    ) -> None:
+        self._chunks = chunks
+        self._moves = moves
+        self._communicator = communicator
+        self._stores = stores
+        self._tiers = {Tier.DEVICE: device, Tier.HOST: host}
+
+    def undo(self, error: BaseException) -> None:
+        """After `error`, which every rank has heard of. Collective. Adds a note to it where weights are lost."""
+        for managed in self._managed():
+            self._make_plain(managed)
+        for owner, name, buffer in self._moves.buffers:
+            owner._buffers[name] = buffer
+        for store in self._stores:
+            store.communicator.publish(error)
+        try:
+            if isinstance(error, RankLostError):
+                raise RankLostError("a rank that had a part of the weights is gone")
+            with torch.inference_mode(False), torch.no_grad():
+                self._restart()
+                self._give_back()
+                self._communicator.close()
+        except Exception as second:
+            lost = [managed for managed in self._managed() if managed.index in self._moves.originals]
+            if isinstance(second, _LostWeightsError):
+                lost = self._managed()  # on all ranks alike: none may wait for the others to wrap it again
+            for managed in lost:
+                setattr(managed.parameter, LOST, True)
+            if lost:
+                error.add_note(
+                    f"{len(lost)} parameters could not be given back their weights ({second}): build the module again"
+                )
+
+    def _managed(self) -> list[ManagedParameter]:
+        return [managed for chunk in self._chunks for managed in chunk.parameters]
+
+    def _make_plain(self, managed: ManagedParameter) -> None:
+        """An ordinary parameter, with what it has."""
+        parameter = managed.parameter
+        if any_link_of(parameter) is not None and built_link_of(parameter) is None:
+            parameter.__class__ = nn.Parameter
+            del parameter._gemini  # type: ignore[attr-defined]
+        if parameter.requires_grad is not managed.requires_grad:
+            parameter.requires_grad_(managed.requires_grad)
+
+    def _restart(self) -> None:
+        """Together with the other ranks, and before the stores are: a wait there would hold up who waits here."""
+        if self._communicator.watch is not None:
+            self._communicator.restart()
+        for store in self._stores:
+            store.restart()
+
+    def _give_back(self) -> None:
+        """Every moved parameter gets its values. Collective."""
+        sources = self._sources()
+        for chunk in self._chunks:
+            moved = [managed for managed in chunk.parameters if managed.index in sources]
+            if not moved:
+                continue
+            payloads: dict[bool, Tensor] = {}  # by: of the master
+            for managed in moved:
+                original, source = self._moves.originals.get(managed.index), sources[managed.index]
+                if source is not None:
+                    self._broadcast(managed, original, source)
+                    continue
+                assert original is not None
+                exact = Kind.MASTER in chunk.homes and original.dtype is not chunk.dtype
+                if exact not in payloads:
+                    payloads[exact] = self._gather(chunk, exact)
+                restore(managed, original, payloads[exact])
+                self._done(managed)
+            self._free(chunk)
+
+    def _sources(self) -> dict[int, int | None]:
+        """The parameters, by index, that some rank lacks: the rank that has the values, None if all have a part."""
+        managed, moves, world_size = self._managed(), self._moves, self._communicator.world_size
+        states = [
+            _MOVED if each.index in moves.originals else _RECEIVED if each.index in moves.received else _OWN
+            for each in managed
+        ]
+        rank = self._communicator.rank
+        rows = [states, [-state for state in states]]
+        rows.append([world_size - rank if state == _RECEIVED else 0 for state in states])
+        words = torch.tensor(rows, dtype=torch.int64, device=self._communicator.device)
+        self._communicator.all_reduce_max_(words, "what has moved")
+        most, least, source = words.tolist()
+        found: dict[int, int | None] = {}
+        for each, high, low, who in zip(managed, most, least, source, strict=True):
+            if high == _MOVED:
+                if -low != _MOVED and not who:
+                    raise _LostWeightsError(f"no rank has the whole of {each.name!r}")
+                found[each.index] = None if -low == _MOVED else world_size - who
+        return found
+
+    def _broadcast(self, managed: ManagedParameter, original: Original | None, source: int) -> None:
+        """The values that one rank has whole, on the ranks that have a part. Collective."""
+        widest = torch.float64 if managed.dtype.is_floating_point else managed.dtype
+        flat = torch.empty(managed.numel, dtype=widest, device=self._communicator.device)
+        if self._communicator.rank == source:
+            dense = torch.empty_strided(managed.shape, managed.stride, dtype=flat.dtype, device=flat.device)
+            dense.copy_(managed.parameter.detach())
+            flat.copy_(torch.as_strided(dense, (managed.numel,), (1,)))
+        self._communicator.broadcast_(flat, f"weights of {managed.name}", source)
+        if original is not None:
+            restore_from = flat.new_zeros(managed.offset + managed.numel)
+            restore_from[managed.offset :].copy_(flat)
+            restore(managed, original, restore_from)
+            self._done(managed)
+
+    def _gather(self, chunk: Chunk, of_master: bool) -> Tensor:
+        """(numel,) all weights of a chunk, as fp32 where they are the master's. Collective."""
+        if of_master:
+            part, layout = whole_master(chunk), chunk.optim_layout
+            assert part is not None
+        else:
+            part, layout = chunk.homes[Kind.PARAM].flat, chunk.home_layout
+        self._tiers[Tier.DEVICE].synchronize()
+        if layout.world_size == 1:
+            return part[: chunk.numel]
+        payload = torch.zeros(chunk.numel, dtype=part.dtype, device=self._communicator.device)
+        for piece in layout.slices(chunk.rank):
+            target = payload[piece.payload_start : piece.payload_start + piece.numel]
+            target.copy_(part[piece.shard_start : piece.shard_start + piece.numel])
+        self._communicator.all_gather(payload, None, chunk.layout, chunk.index)
+        return payload
+
+    def _done(self, managed: ManagedParameter) -> None:
+        """The parameter is whole. One that was built on shards goes back onto them. Collective then."""
+        original = self._moves.originals.pop(managed.index)
+        if original.store is None or original.store.is_closed:
+            return
+        operator, _, name = original.built_name.rpartition(".")
+        original.store.shard(operator, [(name, managed.parameter)])
+        link = built_link_of(managed.parameter)
+        if link is not None and managed.requires_grad:
+            link.guard = managed.parameter.register_hook(refusal(original.built_name))
+
+    def _free(self, chunk: Chunk) -> None:
+        """Give the chunk's memory back before the next one's weights get theirs."""
+        if chunk.own_slot is not None:
+            chunk.own_slot.close()
+            del chunk.homes[Kind.PARAM]
+            chunk.own_slot = None
+        chunk.payload, chunk.resident_views = None, ()
+        for kind in list(chunk.homes):
+            home = chunk.homes.pop(kind)
+            self._tiers[home.tier].give(home.buffer, kind)

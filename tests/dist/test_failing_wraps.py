@@ -1,0 +1,27 @@
+"""A module whose wrapping fails has its weights, and can be trained or wrapped again."""
+
+import pytest
+
+from tests import failing_wraps
+from tests.dist.ranks import RankPool
+
+
+def test_wrapping_that_runs_out_of_memory_at_any_time_leaves_the_module_as_it_was() -> None:
+    failing_wraps.at_every_take(0, 1)
+
+
+def test_wrapping_that_fails_anywhere_else_does_too() -> None:
+    failing_wraps.at_other_places(0, 1)
+
+
+def test_one_rank_that_runs_out_of_memory_leaves_the_module_of_all_as_it_was(ranks: RankPool) -> None:
+    ranks(2).run(failing_wraps.at_every_take, 10)
+
+
+def test_one_rank_that_fails_anywhere_else_does_too(ranks: RankPool) -> None:
+    ranks(2).run(failing_wraps.at_other_places)
+
+
+@pytest.mark.soak
+def test_one_of_three_ranks_runs_out_of_memory_at_any_time(ranks: RankPool) -> None:
+    ranks(3).run(failing_wraps.at_every_take, timeout_s=600.0)

@@ -1,0 +1,136 @@
+"""Wrapping that fails wherever memory is taken, and elsewhere: the module is as it was, and can be wrapped again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitContext
+from gemini.executor import watch
+from gemini.memory.emulated import EmulatedTier
+from gemini.memory.host import HostTier
+from gemini.model import move_in
+from gemini.model.hooks import Hooks
+from gemini.model.operator_table import OperatorTable
+from gemini.model.state_hooks import StateHooks
+from tests.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, train_step, weights_of
+
+LAYERS = 3
+
+
+class NoMemory(MemoryError):
+    """What the machine says at one moment."""
+
+
+def net() -> nn.Module:
+    module = Mlp(LAYERS)
+    module.register_buffer("table", torch.arange(4.0))
+    return module
+
+
+@contextmanager
+def failing_at(number: int) -> Iterator[list[int]]:
+    """The take, of either tier, that fails; yields how many there were."""
+    count = [0]
+
+    def counting(take: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            count[0] += 1
+            if count[0] == number + 1:
+                raise NoMemory(f"take number {number}")
+            return take(*args)
+
+        return wrapper
+
+    with (
+        mock.patch.object(EmulatedTier, "take", counting(EmulatedTier.take)),
+        mock.patch.object(HostTier, "take", counting(HostTier.take)),
+    ):
+        yield count
+
+
+@contextmanager
+def failing_in(owner: Any, name: str, number: int = 0) -> Iterator[None]:
+    """The call of `owner.name` that fails."""
+    original, count = getattr(owner, name), [0]
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] == number + 1:
+            raise NoMemory(f"wrapping at {name}")
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, wrapper):
+        yield
+
+
+def num_takes(**options: Any) -> int:
+    with failing_at(-1) as count:
+        ShardedModel(build(net), device="emulated", **options).close()
+    return count[0]
+
+
+def fails_and_wraps_again(rank: int, failing_rank: int, failure: Any, is_built: bool, options: dict[str, Any]) -> None:
+    """One rank fails; then the module is plain, has its weights, trains, and can be wrapped with equal bits."""
+    with ZeroInitContext(enabled=is_built):
+        module = build(net)
+    expected = weights_of(build(net))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(watch, "POLL_S", 0.05))  # the others look sooner for what has happened
+        if rank == failing_rank:
+            stack.enter_context(failure)
+        expects = NoMemory if rank == failing_rank else RemoteRankError
+        with pytest.raises(expects, match=r"take number|wrapping at") as found:
+            ShardedModel(module, device="emulated", **options)
+        notes = getattr(found.value, "__notes__", ())
+        assert not notes, notes
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
+    assert_same(weights_of(module), expected)
+    again = build(net)
+    if not is_built:
+        assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+        for _ in range(2):
+            for plain in (module, again):
+                train_step(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        assert_same(weights_of(module), weights_of(again))
+    results = []
+    for each in (module, again):
+        model = ShardedModel(each, device="emulated", **options)
+        optimizer = ShardedOptimizer(model, adam(model.parameters()))
+        for step in range(2):
+            train_step(model, optimizer, step, options.get("dtype"))
+        results.append(weights_of(model))
+        model.close()
+    assert_same(results[0], results[1])
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"},
+    {"chunk_size": CHUNK_NUMEL, "dtype": torch.bfloat16},
+    {"chunk_size": CHUNK_NUMEL, "stage": 1, "shard_strategy": "tensor"},
+]
+
+
+def at_every_take(rank: int, world_size: int, every: int = 1) -> None:
+    """On the last rank. every: only each so-manieth take."""
+    combinations = [(options, is_built) for options in OPTIONS for is_built in (False, True)]
+    for start, (options, is_built) in enumerate(combinations):
+        for number in range((3 * start + 1) % every, num_takes(**options), every):
+            fails_and_wraps_again(rank, world_size - 1, failing_at(number), is_built, options)
+
+
+def at_other_places(rank: int, world_size: int) -> None:
+    """On rank 0, which the others look at: in the middle of a chunk, and when everything has moved."""
+    places: list[tuple[Any, str, int]] = [
+        (move_in, "_set_weights", 3),
+        (Hooks, "watch", 0),
+        (OperatorTable, "_attach", 0),
+        (StateHooks, "install", 0),
+        (nn.Parameter, "register_post_accumulate_grad_hook", 2),
+    ]
+    for owner, name, number in places:
+        fails_and_wraps_again(rank, 0, failing_in(owner, name, number), False, OPTIONS[1])
