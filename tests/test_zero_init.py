@@ -336,7 +336,7 @@ def test_what_was_detached_before_wrapping_reads_the_wrapped_weights() -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     detached, state = model[0].weight.detach(), model.state_dict()
     sharded = ShardedModel(model, tensor_placement_policy="cpu")
-    assert context._store is not None and context._store._closed
+    assert context._store is not None and context._store.is_closed
     optimizer = ShardedOptimizer(sharded, HybridAdam(sharded.parameters()))
     for _ in range(2):
         loss = sharded(torch.ones(1, 3)).sum()
