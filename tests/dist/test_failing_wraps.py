@@ -15,7 +15,7 @@ def test_wrapping_that_fails_anywhere_else_does_too() -> None:
 
 
 def test_one_rank_that_runs_out_of_memory_leaves_the_module_of_all_as_it_was(ranks: RankPool) -> None:
-    ranks(2).run(failing_wraps.at_every_take, 10)
+    ranks(2).run(failing_wraps.at_every_take, 16)
 
 
 def test_one_rank_that_fails_anywhere_else_does_too(ranks: RankPool) -> None:
