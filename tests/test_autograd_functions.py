@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gemini import UnsupportedError
+from gemini import GeminiError, UnsupportedError
 from tests import mlp
 from tests.mlp import assert_same, build, inputs, loss_of, plain, sharded, weights_of, wrap
+from tests.transforms import ANYWHERE, REVERSE
 
 PLACES = ["cuda", "cpu", "smallest"]
 
@@ -74,3 +76,40 @@ def test_double_backward_through_weights_that_can_leave_is_refused_in_one_senten
         of = list(model.parameters()) if ask == "parameters" else x
         with pytest.raises(UnsupportedError, match=r"double backward .*Raise the budget until everything is resident"):
             torch.autograd.grad(model(x).square().sum(), of, create_graph=True)
+
+
+# -- torch.func
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", [*REVERSE, *ANYWHERE])
+def test_a_transform_gives_what_it_gives_of_the_plain_model_or_is_refused_by_name(name: str, place: str) -> None:
+    both = sharded(place), plain()
+    transform = {**REVERSE, **ANYWHERE}[name]
+    if name in REVERSE and place != "cuda":
+        refused = "layers.0.weight.* is not possible while it can leave the device.*torch.autograd.grad"
+        with pytest.raises(UnsupportedError, match=f"torch.func.grad .*{refused}"):
+            transform(both[0][0])
+    else:
+        assert_equal(*(transform(model) for model, _ in both))
+    for model, optimizer in both:
+        mlp.train_step(model, optimizer)
+    assert_same(*(weights_of(model) for model, _ in both))
+
+
+def test_detached_weights_in_a_transform_are_refused_with_the_way_to_do_it() -> None:
+    model = wrap("cuda")
+    detached = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with pytest.raises(GeminiError, match=r"layers.0.weight' is not possible.*clone\(\) it first"):
+        torch.func.grad(lambda given: torch.func.functional_call(model, given, (inputs(0),)).sum())(detached)
+
+
+def test_a_transform_inside_the_models_own_forward_works_where_all_is_resident() -> None:
+    class Force(mlp.Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            forces: Tensor = torch.func.grad(lambda x: super(Force, self).forward(x).square().sum())(x)
+            return forces
+
+    assert_equal(wrap("cuda", Force)(inputs(0)), build(Force)(inputs(0)))
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        wrap("smallest", Force)(inputs(0))

@@ -24,10 +24,10 @@ from gemini.executor.communicator import Communicator
 from gemini.executor.failures import Failures
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradients import Gradients
-from gemini.executor.modes import unseen
 from gemini.executor.moment import Phase
 from gemini.executor.operator import Operator
 from gemini.executor.underway import Underway
+from gemini.memory.modes import unseen
 
 _graph_task_id = torch._C._current_graph_task_id
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError
 from gemini.executor.masters import weights_of
+from gemini.memory.modes import unwrapped
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind
 
@@ -101,6 +102,7 @@ def _payload_is_home(chunk: Chunk) -> bool:
 
 def shares_memory(tensor: Tensor, payload: Tensor) -> bool:
     """`tensor` is a view of `payload`'s storage."""
+    tensor = unwrapped(tensor)
     if tensor.layout != torch.strided or tensor.device != payload.device:
         return False
     return tensor.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr()

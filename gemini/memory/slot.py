@@ -14,6 +14,7 @@ import time
 import torch
 from torch import Tensor
 
+from gemini.memory.modes import unseen
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind
 
@@ -70,7 +71,8 @@ class Slot:
     def __del__(self) -> None:
         """A slot that an interrupt kept out of its pool is not counted any more."""
         if getattr(self, "buffer", None) is not None:
-            self.close()
+            with unseen():  # the collector of cycles may call it in the middle of anything
+                self.close()
 
     def num_holders(self) -> int:
         """References to the slot's memory beyond our own; call it when no parameter is bound to the slot."""

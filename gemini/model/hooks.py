@@ -25,13 +25,14 @@ from torch.utils.hooks import RemovableHandle
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
-from gemini.executor.modes import num_modes, unseen
 from gemini.executor.operator import Operator
 from gemini.executor.operator_hooks import OperatorHooks
+from gemini.memory.modes import num_modes, unseen
 from gemini.model.compiled import CompiledCall
 from gemini.model.leaf import reached_by_backward
 from gemini.model.link import link_of
 from gemini.model.saved_tensors import SavedTensors
+from gemini.model.transforms import check_operator, hooks_are_allowed
 
 _WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 _GRAD: Any = Tensor.grad
@@ -118,7 +119,8 @@ class Hooks:
             with self._executor.publishing():
                 with unseen():
                     self._executor.fetch_operator(call)
-                if torch.is_grad_enabled() and not self._saved_tensors.is_covered():
+                check_operator(module, operator.chunks)
+                if self._saved_tensors.needed():
                     call.hooks = self._saved_tensors.push()
 
         return before
@@ -128,7 +130,7 @@ class Hooks:
             if torch.compiler.is_dynamo_compiling():
                 return None
             self._executor.exit_operator(operator)
-            if operator.routes and torch.is_grad_enabled():
+            if operator.routes and torch.is_grad_enabled() and hooks_are_allowed():
                 return reached_by_backward((args, kwargs), output, lambda: self._enter_leaf(operator))
             if operator.is_compiled and self._gathers and torch.is_grad_enabled():
                 for tensor in tensors_in(output):
@@ -154,8 +156,7 @@ class Hooks:
             call.lifted = self._operators
         call.caches_autocast = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would serve the weights of a payload that left its slot
-        covered = self._saved_tensors.is_covered() or not torch.is_grad_enabled()
-        call.hooks = None if covered else self._saved_tensors.push()
+        call.hooks = self._saved_tensors.push() if self._saved_tensors.needed() else None
 
     def _after_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -167,7 +168,7 @@ class Hooks:
         if error is not None and not recomputing:  # a recomputation may be stopped early by an exception of torch's own
             self._executor.publish(error)
             return
-        if torch.is_grad_enabled() and not recomputing:
+        if torch.is_grad_enabled() and not recomputing and hooks_are_allowed():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._on_root_output)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import ReleasedParameterError
 from gemini.executor.masters import round_as_master, set_master
-from gemini.executor.modes import unseen
 from gemini.executor.snapshots import shares_memory
+from gemini.memory.modes import unseen
 from gemini.model.gradient import GradientUser, WholeGradient, assign, has_gradient
 from gemini.model.reduced_gradient import ReducedGradient
 from gemini.placement.demand import Kind
@@ -207,7 +207,7 @@ class Link(ParameterLink[ManagedParameter]):
     def fetched(self, links: Sequence[Link], overwrites: bool) -> Iterator[None]:
         with ExitStack() as stack:
             self._touch(links, stack)
-            stack.enter_context(self.saved_tensors.pushed())
+            stack.enter_context(self.saved_tensors.pushed(link.managed.chunk for link in links))
             yield
 
     def _touch(self, links: Sequence[Link], stack: ExitStack) -> None:

@@ -20,7 +20,7 @@ backward reads it. That is then a copy: a view would keep the chunk's slot.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,9 +30,10 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import StaleGraphError, UnsupportedError
 from gemini.executor.executor import Executor
-from gemini.executor.modes import unseen
+from gemini.memory.modes import unseen
 from gemini.model.cast_weights import Cast, find_cast
 from gemini.model.link import link_of
+from gemini.model.transforms import check_chunks, hooks_are_allowed
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -92,6 +93,10 @@ class SavedTensors:
         pack = None if top is None else top[0]
         return isinstance(pack, _Pack) and pack.owner is self and pack.autocasts == self._autocasts()
 
+    def needed(self) -> bool:
+        """Our hooks have to be pushed. Where torch allows none, see [Note: Transforms]."""
+        return torch.is_grad_enabled() and not self.is_covered() and hooks_are_allowed()
+
     def _autocasts(self) -> bool:
         return torch.is_autocast_enabled(self._executor.fetcher.device.device.type)
 
@@ -103,8 +108,10 @@ class SavedTensors:
         return hooks
 
     @contextmanager
-    def pushed(self) -> Iterator[None]:
-        if self.is_covered() or not torch.is_grad_enabled():
+    def pushed(self, chunks: Iterable[Chunk]) -> Iterator[None]:
+        """For a function that uses parameters of `chunks`. Raises UnsupportedError."""
+        check_chunks(chunks)
+        if not self.needed():
             yield
             return
         hooks = self.push()

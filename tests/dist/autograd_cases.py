@@ -7,6 +7,7 @@ import torch
 from gemini import ShardedModel, ShardedOptimizer
 from tests import mlp
 from tests.mlp import CHUNK_NUMEL, build, inputs
+from tests.transforms import ANYWHERE, REVERSE
 
 
 def gradients_of_own_batch(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
@@ -32,3 +33,14 @@ def gradients_of_own_batch(rank: int, world_size: int, wrap: dict[str, Any]) -> 
         weights.append(mlp.weights_of(model))
         model.close()
     mlp.assert_same(*weights)
+
+
+def transforms(rank: int, world_size: int, stage: int) -> None:
+    """Without a budget, weights stay where they are until a step; then a rank transforms its own function."""
+    model, reference = ShardedModel(build(), device="emulated", stage=stage, chunk_size=CHUNK_NUMEL), build()
+    for name, transform in {**REVERSE, **ANYWHERE}.items():
+        found, wanted = (torch.utils._pytree.tree_leaves(transform(each)) for each in (model, reference))
+        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), name
+    model(inputs(rank)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.close()

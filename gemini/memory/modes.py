@@ -1,34 +1,49 @@
-"""Dispatch modes that follow the user's operations must not meet ours.
+"""Dispatch modes that follow the user's operations, and transforms of the user's, must not meet ours.
 
 [Note: Modes] Selective checkpointing is a pair of dispatch modes: one counts and keeps the results of a region's
 operations, the other gives results back by their count when the region is recomputed. Copies and collectives of ours
 differ between the two passes, so a mode that met them would return results in place of other operations, or of a copy
 that then never runs. Modes that surround a step to watch all of it (counters of memory or FLOPs) go on to see ours.
-What tells them apart is what a mode says of itself to torch: `ignore_compile_internals`.
+What tells them apart is what a mode says of itself to torch: `ignore_compile_internals`. The transforms of `torch.func`
+wrap what is made inside them, so our memory must not be made there either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _python_dispatch as dispatch
 
 num_modes = torch._C._len_torch_dispatch_stack
 """How many modes there are now: `unseen` changes nothing where there are none."""
+are_transforms_active = torch._C._are_functorch_transforms_active
+"""Of `torch.func`."""
 _SEEN: AbstractContextManager[None] = nullcontext()
 
 
 def unseen() -> AbstractContextManager[None]:
     """Inside, operations are not the user's, see [Note: Modes]."""
-    if not num_modes() or not any(map(_follows_the_user, dispatch._get_current_dispatch_mode_stack())):
+    if not num_modes() and not are_transforms_active():
         return _SEEN
-    return _without_followers()
+    return _alone()
 
 
 def _follows_the_user(mode: dispatch.TorchDispatchMode) -> bool:
     return bool(mode.ignore_compile_internals())
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    with ExitStack() as stack:
+        if any(map(_follows_the_user, dispatch._get_current_dispatch_mode_stack())):
+            stack.enter_context(_without_followers())
+        if are_transforms_active():
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        yield
 
 
 @contextmanager
@@ -44,3 +59,10 @@ def _without_followers() -> Iterator[None]:
             dispatch._pop_mode()
         for mode in reversed(modes):
             dispatch._push_mode(mode)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """What transforms of `torch.func` have wrapped; any other tensor itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
