@@ -591,7 +591,8 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "init.normal_": lambda p: nn.init.normal_(p, generator=_generator()),
     "init.zeros_": lambda p: nn.init.zeros_(p),
     "data = x": _assign,
-    "copy_": lambda p: p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape)),
+    # values of the weight's own dtype: wider ones reach its master unrounded, see tests/wide_values.py
+    "copy_": lambda p: p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype)),
     "+=": _add_in_place,
     "out=": lambda p: torch.mul(p, 0.5, out=p),
     "foreach": lambda p: torch._foreach_mul_([p], 0.5),
@@ -605,7 +606,7 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "detach.row.zero_, grad mode": _zero_row_of_detached,
     "view of grad mode": _write_to_view_of_grad_mode,
     "view after a write": _write_twice,
-    "detach.copy_": lambda p: p.detach().copy_(torch.full(p.shape, 0.125)),
+    "detach.copy_": lambda p: p.detach().copy_(torch.full(p.shape, 0.125, dtype=p.dtype)),
     "numpy": _through_numpy,
     "vector_to_parameters": _from_vector,
     "clamp_": lambda p: p.clamp_(-0.05, 0.05),

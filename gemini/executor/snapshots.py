@@ -101,8 +101,9 @@ def _payload_is_home(chunk: Chunk) -> bool:
 
 
 def shares_memory(tensor: Tensor, payload: Tensor) -> bool:
-    """`tensor` is a view of `payload`'s storage."""
+    """`tensor` is a view of `payload`'s storage. Empty storages, which have no address, share nothing."""
     tensor = unwrapped(tensor)
     if tensor.layout != torch.strided or tensor.device != payload.device:
         return False
-    return tensor.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr()
+    address = payload.untyped_storage().data_ptr()
+    return address != 0 and tensor.untyped_storage().data_ptr() == address
