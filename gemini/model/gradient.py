@@ -100,8 +100,11 @@ def has_gradient(link: Link) -> bool:
     Local; collective if backwards under no_sync() have left their reduction for later.
     """
     managed, gradients = link.managed, link.executor.gradients
-    with link.executor.publishing():
-        gradients.catch_up()
+    if not gradients.in_backward:
+        with link.executor.publishing():
+            gradients.catch_up()
+    elif gradients.awaits_reduction:
+        raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
     gradient = gradients.store.gradients.get(managed.chunk.index)
     return gradient is not None and bool(gradient.agreed[managed.position])
 

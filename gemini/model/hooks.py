@@ -33,6 +33,7 @@ from gemini.model.leaf import reached_by_backward
 from gemini.model.link import link_of
 from gemini.model.saved_tensors import SavedTensors
 from gemini.model.transforms import check_operator, hooks_are_allowed
+from gemini.model.user_hooks import hook_last
 
 _WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 _GRAD: Any = Tensor.grad
@@ -88,10 +89,7 @@ class Hooks:
         for managed in parameters:
             if managed.chunk.dtype.is_floating_point or managed.chunk.dtype.is_complex:
                 hook = _on_gradient(executor, managed.chunk.index, managed.position)
-                with torch._C.DisableTorchFunctionSubclass():
-                    managed.parameter.requires_grad_(True)  # it may be unfrozen, and torch refuses a hook before
-                    self._handles.append(managed.parameter.register_post_accumulate_grad_hook(hook))
-                    managed.parameter.requires_grad_(managed.requires_grad)
+                self._handles.append(hook_last(managed.parameter, hook))
 
     def take_over(self, handles: list[RemovableHandle]) -> None:
         """Remove these hooks too when the time comes."""

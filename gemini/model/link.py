@@ -19,8 +19,8 @@ from gemini.errors import ReleasedParameterError
 from gemini.executor.masters import round_as_master, set_master
 from gemini.executor.snapshots import shares_memory
 from gemini.memory.modes import unseen
-from gemini.model.gradient import GradientUser, WholeGradient, assign, has_gradient
-from gemini.model.reduced_gradient import ReducedGradient
+from gemini.model.grad_attribute import get_grad, refuse_write_in_hook, set_grad
+from gemini.model.gradient import GradientUser
 from gemini.placement.demand import Kind
 from optim import HALF_DTYPES
 
@@ -197,6 +197,7 @@ class Link(ParameterLink[ManagedParameter]):
         self.managed = managed
         self.executor = executor
         self.saved_tensors = saved_tensors
+        self.in_user_hook = False  # a post-accumulate hook of the user's runs, with this parameter
         self.optimizer: GradientUser | None = None  # its ShardedOptimizer, once there is one
 
     @property
@@ -250,6 +251,7 @@ class Link(ParameterLink[ManagedParameter]):
         self.whole().copy_(before)
 
     def before_write(self) -> None:
+        refuse_write_in_hook(self)
         self.executor.binding.before_write(self.managed)
 
     def before_write_through(self, results: Sequence[Tensor]) -> bool:
@@ -298,20 +300,14 @@ class Link(ParameterLink[ManagedParameter]):
             f"{tuple(value.shape)} {value.dtype}. {remedy}"
         )
 
-    def gradient(self) -> ReducedGradient | None:
-        return ReducedGradient.of(WholeGradient(self)) if has_gradient(self) else None
+    def gradient(self) -> Tensor | None:
+        return get_grad(self)
 
     def assign_gradient(self, value: Tensor) -> None:
-        if isinstance(value, ReducedGradient):
-            if value.is_all_of(self.managed):
-                return
-            value = value.plain()
-        assign(self, value)
+        set_grad(self, value)
 
     def discard_gradient(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.before_gradient_write()
-        self.executor.gradients.discard(self.managed)
+        set_grad(self, None)
 
     def before_requires_grad(self, value: bool) -> None:
         self.executor.flags_touched = True  # memory follows, see freezing.py

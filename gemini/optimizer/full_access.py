@@ -17,6 +17,7 @@ from gemini.errors import GeminiError
 from gemini.executor.masters import whole_master
 from gemini.model.gradient import factors_of, scaled
 from gemini.model.link import Link, link_of
+from gemini.model.reduced_gradient import ReducedGradient
 from gemini.model.weights import gather_optimizer_state
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.shard_view import ShardView, Staging
@@ -44,7 +45,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """
     link = _begin("safe_get_full_grad", param)
     gradient = link.gradient()
-    if gradient is None:
+    if not isinstance(gradient, ReducedGradient):
         return None
     whole = gradient.plain()
     return whole if whole.dtype is torch.float64 else whole.float()

@@ -273,6 +273,13 @@ MUTANTS = [
         "tests/dist/test_unsynced.py::test_a_sum_of_16_bit_micro_batches_is_not_rounded_on_its_way",
     ),
     Mutant(
+        "hooks that are registered after wrapping run after the model's own",
+        "gemini/model/user_hooks.py",
+        "        if self._own_id is not None and self._own_id in self:\n",
+        "        if False:\n",
+        "tests/test_user_hooks.py",
+    ),
+    Mutant(
         "a step uses up what is another optimizer's",
         "gemini/optimizer/sharded_optimizer.py",
         "        executor.gradients.end(Becomes.USED, ungrouped)\n",
