@@ -125,4 +125,40 @@ def checkpoints_of_models(rank: int, world_size: int, arguments: dict[str, Any])
         each.close()
 
 
-CASES = [of_the_module_itself, fp32_into_16_bits, libraries_save_whole_files, checkpoints_of_models]
+def checkpoints_of_optimizers(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    """What torch.distributed.checkpoint.state_dict gets of a trained pair makes a new pair go on with the same bits."""
+
+    def pair() -> tuple[ShardedModel, ShardedOptimizer]:
+        made = wrap(**arguments)
+        return made, ShardedOptimizer(made, adam(made.parameters()))
+
+    model, optimizer = pair()
+    for step in range(2):
+        train_step(model, optimizer, step)
+    before = state_hash(model, optimizer)
+    weights, states = checkpoint.get_state_dict(model, optimizer, options=FULL)
+    assert_same(dict(weights), weights_of(model))
+    whole = optimizer.state_dict()["state"]
+    assert torch.equal(states["state"]["layers.0.weight"]["exp_avg"], whole[0]["exp_avg"])
+    of_module = checkpoint.get_optimizer_state_dict(model.module, optimizer, options=FULL)
+    assert list(of_module["state"]) == list(states["state"])
+    assert state_hash(model, optimizer) == before, "getting a state changes nothing"
+    other, other_optimizer = pair()
+    checkpoint.set_state_dict(
+        other, other_optimizer, model_state_dict=weights, optim_state_dict=states, options=FULL
+    )
+    assert state_hash(other, other_optimizer) == before
+    for each in ((model, optimizer), (other, other_optimizer)):
+        train_step(*each, 2)
+    assert state_hash(other, other_optimizer) == state_hash(model, optimizer)
+    for closing in (model, other):
+        closing.close()
+
+
+CASES = [
+    of_the_module_itself,
+    fp32_into_16_bits,
+    libraries_save_whole_files,
+    checkpoints_of_models,
+    checkpoints_of_optimizers,
+]

@@ -157,3 +157,29 @@ def test_the_step_after_loading_into_the_module_is_that_of_plain_pytorch() -> No
         train_step(model, optimizer, step)
         train_step(reference, plain_optimizer, step)
     assert_same(weights_of(model), weights_of(reference))
+
+
+def test_an_optimizers_state_is_a_view_by_parameter() -> None:
+    model = wrap()
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    weight = model.layers[0].weight
+    assert not optimizer.state
+    assert dict(optimizer.state[weight]) == {}
+    train_step(model, optimizer)
+    assert list(optimizer.state) == list(model.parameters())
+    saved = optimizer.state_dict()["state"][0]
+    assert optimizer.state[weight].keys() == saved.keys()
+    assert all(torch.equal(optimizer.state[weight][name], value) for name, value in saved.items())
+    with pytest.raises(KeyError):
+        optimizer.state[nn.Parameter(torch.zeros(2))]
+    with pytest.raises(KeyError):
+        optimizer.state[weight]["momentum"]
+
+
+def test_masters_are_in_our_optimizer_state_dict_and_not_in_that_of_torchs_checkpoint() -> None:
+    model = wrap(dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train_step(model, optimizer, dtype=torch.bfloat16)
+    states = state_dicts.checkpoint.get_optimizer_state_dict(model, optimizer, options=state_dicts.FULL)
+    assert "masters" not in states
+    assert optimizer.state_dict()["masters"]

@@ -29,6 +29,7 @@ from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.param_groups import add_group, members_of
 from gemini.optimizer.scaling import Scaling
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
+from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step_report import StepReport
 from gemini.optimizer.summary import GradientSummary, compare_settings, norm_tensor, summarize
 from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
@@ -97,6 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._chunk_states = ChunkStates(model.executor.fetcher, self._update, self.param_groups, group_of)
         self._states = self._chunk_states.by_chunk
+        self.state = StateView(self._chunk_states)  # type: ignore[assignment]
         self._scaling = Scaling(model.executor, self._chunk_states, scale)
         prepare(model.executor.fetcher.device.device)
         self._take_states()

@@ -65,7 +65,7 @@ def _add_whole_states(
         position = managed.position
         scalars = chunk_state.scalars[position]
         if scalars is not None:
-            entry: dict[str, Any] = {name: _scalar(name, value) for name, value in scalars.items()}
+            entry: dict[str, Any] = {name: scalar_of(name, value) for name, value in scalars.items()}
             entry |= {n: _view(wholes[n], managed).clone() for n in sorted(chunk_state.names(position))}
             if entry:  # SGD without momentum keeps nothing
                 state[number] = entry
@@ -86,6 +86,7 @@ def load_optimizer_state(
     executor.settle_unfrozen()
     executor.binding.write_back_all()
     by_number = {number: model._managed[index] for index, number in _numbers(groups).items()}
+    saved = _numbered(saved)
     _check(groups, saved, by_number, states)
     masters = saved.get("masters", {})
     model.freezing.take_state(_wanted(by_number, saved, states))
@@ -226,6 +227,16 @@ def _numbers(groups: list[dict[str, Any]]) -> dict[int, int]:
     return {link.managed.index: n for n, p in enumerate(parameters) if (link := link_of(p)) is not None}
 
 
+def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Entries under numbers, where torch.distributed.checkpoint has names: both count through the param groups."""
+    names = [name for group in saved.get("param_groups", ()) for name in group.get("params", ())]
+    if not any(isinstance(name, str) for name in names):
+        return saved
+    number_of = {name: number for number, name in enumerate(names)}
+    parts = {key: saved[key] for key in ("state", "masters") if key in saved}
+    return {**saved, **{key: {number_of.get(n, n): e for n, e in part.items()} for key, part in parts.items()}}
+
+
 def _members(group: dict[str, Any], numbers: dict[int, int]) -> list[int]:
     return [numbers[link.managed.index] for p in group["params"] if (link := link_of(p)) is not None]
 
@@ -259,7 +270,7 @@ def _laid_out(value: Tensor, managed: ManagedParameter, dtype: torch.dtype) -> T
     return torch.as_strided(laid_out, (managed.numel,), (1,))
 
 
-def _scalar(name: str, value: Any) -> Any:
+def scalar_of(name: str, value: Any) -> Any:
     """`step` as torch writes it: a 0-dim fp32 tensor."""
     if name == "step" and not isinstance(value, Tensor):
         return torch.tensor(float(value), dtype=torch.float32)
