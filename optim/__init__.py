@@ -23,6 +23,7 @@ from optim.norm import (
 from optim.piece import HALF_DTYPES, AdamPiece
 from optim.rounding import to_bfloat16_half_up
 from optim.scalars import AdamScalars, adam_scalars
+from optim.spans import Spans
 from optim.split import join_master_, split_master_
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "adam_update_",
     "update_pieces",
     "AdamPiece",
+    "Spans",
     "split_master_",
     "join_master_",
     "adam_scalars",

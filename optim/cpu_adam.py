@@ -32,9 +32,25 @@ def update(
     module = extension()
     if module is None:
         raise RuntimeError("gemini was installed without its CPU kernels")
-    raw = [_raw(piece) for piece in pieces if piece.weight.numel()]
+    raw = [row for piece in pieces if piece.weight.numel() for row in _rows(piece)]
     if raw:
         module.adam(raw, tuple(scalars), num_threads or cpu_extension.num_threads(), level or levels()[0])
+
+
+def _rows(piece: AdamPiece) -> list[tuple[int, ...]]:
+    whole, spans = _raw(piece), piece.spans
+    if spans is None:
+        return [whole]
+
+    def cut() -> list[tuple[int, ...]]:
+        sizes = [0 if tensor is None else tensor.itemsize for tensor in piece[:6]]
+        return [
+            (*(address + start * size for address, size in zip(whole, sizes, strict=False)), numel, *whole[7:])
+            for start, numel in spans
+        ]
+
+    rows: list[tuple[int, ...]] = spans.remembered("cpu", whole, cut)
+    return rows
 
 
 def _raw(piece: AdamPiece) -> tuple[int, ...]:

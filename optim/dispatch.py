@@ -111,7 +111,7 @@ def _launch_once() -> None:
 
 def _note_writes(pieces: Sequence[AdamPiece]) -> None:
     """Tell autograd, which does not see what a kernel writes."""
-    written = [t for piece in pieces for name, t in piece._asdict().items() if t is not None and name != "grad"]
+    written = [tensor for piece in pieces for name, tensor in piece.tensors.items() if name != "grad"]
     torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from optim.spans import Spans
+
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -35,6 +37,19 @@ class AdamPiece(NamedTuple):
     """bf16 or fp16 copy of an fp32 `weight`; written."""
     remainder: Tensor | None = None
     """int16, beside a bf16 `weight`; updated."""
+    spans: Spans | None = None
+    """The elements that are updated; None: all of them."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)}
+
+    def parts(self) -> list[AdamPiece]:
+        """The piece itself, or one for each of its spans."""
+        if self.spans is None:
+            return [self]
+        return [self._replace(spans=None).narrow(start, numel) for start, numel in self.spans]
 
     @property
     def is_split(self) -> bool:
@@ -53,6 +68,7 @@ class AdamPiece(NamedTuple):
             part(self.exp_avg_sq),
             None if self.half is None else part(self.half),
             None if self.remainder is None else part(self.remainder),
+            None if self.spans is None else self.spans.within(start, start + length),
         )
 
     def check(self) -> None:
@@ -62,6 +78,8 @@ class AdamPiece(NamedTuple):
         for name, allowed in self._dtypes().items():
             _check_tensor(name, getattr(self, name), self.weight, allowed)
         self._check_overlap()
+        if self.spans is not None and self.spans.end > self.weight.numel():
+            raise ValueError(f"spans end at {self.spans.end}, weight has {self.weight.numel()} elements")
 
     def _dtypes(self) -> dict[str, Sequence[torch.dtype]]:
         fp32 = (torch.float32,)
@@ -79,7 +97,7 @@ class AdamPiece(NamedTuple):
 
     def _check_overlap(self) -> None:
         shared = self.half is not None and self.grad.itemsize == 2 and self.half.data_ptr() == self.grad.data_ptr()
-        named = [(n, t) for n, t in zip(self._fields, self) if t is not None and not (shared and n == "half")]
+        named = [(n, t) for n, t in self.tensors.items() if not (shared and n == "half")]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named if t.numel())
         for (_, end, name), (start, _, other) in pairwise(spans):
             if start < end:

@@ -30,10 +30,10 @@ from optim.square_root import prefers_wide_square_root, square_root_
 
 def update(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
     """One update, in place, of checked pieces on any device."""
-    for piece in pieces:
-        if piece.weight.numel():
+    for part in [part for piece in pieces for part in piece.parts()]:
+        if part.weight.numel():
             with torch.no_grad():
-                _update_piece(piece, scalars)
+                _update_piece(part, scalars)
 
 
 def _update_piece(piece: AdamPiece, scalars: AdamScalars) -> None:

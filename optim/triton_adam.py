@@ -78,11 +78,13 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
         extra = piece.remainder if piece.half is None else piece.half
         tensors = (piece.weight, piece.grad, piece.exp_avg, piece.exp_avg_sq)
         pointers = [tensor.data_ptr() for tensor in tensors] + [0 if extra is None else extra.data_ptr()]
-        numel = piece.weight.numel()
-        rows.append((num_blocks, numel, *pointers))
-        num_blocks += -(-numel // BLOCK_NUMEL)
-        for pointer in pointers:
-            pointer_bits |= pointer
+        sizes = [tensor.itemsize for tensor in tensors] + [0 if extra is None else extra.itemsize]
+        for start, numel in ((0, piece.weight.numel()),) if piece.spans is None else piece.spans:
+            shifted = [pointer + start * size for pointer, size in zip(pointers, sizes, strict=True)]
+            rows.append((num_blocks, numel, *shifted))
+            num_blocks += -(-numel // BLOCK_NUMEL)
+            for pointer in shifted:
+                pointer_bits |= pointer
     grad_dtype, its_layout = variant
     device = pieces[0].weight.device
     on_gpu = device.type == "cuda"  # else the interpreter's

@@ -41,7 +41,7 @@ from gemini.model.link import Link
 from gemini.model.move_in import Moves, close_empty, move_buffers_in, move_in, stores_of
 from gemini.model.move_out import MovingOut
 from gemini.model.operator_table import OperatorTable
-from gemini.model.operators import FoundOperator, find_operators
+from gemini.model.operators import FoundOperator, find_operators, parameter_places
 from gemini.model.parametrization import is_parametrized
 from gemini.model.plain_view import PlainView
 from gemini.model.plan import Plan, Planner
@@ -216,6 +216,7 @@ class ShardedModel(PlainView):
         self.executor = Executor(chunks, fetcher, gradients, communicator)
         saved_tensors = SavedTensors(self.executor)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
+        self._places: list[tuple[str, int]] = []  # of parameters, when they were last checked
         self.freezing = Freezing(self.executor, self._managed, plan, replan)
         for managed in self._managed:
             managed.parameter._gemini = Link(managed, self.executor, saved_tensors)  # type: ignore[attr-defined]
@@ -260,6 +261,9 @@ class ShardedModel(PlainView):
 
     def check_parameters(self) -> None:
         """Raises GeminiError if the module has parameters that were not wrapped, or may differ by rank now."""
+        places = parameter_places(self.module)
+        if places == self._places:  # the steady state
+            return
         wrapped = {managed.parameter: managed.name for managed in self._managed}
         for name, parameter in self.module.named_parameters():
             known = wrapped.get(parameter)
@@ -275,6 +279,7 @@ class ShardedModel(PlainView):
                     "change the module before it is wrapped, and values with model.load_state_dict() or in place. To "
                     "change a size now, load model.state_dict() into the plain module, change that, and wrap it anew"
                 )
+        self._places = places
 
     @property
     def operators(self) -> list[Operator]:

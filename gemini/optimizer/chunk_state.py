@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from gemini.executor.fetcher import Fetcher
 from gemini.memory.tier import copy
 from gemini.optimizer.elementwise import RunState
 from gemini.placement.demand import OPTIM_STATES, Kind, Tier
+from optim import Spans
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,12 @@ class Run:
     numel: int
     positions: tuple[int, ...]
     group: int
+    spans: Spans | None = None  # of these elements, those that are updated; None: all
+
+    @property
+    def num_elements(self) -> int:
+        """That are updated."""
+        return self.numel if self.spans is None else self.spans.num_elements
 
 
 @dataclass(eq=False)
@@ -42,6 +50,7 @@ class ChunkOptimizerState:
     def __post_init__(self) -> None:
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
+        self._settled: _Settled | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,24 +120,46 @@ class ChunkOptimizerState:
         """The flat states that a parameter has: Adam's from the start, a torch optimizer's once it has made them."""
         return tuple(self.flats) if self.counts_steps else self.made[position]
 
-    def runs(self, has_gradient: Sequence[bool]) -> list[Run]:
-        """The fewest runs whose elements share group and scalars and all have a gradient; paddings are bridged."""
-        positions = range(len(self.groups))
-        active = [i for i in positions if has_gradient[i] and self.groups[i] is not None]
-        if len(active) == len(self.groups) and self._is_uniform():
-            return [Run(0, self.chunk.optim_numel, tuple(positions), self.groups[0] or 0)] if positions else []
-        runs: list[Run] = []
-        for position in active:
-            group = self.groups[position]
-            assert group is not None
-            for piece in self.chunk.optim_pieces(self.chunk.parameters[position]):
-                runs.append(Run(piece.shard_start, piece.numel, (position,), group))
-        return runs
+    def runs(self, steps: bytes) -> Runs:
+        """The fewest runs whose elements share group and scalars and are updated now; paddings are bridged.
 
-    def _is_uniform(self) -> bool:
-        first = self.groups[0], self.made[0]
-        alike = all(found == first for found in zip(self.groups, self.made, strict=True))
-        return alike and all(_same(self.scalars[0], other) for other in self.scalars)
+        steps: by position, whether the parameter is updated. What was found for the step before is used again as long
+        as nothing has changed that decides: lists of thousands are compared, not walked through.
+        """
+        before = self._settled
+        if before is None or not before.holds(steps, self.groups, self.scalars, self.made):
+            found = self._find_runs(steps)
+            self._settled = before = _Settled(steps, [*self.groups], [*self.scalars], [*self.made], found)
+        return before.runs
+
+    def _find_runs(self, steps: bytes) -> Runs:
+        active = [i for i, group in enumerate(self.groups) if steps[i] and group is not None]
+        alike: list[tuple[Any, list[int]]] = []  # (what they share, positions)
+        for position in active:
+            shared = self.groups[position], self.made[position], self.scalars[position]
+            of_its_kind = next((its for other, its in alike if _share(other, shared)), None)
+            if of_its_kind is None:
+                alike.append((shared, [position]))
+            else:
+                of_its_kind.append(position)
+        if len(alike) == 1 and len(active) == len(self.groups):
+            runs = [Run(0, self.chunk.optim_numel, tuple(active), alike[0][0][0])]
+            return Runs(runs, (), is_complete=True)
+        runs = [run for (group, *_), positions in alike for run in self._runs_of(positions, group)]
+        here = {position for run in runs for position in run.positions}
+        return Runs(runs, tuple(position for position in active if position not in here), is_complete=False)
+
+    def _runs_of(self, positions: list[int], group: int) -> list[Run]:
+        """Runs of the parameters at `positions`: one with spans where the update takes them."""
+        spans = spans_of(self.chunk, positions)
+        if not self.counts_steps:
+            return [Run(start, numel, its, group) for start, numel, its in spans]
+        if not spans:
+            return []
+        first, last = spans[0], spans[-1]
+        start, end = first[0], last[0] + last[1]
+        inside = None if len(spans) == 1 else Spans((each - start, numel) for each, numel, _ in spans)
+        return [Run(start, end - start, tuple(i for *_, its in spans for i in its), group, inside)]
 
     def empty_run(self, position: int) -> RunState:
         """The state of a run of no elements of a parameter that this rank holds nothing of."""
@@ -156,11 +187,64 @@ class ChunkOptimizerState:
         for position, names in made.items():
             self.made[position] = tuple(sorted({*self.made[position], *names}))
 
-    def keep_scalars(self, updated: dict[int, dict[str, Any]]) -> None:
-        """After all runs of a step: a parameter cut into several runs is counted once."""
-        for position, scalars in updated.items():
-            self.scalars[position] = scalars
-            self.chunk.parameters[position].has_fractions = True
+    def keep_scalars(self, updated: Sequence[tuple[tuple[int, ...], dict[str, Any], tuple[str, ...]]]) -> None:
+        """After all runs of a step: a parameter cut into several runs is counted once.
+
+        updated: positions, the scalars that they share from now on, and the flat states that the update has made.
+        """
+        for positions, scalars, made in updated:
+            for position in positions:
+                self.scalars[position] = scalars
+                self.chunk.parameters[position].has_fractions = True
+            if made:
+                self.note_made(dict.fromkeys(positions, made))
+        if self._settled is not None:
+            self._settled.scalars[:] = self.scalars  # those that shared scalars still do
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Of one update of a chunk."""
+
+    runs: list[Run]
+    absent: tuple[int, ...]  # positions that are updated, but have no element on this rank
+    is_complete: bool  # all elements of this rank are updated, paddings included
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """Runs, and what they were derived from."""
+
+    steps: bytes
+    groups: list[int | None]
+    scalars: list[dict[str, Any] | None]
+    made: list[tuple[str, ...]]
+    runs: Runs
+
+    def holds(self, steps: bytes, groups: list[Any], scalars: list[Any], made: list[Any]) -> bool:
+        """Nothing has changed. Scalars are compared by identity: an update gives new ones to all that share them."""
+        same = steps == self.steps and groups == self.groups and made == self.made
+        return same and all(map(operator.is_, scalars, self.scalars))
+
+
+def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """(first element, elements, positions) of runs in this rank's optimizer shard, in order; paddings are bridged."""
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    last = -2
+    for position in positions:
+        for piece in chunk.optim_pieces(chunk.parameters[position]):
+            start, end = piece.shard_start, piece.shard_start + piece.numel
+            if found and last in (position - 1, position) and start >= found[-1][0] + found[-1][1]:
+                first, _, its = found[-1]
+                found[-1] = first, end - first, (*its, position) if position not in its[-1:] else its
+            else:
+                found.append((start, piece.numel, (position,)))
+            last = position
+    return sorted(found)
+
+
+def _share(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return a[:2] == b[:2] and _same(a[2], b[2])
 
 
 def _same(a: dict[str, Any] | None, b: dict[str, Any] | None) -> bool:

@@ -53,8 +53,10 @@ class ChunkUpdates:
 
     def refuse_bad_hyperparameters(self) -> None:
         """Let the update check its hyperparameters on no elements, while every rank can still go back."""
-        checked: set[int] = set()  # membership only
+        checked: set[int | None] = {None}  # membership only
         for state in self._states.values():
+            if checked.issuperset(state.groups):
+                continue
             for position, group in enumerate(state.groups):
                 if group is not None and group not in checked:
                     checked.add(group)
@@ -73,22 +75,24 @@ class ChunkUpdates:
                 batch = _Batch()
         self._finish(batch)
 
-    def steps(self, chunk: Chunk, summary: GradientSummary) -> list[bool]:
+    def steps(self, chunk: Chunk, summary: GradientSummary) -> bytes:
         """By position in the chunk: the parameter has a gradient on some rank, and is in a param group."""
+        its = summary.of(chunk)
         groups = self._states[chunk.index].groups
-        return [
-            summary.has_gradient[managed.index] and group is not None
-            for managed, group in zip(chunk.parameters, groups, strict=True)
-        ]
+        if None in groups:
+            its = bytes(has and group is not None for has, group in zip(its, groups, strict=True))
+        return its
 
-    def _prepare(self, chunk: Chunk, steps: list[bool], factors: GradientFactors, batch: _Batch) -> bool:
+    def _prepare(self, chunk: Chunk, steps: bytes, factors: GradientFactors, batch: _Batch) -> bool:
         """Add a chunk to the batch; whether something is staged for it, so that the batch must end."""
         state = self._states[chunk.index]
-        runs = state.runs(steps)
-        view, is_staged = self._prepare_runs(chunk, state, runs, factors, batch.launches) if runs else (None, False)
-        is_complete = sum(run.numel for run in runs) == chunk.optim_numel
-        self._count_elsewhere(state, runs, [position for position, does in enumerate(steps) if does])
-        batch.chunks.append((chunk, view, is_complete))
+        found, launches = state.runs(steps), batch.launches
+        view, is_staged = (
+            self._prepare_runs(chunk, state, found.runs, factors, launches) if found.runs else (None, False)
+        )
+        if found.absent:
+            self._count_elsewhere(state, found.absent)
+        batch.chunks.append((chunk, view, found.is_complete))
         batch.numel += chunk.optim_numel
         return is_staged
 
@@ -110,22 +114,17 @@ class ChunkUpdates:
             staged = self._staging.take("gradient", chunk.optim_numel, grad.dtype)
             from_tier = fetcher.tier(gradient.reduced_tier())
             grad = fetcher.staged_copy(staged, grad, tier, from_tier)
-        scalars: dict[int, dict[str, Any]] = {}
-        made: dict[int, tuple[str, ...]] = {}
+        updated: list[tuple[tuple[int, ...], dict[str, Any], tuple[str, ...]]] = []
         for run in runs:
             end = run.start + run.numel
             run_state = state.state_of(run)
             group = self._param_groups[run.group]
             replaced = self._update.update_run(
-                view, run.start, grad[run.start : end], run_state, group, factors, launches
+                view, run.start, run.spans, grad[run.start : end], run_state, group, factors, launches
             )
             state.keep(run, replaced, fetcher)
-            for position in run.positions:
-                scalars[position] = run_state.scalars
-                if replaced:
-                    made[position] = tuple(replaced)
-        state.keep_scalars(scalars)
-        state.note_made(made)
+            updated.append((run.positions, run_state.scalars, tuple(replaced)))
+        state.keep_scalars(updated)
         return view, is_grad_staged or view.is_staged
 
     def _finish(self, batch: _Batch) -> None:
@@ -141,12 +140,8 @@ class ChunkUpdates:
             if chunk.home_layout.world_size < chunk.optim_layout.world_size:
                 executor.fetcher.spread(chunk)
 
-    def _count_elsewhere(self, state: ChunkOptimizerState, runs: list[Run], updated: list[int]) -> None:
+    def _count_elsewhere(self, state: ChunkOptimizerState, absent: Sequence[int]) -> None:
         """Parameters that lie wholly in other ranks' shards count their steps here too, so that all ranks agree."""
-        here = {position for run in runs for position in run.positions}
-        absent = [position for position in updated if position not in here]
-        if not absent:
-            return
         dtype = state.dtype
         for position in absent:
             run_state = state.empty_run(position)
@@ -155,8 +150,7 @@ class ChunkUpdates:
             none = torch.zeros(0, dtype=dtype)
             group = self._param_groups[group_number]
             made = self._update.update(none, none.clone(), run_state, group, GradientFactors())
-            state.keep_scalars({position: run_state.scalars})
-            state.note_made({position: tuple(made)})
+            state.keep_scalars([((position,), run_state.scalars, tuple(made))])
 
     def _where(self, chunk: Chunk, state: ChunkOptimizerState) -> Tier:
         """Where its optimizer state is; without one, the device if everything that the update touches is there."""

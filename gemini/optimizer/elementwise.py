@@ -17,7 +17,7 @@ from torch import Tensor
 from gemini.errors import UnsupportedError
 from gemini.optimizer.launches import Launches
 from gemini.optimizer.shard_view import ShardView
-from optim import AdamPiece, CPUAdam, HybridAdam, adam_scalars, hyperparameters
+from optim import AdamPiece, CPUAdam, HybridAdam, Spans, adam_scalars, hyperparameters
 
 TESTED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -80,13 +80,17 @@ class ElementwiseUpdate(Protocol):
         self,
         view: ShardView,
         start: int,
+        spans: Spans | None,
         grad: Tensor,
         state: RunState,
         group: Mapping[str, Any],
         factors: GradientFactors,
         launches: Launches,
     ) -> dict[str, Tensor]:
-        """`update` of the weights of `view` from element `start` on, as many as `grad` has, by `launches.run()`."""
+        """`update` of the weights of `view` from element `start` on, as many as `grad` has, by `launches.run()`.
+
+        spans: of them, those that are updated; None: all.
+        """
         ...
 
 
@@ -114,6 +118,7 @@ class AdamUpdate:
         self,
         view: ShardView,
         start: int,
+        spans: Spans | None,
         grad: Tensor,
         state: RunState,
         group: Mapping[str, Any],
@@ -121,7 +126,7 @@ class AdamUpdate:
         launches: Launches,
     ) -> dict[str, Tensor]:
         moments = self._moments(state)
-        pieces = [segment.piece(start, grad, *moments) for segment in view.segments()]
+        pieces = [segment.piece(start, grad, *moments, spans) for segment in view.segments()]
         self._update([piece for piece in pieces if piece is not None], state, group, factors, launches)
         return {}
 
@@ -205,12 +210,14 @@ class TorchUpdate:
         self,
         view: ShardView,
         start: int,
+        spans: Spans | None,
         grad: Tensor,
         state: RunState,
         group: Mapping[str, Any],
         factors: GradientFactors,
         launches: Launches,
     ) -> dict[str, Tensor]:
+        assert spans is None, "a torch optimizer gets its runs one by one"
         return self.update(view.load()[start : start + grad.numel()], grad, state, group, factors)
 
 

@@ -16,7 +16,7 @@ from gemini.chunks.chunk import Chunk
 from gemini.executor.fetcher import Fetcher
 from gemini.memory.tier import copy
 from gemini.placement.demand import Kind, Tier
-from optim import AdamPiece, join_master_, round_master_, split_master_
+from optim import AdamPiece, Spans, join_master_, round_master_, split_master_
 
 
 class Staging:
@@ -60,8 +60,13 @@ class Segment(NamedTuple):
         if self.half is not None:
             round_master_(self.half, part)
 
-    def piece(self, start: int, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> AdamPiece | None:
-        """What it has in common with a run of elements from `start` on, whose gradient and moments are given."""
+    def piece(
+        self, start: int, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, spans: Spans | None
+    ) -> AdamPiece | None:
+        """What it has in common with a run of elements from `start` on, whose gradient and moments are given.
+
+        spans: of the run, the elements that are updated.
+        """
         first = max(self.start, start)
         end = min(self.start + self.weight.numel(), start + grad.numel())
         if first >= end:
@@ -69,7 +74,8 @@ class Segment(NamedTuple):
         mine, its = slice(first - self.start, end - self.start), slice(first - start, end - start)
         half = None if self.half is None else self.half[mine]
         remainder = None if self.remainder is None else self.remainder[mine]
-        return AdamPiece(self.weight[mine], grad[its], exp_avg[its], exp_avg_sq[its], half, remainder)
+        spans = None if spans is None else spans.within(its.start, its.stop)
+        return AdamPiece(self.weight[mine], grad[its], exp_avg[its], exp_avg_sq[its], half, remainder, spans)
 
 
 class ShardView:

@@ -18,6 +18,7 @@ from gemini.chunks.chunk import Chunk
 from gemini.executor.communicator import Communicator
 from gemini.executor.executor import Executor
 from gemini.executor.gradient_store import ChunkGradient
+from gemini.optimizer.chunk_state import spans_of
 from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
 from sharding import Piece
 
@@ -29,8 +30,13 @@ class GradientSummary:
     """Equal on all ranks."""
 
     norm: float  # inf or NaN where a gradient is not finite
-    has_gradient: tuple[bool, ...]  # by parameter index
+    has_gradient: bytes  # by parameter index: 1 or 0
     non_finite: int | None  # index of the first parameter with a non-finite gradient
+
+    def of(self, chunk: Chunk) -> bytes:
+        """`has_gradient` by position in the chunk, whose parameters have consecutive indices."""
+        first = chunk.parameters[0].index if chunk.parameters else 0
+        return self.has_gradient[first : first + len(chunk.parameters)]
 
 
 def summarize(
@@ -53,8 +59,9 @@ def summarize(
     several = executor.gradients.num_backwards > 1
     for chunk in trainable:
         gradient = executor.gradients.store.gradients[chunk.index]
-        for managed, got in zip(chunk.parameters, gradient.got, strict=True):
-            words[managed.index] += got
+        if chunk.parameters:
+            first = chunk.parameters[0].index
+            words[first : first + len(gradient.got)] = gradient.got
         if not gradient.merged:
             continue
         flat = gradient.reduced()
@@ -85,7 +92,7 @@ def summarize(
         communicator.all_reduce_max_(most, "largest gradient")  # of numbers: backends have no rule for NaN
         norm = math.nan if limbs[NAN_LIMB] else float(most)
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
-    has_gradient = tuple(word & (_NON_FINITE - 1) > 0 for word in counts)
+    has_gradient = bytes(word & (_NON_FINITE - 1) > 0 for word in counts)
     return GradientSummary(norm, has_gradient, bad[0] if bad else None)
 
 
@@ -139,8 +146,10 @@ def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | 
         pieces = list(chunk.layout.slices(chunk.rank))
     elif ungrouped is None and all(gradient.got):
         pieces = [Piece(0, 0, chunk.optim_numel)]
+    elif ungrouped is None:  # one rank: elements without a gradient are what an earlier step left there
+        got = [position for position, has in enumerate(gradient.got) if has]
+        pieces = [Piece(start, start, numel) for start, numel, _ in spans_of(chunk, got)]
     else:
-        # with one rank, elements without a gradient are what an earlier step left there
         pieces = [
             piece
             for position, managed in enumerate(chunk.parameters)

@@ -16,6 +16,8 @@ from gemini.optimizer.summary import GradientSummary
 
 def refuse_ungrouped(model: ShardedModel, states: ChunkStates) -> None:
     """Raises GeminiError if a parameter was unfrozen that no param group has."""
+    if not model.freezing.unfrozen:
+        return
     unfrozen = [each for each in model._managed if each.index in model.freezing.unfrozen]
     names = [each.name for each in unfrozen if states.group(each) is None]
     if names:

@@ -212,8 +212,8 @@ MUTANTS = [
     Mutant(
         "an idle parameter moves",
         "gemini/optimizer/chunk_state.py",
-        "active = [i for i in positions if has_gradient[i] and self.groups[i] is not None]",
-        "active = [i for i in positions if self.groups[i] is not None]",
+        "active = [i for i, group in enumerate(self.groups) if steps[i] and group is not None]",
+        "active = [i for i, group in enumerate(self.groups) if group is not None]",
         f"{ONE_RANK}[sometimes_unused]",
     ),
     Mutant(
