@@ -128,8 +128,8 @@ def test_a_resident_operator_has_no_hook_and_no_handle_inside_the_model_and_hook
 def test_users_hooks_stay_where_they_are() -> None:
     first, model = watched()
     calls: list[str] = []
-    first.register_forward_pre_hook(lambda module, args: calls.append(f"before {type(module.weight).__name__}"))
-    handle = first.register_forward_hook(lambda module, args, out: calls.append(f"after {type(module.weight).__name__}"))
+    first.register_forward_pre_hook(lambda its, args: calls.append(f"before {type(its.weight).__name__}"))
+    handle = first.register_forward_hook(lambda its, args, out: calls.append(f"after {type(its.weight).__name__}"))
     for _ in range(2):
         loss_of(model).backward()
     first(torch.ones(1, WIDTH))
@@ -160,13 +160,12 @@ def test_hooks_are_back_after_a_forward_that_failed(error: type[BaseException]) 
 
 def test_hooks_come_back_when_a_new_placement_lets_chunks_leave() -> None:
     least = mlp.smallest_budget(chunk_size=mlp.CHUNK_NUMEL)
-    chunk_bytes = 4 * mlp.CHUNK_NUMEL
+    between = least + 7 * 4 * mlp.CHUNK_NUMEL // 2  # resident while only the last layer's chunk is trained
     plain, plain_optimizer = mlp.plain()
-    model = ShardedModel(
-        mlp.build(), device="emulated", chunk_size=mlp.CHUNK_NUMEL, model_data_memory=least + 6 * chunk_bytes
-    )
-    for each in (plain, model.module):
+    module = mlp.build()
+    for each in (plain, module):
         each.layers[:-1].requires_grad_(False)
+    model = ShardedModel(module, device="emulated", chunk_size=mlp.CHUNK_NUMEL, model_data_memory=between)
     optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
     residence = []
     for step in range(4):

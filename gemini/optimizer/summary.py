@@ -92,7 +92,7 @@ def summarize(
         communicator.all_reduce_max_(most, "largest gradient")  # of numbers: backends have no rule for NaN
         norm = math.nan if limbs[NAN_LIMB] else float(most)
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
-    has_gradient = bytes(word & (_NON_FINITE - 1) > 0 for word in counts)
+    has_gradient = bytes([word & (_NON_FINITE - 1) > 0 for word in counts])
     return GradientSummary(norm, has_gradient, bad[0] if bad else None)
 
 
