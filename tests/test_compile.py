@@ -1,11 +1,14 @@
 """`torch.compile` of modules inside a `ShardedModel`, of all of it, before and after it is wrapped."""
 
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from gemini import BudgetError, GeminiError, ShardedModel, ShardedOptimizer, register_external_parameter
@@ -280,6 +283,17 @@ def test_a_compiled_model_is_not_taken_for_its_wrapper() -> None:
     assert not hasattr(model, "_orig_mod")
     losses, _ = trained(torch.compile(model, backend="eager"))
     assert all(map(torch.equal, losses, trained(build(Net))[0]))
+
+
+def test_a_model_may_be_collected_while_another_one_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    model: Any = wrapped(build(Net), least(lambda: build(Net)))
+    model(inputs(0))
+    del model
+    with FakeTensorMode():
+        gc.collect()
+    assert not failed
 
 
 def test_a_closed_model_leaves_the_modules_own_compiled_call() -> None:
