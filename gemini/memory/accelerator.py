@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gemini.memory.ledger import Ledger
-from gemini.memory.tier import check_capacity
+from gemini.memory.tier import allocating
 
 
 class AcceleratorTier:
@@ -22,8 +22,8 @@ class AcceleratorTier:
         self.ledger = Ledger()
 
     def take(self, num_bytes: int, kind: str) -> Tensor:
-        check_capacity(self, num_bytes, kind, "model_data_memory= or device_memory=")
-        buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        with allocating(self, num_bytes, kind, "model_data_memory= or device_memory="):
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         self.ledger.take(kind, num_bytes)
         return buffer
 

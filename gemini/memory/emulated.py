@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gemini.memory.ledger import Ledger
-from gemini.memory.tier import check_capacity
+from gemini.memory.tier import allocating
 
 _POISON = 0xFF  # 0xFFFF... is a NaN in every float dtype
 
@@ -24,8 +24,8 @@ class EmulatedTier:
         self.ledger = Ledger()
 
     def take(self, num_bytes: int, kind: str) -> Tensor:
-        check_capacity(self, num_bytes, kind, "model_data_memory= or device_memory=")
-        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        with allocating(self, num_bytes, kind, "model_data_memory= or device_memory="):
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8)
         self.ledger.take(kind, num_bytes)  # what was interrupted, or failed, is not counted
         return buffer
 

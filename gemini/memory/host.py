@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemini.memory.ledger import Ledger
 from gemini.memory.pinned import Pinning, Registrar, map_memory
-from gemini.memory.tier import check_capacity
+from gemini.memory.tier import allocating
 
 SLAB_BYTES = 256 * 2**20
 
@@ -32,8 +32,8 @@ class HostTier:
         self._open: Slab | None = None
 
     def take(self, num_bytes: int, kind: str) -> Tensor:
-        check_capacity(self, num_bytes, kind, "host_memory=")
-        buffer = self._cut(num_bytes)
+        with allocating(self, num_bytes, kind, "host_memory="):
+            buffer = self._cut(num_bytes)
         self.ledger.take(kind, num_bytes)  # what failed is not counted
         return buffer
 

@@ -6,6 +6,9 @@ capacity and poison), and the host tier too. `copy` below is the only place wher
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -50,6 +53,36 @@ def check_capacity(tier: MemoryTier, num_bytes: int, kind: str, knob: str) -> No
         f"{tier.name}: {num_bytes} bytes of {kind} do not fit: {tier.ledger.total_bytes} of "
         f"{tier.capacity_bytes} bytes are taken ({held or 'nothing'}). Raise {knob}"
     )
+
+
+@contextmanager
+def allocating(tier: MemoryTier, num_bytes: int, kind: str, knob: str) -> Iterator[None]:
+    """A take within the budget. Raises BudgetError also where the machine, not the budget, has no memory left.
+
+    Other processes and the user's own tensors take of the same memory, so a budget is no promise. Who can do with
+    another tier does so then; whoever calls books the bytes after this block.
+    """
+    check_capacity(tier, num_bytes, kind, knob)
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, OSError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        held = f"{tier.ledger.total_bytes} bytes are taken"
+        if tier.capacity_bytes is not None:
+            held += f" of a budget of {tier.capacity_bytes}"
+        raise BudgetError(
+            f"{tier.name}: no memory for {num_bytes} bytes of {kind}; {held}. Other tensors or processes have the "
+            f"rest: free memory, or lower {knob} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "DefaultCPUAllocator" in str(error)  # a plain RuntimeError
 
 
 def copy(target: Tensor, source: Tensor, target_tier: MemoryTier, source_tier: MemoryTier, traffic: Traffic) -> None:

@@ -1,0 +1,53 @@
+"""Seconds to wrap many small layers, make the optimizer and train the first step, on one rank.
+
+    python -m benchmarks.many_parameters
+
+Each row doubles the layers, so that what grows faster than the model shows. Processor time of this process: other
+processes count less than in wall time.
+"""
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini import ShardedModel, ShardedOptimizer
+from optim import HybridAdam
+
+WIDTH = 8
+NUM_LAYERS = (2_500, 5_000, 10_000)
+PHASES = ("wrap", "optimizer", "forward", "backward", "step")
+CHUNK_SIZES = {"searched": None, "a chunk per parameter": 256}
+
+
+def measure(num_layers: int, chunk_size: int | None) -> list[float]:
+    """Seconds of each of `PHASES`."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
+    times = [time.process_time()]
+
+    def done(result: Any) -> Any:
+        times.append(time.process_time())
+        return result
+
+    model = done(ShardedModel(module, device="emulated", chunk_size=chunk_size))
+    optimizer = done(ShardedOptimizer(model, HybridAdam(model.parameters())))
+    loss = done(model(torch.ones(4, WIDTH)).sum())
+    done(loss.backward())
+    done(optimizer.step())
+    return [end - start for start, end in pairwise(times)]
+
+
+def main() -> None:
+    measure(50, None)  # imports
+    print(f"{'chunk size':24}{'parameters':>12}" + "".join(f"{phase:>11}" for phase in (*PHASES, "all")))
+    for name, chunk_size in CHUNK_SIZES.items():
+        for num_layers in NUM_LAYERS:
+            seconds = measure(num_layers, chunk_size)
+            row = "".join(f"{each:>11.2f}" for each in (*seconds, sum(seconds)))
+            print(f"{name:24}{2 * num_layers:>12}{row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The machine has no memory although the budget has: an error as for a budget, and nothing is counted as taken."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from gemini import BudgetError, ShardedModel, ShardedOptimizer
+from gemini.memory.accelerator import AcceleratorTier
+from gemini.memory.emulated import EmulatedTier
+from gemini.memory.host import HostTier
+from tests.mlp import CHUNK_NUMEL, adam, assert_same, build, plain, train_step, weights_of
+
+TOO_MANY_BYTES = 2**55
+
+
+@pytest.mark.parametrize("make", [HostTier, EmulatedTier, lambda: AcceleratorTier(torch.device("cpu"))])
+def test_an_allocation_that_the_machine_refuses_is_a_budget_error_and_not_booked(make: Any) -> None:
+    tier = make()
+    with pytest.raises(BudgetError, match=rf"{tier.name}: no memory for {TOO_MANY_BYTES} bytes of param"):
+        tier.take(TOO_MANY_BYTES, "param")
+    assert tier.ledger.total_bytes == tier.ledger.num_takes == 0
+    assert tier.take(64, "param").nbytes == tier.ledger.total_bytes == 64
+
+
+def test_an_error_that_is_not_about_memory_stays_what_it_is() -> None:
+    with mock.patch.object(torch, "zeros", side_effect=RuntimeError("the driver is gone")):
+        with pytest.raises(RuntimeError, match="the driver is gone") as found:
+            EmulatedTier().take(64, "param")
+    assert not isinstance(found.value, BudgetError)
+
+
+def test_optimizer_state_rests_on_the_host_where_the_device_has_no_memory_left() -> None:
+    zeros = torch.zeros
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB")
+        return zeros(*args, **kwargs)
+
+    class Device(AcceleratorTier):
+        """A GPU whose memory is this machine's."""
+
+        def __init__(self) -> None:
+            super().__init__(torch.device("cpu"))
+
+        def synchronize(self) -> None:
+            return
+
+    with mock.patch("gemini.model.arguments.EmulatedTier", Device):
+        model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL, tensor_placement_policy="cuda")
+    with mock.patch.object(torch, "zeros", refusing):
+        optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    assert "host" in model.memory_report()
+    assert {state.tier for state in optimizer._states.values()} == {"host"}
+    reference, its_optimizer = plain()
+    for step in range(2):
+        train_step(model, optimizer, step)
+        train_step(reference, its_optimizer, step)
+    assert_same(weights_of(model), weights_of(reference))
