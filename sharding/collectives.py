@@ -45,8 +45,7 @@ class Collectives:
     """The collectives of one group; `group=None` is one rank without torch.distributed, not the default one.
 
     wait: a watched wait where ranks may be lost. device: of payloads and shards.
-    Raises ValueError if the group has no backend for that device.
-    Not thread-safe: calls are made in one order, which is the same on every rank.
+    Raises ValueError if the group has no backend for that device. Not thread-safe: calls have one order on all ranks.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class Collectives:
         self.world_size = 1 if group is None else group.size()
         self.wait = wait
         self.checks_tags_first = group is not None and backends(group)[device.type] == "gloo"
+        self._device = device
         self._control_device = device if group is None else control_device(group, device)
         self.bytes_sent = 0  # by this rank, from the sizes handed to torch; tags are not counted
         self.calls: Counter[str] = Counter()  # launches by kind; the tag beside an exchange is not one
@@ -273,6 +273,11 @@ class Collectives:
             return
         self.calls["barrier"] += 1
         self.wait(dist.barrier(group=self.group, async_op=True))
+
+    def abort(self) -> None:
+        """End what a failure left half done, which would go on for ever on a device. gloo has no such. Local."""
+        if self.group and not self.checks_tags_first:
+            self.group._get_backend(self._device).abort()
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, tag: Tag | None = None) -> None:
         if self.world_size == 1:

@@ -7,15 +7,17 @@ whose tags differ is never used; or all ranks have agreed on it before (agreemen
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.errors import DivergenceError
+from gemini.errors import DivergenceError, UnsupportedError
 from gemini.executor.agreement import Agreement, Collective
 from gemini.executor.moment import Moments
 from gemini.executor.watch import ALL_ALIKE, RankWatch
@@ -33,6 +35,17 @@ _BUILD_ALIKE = "All ranks must build the same model with the same arguments"
 _KIND_SHIFT = 24  # a tag's chunk says in its upper bits what is done with it
 
 
+_process = os.getpid()
+
+
+def _count_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
 class Communicator:
     """Collectives of a process group of its own; `group=None` is one rank. Collective to create."""
 
@@ -42,6 +55,7 @@ class Communicator:
         self.moments = moments
         self.plan_hash = 0
         self._sequence = 0
+        self._process = _process
         self._doing = "start", 0, 0  # what, its chunk, its moment
         self._agreement = Agreement()
         self._parent = group
@@ -149,7 +163,10 @@ class Communicator:
             self.collectives.broadcast_(tensor, src, tag=tag)
 
     def agree(self, data: bytes, what: str, shown: str | None = None, remedy: str = _BUILD_ALIKE) -> None:
-        """Raises DivergenceError unless every rank brought the same bytes; `shown` stands for them. Collective."""
+        """Raises DivergenceError unless every rank brought the same bytes. Collective.
+
+        shown: stands for the bytes in the error, which shows the first line that differs.
+        """
         tag = self._next(what, 0)
         words = data if shown is None else shown.encode()
         with self._agreeing():
@@ -158,10 +175,12 @@ class Communicator:
         others = [own[:length] for own, length in split]
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         if different:
-            one, other = (split[rank][0][split[rank][1] :].decode(errors="replace") for rank in (0, different[0]))
+            both = (split[rank][0][split[rank][1] :].decode(errors="replace") for rank in (0, different[0]))
+            lines = zip_longest(*(words.split("\n") for words in both), fillvalue="nothing more")
+            one, other = next(((a, b) for a, b in lines if a != b), ("", ""))
             pairs = zip(one, other, strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-            start = max(0, at - 80)
+            start = max(0, at - 120)
             raise DivergenceError(
                 f"{what} differs between rank 0 and rank {different[0]}: {'...' * (start > 0)}{one[start : at + 80]} "
                 f"against {'...' * (start > 0)}{other[start : at + 80]}. {remedy}"
@@ -176,10 +195,12 @@ class Communicator:
 
     def restart(self) -> None:
         """A clean process group after a failure that every rank caught. Collective."""
+        self._refuse_forked()
         if self.watch is not None:
             self.watch.next_generation()
             self._sequence = 0
             self._agreement = Agreement()
+            self.collectives.abort()
             self.collectives = self._connect()
             self.watch.failed = False
 
@@ -189,6 +210,8 @@ class Communicator:
         if before.group is not None and self.watch is not None and not self.watch.failed:
             before.barrier()  # gloo's end waits for the others': leave together
             dist.destroy_process_group(before.group)
+        elif self.watch is not None and self.watch.failed:
+            before.abort()
 
     def _connect(self) -> Collectives:
         if self.watch is not None:
@@ -215,7 +238,7 @@ class Communicator:
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. Local."""
-        if self.watch is not None:
+        if self.watch is not None and self._process == _process:
             self.watch.publish(error)
 
     def _next(self, what: str, chunk: int) -> Tag | None:
@@ -228,10 +251,20 @@ class Communicator:
         return None if agreed else tag
 
     def _tag(self, what: str, chunk: int) -> Tag:
+        self._refuse_forked()
         kind = _KINDS.index(what) if what in _KINDS else len(_KINDS)
         self._sequence += 1
         self._doing = what, chunk, self.moments.now
         return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << _KIND_SHIFT | chunk, self.moments.now)
+
+    def _refuse_forked(self) -> None:
+        """A child of this process has its sockets, but not the threads that serve them: it would wait for ever."""
+        if self._process != _process and self.watch is not None:
+            raise UnsupportedError(
+                f"this process was forked from rank {self.watch.rank} and cannot fetch a sharded parameter, which "
+                "takes all ranks. In a DataLoader's dataset or collate_fn, use copies of what is needed "
+                "(model.state_dict() before the workers start), or num_workers=0"
+            )
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:

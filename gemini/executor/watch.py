@@ -27,10 +27,11 @@ DIVERGED_AFTER_S = 4.0
 UNCHANGED_S = 6.0  # a rank that is merely slow moves on within this time, on a machine that is not hopeless
 _JOIN_POLL_S = 0.02
 _MEET_POLL_S = 0.0005
+_SPIN_S = 0.002  # most collectives are over sooner; after that others may have the processor
 _DIVERGED = f"{DivergenceError.__name__}: "
 ALL_ALIKE = (
-    "All ranks must run the same operators; mark modules that choose among their children by data with "
-    "gemini.set_leaf_module() before they are wrapped"
+    "All ranks must run the same operators in the same order: look for code that differs by rank. If a module there "
+    "chooses among its children by data, mark it with gemini.set_leaf_module() before it is wrapped"
 )
 _num_watches: Counter[tuple[int, ...]] = Counter()  # by the global ranks that take part
 
@@ -38,11 +39,12 @@ _num_watches: Counter[tuple[int, ...]] = Counter()  # by the global ranks that t
 class RankWatch:
     """The watch of one process group. Collective to create: every rank makes its watches in the same order.
 
-    polls: the backend's waits hold up the host, so that this must look for itself whether one is over.
+    blocks: the backend's `wait` holds up the host until the collective is over, as gloo's does. NCCL's only orders the
+    device's stream, and the first read of a result on the host would wait for a failed rank without end.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, rank_timeout_s: float, where: Callable[[], tuple[int, str]], polls: bool
+        self, group: dist.ProcessGroup, rank_timeout_s: float, where: Callable[[], tuple[int, str]], blocks: bool
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
@@ -51,7 +53,7 @@ class RankWatch:
         self.failed = False
         self._met = ""  # key of this rank's last word to the others when it met them
         self._where = where  # (number, description) of the last collective
-        self._polls = polls
+        self._blocks = blocks
         self._ranks = dist.get_process_group_ranks(group)
         together = tuple(self._ranks)
         prefix = f"gemini/watch/{_num_watches[together]}/{'-'.join(map(str, together))}"
@@ -63,9 +65,6 @@ class RankWatch:
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. Raises RemoteRankError, DivergenceError or RankLostError."""
-        if not self._polls:
-            work.wait()
-            return
         started = time.monotonic()
         published = False
         seen: dict[int, tuple[str, str]] = {}
@@ -175,6 +174,8 @@ class RankWatch:
     def _done(self, work: dist.Work, seconds: float) -> bool:
         """Wait for at most `seconds`. A collective that fails is the end: its connection is gone."""
         try:
+            if not self._blocks:
+                return _completes(work, seconds)
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             if "Operation timed out" not in str(error):
@@ -219,6 +220,8 @@ class RankWatch:
     def _done_at_last(self, work: dist.Work) -> bool:
         """A process may end as soon as its own part is done: what it has sent is still to arrive."""
         try:
+            if not self._blocks:
+                return _completes(work, 2 * POLL_S)
             work.wait(timedelta(seconds=2 * POLL_S))
         except RuntimeError:
             return False
@@ -275,6 +278,19 @@ class RankWatch:
         raise RankLostError(
             f"rank {self.rank} lost the connection to another rank at {self._where()[1]}: {error}"
         ) from error
+
+
+def _completes(work: dist.Work, seconds: float) -> bool:
+    """Look for at most `seconds` whether a collective is over; then order the stream after it."""
+    started = time.monotonic()
+    while not work.is_completed():
+        waited_s = time.monotonic() - started
+        if waited_s > seconds:
+            return False
+        if waited_s > _SPIN_S:
+            time.sleep(_MEET_POLL_S)
+    work.wait()
+    return True
 
 
 def _contradict(places: dict[int, tuple[str, str]]) -> bool:

@@ -179,7 +179,8 @@ class SavedTensors:
         if torch.is_grad_enabled() and executor.is_recomputing():
             raise UnsupportedError(
                 f"double backward (create_graph=True) through {chunk.names()} is not possible while it can leave "
-                "the device. Raise the budget until everything is resident, or keep the penalty's modules outside"
+                "the device. Keep everything resident with tensor_placement_policy='cuda' or a larger device_memory=, "
+                "or keep the penalty's modules outside"
             )
         with executor.publishing(), unseen(), torch.inference_mode(False), torch.no_grad():
             executor.node_fetch(chunk, handle.operator)

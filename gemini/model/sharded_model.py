@@ -50,6 +50,7 @@ from gemini.model.released import ReleasedParameter
 from gemini.model.report import memory_table
 from gemini.model.saved_tensors import SavedTensors
 from gemini.model.state_hooks import StateHooks
+from gemini.model.wrap import describe
 from gemini.placement.policy import PlacementPolicy, resolve_policy
 from sharding import ShardStrategy, resolve_strategy
 
@@ -153,7 +154,8 @@ class ShardedModel(PlainView):
             built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
             stores = stores_of(module, communicator.ranks)
             compiled = [operator.name for operator in operators if operator.is_compiled]
-            communicator.agree(repr((given, planner.inputs, built, compiled)).encode(), "the model")
+            words = describe(given, planner.inputs, built, compiled)
+            communicator.agree(repr((given, planner.inputs, built, compiled)).encode(), "the model", words)
             budget, host_tier.capacity_bytes = budgets.read(module, communicator, device_tier.device)
             chunks, first = planner.plan(chunk_size, budget, host_tier.capacity_bytes)
             had = f"model data budget of {budget} bytes, {first.placement.num_slots} slots"

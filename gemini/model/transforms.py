@@ -46,6 +46,7 @@ def _can_leave(chunk: Chunk) -> bool:
 def _refusal(chunk: Chunk) -> str:
     return (
         f"torch.func.grad (vjp, jacrev, hessian) through {chunk.names()} is not possible while it can leave the "
-        "device, as these transforms allow no saved-tensor hooks. Raise the budget until everything is resident, or "
+        "device, as these transforms allow no saved-tensor hooks. Keep everything resident with "
+        "tensor_placement_policy='cuda' or a larger device_memory=, or "
         "use torch.autograd.grad"
     )

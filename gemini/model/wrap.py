@@ -39,6 +39,17 @@ def packing_inputs(
     return inputs
 
 
+def describe(arguments: str, inputs: list[list[PackingInput]], built: list[str], compiled: list[str]) -> str:
+    """What ranks must have in common, one line each, so that an error can show the first that differs."""
+    parameters = [
+        f"parameter {each.spec.name!r} of shape {each.spec.shape}, (dtype, trainable) = {each.key}"
+        for row in inputs
+        for each in row
+    ]
+    made = [f"built in a ZeroInitContext: {', '.join(built) or 'nothing'}"]
+    return "\n".join([*arguments.split(), *parameters, *made, f"compiled: {', '.join(compiled) or 'nothing'}"])
+
+
 def make_chunks(
     packed_chunks: Sequence[PackedChunk],
     by_name: dict[str, nn.Parameter],

@@ -446,7 +446,8 @@ def different_arguments(rank: int, world_size: int) -> dict[str, str]:
         "strategy": [{"shard_strategy": "tensor"}, {}],
         "chunk size": [{"chunk_size": CHUNK}, {"chunk_size": 2 * CHUNK}],
         "budget": [{"model_data_memory": least}, {"model_data_memory": least + 40 * CHUNK}],
-        "too small": [{"model_data_memory": least}, {"model_data_memory": least // 2}],
+        "one too small": [{"model_data_memory": least}, {"model_data_memory": least // 2}],
+        "too small": [{"model_data_memory": least // 2}] * 2,
         "shape": [{}, {"module": nn.Sequential(nn.Linear(WIDTH, WIDTH + 1))}],
     }
     said = {}
@@ -465,6 +466,35 @@ def different_arguments(rank: int, world_size: int) -> dict[str, str]:
     except DivergenceError as error:
         said["frozen"] = str(error)
     return said
+
+
+class ReadsWeight(torch.utils.data.Dataset[Tensor]):
+    """Asks the model itself for a weight, in whatever process it is used."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.net.layers[6].weight.sum().detach()
+
+
+def a_forked_worker_reads_a_weight(rank: int, world_size: int) -> tuple[str, bool]:
+    """(what the loader raises, training goes on as if there were no loader)."""
+    model, optimizer, net = make(rank_timeout=60)
+    train_step(model, optimizer, rank, 0)
+    loader = torch.utils.data.DataLoader(ReadsWeight(net), num_workers=1, multiprocessing_context="fork")
+    try:
+        said = f"nothing: {list(loader)}"
+    except Exception as error:
+        said = str(error)
+    train_step(model, optimizer, rank, 1)
+    calm, its, _ = make()
+    for step in range(2):
+        train_step(calm, its, rank, step)
+    return said, state_hash(model, optimizer) == state_hash(calm, its)
 
 
 # -- time

@@ -201,13 +201,13 @@ def test_weights_and_buffers_become_those_of_rank_0(ranks: RankPool) -> None:
 
 def test_different_arguments_are_refused_with_what_differs(ranks: RankPool) -> None:
     words: dict[str, list[str]] = {
-        "stage": ["stage=2", "stage=3"],
+        "stage": ["stage=2 against stage=3"],
         "dtype": ["bfloat16"],
         "strategy": ["Tensor", "Chunk"],
-        "chunk size": ["layers."],
-        "budget": ["model data budget of", "slots"],
-        "shape": ["differs between rank 0 and rank 1"],
-        "frozen": ["True", "False"],
+        "chunk size": ["chunk_size=1536 against chunk_size=3072"],
+        "budget": [" model_data_memory=", "against model_data_memory="],
+        "shape": ["differs between rank 0 and rank 1: parameter 'layers.0.weight' of shape (32, 32)", "shape (33, 32)"],
+        "frozen": ["parameter 'layers.0.weight'", "True", "False"],
     }
     exits = ranks(2).run(cases.different_arguments, fresh=True, timeout_s=90)
     for one in exits:
@@ -215,8 +215,16 @@ def test_different_arguments_are_refused_with_what_differs(ranks: RankPool) -> N
         said: dict[str, Any] = one.result
         for what, wanted in words.items():
             assert all(word in said[what] for word in wanted), (what, said[what])
-    assert exits[0].result["too small"].startswith("RemoteRankError: rank 1 failed: BudgetError")
-    assert exits[1].result["too small"].startswith("BudgetError")
+        assert said["one too small"].startswith("DivergenceError"), "a budget is an argument, and all give the same"
+        assert said["too small"].startswith("BudgetError")
+
+
+def test_a_forked_worker_that_touches_a_sharded_model_is_told_at_once(ranks: RankPool) -> None:
+    for said, goes_on in ranks(2).run(cases.a_forked_worker_reads_a_weight, timeout_s=40):
+        assert "UnsupportedError" in said
+        assert "was forked from rank" in said
+        assert "num_workers=0" in said
+        assert goes_on, "training after it has other bits"
 
 
 def test_a_slow_rank_is_not_lost_and_a_lost_one_is_named(ranks: RankPool) -> None:

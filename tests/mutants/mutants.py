@@ -764,6 +764,13 @@ MUTANTS = [
         "tests/test_fallbacks.py",
     ),
     Mutant(
+        "a backend that only orders streams is not waited for",
+        "gemini/executor/watch.py",
+        "    while not work.is_completed():",
+        "    while False:",
+        "tests/dist/test_stream_ordered.py",
+    ),
+    Mutant(
         "two threads are in a forward at once",
         "gemini/executor/calls.py",
         "        elif self.by_thread and not recomputes:",
