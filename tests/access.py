@@ -237,4 +237,21 @@ HALF: list[dict[str, Any]] = [
     {"stage": stage, "dtype": torch.bfloat16, "tensor_placement_policy": policy}
     for stage, policy in ((0, "cpu"), (1, "cuda"), (2, "cpu"), (3, "cuda"), (3, "cpu"))
 ]
-CASES = [reads, sets, gathers]
+def frozen(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+    """A frozen parameter has no gradient and no state to read, whether it was trained before or never."""
+    pair = Pair(world_size, wrap)
+    pair.backward(0)
+    pair.step()
+    for trains in (False, True):
+        for parameter in pair.model.parameters():
+            parameter.requires_grad_(trains)
+        for parameter in pair.model.parameters():
+            assert gemini.safe_get_full_grad(parameter) is None
+            assert gemini.safe_get_local_grad(parameter) is None
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert (gemini.safe_get_full_optimizer_state(parameter, key) is not None) == trains
+                assert (gemini.safe_get_local_optimizer_state(parameter, key) is not None) == trains
+    pair.model.close()
+
+
+CASES = [reads, sets, gathers, frozen]

@@ -51,9 +51,11 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     return whole if whole.dtype is torch.float64 else whole.float()
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
-    """A copy of a state such as "exp_avg", whole, on the compute device. Collective."""
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A copy of a state such as "exp_avg", whole, on the compute device; None of a frozen parameter. Collective."""
     link = _begin("safe_get_full_optimizer_state", param)
+    if not param.requires_grad:
+        return None
     flat = _state(link, optim_state_key)
     with link.executor.publishing(), torch.no_grad():
         return _shaped(gather_optimizer_state(link.executor, link.managed.chunk, flat), link)
@@ -101,9 +103,11 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     return _local(link, flat if flat.dtype is torch.float64 else flat.float()) * inv_scale * clip
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
-    """A copy of this rank's part of a state, 1-D."""
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A copy of this rank's part of a state, 1-D; None of a frozen parameter."""
     link = _begin("safe_get_local_optimizer_state", param)
+    if not param.requires_grad:
+        return None
     return _local(link, _state(link, optim_state_key))
 
 
