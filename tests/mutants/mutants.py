@@ -819,4 +819,33 @@ MUTANTS = [
         "        norm = float(most)",
         "tests/test_parts.py",
     ),
+    Mutant(
+        "parameters of one memory become two",
+        "gemini/model/aliases.py",
+        "                setattr(owner, leaf, kept.tensor)\n",
+        "",
+        "tests/test_shared_storage.py::test_parameters_of_the_same_memory_are_one_under_two_names[cuda]",
+    ),
+    Mutant(
+        "a state dict of the wrapped module holds lazy tensors",
+        "gemini/model/state_hooks.py",
+        "                    state[name] = self._whole(value, state)\n",
+        "                    pass\n",
+        "tests/test_state_dicts.py::test_a_saved_state_dict_of_the_module_holds_tensors_that_load_anywhere",
+    ),
+    Mutant(
+        "hooks are copied with the module",
+        "gemini/model/plain_copy.py",
+        "    _leave_out(handles, memo)\n",
+        "",
+        "tests/test_plain_copies.py::test_a_deepcopy_is_the_plain_module_whole_and_on_its_own[cuda]",
+    ),
+    Mutant(
+        "a parametrization takes its parameter out of the chunk",
+        "gemini/model/released.py",
+        "        return _set_source(self, *args, **kwargs)\n",
+        "        return super().set_(*args, **kwargs)\n",
+        "tests/test_parametrizations.py::test_a_parametrization_put_on_after_wrapping_trains_as_in_plain_pytorch"
+        "[after it-own with inverse-smallest]",
+    ),
 ]
