@@ -86,6 +86,11 @@ def test_a_checkout_beside_itself_has_the_same_bits() -> None:
 
 
 @pytest.mark.soak
+def test_tiny_operators_are_timed_beside_plain_pytorch() -> None:
+    done = run("benchmarks.tiny_operators", "--tiny", "--rounds", "1", "--ranks", "1")
+    assert "ours / plain" in done.stdout, done.stderr
+
+
 def test_the_profile_of_a_step_names_calls() -> None:
     done = run("benchmarks.step_profile", "--tiny")
     assert done.returncode == 0, done.stderr
