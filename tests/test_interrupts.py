@@ -105,11 +105,6 @@ def test_after_ctrl_c_in_a_forward_what_was_trained_can_be_saved_and_trained_on(
     mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
 
 
-def steps_nothing(optimizer: Any) -> None:
-    with pytest.raises(GeminiError, match="no gradient since the last step"):
-        optimizer.step()
-
-
 @PLACES
 @pytest.mark.parametrize("where", BACKWARD)
 @pytest.mark.parametrize("then", ["step", "save", "forward", "read a weight"])
@@ -122,7 +117,7 @@ def test_after_ctrl_c_in_a_backward_its_gradients_are_dropped_and_the_user_is_to
     mlp.train_step(reference, its, 0)
     interrupted(model, where, lambda: mlp.loss_of(model, 1).backward())
     what: dict[str, Callable[[], Any]] = {
-        "step": lambda: steps_nothing(optimizer),
+        "step": optimizer.step,  # without a gradient it changes nothing
         "save": lambda: mlp.weights_of(model),
         "forward": lambda: model(mlp.inputs(1)),
         "read a weight": lambda: model.module.layers[5].weight.norm(),
