@@ -31,3 +31,19 @@ def test_readme_names_only_what_is_there() -> None:
         assert path.exists(), f"README's tree names {name}"
         if not line.startswith(" "):
             folder = path
+
+
+ROWS = [
+    pytest.param(row, id=f"{page}-{row[2:40].strip()}")
+    for page in ("assumptions", "coming_from")
+    for row in re.findall(r"^\| .*$", (ROOT / "docs" / f"{page}.md").read_text(), re.M)[1:]
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_names_the_test_that_checks_it(row: str) -> None:
+    """In a comment at its end, which no page shows: `<!-- tests/file.py::test_name -->`."""
+    found = re.search(r"<!-- (tests/[\w/]+\.py)::(test_\w+) --> \|$", row)
+    assert found is not None, f"no test is named at the end of: {row}"
+    path, name = found.groups()
+    assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), f"{path} has no {name}"

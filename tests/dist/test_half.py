@@ -88,7 +88,7 @@ def test_ranks_equal_plain(ranks: RankPool, world_size: int) -> None:
     for place, (name, recipe, wrap) in enumerate(jobs):
         plain = train_plain(MODELS[name], 3, world_size, **recipe)
         for rank, of_rank in enumerate(results):
-            wanted = wanted_on(rank, plain, **recipe)
+            wanted = wanted_on(rank, plain)
             try:
                 assert_equal_runs(of_rank[place][0], dataclasses.replace(wanted, grads=None))
             except AssertionError as error:
