@@ -20,6 +20,7 @@ from torch import Tensor
 from gemini.errors import DivergenceError, UnsupportedError
 from gemini.executor.agreement import Agreement, Collective
 from gemini.executor.moment import Moments
+from gemini.executor.own_group import connect
 from gemini.executor.watch import ALL_ALIKE, RankWatch
 from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
@@ -219,12 +220,8 @@ class Communicator:
         # a group of our own: a collective that a failure left half done must not meet the user's next one
         if self._parent is None or self.watch is None:
             return Collectives(None)
-        ranks = dist.get_process_group_ranks(self._parent)
-        own: dist.ProcessGroup = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=self._rank_timeout_s + 60),  # the watch is first to call a rank lost
-            use_local_synchronization=len(ranks) != dist.get_world_size(),
-        )
+        timeout = timedelta(seconds=self._rank_timeout_s + 60)  # the watch is first to call a rank lost
+        own = connect(self._parent, self.watch.name, timeout)
         return Collectives(own, self.watch.wait, self.device)
 
     @contextmanager

@@ -56,12 +56,17 @@ class RankWatch:
         self._blocks = blocks
         self._ranks = dist.get_process_group_ranks(group)
         together = tuple(self._ranks)
-        prefix = f"gemini/watch/{_num_watches[together]}/{'-'.join(map(str, together))}"
+        self._prefix = f"gemini/watch/{_num_watches[together]}/{'-'.join(map(str, together))}"
         _num_watches[together] += 1
-        self._store = PrefixStore(prefix, last_words.default_store())
+        self._store = PrefixStore(self._prefix, last_words.default_store())
         self._heard = -1  # the last generation of whose failure this rank knows
         last_words.publish_exit()
         last_words.watches.add(self)
+
+    @property
+    def name(self) -> str:
+        """Of this generation of this watch, the same on all its ranks and on none other."""
+        return f"{self._prefix}/{self.generation}/group"
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. Raises RemoteRankError, DivergenceError or RankLostError."""
