@@ -189,10 +189,14 @@ class Communicator:
 
     def agree_on_names(self, names: list[str]) -> list[str]:
         """The sorted union of every rank's names. Collective."""
-        tag = self._next("names of states", 0)
-        with self._agreeing():
-            everything = self.collectives.all_gather_bytes("\n".join(names).encode(), tag)
+        everything = self.all_gather_bytes("\n".join(names).encode(), "names of states")
         return sorted({name for one in everything for name in one.decode().split("\n") if name})
+
+    def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
+        """Every rank's bytes, in rank order; lengths may differ. Collective."""
+        tag = self._next(what, 0)
+        with self._agreeing():
+            return self.collectives.all_gather_bytes(data, tag)
 
     def restart(self) -> None:
         """A clean process group after a failure that every rank caught. Collective."""

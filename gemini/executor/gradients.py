@@ -16,6 +16,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import UnsupportedError
 from gemini.executor.communicator import Communicator
+from gemini.executor.completion import Completion
 from gemini.executor.exchange import Exchange
 from gemini.executor.gradient_store import ChunkGradient, GradientStore
 from gemini.executor.leftovers import Becomes, Leftovers
@@ -50,6 +51,7 @@ class Gradients:
         self.gathers_in_backward = exchange.stage == 3 and communicator.world_size > 1
         self.follows_points = communicator.world_size > 1  # when what arrives decides when all ranks reduce it
         self.reduction = ReductionOrder([chunk.index for chunk in self.trainable])
+        self.completion = Completion(store, communicator)
         self.synchronizes = True  # False inside no_sync()
         self.num_backwards = 0  # since the last step
         self.awaits_reduction = False  # backwards under no_sync() have left some gradients; equal on all ranks
@@ -68,6 +70,7 @@ class Gradients:
         self.in_backward = True
         self.num_backwards += 1
         self.reduction.begin()
+        self.completion.begin()
         self._reduced.clear()
         self._next_in_order = 0
         self._off_plan = False
@@ -90,6 +93,8 @@ class Gradients:
             gradient.num_fired += 1
         if self.follows_points:
             self.reduction.last_fire[chunk.index] = self.position()
+            if gradient.num_fired >= gradient.expected:
+                self.completion.note(chunk.index)
         if chunk.index in self._reduced:
             self._off_plan = gradient.in_pieces = True
         elif gradient.num_fired == gradient.expected:
@@ -161,14 +166,8 @@ class Gradients:
                 if index not in self._reduced:
                     self.reduce(self.store.gradients[index])
             return
-        gradients = [self.store.gradients[chunk.index] for chunk in self.trainable]
-        complete = torch.tensor(
-            [g.is_open and g.num_fired == g.expected for g in gradients], dtype=torch.int64, device=self.device
-        )
-        self.communicator.all_reduce_sum_(complete, "agreement on complete gradients")
-        for gradient, count in zip(gradients, complete.tolist(), strict=True):
-            if count == self.communicator.world_size:
-                self.reduce(gradient)
+        for index in self.completion.agree():
+            self.reduce(self.store.gradients[index])
 
     def end_backward(self) -> None:
         """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
@@ -257,6 +256,7 @@ class Gradients:
         with torch.inference_mode(False), torch.no_grad():
             self.exchange.finish_reduction()
             self._reduced.add(gradient.chunk.index)
+            self.completion.end(gradient.chunk.index)
             if gradient.is_behind:
                 self.unsynced.reduce(gradient, self.num_backwards)
                 return
@@ -338,6 +338,7 @@ class Gradients:
         self.num_forgotten += 1
         self.num_backwards = 0
         self.leftovers.end(becomes, stay or {})
+        self.completion.note_all()
         self.has_zeros = becomes is Becomes.ZERO
         # what one rank alone knows to have had a gradient is agreed on where the zeros are needed
         behind = any(gradient.is_behind for gradient in self.store.gradients.values())

@@ -301,6 +301,13 @@ MUTANTS = [
         "tests/test_leftovers.py",
     ),
     Mutant(
+        "ranks take the others' complete gradients for their own",
+        "gemini/executor/completion.py",
+        "        if all(agreed[i] == ~agreed[i + _DIGEST_WORDS] for i in range(_DIGEST_WORDS)):\n",
+        "        if True:\n",
+        "tests/dist/test_leaves.py::test_ranks_that_use_other_branches_equal_plain",
+    ),
+    Mutant(
         "each rank knows of its own gradients only",
         "gemini/executor/gradients.py",
         "            gradient.agreed[:] = agreed[start:end]\n",

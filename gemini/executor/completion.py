@@ -1,0 +1,97 @@
+"""Which gradients are complete on every rank, while a backward is recorded.
+
+[Note: News] Ranks ask at every touch. Words for every chunk would cost the square of the number of chunks, so a rank
+sends only what is new to the others since the last touch. Mostly the news is the same on all ranks, and a digest of
+fixed size says so. Only where it differs do ranks send it in full. Each of them then counts, by chunk, how many ranks
+have its gradient complete.
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+
+import torch
+
+from gemini.executor.communicator import Communicator
+from gemini.executor.gradient_store import ChunkGradient, GradientStore
+
+_WHAT = "agreement on complete gradients"
+_DIGEST_WORDS = 2
+
+
+class Completion:
+    """Of one backward of one model, on several ranks."""
+
+    def __init__(self, store: GradientStore, communicator: Communicator) -> None:
+        self.store = store
+        self.communicator = communicator
+        self._changed: dict[int, None] = {}  # chunks whose gradient may have become complete, or more than that
+        self._told: dict[int, None] = {}  # chunks that this rank last said to be complete
+        self._num_ranks: dict[int, int] = {}  # by chunk: ranks that last said so; equal on all ranks
+        self._asked = False
+
+    def begin(self) -> None:
+        """A backward starts."""
+        self._asked = False
+        self._changed.clear()
+        self._told.clear()
+        self._num_ranks.clear()
+
+    def note(self, index: int) -> None:
+        """The chunk got a gradient, with which it has all that it expects, or more. Local."""
+        self._changed[index] = None
+
+    def note_all(self) -> None:
+        """Gradients were discarded: what was complete need not be so any more. Local."""
+        self._changed.update(self._told)
+
+    def end(self, index: int) -> None:
+        """The chunk's gradient is being reduced. Every rank calls it at the same point."""
+        self._told.pop(index, None)
+        self._num_ranks.pop(index, None)
+
+    def agree(self) -> list[int]:
+        """Chunks whose open gradient is complete on every rank, in the model's order. Collective."""
+        news = self._news()
+        digest = array("q", blake2b(news.tobytes(), digest_size=8 * _DIGEST_WORDS).digest()).tolist()
+        words = [*digest, *(~word for word in digest)]  # the largest of the complements is that of the smallest
+        both = torch.tensor(words, dtype=torch.int64, device=self.store.device.device)
+        self.communicator.all_reduce_max_(both, _WHAT)
+        agreed: list[int] = both.tolist()
+        world_size = self.communicator.world_size
+        if all(agreed[i] == ~agreed[i + _DIGEST_WORDS] for i in range(_DIGEST_WORDS)):
+            of_ranks = [news] * world_size
+        else:
+            of_ranks = [array("q", sent) for sent in self.communicator.all_gather_bytes(news.tobytes(), _WHAT)]
+        for its_news in of_ranks:
+            for word in its_news:
+                index, is_complete = divmod(word, 2)
+                self._num_ranks[index] = self._num_ranks.get(index, 0) + (1 if is_complete else -1)
+        touched = sorted({word // 2 for its_news in of_ranks for word in its_news})
+        return [index for index in touched if self._num_ranks[index] == world_size]
+
+    def _news(self) -> array[int]:
+        """Two times the index of each chunk that has become complete or has ceased to be, plus 1 if it is complete."""
+        gradients = self.store.gradients
+        if self._asked:
+            suspects = sorted(self._changed)
+        else:  # passes may follow the record up to here, or an interrupted backward has left something
+            suspects = sorted(gradients)
+        self._asked = True
+        self._changed.clear()
+        news = array("q")
+        for index in suspects:
+            is_complete = _is_complete(gradients[index])
+            if is_complete == (index in self._told):
+                continue
+            news.append(2 * index + is_complete)
+            if is_complete:
+                self._told[index] = None
+            else:
+                del self._told[index]
+        return news
+
+
+def _is_complete(gradient: ChunkGradient) -> bool:
+    return gradient.is_open and gradient.num_fired == gradient.expected
