@@ -29,6 +29,15 @@ def test_a_plain_parameter_cannot_take_a_wrapped_ones_memory_and_keeps_its_own()
     assert nn.Parameter(model.layers[0].weight.data.clone()).requires_grad
 
 
+def test_a_plain_parameter_that_takes_a_wrapped_one_itself_has_placeholders() -> None:
+    """Torch asks the right side of `.data =` nothing. `.data` of it is refused, and a copy has the values."""
+    model, other = wrap(), nn.Linear(WIDTH, WIDTH)
+    other.weight.data = model.layers[0].weight
+    assert other.weight.isnan().all()
+    other.weight.data = model.layers[0].weight.clone()
+    assert torch.equal(other.weight, build().layers[0].weight)
+
+
 def test_what_was_detached_answers_for_its_place_without_memory() -> None:
     model = wrap()
     lazy = model.layers[0].weight.detach()
