@@ -8,6 +8,8 @@ import torch
 
 import gemini
 from gemini import GatheredParameters, GeminiError
+from gemini.placement.demand import Demand, Placement, Tier
+from gemini.placement.policy import slots_for
 from tests import access, mlp
 
 
@@ -47,7 +49,25 @@ def test_what_is_not_there_is_named() -> None:
 def test_parameters_that_do_not_fit_together_are_an_error_that_leaves_all_as_it_was() -> None:
     model, optimizer = mlp.sharded("smallest")
     before = mlp.weights_of(model)
-    with pytest.raises(gemini.SlotError, match="slots of"), GatheredParameters(model):
+    with pytest.raises(gemini.SlotError, match=r"slots of.*Raise model_data_memory= or"), GatheredParameters(model):
         raise AssertionError("unreachable")
     mlp.assert_same(mlp.weights_of(model), before)
     mlp.train_step(model, optimizer)
+
+
+class FewSlots:
+    """A policy of the user's own, which gives the fewest slots that work."""
+
+    name = "few slots"
+
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        return slots_for(demand, tuple(dict.fromkeys(chunk.home_bytes, Tier.HOST) for chunk in demand.chunks))
+
+
+def test_where_no_budget_was_given_the_advice_is_not_to_raise_it() -> None:
+    model = gemini.ShardedModel(
+        mlp.build(), device="emulated", chunk_size=mlp.CHUNK_NUMEL, tensor_placement_policy=FewSlots()
+    )
+    with pytest.raises(gemini.SlotError, match=r"slots of.*num_slots") as raised, GatheredParameters(model):
+        raise AssertionError("unreachable")
+    assert "model_data_memory" not in str(raised.value)

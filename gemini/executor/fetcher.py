@@ -228,10 +228,13 @@ class Fetcher:
         users = "; ".join(
             f"chunk {s.chunk} ({self.chunks[s.chunk].names()})" for s in pool.slots if s.chunk is not None
         )
+        if self.device.capacity_bytes is None:  # a built-in policy gives every chunk a slot then
+            more = "Nothing limits model data here: let place() of tensor_placement_policy= give more num_slots"
+        else:
+            more = f"Raise model_data_memory= or device_memory= by {pool.num_bytes} bytes"
         return (
             f"{self.where()} needs chunk {chunk.index} ({chunk.names()}), but all {len(pool.slots)} slots of "
-            f"{pool.num_bytes} bytes are in use at this moment by {users}. Raise model_data_memory= or device_memory= "
-            f"by {pool.num_bytes} bytes, or make chunk_size= smaller"
+            f"{pool.num_bytes} bytes are in use at this moment by {users}. {more}, or make chunk_size= smaller"
         )
 
     def where(self) -> str:
