@@ -13,7 +13,7 @@ from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitCont
 from gemini.executor import watch
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
-from gemini.model import move_in
+from gemini.model import hooks, move_in
 from gemini.model.hooks import Hooks
 from gemini.model.operator_table import OperatorTable
 from gemini.model.state_hooks import StateHooks
@@ -130,7 +130,7 @@ def at_other_places(rank: int, world_size: int) -> None:
         (Hooks, "watch", 0),
         (OperatorTable, "_attach", 0),
         (StateHooks, "install", 0),
-        (nn.Parameter, "register_post_accumulate_grad_hook", 2),
+        (hooks, "hook_last", 2),
     ]
     for owner, name, number in places:
         fails_and_wraps_again(rank, 0, failing_in(owner, name, number), False, OPTIONS[1])
