@@ -175,10 +175,13 @@ def test_a_state_dict_of_another_optimizer_or_with_a_part_missing_is_refused() -
     plain = mlp.build()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     mlp.train_step(plain, sgd)
+    unstepped = torch.optim.SGD(mlp.build().parameters(), lr=0.1, momentum=0.9).state_dict()
+    mixed = {**optimizer.state_dict(), "state": sgd.state_dict()["state"]}
     incomplete = optimizer.state_dict()
     del incomplete["state"][3]["exp_avg"]
     for saved, said in (
-        (sgd.state_dict(), r"state of parameter 0 \(layers\.0\.weight\) has momentum_buffer; .* keeps step, exp_avg"),
+        (mixed, r"state of parameter 0 \(layers\.0\.weight\) has momentum_buffer; .* keeps step, exp_avg"),
+        (unstepped, r"a param group of the state dict has no betas, eps, found .*'momentum'.* another optimizer's"),
         (incomplete, r"state of parameter 3 \(layers\.1\.bias\) has step, exp_avg_sq; .*leave it out"),
     ):
         with pytest.raises(ValueError, match=said):

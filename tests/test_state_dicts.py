@@ -90,6 +90,9 @@ def test_state_dict_takes_its_arguments_by_position_and_by_name() -> None:
     with pytest.warns(FutureWarning, match="by keyword"):
         assert model.state_dict(by_position, "a.") is by_position
     assert_same(dict(by_position), dict(reference.state_dict(prefix="a.")))
+    by_name: dict[str, Any] = {}
+    assert model.state_dict(destination=by_name, prefix="a.") is by_name
+    assert_same(by_name, dict(by_position))
     variables = model.state_dict(keep_vars=True)
     assert list(variables) == list(reference.state_dict())
     assert variables["layers.0.weight"] is model.layers[0].weight

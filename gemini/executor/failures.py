@@ -22,6 +22,10 @@ from gemini.executor.underway import Underway
 
 _PACKAGES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _graph_task_id = torch._C._current_graph_task_id
+_DROPPED = (
+    "the gradients since the last step are incomplete and were dropped. Weights and optimizer state are as after "
+    "that step"
+)
 
 
 class Failures:
@@ -66,11 +70,7 @@ class Failures:
         if self._gradients.in_backward and not backward_runs():
             self._communicator.publish(_caught("backward"))
             if self._communicator.watch is None:
-                warnings.warn(
-                    "a backward ended with an exception: the gradients since the last step are incomplete and were "
-                    "dropped. Weights and optimizer state are as after that step",
-                    stacklevel=4,
-                )
+                warnings.warn(f"a backward ended with an exception: {_DROPPED}", stacklevel=4)
                 self.abandon()
 
     def _drop_forward(self) -> None:
@@ -114,6 +114,8 @@ class Failures:
             raise torn(self._torn_by)
         watch = self._communicator.watch
         if watch is not None and watch.failed:
+            if self._gradients.num_backwards:
+                warnings.warn(f"a forward, backward or step ended with an exception: {_DROPPED}", stacklevel=4)
             self.abandon()
             self._communicator.restart()
 

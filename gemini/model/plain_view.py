@@ -79,8 +79,9 @@ class PlainView(nn.Module):
         if destination is None:
             return state
         destination.update(state)
-        if "_metadata" in vars(destination):
-            vars(destination)["_metadata"].update(vars(state).get("_metadata", {}))
+        metadata = getattr(destination, "_metadata", None)  # a plain dict has none
+        if metadata is not None:
+            metadata.update(vars(state).get("_metadata", {}))
         return destination
 
     def load_state_dict(

@@ -9,6 +9,7 @@ this one's (without "masters") loads there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import EntryNames
 from gemini.placement.demand import Kind
 from optim import HALF_DTYPES
+
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho", "etas")
+"""What tells optimizers apart: a param group without one that this optimizer has comes from another kind."""
 
 
 def whole_optimizer_state(
@@ -171,6 +175,13 @@ def _check(
     sizes, loaded = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved["param_groups"]]
     if sizes != loaded:
         raise ValueError(f"the state dict has param groups of {loaded} parameters, this optimizer of {sizes}")
+    for group, loaded_group in zip(groups, saved["param_groups"], strict=True):
+        missing = [name for name in _HYPERPARAMETERS if name in group and name not in loaded_group]
+        if missing:
+            raise ValueError(
+                f"a param group of the state dict has no {', '.join(missing)}, found "
+                f"{sorted(name for name in loaded_group if name != 'params')}: it is another optimizer's"
+            )
     for part in ("state", "masters"):
         if not isinstance(saved.get(part, {}), Mapping):
             raise ValueError(f"{part!r} of an optimizer state dict must be a dict, found {type(saved[part]).__name__}")
@@ -214,11 +225,9 @@ def _check_tensor(name: str, value: Any, who: str, managed: ManagedParameter) ->
 
 
 def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
 
 
 def _numbers(groups: list[dict[str, Any]]) -> dict[int, int]:

@@ -7,8 +7,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -511,3 +513,22 @@ def one_rank_dawdles(rank: int, world_size: int, seconds: float, rank_timeout: f
     except GeminiError as error:
         return f"{type(error).__name__}: {error}"
     return "done"
+
+
+def a_forward_that_all_catch_drops_gradients(rank: int, world_size: int, stage: int) -> None:
+    """Gradients of a backward before it are dropped on all ranks alike, with a warning; training goes on."""
+    impatient()
+    model, optimizer, net = make(stage=stage)
+    train_step(model, optimizer, rank, 0)
+    before = state_hash(model, optimizer)
+    optimizer.backward(model(batch(rank, 1)).square().mean())
+    net.at[1] = boom
+    with suppress(Boom):
+        model(batch(rank, 2))
+    net.at.clear()
+    with pytest.warns(UserWarning, match="ended with an exception: the gradients since the last step .* were dropped"):
+        optimizer.step()
+    assert state_hash(model, optimizer) == before
+    train_step(model, optimizer, rank, 3)
+    assert state_hash(model, optimizer) != before
+    model.close()

@@ -233,3 +233,10 @@ def test_a_slow_rank_is_not_lost_and_a_lost_one_is_named(ranks: RankPool) -> Non
     exits = ranks(2).run(cases.one_rank_dawdles, 6.0, 2.0, fresh=True, timeout_s=60)
     assert exits[0].result is not None and "RankLostError" in exits[0].result, exits[0].stderr[-2000:]
     assert "forward of" in exits[0].result
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_from_before_a_forward_that_failed_on_all_ranks_are_dropped_and_that_is_said(
+    ranks: RankPool, stage: int
+) -> None:
+    ranks(2).run(cases.a_forward_that_all_catch_drops_gradients, stage)
