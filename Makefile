@@ -37,7 +37,7 @@ demo: $(STAMP)
 	$(PY) examples/train_gpt.py --demo
 
 test: $(STAMP)
-	$(PY) -m pytest -q --durations=15 -m "not soak" tests
+	$(PY) -m pytest -q -n 2 --dist loadfile --durations=15 -m "not soak" tests
 
 soak: $(STAMP)
 	$(PY) -m pytest -q --durations=15 --timeout=3600 -m soak tests

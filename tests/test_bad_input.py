@@ -65,7 +65,7 @@ def weight(model: nn.Module, layer: int = 0) -> nn.Parameter:
     [
         ({"module": 3}, TypeError, "module must be a torch.nn.Module, found int"),
         ({"shard_strategy": "rows"}, ValueError, "shard_strategy='rows'.*'tensor', 'bucket', 'chunk'"),
-        ({"shard_strategy": object()}, TypeError, "shard_strategy must be"),
+        ({"shard_strategy": 3.5}, TypeError, "shard_strategy must be"),
         ({"process_group": "gloo"}, TypeError, "process_group must be a ProcessGroup or None, found str"),
         ({"stage": 4}, ValueError, "stage must be 0, 1, 2 or 3, found 4"),
         ({"stage": "3"}, ValueError, "stage must be 0, 1, 2 or 3, found '3'"),

@@ -91,6 +91,7 @@ def test_tiny_operators_are_timed_beside_plain_pytorch() -> None:
     assert "ours / plain" in done.stdout, done.stderr
 
 
+@pytest.mark.soak
 def test_the_profile_of_a_step_names_calls() -> None:
     done = run("benchmarks.step_profile", "--tiny")
     assert done.returncode == 0, done.stderr
