@@ -47,6 +47,7 @@ mutants: $(STAMP)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check . || { echo "lint: run ruff format ." >&2; exit 1; }
 	$(PY) -m mypy
 
 bench: $(STAMP)

@@ -4,6 +4,8 @@
     python -m benchmarks --list
     python -m benchmarks train_step    # some
     python -m benchmarks --tiny        # seconds each, to see that they run
+
+Each one can also be started alone: `python -m benchmarks.train_step --help`.
 """
 
 from __future__ import annotations

@@ -88,9 +88,7 @@ def _ours(size: Size, device: torch.device, options: dict[str, Any]) -> Training
     per_parameter = where.pop("bytes_per_parameter", None)
     if per_parameter is not None:
         where["model_data_memory"] = int(per_parameter * sum(p.numel() for p in module.parameters()))
-    model = ShardedModel(
-        module, device="emulated" if device.type == "cpu" else device, dtype=torch.bfloat16, **where
-    )
+    model = ShardedModel(module, device="emulated" if device.type == "cpu" else device, dtype=torch.bfloat16, **where)
     adam = HybridAdam(model.parameters(), lr=LEARNING_RATE)
     return Training(model, ShardedOptimizer(model, adam, clip_grad_norm=MAX_NORM), closing=[model.close])
 
@@ -121,9 +119,7 @@ SYSTEMS = {
         "GPU: fp32 weights 4, fp32 gradients 4, fp32 moments 8; bf16 casts of the weights (2) while a step runs",
         _plain_autocast,
     ),
-    "plain HybridAdam": System(
-        "GPU: bf16 weights 2, bf16 gradients 2, fp32 masters 4, fp32 moments 8", _plain_hybrid
-    ),
+    "plain HybridAdam": System("GPU: bf16 weights 2, bf16 gradients 2, fp32 masters 4, fp32 moments 8", _plain_hybrid),
     "FSDP2": System(
         "GPU: fp32 shards 4, fp32 gradients 4, fp32 moments 8; bf16 weights and gradients of the blocks in use",
         _fsdp2,

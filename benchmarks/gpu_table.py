@@ -1,6 +1,8 @@
 """The table of what the GPU's cases wrote, whichever of them exist.
 
     python -m benchmarks.gpu_table benchmarks/results/gpu/cases.jsonl
+
+It reads the file of JSON lines that `benchmarks/gpu.sh` writes.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Spread:
         return cls(middle, lower, upper, min(sample), max(sample))
 
     def text(self, scale: float = 1.0, digits: int = 1) -> str:
-        """"median (lower–upper)"."""
+        """Return the median and the range in parentheses: "median (lower–upper)"."""
         return f"{self.median * scale:.{digits}f} ({self.lower * scale:.{digits}f}–{self.upper * scale:.{digits}f})"
 
 

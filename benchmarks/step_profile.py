@@ -2,6 +2,8 @@
 
     python -m benchmarks.step_profile                       # at the budget of FSDP2 without resharding
     python -m benchmarks.step_profile --budget-mib 221.1
+
+The command line's `--help` lists the other options.
 """
 
 from __future__ import annotations

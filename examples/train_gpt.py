@@ -474,9 +474,7 @@ def backend_for(settings: Settings, local_rank: int, world_size: int) -> str:
         return "gloo"
     num_gpus = torch.cuda.device_count()
     if local_rank >= num_gpus > 1:
-        raise ValueError(
-            f"{world_size} ranks need as many GPUs, found {num_gpus}: give --device emulated"
-        )
+        raise ValueError(f"{world_size} ranks need as many GPUs, found {num_gpus}: give --device emulated")
     torch.cuda.set_device(local_rank if num_gpus > 1 else 0)  # SLURM shows every rank its own GPU only
     return "nccl"
 

@@ -167,9 +167,7 @@ class HybridAdam(Optimizer):
             for name, value in defaults.items():
                 group.setdefault(name, value)
             if group.get("amsgrad"):
-                raise ValueError(
-                    "amsgrad must be False, found True: the maximum of past second moments is not kept"
-                )
+                raise ValueError("amsgrad must be False, found True: the maximum of past second moments is not kept")
             hyperparameters(group)
         super().__setstate__(state)
 

@@ -44,8 +44,7 @@ def refuse_unknown_arguments(owner: str, unknown: Iterable[str], valid: Iterable
     for name in unknown:
         nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
         raise TypeError(
-            f"{owner}() has no argument {name!r}; the nearest valid name is {nearest[0]!r} "
-            f"(valid: {', '.join(valid)})"
+            f"{owner}() has no argument {name!r}; the nearest valid name is {nearest[0]!r} (valid: {', '.join(valid)})"
         )
 
 

@@ -58,6 +58,7 @@ class AdamPiece(NamedTuple):
 
     def narrow(self, start: int, length: int) -> AdamPiece:
         """Elements [start, start + length), as views."""
+
         def part(tensor: Tensor) -> Tensor:
             return tensor.detach().narrow(0, start, length)
 

@@ -138,9 +138,7 @@ def _update_moments(g: Tensor, m: Tensor, v: Tensor, term: Tensor, factors: _Fac
     v.mul_(factors.beta2).add_(term)
 
 
-def _denominator(
-    denom: Tensor, v: Tensor, wide: Tensor | None, scalars: AdamScalars, factors: _Factors
-) -> None:
+def _denominator(denom: Tensor, v: Tensor, wide: Tensor | None, scalars: AdamScalars, factors: _Factors) -> None:
     square_root_(denom, v, wide)
     if scalars.root_bias2 != 1.0:
         denom.div_(factors.root_bias2)
@@ -156,4 +154,3 @@ def _update_parameter(
     torch.mul(m, factors.step_size, out=term)
     term.div_(denom)
     p.sub_(term)
-

@@ -17,9 +17,7 @@ BF16_NAN_BITS = 0x7FC0
 def to_bfloat16_half_up(master: Tensor, out: Tensor | None = None) -> Tensor:
     """`master` (fp32, contiguous, any shape) as bf16, in `out` (contiguous, same shape) if given."""
     if master.dtype != torch.float32 or not master.is_contiguous():
-        raise ValueError(
-            f"master must be fp32 and contiguous, found {master.dtype}, stride {master.stride()}"
-        )
+        raise ValueError(f"master must be fp32 and contiguous, found {master.dtype}, stride {master.stride()}")
     if out is None:
         out = torch.empty_like(master, dtype=torch.bfloat16)
     if out.dtype != torch.bfloat16 or not out.is_contiguous() or out.shape != master.shape:

@@ -336,8 +336,7 @@ class Collectives:
             raise ValueError(f"the layout is for {layout.world_size} ranks, the group has {self.world_size}")
         if payload.dim() != 1 or not payload.is_contiguous() or payload.numel() < layout.numel:
             raise ValueError(
-                f"payload must be contiguous, 1-D, of at least {layout.numel} elements, "
-                f"got {tuple(payload.shape)}"
+                f"payload must be contiguous, 1-D, of at least {layout.numel} elements, got {tuple(payload.shape)}"
             )
 
 

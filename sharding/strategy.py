@@ -105,8 +105,7 @@ def check_units(
 
 def _is_nested(units: object) -> bool:
     return isinstance(units, Sequence) and all(
-        isinstance(unit, Sequence) and all(isinstance(parameter, ParameterSpec) for parameter in unit)
-        for unit in units
+        isinstance(unit, Sequence) and all(isinstance(parameter, ParameterSpec) for parameter in unit) for unit in units
     )
 
 

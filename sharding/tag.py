@@ -40,10 +40,7 @@ class Tag(NamedTuple):
         return cls(first >> 32 & _LOW, first & _LOW, second >> 32 & _LOW, second & _LOW)
 
     def __str__(self) -> str:
-        return (
-            f"chunk {self.chunk} at moment {self.moment} "
-            f"(collective {self.sequence} of plan {self.plan_hash:08x})"
-        )
+        return f"chunk {self.chunk} at moment {self.moment} (collective {self.sequence} of plan {self.plan_hash:08x})"
 
 
 class TagMismatch(RuntimeError):

@@ -237,6 +237,8 @@ HALF: list[dict[str, Any]] = [
     {"stage": stage, "dtype": torch.bfloat16, "tensor_placement_policy": policy}
     for stage, policy in ((0, "cpu"), (1, "cuda"), (2, "cpu"), (3, "cuda"), (3, "cpu"))
 ]
+
+
 def frozen(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """A frozen parameter has no gradient and no state to read, whether it was trained before or never."""
     pair = Pair(world_size, wrap)

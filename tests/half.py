@@ -31,9 +31,7 @@ class Trained:
         self.rank, self.world_size, self.dtype = rank, world_size, wrap["dtype"]
         self.model = ShardedModel(build(), device="emulated", **wrap)
         scaled = {"initial_scale": 2.0**10, "hysteresis": 1} if self.dtype is torch.float16 else {}
-        self.optimizer = ShardedOptimizer(
-            self.model, mlp.adam(self.model.parameters()), clip_grad_norm=0.5, **scaled
-        )
+        self.optimizer = ShardedOptimizer(self.model, mlp.adam(self.model.parameters()), clip_grad_norm=0.5, **scaled)
         self.losses: list[Tensor] = []
 
     def backward(self, step: int, factor: float = 1.0) -> None:

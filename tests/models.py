@@ -138,9 +138,7 @@ _add("chain_loss_outside", awkward.ChainOutputs, "big", loss=loss_of_outputs)
 _add("layer_norm", awkward.NormedChain, "big")
 _add("input_needs_grad", awkward.InputNeedsGrad)
 _add("convolutions", awkward.Convolutions, "float_input", batch=image_batch())
-_add(
-    "large_embedding", awkward.LargeEmbedding, "big oversize", chunk_numel=2048, batch=token_batch(vocab=1024)
-)
+_add("large_embedding", awkward.LargeEmbedding, "big oversize", chunk_numel=2048, batch=token_batch(vocab=1024))
 
 # in-place operations and outputs of every shape
 _add("inplace_on_output", awkward.InplaceOnOutput)
@@ -158,9 +156,7 @@ _add("borrowed", awkward.Borrowed, "big borrowed")
 _add("norm_penalty", awkward.NormPenalty, "big borrowed")
 _add("norm_penalty_outside", awkward.Chain, "big borrowed", loss=penalised_loss)
 _add("twice_in_one_operation", awkward.TwiceInOneOperation)
-_add(
-    "several_forwards", awkward.Chain, "big", loss=lambda m, b: model_loss(m, b) + model_loss(m, _flipped(b))
-)
+_add("several_forwards", awkward.Chain, "big", loss=lambda m, b: model_loss(m, b) + model_loss(m, _flipped(b)))
 _add("unused", awkward.Unused, "unused", no_grad_names=("idle.",))
 _add("sometimes_unused", awkward.SometimesUnused, "unused", no_grad_names=("odd.",))
 _add("dead_branch", awkward.DeadBranch, "unused", no_grad_names=("dead.",))

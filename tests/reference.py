@@ -24,9 +24,7 @@ OptimizerName = Literal["hybrid_adam", "adamw", "sgd"]
 class Run:
     """What a run is judged by; `None` where it has nothing to say, and then nothing is compared."""
 
-    losses: Tensor | None = (
-        None  # (steps, world_size, accumulation) each rank's own, as the model returned it
-    )
+    losses: Tensor | None = None  # (steps, world_size, accumulation) each rank's own, as the model returned it
     grads: list[Grads] | None = None  # per step: reduced over ranks and micro-batches, unscaled, not clipped
     norms: list[Tensor] | None = None  # per step: 0-dim, of those gradients
     weights: dict[str, Tensor] | None = None  # after the last step
@@ -138,9 +136,7 @@ def train_mixed(case: ModelCase, recipe: Recipe) -> Run:
             grad = grads.get(name)
             if grad is None:
                 continue
-            state = moments.setdefault(
-                name, {k: torch.zeros_like(masters[name]) for k in ("exp_avg", "exp_avg_sq")}
-            )
+            state = moments.setdefault(name, {k: torch.zeros_like(masters[name]) for k in ("exp_avg", "exp_avg_sq")})
             num_steps[name] = num_steps.get(name, 0) + 1
             optim.adam_update_(
                 masters[name],
@@ -162,9 +158,7 @@ def train_mixed(case: ModelCase, recipe: Recipe) -> Run:
     run.losses = accumulator.losses
     run.weights = _copies(params.items())
     run.masters = {name: masters[name].view_as(p) for name, p in params.items() if p.requires_grad}
-    run.moments = {
-        name: {k: v.view_as(params[name]) for k, v in state.items()} for name, state in moments.items()
-    }
+    run.moments = {name: {k: v.view_as(params[name]) for k, v in state.items()} for name, state in moments.items()}
     run.buffers = None if recipe.concatenated else accumulator.buffers
     return run
 
@@ -173,9 +167,7 @@ def make_optimizer(parameters: Any, recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimizer over the plain model's or a sharded one's parameters, without frozen ones."""
     trainable = [p for p in parameters if p.requires_grad]
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(
-            trainable, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, foreach=False
-        )
+        return torch.optim.SGD(trainable, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, foreach=False)
     adam = {"lr": recipe.lr, "betas": recipe.betas, "eps": recipe.eps, "weight_decay": recipe.weight_decay}
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(trainable, foreach=False, maximize=recipe.maximize, **adam)
@@ -307,9 +299,7 @@ def _copies(named: Any) -> dict[str, Tensor]:
 # ---- comparison ----------------------------------------------------------------------------------
 
 
-def assert_equal_runs(
-    got: Run, wanted: Run, *, bits: bool = True, rtol: float = 1e-5, atol: float = 1e-6
-) -> None:
+def assert_equal_runs(got: Run, wanted: Run, *, bits: bool = True, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Every section that both runs have is equal: in bits, or within a tolerance.
 
     The error names the first tensor that differs, how many of its elements do, and the largest difference.

@@ -144,9 +144,7 @@ def checkpoints_of_optimizers(rank: int, world_size: int, arguments: dict[str, A
     assert list(of_module["state"]) == list(states["state"])
     assert state_hash(model, optimizer) == before, "getting a state changes nothing"
     other, other_optimizer = pair()
-    checkpoint.set_state_dict(
-        other, other_optimizer, model_state_dict=weights, optim_state_dict=states, options=FULL
-    )
+    checkpoint.set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=states, options=FULL)
     assert state_hash(other, other_optimizer) == before
     for each in ((model, optimizer), (other, other_optimizer)):
         train_step(*each, 2)

@@ -57,10 +57,12 @@ COMBINATIONS = all_pairs(
         "clip": [None, 0.05],
         "strategy": ["chunk", "tensor"],
     },
-    allowed=lambda c: not (
-        (c["reuse"] and c["accumulate_dtype"] is torch.float32)
-        # in the first backward the pieces would be rounded to another 16-bit dtype one by one (docs/assumptions.md)
-        or (c["name"] == IN_PIECES and c["dtype"] is torch.float16 and c["accumulate_dtype"] is torch.bfloat16)
+    allowed=lambda c: (
+        not (
+            (c["reuse"] and c["accumulate_dtype"] is torch.float32)
+            # in the first backward the pieces would be rounded to another 16-bit dtype one by one (docs/assumptions.md)
+            or (c["name"] == IN_PIECES and c["dtype"] is torch.float16 and c["accumulate_dtype"] is torch.bfloat16)
+        )
     ),
 )
 

@@ -70,9 +70,7 @@ def test_the_written_adam_is_close_to_torch_adamw(name: str) -> None:
     assert_equal_runs(ours, torchs, bits=False)
 
 
-@pytest.mark.parametrize(
-    "options", [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "loss_scale": 2.0**5}]
-)
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "loss_scale": 2.0**5}])
 def test_half_precision_steps_its_masters(options: dict[str, object]) -> None:
     run = train_plain(MODELS["tied"], world_size=2, accumulation=2, clip=0.5, **options)
     assert run.masters is not None

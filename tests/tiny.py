@@ -42,9 +42,7 @@ def train_plain() -> tuple[list[float], dict[str, Tensor]]:
 
 
 def train_sharded() -> tuple[list[float], dict[str, Tensor]]:
-    model = ShardedModel(
-        build(), device="emulated", chunk_size=OPERATOR_NUMEL, model_data_memory=BUDGET_BYTES
-    )
+    model = ShardedModel(build(), device="emulated", chunk_size=OPERATOR_NUMEL, model_data_memory=BUDGET_BYTES)
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2))
     losses = []
     for step in range(STEPS):

@@ -55,9 +55,7 @@ class Cut:
 class Packer:
     """Cuts one model into chunks of any size. What does not depend on the size is found once."""
 
-    def __init__(
-        self, operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int
-    ) -> None:
+    def __init__(self, operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int) -> None:
         """operators: in the order of the module tree. Raises ValueError if the strategy loses or repeats one."""
         inputs = [item for operator in operators for item in operator]
         self._spans_chunk = strategy.spans_chunk

@@ -84,9 +84,7 @@ class PlainView(nn.Module):
             metadata.update(vars(state).get("_metadata", {}))
         return destination
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Set weights, masters and buffers from whole tensors; checks all keys and shapes first. Collective.
 
         assign: True means the same: the model keeps its memory and its dtypes, and takes the values.

@@ -261,4 +261,3 @@ def _set_weights(link: Link, parts: Sequence[Tensor]) -> None:
         executor.after_chunk_update(chunk)
         if chunk.home_layout.world_size < chunk.optim_layout.world_size:
             executor.fetcher.spread(chunk)
-

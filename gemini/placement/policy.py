@@ -64,9 +64,7 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
         if chunk.may_keep_slot and placement.homes[index][Kind.PARAM] is Tier.DEVICE
     ]
     homes = placement.homes
-    placement = _longest_prefix(
-        demand, placement, sharded, lambda kept: slots_for(demand, homes, kept), budget_bytes
-    )
+    placement = _longest_prefix(demand, placement, sharded, lambda kept: slots_for(demand, homes, kept), budget_bytes)
     for oversize in (True, False):  # oversize ones first: they are the scarcest
         users = _num_users(demand, placement, Kind.PARAM, oversize)
         wanted = users - placement.num_slots[oversize]
@@ -195,9 +193,7 @@ class AutoPolicy:
 
         def moved_in(chunks: Sequence[int]) -> Placement:
             moved = set(chunks)
-            homes = (
-                {**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes)
-            )
+            homes = ({**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes))
             return slots_for(demand, tuple(homes))
 
         return _longest_prefix(demand, placement, owners, moved_in, budget_bytes)

@@ -12,6 +12,4 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     codes = pool.stop()
-    assert all(code == 0 for of_size in codes.values() for code in of_size), (
-        f"exit codes by world size: {codes}"
-    )
+    assert all(code == 0 for of_size in codes.values() for code in of_size), f"exit codes by world size: {codes}"

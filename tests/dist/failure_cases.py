@@ -174,9 +174,7 @@ def all_catch_and_go_on(rank: int, world_size: int, stage: int) -> list[Any]:
     return [state_hash(model, optimizer), state_hash(calm, calm_optimizer), caught, norm]
 
 
-def _failing_step(
-    model: ShardedModel, optimizer: ShardedOptimizer, net: Net, rank: int, kind: str, who: int
-) -> None:
+def _failing_step(model: ShardedModel, optimizer: ShardedOptimizer, net: Net, rank: int, kind: str, who: int) -> None:
     if rank == who and kind == "forward":
         net.at[3] = boom
     if rank == who and kind == "step":

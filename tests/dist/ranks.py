@@ -226,8 +226,7 @@ class _Group:
 
     def log_tails(self, ranks: list[int], num_lines: int = 60) -> str:
         return "\n".join(
-            f"---- output of rank {rank}\n" + "\n".join(self.output(rank).splitlines()[-num_lines:])
-            for rank in ranks
+            f"---- output of rank {rank}\n" + "\n".join(self.output(rank).splitlines()[-num_lines:]) for rank in ranks
         )
 
     def output(self, rank: int) -> str:
@@ -246,10 +245,7 @@ class _Group:
         deadline = time.monotonic() + 30
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        codes = [
-            process.exitcode if process.exitcode is not None else -signal.SIGKILL
-            for process in self.processes
-        ]
+        codes = [process.exitcode if process.exitcode is not None else -signal.SIGKILL for process in self.processes]
         self.kill()
         return codes
 
@@ -262,9 +258,7 @@ class _Group:
         self._folder.cleanup()
 
 
-def _run_fresh(
-    world_size: int, call: Any, timeout_s: float, init_group: bool, env: dict[str, str]
-) -> list[Exit]:
+def _run_fresh(world_size: int, call: Any, timeout_s: float, init_group: bool, env: dict[str, str]) -> list[Exit]:
     group = _Group(world_size, call, init_group, env)
     try:
         started = time.monotonic()

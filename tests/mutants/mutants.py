@@ -199,8 +199,7 @@ MUTANTS = [
         "gemini/executor/communicator.py",
         "return None if agreed else tag",
         "return None",
-        "tests/dist/test_rank_failures.py::"
-        "test_ranks_that_take_different_ways_all_name_both_and_use_nothing[3-ways0]",
+        "tests/dist/test_rank_failures.py::test_ranks_that_take_different_ways_all_name_both_and_use_nothing[3-ways0]",
     ),
     Mutant(
         "an agreement overlooks the moment",
@@ -521,7 +520,7 @@ MUTANTS = [
     Mutant(
         "ranks do not ask each other about what is unfrozen",
         "gemini/model/freezing.py",
-        '            executor.communicator.agree(data, change, words, remedy)',
+        "            executor.communicator.agree(data, change, words, remedy)",
         "            pass",
         "tests/dist/test_parts.py::test_ranks_that_do_not_do_alike_are_told",
     ),

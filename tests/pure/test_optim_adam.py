@@ -54,9 +54,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], seeds: r
     ],
     ids=str,
 )
-def test_a_step_is_the_update_of_every_parameter(
-    optimizer_class: type[HybridAdam], changed: dict[str, object]
-) -> None:
+def test_a_step_is_the_update_of_every_parameter(optimizer_class: type[HybridAdam], changed: dict[str, object]) -> None:
     params = parameters()
     expected = [(p.detach().clone().view(-1), torch.zeros(p.numel()), torch.zeros(p.numel())) for p in params]
     arguments = {**ORDINARY, **changed}

@@ -141,9 +141,7 @@ def test_an_update_is_the_written_order_at_every_length(numel: int, dtype: torch
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_option_has_its_place_in_the_written_order(
-    changed: dict[str, object], dtype: torch.dtype
-) -> None:
+def test_every_option_has_its_place_in_the_written_order(changed: dict[str, object], dtype: torch.dtype) -> None:
     check(*random_state(3000, seed=7, dtype=dtype), **{**ORDINARY, **changed})
 
 

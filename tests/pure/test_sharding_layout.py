@@ -122,9 +122,7 @@ def test_a_unit_of_zero_size_parameters_has_no_elements() -> None:
         ((Unit(0, -256),), 1, "unit 0 has -256 elements"),
     ],
 )
-def test_units_that_cannot_be_divided_are_refused(
-    units: tuple[Unit, ...], world_size: int, message: str
-) -> None:
+def test_units_that_cannot_be_divided_are_refused(units: tuple[Unit, ...], world_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShardLayout(units, world_size)
 
