@@ -6,6 +6,7 @@ For tests of behaviour, where a model of milliseconds is enough: 6 layers, 6 chu
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "auto": {"model_data_memory": "half"},
     "smallest": {"model_data_memory": "smallest"},
 }
+everywhere = pytest.mark.parametrize("place", PLACES)
+both_dtypes = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 class Mlp(nn.Module):
@@ -89,6 +92,13 @@ def plain(dtype: torch.dtype | None = None, make: Callable[[], nn.Module] = Mlp)
     return model, adam(model.parameters())
 
 
+def pairs(
+    place: str = "smallest", dtype: torch.dtype | None = None, make: Callable[[], nn.Module] = Mlp
+) -> list[tuple[Any, Any]]:
+    """The same training twice: [(sharded model, its optimizer), (plain module, its optimizer)]."""
+    return [sharded(place, dtype=dtype, make=make), plain(dtype, make)]
+
+
 def adam(parameters: Iterator[nn.Parameter]) -> HybridAdam:
     return HybridAdam(parameters, lr=1e-2, weight_decay=0.01)
 
@@ -110,3 +120,19 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert got.keys() == wanted.keys()
     different = [name for name in wanted if not torch.equal(got[name], wanted[name])]
     assert not different, f"other bits: {', '.join(different)}"
+
+
+def assert_same_models(both: list[tuple[Any, Any]]) -> None:
+    """The two models of `pairs` have the same weights, bit for bit."""
+    (model, _), (reference, _) = both
+    assert_same(weights_of(model), weights_of(reference))
+
+
+def layer_of(model: Any, number: int) -> nn.Linear:
+    """A layer of a wrapped or of a plain model."""
+    return (model.module if isinstance(model, ShardedModel) else model).layers[number]
+
+
+def weight(model: Any, layer: int = 0) -> nn.Parameter:
+    """A layer's weight, of a wrapped or of a plain model."""
+    return layer_of(model, layer).weight

@@ -1,0 +1,117 @@
+"""What a parameter answers outside its operator, without fetching, and what it refuses."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gemini import ReleasedParameterError, ShardedModel, UnsupportedError
+from tests import mlp
+from tests.mlp import build, sharded, train_step, weight, wrap
+
+
+def num_fetches(model: ShardedModel) -> int:
+    return model.executor.fetcher.num_fetches
+
+
+# ---- questions that need no data -------------------------------------------------------------------------------
+
+QUESTIONS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "shape": lambda p: (
+        p.shape,
+        p.size(),
+        p.size(0),
+        p.ndim,
+        p.dim(),
+        p.numel(),
+        p.nelement(),
+        len(p),
+        p.shape.numel(),
+    ),
+    "dtype": lambda p: (p.dtype, p.is_floating_point(), p.is_complex(), p.element_size(), p.itemsize, p.nbytes),
+    "device": lambda p: (p.device, p.is_cuda, p.is_cpu, p.is_meta, p.get_device(), p.layout, p.is_sparse),
+    "stride": lambda p: (p.stride(), p.stride(0), p.is_contiguous()),
+    "autograd": lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p.grad, p.retains_grad, p.is_inference()),
+    "torch": lambda p: (torch.is_tensor(p), torch.numel(p), torch.is_floating_point(p), torch.is_complex(p)),
+    "class": lambda p: (isinstance(p, nn.Parameter), isinstance(p, Tensor)),
+    "detached": lambda p: (p.detach().shape, p.detach().dtype, p.detach().device, p.detach().requires_grad),
+}
+QUIET = {
+    "hash": lambda p: {p: hash(p)}[p],
+    "membership": lambda p: p in {p} and any(q is p for q in [p]),
+    "repr": lambda p: f"{p} {p!r} {p!s} {p.detach()!r}",
+    "hook": lambda p: p.register_hook(lambda g: g).remove(),
+    "requires_grad_": lambda p: p.requires_grad_(True),
+    "detach": lambda p: p.detach(),
+}
+
+
+@pytest.mark.parametrize("question", [*QUESTIONS, *QUIET])
+def test_questions_about_a_released_parameter_never_fetch(question: str) -> None:
+    model, reference = wrap(), build()
+    model.executor.fetcher.release_all()
+    for mine, theirs in zip(model.parameters(), reference.parameters()):
+        if question in QUESTIONS:
+            assert QUESTIONS[question](mine) == QUESTIONS[question](theirs)
+        else:
+            QUIET[question](mine)
+    assert num_fetches(model) == 0
+
+
+def test_printing_shows_what_there_is_without_fetching() -> None:
+    model, optimizer = sharded()
+    assert "Linear(in_features=16, out_features=16" in repr(model)
+    assert repr(model.module) == repr(build())
+    assert "layers.0.weight" in repr(weight(model))
+    assert "(16, 16)" in str(weight(model))
+    assert "HybridAdam" in repr(optimizer) or "lr: 0.01" in repr(optimizer)
+    assert str(list(model.named_parameters()))
+    assert num_fetches(model) == 0
+
+
+@pytest.mark.parametrize("address", ["data_ptr", "untyped_storage", "storage_offset", "share_memory_"])
+def test_addresses_are_refused_outside_a_step(address: str) -> None:
+    model = wrap()
+    with pytest.raises(ReleasedParameterError, match=rf"{address} of parameter 'layers\.0\.weight'"):
+        getattr(weight(model), address)()
+
+
+def test_released_parameters_work_in_functions_and_scripts() -> None:
+    model, reference = wrap(), build()
+    for m in (model, reference):
+        x = mlp.inputs(0)
+        (F.linear(x, weight(m, 3)).sum() + weight(m, 1).norm() + (weight(m, 0) * weight(m, 5)).sum()).backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters()):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------
+
+
+PICKLES: list[Callable[[Any], Any]] = [pickle.dumps, lambda x: torch.save(x, io.BytesIO())]
+WHAT = ["module", "layer", "parameter", "detached", "optimizer"]
+COPIES = [(what, how) for what in WHAT for how in (copy.deepcopy, *PICKLES)]
+
+
+@pytest.mark.parametrize(("what", "how"), COPIES + [("model", how) for how in PICKLES])
+def test_copying_and_pickling_are_refused_with_the_way_out(what: str, how: Callable[[Any], Any]) -> None:
+    """But for a copy of the model itself: see test_plain_copies.py."""
+    model, optimizer = sharded()
+    things = {
+        "model": model,
+        "module": model.module,
+        "layer": model.module.layers[2],
+        "parameter": weight(model),
+        "detached": weight(model).detach(),
+        "optimizer": optimizer,
+    }
+    with pytest.raises((UnsupportedError, ReleasedParameterError), match="state_dict"):
+        how(things[what])
+    train_step(model, optimizer)

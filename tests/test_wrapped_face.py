@@ -1,0 +1,94 @@
+"""What a wrapped model shows of its module: names, attributes, modes; and its memory report."""
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import state_hash
+from tests.mlp import LAYERS, WIDTH, Mlp, assert_same, build, sharded, train_step, weights_of, wrap
+
+
+def test_names_and_state_dict_keys_are_the_plain_modules() -> None:
+    class Parts(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+            self.register_buffer("hidden", torch.ones(2), persistent=False)
+            self.tied = nn.Linear(WIDTH, WIDTH)
+            self.tied.weight = self.layers[0].weight
+
+    model, reference = wrap(make=Parts), build(Parts)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    assert [n for n, _ in model.named_parameters(remove_duplicate=False)] == [
+        n for n, _ in reference.named_parameters(remove_duplicate=False)
+    ]
+    assert [n for n, _ in model.named_parameters("a")] == [n for n, _ in reference.named_parameters("a")]
+    assert [n for n, _ in model.named_buffers()] == [n for n, _ in reference.named_buffers()]
+    assert [p.shape for p in model.parameters()] == [p.shape for p in reference.parameters()]
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert list(model.state_dict(prefix="a.")) == list(reference.state_dict(prefix="a."))
+    assert_same(weights_of(model), weights_of(reference))
+    state = model.state_dict()
+    assert state["tied.weight"].data_ptr() == state["layers.0.weight"].data_ptr()
+
+
+def test_a_hugging_face_model_keeps_its_attributes_and_generates() -> None:
+    from tests.hf_models import gpt2
+
+    def make() -> nn.Module:
+        return gpt2().model
+
+    model, reference = wrap(make=make, chunk_size=16384), build(make)
+    assert model.config.n_layer == 4
+    assert model.config is model.module.config
+    assert isinstance(model, nn.Module)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        model.no_such_thing  # noqa: B018
+    tokens = torch.arange(5).view(1, 5)
+    model.eval(), reference.eval()
+    wanted, got = (m.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (reference, model))
+    assert torch.equal(got, wanted)
+    assert model.get_input_embeddings().weight.shape == (256, 64)
+    assert sum(p.numel() for p in model.parameters()) == reference.num_parameters() == model.num_parameters()
+    assert_same(weights_of(model), weights_of(reference))
+
+
+def test_an_attribute_error_inside_the_module_is_not_swallowed() -> None:
+    class Broken(Mlp):
+        @property
+        def broken(self) -> int:
+            return self.missing_thing  # type: ignore[return-value]
+
+    with pytest.raises(AttributeError, match=r"missing_thing|broken"):
+        wrap(make=Broken).broken  # noqa: B018
+
+
+def test_train_and_eval_reach_the_module() -> None:
+    model = wrap()
+    assert model.training
+    assert model.eval() is model
+    assert not any(m.training for m in model.modules())
+    assert all(m.training for m in model.train().modules())
+    model.apply(lambda m: None)
+
+
+def test_the_memory_report_tells_what_is_where() -> None:
+    model, optimizer = sharded("smallest")
+    for step in range(2):
+        train_step(model, optimizer, step)
+    report = model.memory_report()
+    device, host = model._tiers
+    for word in ("device", "host", "slots", "gradient slots", "param", "grad", "optim", "total", "peak"):
+        assert word in report, word
+    assert "policy auto" in report
+    assert f"{LAYERS} chunks" in report
+    assert f"{model.executor.fetcher.num_fetches} fetches" in report
+    assert f"{model.executor.fetcher.num_evictions} evictions" in report
+    assert "host->device" in report
+    assert "device->host" in report
+    assert device.ledger.peak_bytes <= model.plan.budget_bytes
+    assert host.ledger.total_bytes > 0
+    before = state_hash(model, optimizer)
+    model.memory_report()
+    assert state_hash(model, optimizer) == before
+    assert "unlimited" in wrap("cuda").memory_report()
