@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.chunks.packing import PackingInput, pack
 from gemini.chunks.placeholder import dense_stride, placeholder
 from gemini.errors import GeminiError
 from gemini.executor.communicator import Communicator
 from gemini.executor.moment import Moments, Phase
 from gemini.model.built_chunk import BuiltChunk, BuiltLink, BuiltParameter, built_link_of, refusal
 from gemini.model.released import ReleasedParameter
+from gemini.placement.packing import PackingInput, pack
 from optim import round_master_
 from sharding import ParameterSpec, ShardStrategy, backends
 

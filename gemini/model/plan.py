@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.packing import PackedChunk, Packer
-from gemini.chunks.search import SearchReport, candidates
 from gemini.errors import BudgetError
 from gemini.model import wrap
 from gemini.model.operators import FoundOperator
 from gemini.model.precision import ModulePrecision, Precision
+from gemini.placement.chunk_size import SearchReport, candidates
 from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.packing import PackedChunk, Packer
 from gemini.placement.policy import PlacementPolicy
 from sharding import ShardStrategy
 

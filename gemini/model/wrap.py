@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter, one_rank
-from gemini.chunks.packing import PackedChunk, PackingInput
 from gemini.chunks.placeholder import dense_stride, placeholder
 from gemini.executor.unsynced import smallest_sum_bytes
 from gemini.model.operators import FoundOperator
 from gemini.model.precision import ModulePrecision, Precision
 from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind, Placement
+from gemini.placement.packing import PackedChunk, PackingInput
 from optim import HALF_DTYPES
 from sharding import SUM_TILE_NUMEL, ParameterSpec
 

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.chunks.packing import PackedChunk, Packer, PackingInput, pack
-from gemini.chunks.search import candidates, report
+from gemini.placement.chunk_size import candidates, report
+from gemini.placement.packing import PackedChunk, Packer, PackingInput, pack
 from sharding import ALIGNMENT, ParameterSpec, resolve_strategy
 
 NUMELS = st.integers(0, 5000)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gemini.chunks.packing import Cut, Packer
+from gemini.placement.packing import Cut, Packer
 
 BYTES_PER_COLLECTIVE = 128 * 2**10
 """What a launch costs, in bytes: about 20 us at 6 GB/s per direction, the order of gloo here and of NCCL on PCIe."""
