@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests import awkward_models as awkward
 from tests import hf_models as hf
+from tests.awkward import chains, checkpoints, experts, outputs, owners, shapes, uses
 
 Batch = dict[str, Any]
 ALIGNMENT = 256  # elements on which every parameter starts
@@ -133,63 +133,63 @@ _add("qwen3_moe", hf.qwen3_moe, "hf big fp32_inside moe", chunk_numel=4096)
 _add("neox", hf.neox, "hf big", chunk_numel=8192)
 
 # plain chains
-_add("chain", awkward.Chain, "big")
-_add("chain_loss_outside", awkward.ChainOutputs, "big", loss=loss_of_outputs)
-_add("layer_norm", awkward.NormedChain, "big")
-_add("input_needs_grad", awkward.InputNeedsGrad)
-_add("convolutions", awkward.Convolutions, "float_input", batch=image_batch())
-_add("large_embedding", awkward.LargeEmbedding, "big oversize", chunk_numel=2048, batch=token_batch(vocab=1024))
+_add("chain", chains.Chain, "big")
+_add("chain_loss_outside", chains.ChainOutputs, "big", loss=loss_of_outputs)
+_add("layer_norm", chains.NormedChain, "big")
+_add("input_needs_grad", chains.InputNeedsGrad)
+_add("convolutions", chains.Convolutions, "float_input", batch=image_batch())
+_add("large_embedding", chains.LargeEmbedding, "big oversize", chunk_numel=2048, batch=token_batch(vocab=1024))
 
 # in-place operations and outputs of every shape
-_add("inplace_on_output", awkward.InplaceOnOutput)
-_add("inplace_on_view", awkward.InplaceOnView)
-_add("inplace_on_view_output", awkward.InplaceOnViewOutput)
-_add("tuple_and_dict_output", awkward.TupleAndDictOutput)
-_add("dataclass_output", awkward.DataclassOutput)
-_add("none_output", awkward.NoneOutput)
-_add("parameter_output", awkward.ParameterOutput)
+_add("inplace_on_output", outputs.InplaceOnOutput)
+_add("inplace_on_view", outputs.InplaceOnView)
+_add("inplace_on_view_output", outputs.InplaceOnViewOutput)
+_add("tuple_and_dict_output", outputs.TupleAndDictOutput)
+_add("dataclass_output", outputs.DataclassOutput)
+_add("none_output", outputs.NoneOutput)
+_add("parameter_output", outputs.ParameterOutput)
 
 # who uses which parameter, when, how often
-_add("reused", awkward.Reused, "big")
-_add("tied", awkward.Tied, "tied")
-_add("borrowed", awkward.Borrowed, "big borrowed")
-_add("norm_penalty", awkward.NormPenalty, "big borrowed")
-_add("norm_penalty_outside", awkward.Chain, "big borrowed", loss=penalised_loss)
-_add("twice_in_one_operation", awkward.TwiceInOneOperation)
-_add("several_forwards", awkward.Chain, "big", loss=lambda m, b: model_loss(m, b) + model_loss(m, _flipped(b)))
-_add("unused", awkward.Unused, "unused", no_grad_names=("idle.",))
-_add("sometimes_unused", awkward.SometimesUnused, "unused", no_grad_names=("odd.",))
-_add("dead_branch", awkward.DeadBranch, "unused", no_grad_names=("dead.",))
-_add("frozen", awkward.Frozen, "frozen")
-_add("frozen_body", awkward.FrozenBody, "frozen big")
+_add("reused", uses.Reused, "big")
+_add("tied", uses.Tied, "tied")
+_add("borrowed", uses.Borrowed, "big borrowed")
+_add("norm_penalty", uses.NormPenalty, "big borrowed")
+_add("norm_penalty_outside", chains.Chain, "big borrowed", loss=penalised_loss)
+_add("twice_in_one_operation", uses.TwiceInOneOperation)
+_add("several_forwards", chains.Chain, "big", loss=lambda m, b: model_loss(m, b) + model_loss(m, _flipped(b)))
+_add("unused", uses.Unused, "unused", no_grad_names=("idle.",))
+_add("sometimes_unused", uses.SometimesUnused, "unused", no_grad_names=("odd.",))
+_add("dead_branch", uses.DeadBranch, "unused", no_grad_names=("dead.",))
+_add("frozen", uses.Frozen, "frozen")
+_add("frozen_body", uses.FrozenBody, "frozen big")
 
 # parents that own and read parameters
-_add("nested", awkward.Nested, "big")
-_add("root_parameter", awkward.RootParameter, "big")
-_add("parameter_containers", awkward.ParameterContainers)
-_add("multihead_attention", awkward.Attention)
-_add("transformer_encoder", awkward.Encoder, "big")
-_add("lstm", awkward.Recurrent)
-_add("gru", lambda: awkward.Recurrent(nn.GRU))
+_add("nested", owners.Nested, "big")
+_add("root_parameter", owners.RootParameter, "big")
+_add("parameter_containers", owners.ParameterContainers)
+_add("multihead_attention", owners.Attention)
+_add("transformer_encoder", owners.Encoder, "big")
+_add("lstm", owners.Recurrent)
+_add("gru", lambda: owners.Recurrent(nn.GRU))
 
 # shapes and dtypes
-_add("zero_size", awkward.ZeroSize, no_grad_names=())
-_add("scalar", awkward.Scalar)
-_add("odd_shapes", awkward.OddShapes, chunk_numel=1024)
-_add("mixed_dtypes", awkward.MixedDtypes, "own_dtypes")
-_add("batch_norm", awkward.BatchNorm, "buffers not_a_mean")
+_add("zero_size", shapes.ZeroSize, no_grad_names=())
+_add("scalar", shapes.Scalar)
+_add("odd_shapes", shapes.OddShapes, chunk_numel=1024)
+_add("mixed_dtypes", shapes.MixedDtypes, "own_dtypes")
+_add("batch_norm", shapes.BatchNorm, "buffers not_a_mean")
 
 # recomputation
 for _reentrant in (False, True):
     _end, _tags = ("_reentrant", "checkpoint reentrant") if _reentrant else ("", "checkpoint")
-    _add(f"checkpoint_operator{_end}", lambda r=_reentrant: awkward.CheckpointOperator(r), _tags)
-    _add(f"checkpoint_block{_end}", lambda r=_reentrant: awkward.CheckpointBlock(r), _tags)
-    _add(f"checkpoint_all{_end}", lambda r=_reentrant: awkward.CheckpointAll(r), _tags)
-    _add(f"checkpoint_shared{_end}", lambda r=_reentrant: awkward.CheckpointShared(r), _tags)
+    _add(f"checkpoint_operator{_end}", lambda r=_reentrant: checkpoints.CheckpointOperator(r), _tags)
+    _add(f"checkpoint_block{_end}", lambda r=_reentrant: checkpoints.CheckpointBlock(r), _tags)
+    _add(f"checkpoint_all{_end}", lambda r=_reentrant: checkpoints.CheckpointAll(r), _tags)
+    _add(f"checkpoint_shared{_end}", lambda r=_reentrant: checkpoints.CheckpointShared(r), _tags)
 
 # children chosen by data
-_add("experts", awkward.Experts, "big moe chosen_by_data unused")
-_add("experts_same_on_all_ranks", awkward.ScheduledExperts, "big moe unused")
+_add("experts", experts.Experts, "big moe chosen_by_data unused")
+_add("experts_same_on_all_ranks", experts.ScheduledExperts, "big moe unused")
 
 
 def _flipped(batch: Batch) -> Batch:
