@@ -46,6 +46,7 @@ from gemini.optimizer.full_access import (  # noqa: E402
 )
 from gemini.optimizer.hashing import state_hash  # noqa: E402
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer  # noqa: E402
+from gemini.settings import Settings  # noqa: E402
 from optim import clip_grad_norm_  # noqa: E402
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ __all__ = [
     "ReleasedParameterError",
     "RemoteRankError",
     "ShardedModel",
+    "Settings",
     "ShardedOptimizer",
     "SlotError",
     "StaleGraphError",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -19,28 +16,13 @@ from gemini.memory.tier import MemoryTier
 from gemini.model.built_chunk import built_link_of
 from gemini.model.link import link_of
 from gemini.model.move_out import LOST
-from optim.hyperparameters import refuse_unknown_arguments
+from gemini.settings import Device, check_device
 
 
-def refuse_unknown(owner: type[nn.Module], unknown: dict[str, Any]) -> None:
-    """TypeError with the nearest valid name."""
-    valid = [name for name in inspect.signature(owner.__init__).parameters if name not in ("self", "unknown")]
-    refuse_unknown_arguments(owner.__name__, unknown, valid)
-
-
-def check_module(module: nn.Module, stage: int, chunk_numel: int | None, rank_timeout: float) -> None:
-    """Raises TypeError, ValueError or UnsupportedError; looks at parameters without reading them."""
+def check_module(module: nn.Module) -> None:
+    """Raises TypeError or UnsupportedError; looks at parameters without reading them."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, found {type(module).__name__}")
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, found {stage!r}")
-    if chunk_numel is not None:
-        if isinstance(chunk_numel, bool) or not isinstance(chunk_numel, int):
-            raise TypeError(f"chunk_size must be an int (elements) or None, found {type(chunk_numel).__name__}")
-        if chunk_numel < 1:
-            raise ValueError(f"chunk_size must be at least 1 element, found {chunk_numel}")
-    if isinstance(rank_timeout, bool) or not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:
-        raise ValueError(f"rank_timeout must be a number of seconds above 0, found {rank_timeout!r}")
     for child in module.modules():
         for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
             if getattr(hook, "__module__", "") == "gemini.model.hooks":
@@ -60,7 +42,7 @@ def check_module(module: nn.Module, stage: int, chunk_numel: int | None, rank_ti
             raise UnsupportedError(f"parameter {name!r} is {parameter.layout}; only strided tensors can be in a chunk")
 
 
-def choose_tiers(device: int | str | torch.device | None) -> tuple[MemoryTier, MemoryTier]:
+def choose_tiers(device: Device) -> tuple[MemoryTier, MemoryTier]:
     """(device tier, host tier), without budgets so far. "emulated" and "cpu" are the emulated device."""
     resolved = resolve_device(device, "device")
     if resolved.type == "cpu":
@@ -68,12 +50,11 @@ def choose_tiers(device: int | str | torch.device | None) -> tuple[MemoryTier, M
     return AcceleratorTier(resolved), HostTier(runtime=CudaRuntime(resolved) if resolved.type == "cuda" else None)
 
 
-def resolve_device(device: int | str | torch.device | None, argument: str) -> torch.device:
+def resolve_device(device: Device, argument: str) -> torch.device:
     """What a user means by a device: with its index; the CPU for the emulated one. None: the current one."""
     if device is None:
         device = current_device()
-    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
-        raise TypeError(f'{argument} must be "emulated", an int, a string or a torch.device, found {device!r}')
+    check_device(argument, device)
     if device == "emulated":
         return torch.device("cpu")
     if isinstance(device, int):

@@ -7,18 +7,17 @@ optimizer and one micro-batch a step. Activations are not in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from gemini.model.operators import find_operators
 from gemini.model.plan import Plan, Planner
-from gemini.model.precision import Precision, Weights
+from gemini.model.precision import weights_of
+from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import Kind, Tier
-from gemini.placement.policy import PlacementPolicy, resolve_policy
-from gemini.placement.sizes import parse_bytes
-from sharding import ShardStrategy, resolve_strategy
+from gemini.settings import Options, Settings, Strategy
 
 _SLOT_KINDS = ("slots", "gradient slots", "scratch")
 
@@ -50,43 +49,32 @@ def estimate_memory(
     model: Any,
     *,
     world_size: int = 1,
-    stage: int = 3,
-    dtype: Weights = None,
-    reduce_dtype: torch.dtype | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    reuse_fp16_shard: bool = False,
-    shard_strategy: type[ShardStrategy] | ShardStrategy | None = None,
-    chunk_size: int | None = None,
-    tensor_placement_policy: str | PlacementPolicy = "auto",
-    model_data_memory: int | str | None = None,
+    settings: Settings | None = None,
+    shard_strategy: Strategy = None,
+    **options: Unpack[Options],
 ) -> MemoryEstimate:
-    """The bytes that every rank of `ShardedModel(model, ...)` with these arguments will hold.
+    """The bytes that every rank of `ShardedModel(model, settings=settings, **options)` will hold.
 
     With `reuse_fp16_shard` no gradient has memory of its own, as in steps of one micro-batch.
 
-    model: a module on any device, "meta" included, or the config of a Hugging Face model.
-    Raises BudgetError if it does not fit into `model_data_memory`. Not collective.
+    Args:
+        model: a module on any device, "meta" included, or the config of a Hugging Face model.
+        world_size: the number of ranks.
+        settings, shard_strategy, options: as of `ShardedModel`. A budget that is not given is no bound here: nothing
+            is read live.
+
+    Raises TypeError or ValueError for options that cannot be, and BudgetError if the model does not fit into the
+    budgets that were given. Not collective.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be an integer of at least 1, found {world_size!r}")
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, found {stage!r}")
-    precision = Precision(dtype, reduce_dtype, accumulate_dtype, reuse_fp16_shard)
+    others = "model", "world_size", "settings"
+    settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
     module = _module_of(model)
-    operators = find_operators(module, gathers=stage == 3 and world_size > 1)
-    planner = Planner(
-        module,
-        operators,
-        precision,
-        precision.of_weights(module),
-        resolve_strategy(shard_strategy),
-        resolve_policy(tensor_placement_policy),
-        stage=stage,
-        rank=0,
-        world_size=world_size,
-        device=torch.device("meta"),
-    )
-    _, plan = planner.plan(chunk_size, parse_bytes(model_data_memory, "model_data_memory"), None)
+    operators = find_operators(module, gathers=settings.stage == 3 and world_size > 1)
+    weights = weights_of(module, settings)
+    planner = Planner(module, operators, weights, settings, rank=0, world_size=world_size, device=torch.device("meta"))
+    _, plan = planner.plan(FreeBytes())
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     return MemoryEstimate(num_parameters, _on(Tier.DEVICE, plan), _on(Tier.HOST, plan))
 

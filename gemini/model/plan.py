@@ -16,12 +16,14 @@ from gemini.chunks.chunk import Chunk
 from gemini.errors import BudgetError
 from gemini.model import wrap
 from gemini.model.operators import FoundOperator
-from gemini.model.precision import ModulePrecision, Precision
+from gemini.model.precision import ModulePrecision
+from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.chunk_size import SearchReport, candidates
 from gemini.placement.demand import Demand, Kind, Placement, Tier
 from gemini.placement.packing import PackedChunk, Packer
-from gemini.placement.policy import PlacementPolicy
-from sharding import ShardStrategy
+from gemini.placement.policy import resolve_policy
+from gemini.settings import Settings
+from sharding import resolve_strategy
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,13 @@ class Plan:
     demand: Demand
     placement: Placement
     policy: str
-    budget_bytes: int | None
+    budget: Budget
     hash: int
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Model data that the device may hold. None: no bound."""
+        return self.budget.device
 
 
 class Planner:
@@ -52,53 +59,44 @@ class Planner:
         self,
         module: nn.Module,
         operators: list[FoundOperator],
-        precision: Precision,
         weights: ModulePrecision,
-        strategy: ShardStrategy,
-        policy: PlacementPolicy,
+        settings: Settings,
         *,
-        stage: int,
         rank: int,
         world_size: int,
         device: torch.device,
-        arguments: str = "",
     ) -> None:
-        """arguments: the words for all that decides the order of collectives beside the chunks."""
         self._by_name = dict(module.named_parameters())
         self._operators = operators
-        self._precision = precision
+        self._settings = settings
         self._weights = weights
-        self._strategy = strategy
-        self._policy = policy
-        self._stage = stage
+        self._strategy = resolve_strategy(settings.shard_strategy)
+        self._policy = resolve_policy(settings.tensor_placement_policy)
         self._rank = rank
         self._world_size = world_size
         self._device = device
-        self._arguments = arguments
         self.inputs = wrap.packing_inputs(operators, self._by_name, self._weights)
 
-    def plan(
-        self, chunk_numel: int | None, budget_bytes: int | None, host_bytes: int | None
-    ) -> tuple[list[Chunk], Plan]:
-        """Chunks without memory, and their plan. chunk_numel: elements; None searches.
+    def plan(self, free: FreeBytes) -> tuple[list[Chunk], Plan]:
+        """Chunks without memory, and their plan.
 
         Raises BudgetError with the bytes that are needed: the least over all chunk sizes, if those are searched.
         """
+        chunk_numel, budget = self._settings.chunk_size, Budget.of(self._settings, free)
         refused: list[BudgetError] = []
         for packing in self._packings(chunk_numel):
             chunks = wrap.make_chunks(
                 packing.chunks,
                 self._by_name,
                 self._operators,
-                self._precision,
+                self._settings,
                 self._weights,
                 self._device,
                 self._rank,
-                self._stage,
             )
             try:
-                plan = self._place(chunks, packing, budget_bytes)
-                check_host_room(chunks, plan, host_bytes)
+                plan = self._place(chunks, packing, budget)
+                check_host_room(chunks, plan)
             except BudgetError as error:
                 refused.append(error)
                 continue
@@ -108,7 +106,7 @@ class Planner:
     def replan(self, chunks: list[Chunk], before: Plan, flags: list[bool]) -> Plan:
         """For chunks as they say they are trainable, and parameters' flags. The packing stays. Raises BudgetError."""
         try:
-            return self._place(chunks, before.packing, before.budget_bytes, flags)
+            return self._place(chunks, before.packing, before.budget, flags)
         except BudgetError as error:
             raise self._advised(error) from None
 
@@ -134,18 +132,16 @@ class Planner:
         for found, cuts in candidates(packer, self._world_size):
             yield Packing(packer.seal(cuts), found.chunk_bytes, found)
 
-    def _place(
-        self, chunks: list[Chunk], packing: Packing, budget_bytes: int | None, flags: list[bool] | None = None
-    ) -> Plan:
+    def _place(self, chunks: list[Chunk], packing: Packing, budget: Budget, flags: list[bool] | None = None) -> Plan:
         if flags is None:
             flags = [managed.requires_grad for chunk in chunks for managed in chunk.parameters]
-        demand = wrap.demand_of(chunks, self._operators, self._stage, self._world_size)
-        placement = self._policy.place(demand, budget_bytes)
-        hash_ = wrap.plan_hash(packing.chunks, placement, f"{self._arguments} trained={flags}")
-        return Plan(packing, demand, placement, self._policy.name, budget_bytes, hash_)
+        demand = wrap.demand_of(chunks, self._operators, self._settings.stage, self._world_size)
+        placement = self._policy.place(demand, budget.device)
+        hash_ = wrap.plan_hash(packing.chunks, placement, f"{self._settings.shared()} trained={flags}")
+        return Plan(packing, demand, placement, self._policy.name, budget, hash_)
 
 
-def check_host_room(chunks: list[Chunk], plan: Plan, host_bytes: int | None) -> None:
+def check_host_room(chunks: list[Chunk], plan: Plan) -> None:
     """Raises BudgetError if the host cannot take what moves in; the device's budget was the placement's business."""
     needed = sum(
         its.home_bytes[kind]
@@ -153,6 +149,7 @@ def check_host_room(chunks: list[Chunk], plan: Plan, host_bytes: int | None) -> 
         for kind, tier in homes.items()
         if tier is Tier.HOST and kind is not Kind.OPTIM and not (kind is Kind.GRAD and chunk.lends_home)
     )
+    host_bytes = plan.budget.host
     if host_bytes is not None and needed > host_bytes:
         raise BudgetError(
             f"host: {needed} bytes of parameters, gradients and masters do not fit into the budget of "

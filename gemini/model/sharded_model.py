@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -30,8 +29,8 @@ from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
 from gemini.model.aliases import tie_aliases
-from gemini.model.arguments import check_module, choose_tiers, refuse_unknown
-from gemini.model.budgets import Budgets
+from gemini.model.arguments import check_module, choose_tiers
+from gemini.model.budgets import read_free
 from gemini.model.built_chunk import built_link_of
 from gemini.model.casting import Casting
 from gemini.model.compiled import never_traced
@@ -45,14 +44,13 @@ from gemini.model.operators import FoundOperator, find_operators, parameter_plac
 from gemini.model.parametrization import is_parametrized
 from gemini.model.plain_view import PlainView
 from gemini.model.plan import Plan, Planner
-from gemini.model.precision import ModulePrecision, Precision, Weights
+from gemini.model.precision import ModulePrecision, weights_of
 from gemini.model.released import ReleasedParameter
 from gemini.model.report import memory_table
 from gemini.model.saved_tensors import SavedTensors
 from gemini.model.state_hooks import StateHooks
 from gemini.model.wrap import describe
-from gemini.placement.policy import PlacementPolicy, resolve_policy
-from sharding import ShardStrategy, resolve_strategy
+from gemini.settings import Options, Settings, Strategy
 
 
 class ShardedModel(PlainView):
@@ -62,110 +60,67 @@ class ShardedModel(PlainView):
 
     Args:
         module: on any device; its own parameter memory is freed. `requires_grad` may change later: see freezing.py.
-        shard_strategy: what a unit is; an instance, a class or "tensor", "bucket", "chunk". Default: chunk.
+        shard_strategy: what a unit is, as in `Settings`.
         process_group: the ranks; default: all of torch.distributed, or one rank where that is not initialized.
-        stage: 3 shards parameters, gradients and optimizer state; 2 the last two; 1 the last; 0 nothing.
-        tensor_placement_policy: "auto", "cpu", "cuda", or an object with `name` and `place(demand, budget_bytes)`.
-        reuse_fp16_shard: the reduced gradients of 16-bit weights overwrite those, which the step makes anew of their
-            fp32 masters: the same bits, and 2 bytes a parameter less in fp16; bf16 has split masters without it,
-            which take no more (but for stage 1 on several ranks). Gradients of parameters that are used between
-            backward and step (several micro-batches, a state_dict()) or seen in views get memory of their own from then
-            on, on the host where the device is full; and from the start at stages 1 and 2 with several units a chunk.
-        dtype: of the weights in chunks; bf16 and fp16 ones keep fp32 masters. None keeps the module's own dtypes. Or
-            by module: {torch.nn.LayerNorm: torch.float32, "head.*": None, "*": torch.bfloat16}, with classes and
-            names (shell patterns) as keys. The innermost module that a key chooses decides for all that it contains,
-            the first such key for it, "*" for the rest. A module that a key but "*" chose gets floating-point inputs
-            in its dtype; what it returns in that has the first one's dtype again (without one: that of "*"). Buffers
-            keep their dtypes.
-        reduce_dtype: in which gradients travel between ranks: each rank's is cast before the exchange. None: its own.
-            Whatever travels, the mean over ranks is made in fp32 and rounded once.
-        accumulate_dtype: in which reduced gradients rest and micro-batches are added up, from the first on. None: in
-            the gradient's own dtype, 16-bit ones in fp32 from the second micro-batch on. fp64 weights keep to fp64.
-        chunk_size: elements; None searches.
-        device: "emulated", an int, a string or a torch.device; None: the current accelerator, else emulated.
-        device_memory: all bytes that this process may hold on the device (int, or a string such as "8GiB").
-        model_data_memory: the part of it that chunks may take; fixes it instead of leaving it to be derived.
-        host_memory: bytes that chunks may take on the host; None: what the machine has.
-        rank_timeout: seconds after which a rank that does not answer counts as lost.
-        ignore_unused_parameters: False makes `optimizer.step()` raise if a trainable parameter got no gradient on any
-            rank since the last step, and name all that did not.
+        settings: what the model is told; default: `Settings()`.
+        options: fields of `Settings`, in place of those that `settings` has. An unknown one is a TypeError.
+
+    Raises TypeError, ValueError or UnsupportedError for what cannot be wrapped so, BudgetError if the model does not
+    fit into its budgets, and DivergenceError if ranks differ; the module is as it was then.
+
+        >>> model = ShardedModel(torch.nn.Linear(8, 8), stage=2, device="emulated")
     """
 
     def __init__(
         self,
         module: nn.Module,
-        shard_strategy: ShardStrategy | type[ShardStrategy] | str | None = None,
+        shard_strategy: Strategy = None,
         *,
         process_group: dist.ProcessGroup | None = None,
-        stage: int = 3,
-        tensor_placement_policy: str | PlacementPolicy = "auto",
-        reuse_fp16_shard: bool = False,
-        dtype: Weights = None,
-        reduce_dtype: torch.dtype | None = None,
-        accumulate_dtype: torch.dtype | None = None,
-        chunk_size: int | None = None,
-        device: int | str | torch.device | None = None,
-        device_memory: int | str | None = None,
-        model_data_memory: int | str | None = None,
-        host_memory: int | str | None = None,
-        rank_timeout: float = 600.0,
-        ignore_unused_parameters: bool = True,
-        **unknown: Any,
+        settings: Settings | None = None,
+        **options: Unpack[Options],
     ) -> None:
         publish_exit()
-        refuse_unknown(type(self), unknown)
-        check_module(module, stage, chunk_size, rank_timeout)
+        owner, others = type(self).__name__, ("module", "process_group", "settings")
+        settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
+        check_module(module)
         tie_aliases(module)
-        precision = Precision(dtype, reduce_dtype, accumulate_dtype, reuse_fp16_shard)
-        weights = precision.of_weights(module)
-        if not isinstance(ignore_unused_parameters, bool):
-            raise TypeError(f"ignore_unused_parameters must be True or False, found {ignore_unused_parameters!r}")
+        weights = weights_of(module, settings)
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
-        strategy = resolve_strategy(shard_strategy)
-        policy = resolve_policy(tensor_placement_policy)
-        device_tier, host_tier = choose_tiers(device)
-        budgets = Budgets.of(device_memory, model_data_memory, host_memory)
+        device_tier, host_tier = choose_tiers(settings.device)
         super().__init__()
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
         num_ranks = 1 if process_group is None else process_group.size()
-        gathers = stage == 3 and num_ranks > 1
+        gathers = settings.stage == 3 and num_ranks > 1
         operators = find_operators(module, gathers)
         moments = Moments(["", *(operator.name for operator in operators)])
-        communicator = Communicator(process_group, moments, rank_timeout, device_tier.device)
+        communicator = Communicator(process_group, moments, settings.rank_timeout, device_tier.device)
         with communicator.publishing():
-            arguments = f"stage={stage} {precision} policy={policy.name} strategy={type(strategy).__name__}"
-            arguments += f" ignore_unused_parameters={ignore_unused_parameters}"
             planner = Planner(
                 module,
                 operators,
-                precision,
                 weights,
-                strategy,
-                policy,
-                stage=stage,
+                settings,
                 rank=communicator.rank,
                 world_size=communicator.world_size,
                 device=device_tier.device,
-                arguments=arguments,
             )
-            given = f"{arguments} chunk_size={chunk_size} {budgets}"
+            given = settings.shared()
             built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
             stores = stores_of(module, communicator.ranks)
             compiled = [operator.name for operator in operators if operator.is_compiled]
             words = describe(given, planner.inputs, built, compiled)
             communicator.agree(repr((given, planner.inputs, built, compiled)).encode(), "the model", words)
-            budget, host_tier.capacity_bytes = budgets.read(module, communicator, device_tier.device)
-            chunks, first = planner.plan(chunk_size, budget, host_tier.capacity_bytes)
-            had = f"model data budget of {budget} bytes, {first.placement.num_slots} slots"
+            chunks, first = planner.plan(read_free(settings, module, communicator, device_tier.device))
+            had = f"model data budget of {first.budget_bytes} bytes, {first.placement.num_slots} slots"
             communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had)
             communicator.plan_hash = first.hash
-        device_tier.capacity_bytes = budget
+        device_tier.capacity_bytes, host_tier.capacity_bytes = first.budget.device, first.budget.host
 
         self._show(module)
-        self.stage = stage
-        self.ignore_unused_parameters = ignore_unused_parameters
+        self.settings = settings
         self._traffic = Traffic()
         self._tiers: tuple[MemoryTier, MemoryTier] = (device_tier, host_tier)
         self._chunks: list[Chunk] = chunks
@@ -208,10 +163,10 @@ class ShardedModel(PlainView):
         store.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
         trainable = [chunk for chunk in chunks if chunk.trainable]
         for chunk in trainable:
-            store.add(chunk, keeps_whole=self.stage <= 1 or communicator.world_size == 1)
+            store.add(chunk, keeps_whole=self.settings.stage <= 1 or communicator.world_size == 1)
         next_use = fetcher.next_use
         homes = SharedHomes(fetcher, store)
-        exchange = Exchange(store, homes, communicator, Scratch(device, demand.scratch_bytes), self.stage)
+        exchange = Exchange(store, homes, communicator, Scratch(device, demand.scratch_bytes), self.settings.stage)
         gradients = Gradients(
             store, exchange, communicator, trainable, lambda: next_use.position, lambda: next_use.follows
         )

@@ -13,9 +13,10 @@ from gemini.chunks.chunk import Chunk, ManagedParameter, one_rank
 from gemini.chunks.placeholder import dense_stride, placeholder
 from gemini.executor.unsynced import smallest_sum_bytes
 from gemini.model.operators import FoundOperator
-from gemini.model.precision import ModulePrecision, Precision
+from gemini.model.precision import ModulePrecision
 from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind, Placement
 from gemini.placement.packing import PackedChunk, PackingInput
+from gemini.settings import Settings, dtype_of, torch_dtype
 from optim import HALF_DTYPES
 from sharding import SUM_TILE_NUMEL, ParameterSpec
 
@@ -39,7 +40,7 @@ def packing_inputs(
     return inputs
 
 
-def describe(arguments: str, inputs: list[list[PackingInput]], built: list[str], compiled: list[str]) -> str:
+def describe(arguments: Sequence[str], inputs: list[list[PackingInput]], built: list[str], compiled: list[str]) -> str:
     """What ranks must have in common, one line each, so that an error can show the first that differs."""
     parameters = [
         f"parameter {each.spec.name!r} of shape {each.spec.shape}, (dtype, trainable) = {each.key}"
@@ -47,18 +48,17 @@ def describe(arguments: str, inputs: list[list[PackingInput]], built: list[str],
         for each in row
     ]
     made = [f"built in a ZeroInitContext: {', '.join(built) or 'nothing'}"]
-    return "\n".join([*arguments.split(), *parameters, *made, f"compiled: {', '.join(compiled) or 'nothing'}"])
+    return "\n".join([*arguments, *parameters, *made, f"compiled: {', '.join(compiled) or 'nothing'}"])
 
 
 def make_chunks(
     packed_chunks: Sequence[PackedChunk],
     by_name: dict[str, nn.Parameter],
     operators: list[FoundOperator],
-    precision: Precision,
+    settings: Settings,
     weights: ModulePrecision,
     device: torch.device,
     rank: int,
-    stage: int,
 ) -> list[Chunk]:
     """Chunks and their parameters' places; no memory yet but the placeholders' few bytes."""
     first_operator: dict[nn.Parameter, int] = {}
@@ -74,7 +74,8 @@ def make_chunks(
         some = by_name[packed.names[0]]
         kind = weights.parameters[some]
         whole = one_rank(packed.layout)
-        travel, rest, widens = precision.of_gradients(kind)
+        dtypes, stage = settings.chunk_dtypes(dtype_of(kind)), settings.stage
+        rest = torch_dtype(dtypes.rest)
         chunk = Chunk(
             index=number,
             dtype=kind,
@@ -84,15 +85,15 @@ def make_chunks(
             rank=rank,
             home_layout=packed.layout if stage == 3 else whole,
             optim_layout=packed.layout if stage >= 1 else whole,
-            travel_dtype=travel,
+            travel_dtype=torch_dtype(dtypes.travel),
             gradient_dtype=rest,
-            sum_dtype=precision.of_sums(kind),
-            widens=widens,
+            sum_dtype=torch_dtype(dtypes.sums),
+            widens=dtypes.widens,
         )
         # what this rank steps must be one run in its parameter home: whole weights of several units are not that
         one_run = chunk.home_layout.world_size == chunk.optim_layout.world_size or len(packed.layout.units) == 1
         half = kind in HALF_DTYPES and rest is kind
-        chunk.lends_home = precision.reuse_fp16_shard and half and one_run
+        chunk.lends_home = settings.reuse_fp16_shard and half and one_run
         empty = placeholder(kind, device)
         for name, offset in zip(packed.names, packed.offsets, strict=True):
             parameter = by_name[name]

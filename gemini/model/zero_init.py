@@ -30,8 +30,8 @@ from gemini.memory.live import free_device_bytes
 from gemini.model.arguments import resolve_device
 from gemini.model.build_store import BuildStore
 from gemini.model.link import any_link_of
-from gemini.model.precision import check_dtype
 from gemini.model.released import copying_parameters
+from gemini.settings import check_dtype
 from optim import round_master_
 from optim.hyperparameters import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy

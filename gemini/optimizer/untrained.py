@@ -29,7 +29,7 @@ def refuse_ungrouped(model: ShardedModel, states: ChunkStates) -> None:
 
 def refuse_idle(model: ShardedModel, summary: GradientSummary) -> None:
     """Raises GeminiError on all ranks if unused parameters are not to be ignored and there are some."""
-    if model.ignore_unused_parameters:
+    if model.settings.ignore_unused_parameters:
         return
     trained = [each for each in model._managed if each.requires_grad and each.parameter.requires_grad]
     names = [each.name for each in trained if not summary.has_gradient[each.index]]

@@ -266,9 +266,9 @@ MUTANTS = [
     ),
     Mutant(
         "the sum of unsynced micro-batches travels in 16 bits",
-        "gemini/model/precision.py",
-        "(self.reduce_dtype or torch.float32)",
-        "(self.reduce_dtype or dtype)",
+        "gemini/settings.py",
+        "sums=dtype_of(self.reduce_dtype or torch.float32),",
+        "sums=dtype_of(self.reduce_dtype) if self.reduce_dtype else weight,",
         "tests/dist/test_unsynced.py::test_a_sum_of_16_bit_micro_batches_is_not_rounded_on_its_way",
     ),
     Mutant(
@@ -442,7 +442,7 @@ MUTANTS = [
     Mutant(
         "every rank goes by its own reading of free memory",
         "gemini/model/budgets.py",
-        '        communicator.all_reduce_max_(readings, "free memory")\n',
+        '    communicator.all_reduce_max_(readings, "free memory")\n',
         "",
         "tests/dist/test_budgets.py::test_ranks_that_read_different_free_memory_go_by_the_least[2-False]",
     ),

@@ -1,0 +1,37 @@
+"""Budgets: the bytes that a model's chunks may take on each tier of one rank, given by the user or read live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemini.settings import Settings
+
+ACTIVATION_FRACTION = 0.3
+"""Of `device_memory`, left to activations and workspace until a step has shown what they need."""
+
+
+@dataclass(frozen=True)
+class FreeBytes:
+    """What the tiers of a rank have free, as ranks agreed on it. None: no bound, or settings that say it themselves."""
+
+    device: int | None = None
+    host: int | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of model data that a rank may hold. None: no bound."""
+
+    device: int | None
+    host: int | None
+
+    @staticmethod
+    def of(settings: Settings, free: FreeBytes) -> Budget:
+        """What `settings` give, and what is free where they do not."""
+        device = settings.budget_bytes("model_data_memory")
+        if device is None:
+            given = settings.budget_bytes("device_memory")
+            whole = free.device if given is None else given
+            device = None if whole is None else int(whole * (1 - ACTIVATION_FRACTION))
+        host = settings.budget_bytes("host_memory")
+        return Budget(device, free.host if host is None else host)

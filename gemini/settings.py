@@ -1,0 +1,217 @@
+"""Settings: what a user may choose about a sharded model, as one frozen value that every front end maps onto.
+
+`ShardedModel(module, stage=2)`, `estimate_memory(module, stage=2)` and the planner make `Settings(stage=2)` of their
+arguments, so that an option has one name, one default, one check and one error message. Settings know no module and no
+rank: what follows from them for a model is the plan's (gemini/placement/plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import nn
+
+from gemini.placement.dtypes import ChunkDtypes, Dtype
+from gemini.placement.policy import PlacementPolicy, resolve_policy
+from gemini.placement.sizes import parse_bytes
+from optim import HALF_DTYPES
+from optim.hyperparameters import refuse_unknown_arguments
+from sharding import ShardStrategy, resolve_strategy
+
+CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)
+_DTYPES = (*CASTABLE_DTYPES, torch.float64)
+_BYTES = ("device_memory", "model_data_memory", "host_memory")
+_OF_THIS_RANK = ("device", "rank_timeout")  # ranks need not have the same
+
+Strategy = ShardStrategy | type[ShardStrategy] | str | None
+Device = int | str | torch.device | None
+Weights = torch.dtype | Mapping[type[nn.Module] | str, torch.dtype | None] | None
+
+
+class Options(TypedDict, total=False):
+    """The fields of `Settings` as keyword arguments, so that type checkers know them.
+
+    Without `shard_strategy`: `ShardedModel` takes it as a positional argument too.
+    """
+
+    stage: int
+    tensor_placement_policy: str | PlacementPolicy
+    reuse_fp16_shard: bool
+    dtype: Weights
+    reduce_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype | None
+    chunk_size: int | None
+    device: Device
+    device_memory: int | str | None
+    model_data_memory: int | str | None
+    host_memory: int | str | None
+    rank_timeout: float
+    ignore_unused_parameters: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that `ShardedModel` may be told besides the module and its process group.
+
+    Sizes in memory are bytes: an int, or a string such as "8GiB" (2**30) or "8GB" (10**9), which becomes an int.
+
+    Args:
+        shard_strategy: what a unit is; an instance, a class or "tensor", "bucket", "chunk". None: "chunk".
+        stage: 3 shards parameters, gradients and optimizer state; 2 the last two; 1 the last; 0 nothing.
+        tensor_placement_policy: "auto", "cpu", "cuda", or an object with `name` and `place(demand, budget_bytes)`.
+        reuse_fp16_shard: the reduced gradient is stored in the memory of the 16-bit parameter, and the step makes the
+            parameter again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter
+            less. bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A
+            chunk whose parameters are used between backward and step (several micro-batches, `state_dict()`), or seen
+            in views, gets gradient memory of its own from then on, on the host where the device is full. At stages 1
+            and 2 a chunk of several units has that memory from the start.
+        dtype: of the weights in chunks; bf16 and fp16 ones keep fp32 masters. None keeps the module's own dtypes. Or
+            by module: {torch.nn.LayerNorm: torch.float32, "head.*": None, "*": torch.bfloat16}, with classes and
+            names (shell patterns) as keys. The innermost module that a key chooses decides for all that it contains,
+            the first such key for it, "*" for the rest. A module that a key but "*" chose gets floating-point inputs
+            in its dtype; what it returns in that has the first one's dtype again (without one: that of "*"). Buffers
+            keep their dtypes.
+        reduce_dtype: in which gradients travel between ranks: each rank's is cast before the exchange. None: its own.
+            Whatever travels, the mean over ranks is made in fp32 and rounded once.
+        accumulate_dtype: in which reduced gradients rest and micro-batches are added up, from the first on. None: in
+            the gradient's own dtype, 16-bit ones in fp32 from the second micro-batch on. fp64 weights keep to fp64.
+        chunk_size: elements of a chunk; None searches for the cheapest size that the budgets allow.
+        device: "emulated", an int, a string or a torch.device. None: the current accelerator, else emulated.
+        device_memory: bytes that this process may hold on the device, activations included. None: what is free.
+        model_data_memory: bytes of it that chunks may take. None: what is left of device_memory after activations.
+        host_memory: bytes that chunks may take on the host. None: what is free.
+        rank_timeout: seconds after which a rank that does not answer counts as lost.
+        ignore_unused_parameters: False makes `optimizer.step()` raise if a trainable parameter got no gradient on any
+            rank since the last step, and name all that did not.
+
+    Raises TypeError or ValueError, which name the field, what was found and what is valid.
+
+        >>> settings = Settings(stage=2, device_memory="8GiB")
+        >>> settings.device_memory
+        8589934592
+    """
+
+    shard_strategy: Strategy = None
+    stage: int = 3
+    tensor_placement_policy: str | PlacementPolicy = "auto"
+    reuse_fp16_shard: bool = False
+    dtype: Weights = None
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    chunk_size: int | None = None
+    device: Device = None
+    device_memory: int | str | None = None
+    model_data_memory: int | str | None = None
+    host_memory: int | str | None = None
+    rank_timeout: float = 600.0
+    ignore_unused_parameters: bool = True
+
+    def __post_init__(self) -> None:
+        resolve_strategy(self.shard_strategy)
+        resolve_policy(self.tensor_placement_policy)
+        self._check_numbers()
+        self._check_dtypes()
+        check_device("device", self.device)
+        for name in _BYTES:
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        part, whole = self.budget_bytes("model_data_memory"), self.budget_bytes("device_memory")
+        if part is not None and whole is not None and part > whole:
+            raise ValueError(f"model_data_memory={part} is more than device_memory={whole}")
+
+    @staticmethod
+    def of(
+        owner: str, *others: str, settings: Settings | None, shard_strategy: Strategy = None, **options: Unpack[Options]
+    ) -> Settings:
+        """`settings`, or the defaults, with `options` in place of the fields of these names.
+
+        owner, others: the function that was given the options, and its other arguments, for the error of an unknown
+        option. Raises TypeError or ValueError.
+        """
+        valid = [each.name for each in fields(Settings)]
+        refuse_unknown_arguments(owner, [name for name in options if name not in valid], [*valid, *others])
+        if settings is not None and not isinstance(settings, Settings):
+            raise TypeError(f"settings must be a Settings or None, found {type(settings).__name__}")
+        settings = replace(settings or Settings(), **options)
+        return settings if shard_strategy is None else replace(settings, shard_strategy=shard_strategy)
+
+    def budget_bytes(self, name: str) -> int | None:
+        """One of the three budgets, in bytes."""
+        return parse_bytes(getattr(self, name), name)
+
+    def chunk_dtypes(self, weight: Dtype) -> ChunkDtypes:
+        """The dtypes of a chunk of such weights. Only fp32, fp16 and bf16 gradients travel and rest in other ones."""
+        if weight not in map(dtype_of, CASTABLE_DTYPES):
+            return ChunkDtypes(weight, weight, weight, weight, widens=False)
+        return ChunkDtypes(
+            weight,
+            travel=dtype_of(self.reduce_dtype) if self.reduce_dtype else weight,
+            rest=dtype_of(self.accumulate_dtype) if self.accumulate_dtype else weight,
+            sums=dtype_of(self.reduce_dtype or torch.float32),
+            widens=self.accumulate_dtype is None and weight.is_half,
+        )
+
+    def shared(self) -> tuple[str, ...]:
+        """`name=value` of each field that all ranks must have in common; these decide the order of collectives."""
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["shard_strategy"] = type(resolve_strategy(self.shard_strategy)).__name__
+        values["tensor_placement_policy"] = resolve_policy(self.tensor_placement_policy).name
+        return tuple(f"{name}={value}" for name, value in values.items() if name not in _OF_THIS_RANK)
+
+    def _check_numbers(self) -> None:
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, found {self.stage!r}")
+        if self.chunk_size is not None:
+            if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int):
+                found = type(self.chunk_size).__name__
+                raise TypeError(f"chunk_size must be an int (elements) or None, found {found}")
+            if self.chunk_size < 1:
+                raise ValueError(f"chunk_size must be at least 1 element, found {self.chunk_size}")
+        timeout = self.rank_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ValueError(f"rank_timeout must be a number of seconds above 0, found {timeout!r}")
+        for name in ("reuse_fp16_shard", "ignore_unused_parameters"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
+
+    def _check_dtypes(self) -> None:
+        if isinstance(self.dtype, Mapping):
+            for key, value in self.dtype.items():
+                if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
+                    raise TypeError(f"dtype={{...}} has module classes and names of modules as keys, found {key!r}")
+                check_dtype(f"dtype of {key!r}", value)
+            object.__setattr__(self, "dtype", dict(self.dtype))  # a later change of the user's mapping changes nothing
+        else:
+            check_dtype("dtype", self.dtype)
+        check_dtype("reduce_dtype", self.reduce_dtype, CASTABLE_DTYPES)
+        check_dtype("accumulate_dtype", self.accumulate_dtype, CASTABLE_DTYPES)
+        if self.reuse_fp16_shard and self.accumulate_dtype is torch.float32:
+            raise ValueError(
+                "reuse_fp16_shard=True keeps 16-bit gradients where 16-bit parameters were; with "
+                "accumulate_dtype=torch.float32 they do not fit there: leave one of the two out"
+            )
+
+
+def dtype_of(dtype: torch.dtype) -> Dtype:
+    """A dtype of torch as planning sees it."""
+    return Dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """The inverse of `dtype_of`."""
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def check_dtype(name: str, dtype: torch.dtype | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> None:
+    """Raises ValueError unless weights can be of this dtype."""
+    if dtype is not None and dtype not in valid:
+        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}")
+
+
+def check_device(name: str, device: Device) -> None:
+    """Raises TypeError unless a device can be given so; whether the machine has it is found when it is used."""
+    if isinstance(device, bool) or not (device is None or isinstance(device, (int, str, torch.device))):
+        raise TypeError(f'{name} must be "emulated", an int, a string or a torch.device, found {device!r}')
