@@ -6,13 +6,10 @@
 Reading order: placement, memory, chunks, executor, model, optimizer. See docs/architecture.md.
 """
 
-from gemini import shadowing
-
-shadowing.check()
-
-from gemini.device import current_device  # noqa: E402
-from gemini.dist_logger import disable_existing_loggers, get_dist_logger  # noqa: E402
-from gemini.errors import (  # noqa: E402
+from gemini import shadowing as shadowing  # stands first: it checks that `optim` and `sharding` below are ours
+from gemini.device import current_device
+from gemini.dist_logger import disable_existing_loggers, get_dist_logger
+from gemini.errors import (
     BudgetError,
     DivergenceError,
     GeminiError,
@@ -23,14 +20,14 @@ from gemini.errors import (  # noqa: E402
     StaleGraphError,
     UnsupportedError,
 )
-from gemini.launch import launch_from_torch  # noqa: E402
-from gemini.model.estimate import MemoryEstimate, estimate_memory  # noqa: E402
-from gemini.model.external import register_external_parameter, unregister_external_parameter  # noqa: E402
-from gemini.model.gathered import GatheredParameters  # noqa: E402
-from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module  # noqa: E402
-from gemini.model.sharded_model import ShardedModel  # noqa: E402
-from gemini.model.zero_init import ZeroInitContext  # noqa: E402
-from gemini.optimizer.full_access import (  # noqa: E402
+from gemini.launch import launch_from_torch
+from gemini.model.estimate import MemoryEstimate, estimate_memory
+from gemini.model.external import register_external_parameter, unregister_external_parameter
+from gemini.model.gathered import GatheredParameters
+from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module
+from gemini.model.sharded_model import ShardedModel
+from gemini.model.zero_init import ZeroInitContext
+from gemini.optimizer.full_access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -44,29 +41,52 @@ from gemini.optimizer.full_access import (  # noqa: E402
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from gemini.optimizer.hashing import state_hash  # noqa: E402
-from gemini.optimizer.sharded_optimizer import ShardedOptimizer  # noqa: E402
-from gemini.settings import Settings  # noqa: E402
-from optim import clip_grad_norm_  # noqa: E402
+from gemini.optimizer.hashing import state_hash
+from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.placement.policy import PlacementPolicy, check_fits, slots_for, spend_rest
+from gemini.settings import Settings
+from optim import CPUAdam, HybridAdam, clip_grad_norm_
+from sharding import (
+    BucketTensorShardStrategy,
+    ChunkShardStrategy,
+    ParameterSpec,
+    ShardStrategy,
+    TensorShardStrategy,
+)
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the only place: pyproject.toml reads it here
 
 __all__ = [
+    "BucketTensorShardStrategy",
     "BudgetError",
+    "CPUAdam",
+    "ChunkDemand",
+    "ChunkShardStrategy",
+    "Demand",
     "DivergenceError",
     "GatheredParameters",
     "GeminiError",
+    "HybridAdam",
+    "Kind",
     "MemoryEstimate",
+    "ParameterSpec",
+    "Placement",
+    "PlacementPolicy",
     "RankLostError",
     "ReleasedParameterError",
     "RemoteRankError",
-    "ShardedModel",
     "Settings",
+    "ShardStrategy",
+    "ShardedModel",
     "ShardedOptimizer",
     "SlotError",
     "StaleGraphError",
+    "TensorShardStrategy",
+    "Tier",
     "UnsupportedError",
     "ZeroInitContext",
+    "check_fits",
     "clip_grad_norm_",
     "current_device",
     "disable_existing_loggers",
@@ -87,6 +107,8 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "set_leaf_module",
+    "slots_for",
+    "spend_rest",
     "state_hash",
     "unregister_external_parameter",
     "unset_leaf_module",

@@ -1,16 +1,17 @@
-"""gemini's sister packages have short names; a user's own `optim.py` or `sharding/` beside a script would win."""
+"""gemini's sister packages have short names, and a user's own `optim.py` or `sharding/` beside a script would win.
+
+Importing this module checks that Python finds ours. Otherwise it raises ImportError, which names the file that is in
+the way: without the check the first missing attribute would be reported, somewhere deep in gemini.
+"""
 
 import importlib.util
 from pathlib import Path
 
-
-def check() -> None:
-    """Raises ImportError naming the file that is found instead of our `optim` or `sharding`."""
-    for name in ("optim", "sharding"):
-        spec = importlib.util.find_spec(name)
-        origin = spec.origin if spec is not None else None
-        if origin is None or not (Path(origin).parent / "py.typed").is_file() or Path(origin).name != "__init__.py":
-            raise ImportError(
-                f"gemini needs its own package {name!r}, but Python finds {origin or 'nothing'}: rename that file or "
-                "folder, or remove its folder from sys.path"
-            )
+for _name in ("optim", "sharding"):
+    _spec = importlib.util.find_spec(_name)
+    _origin = _spec.origin if _spec is not None else None
+    if _origin is None or not (Path(_origin).parent / "py.typed").is_file() or Path(_origin).name != "__init__.py":
+        raise ImportError(
+            f"gemini needs its own package {_name!r}, but Python finds {_origin or 'nothing'}: rename that file or "
+            "folder, or remove its folder from sys.path"
+        )

@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gemini import GeminiError, ReleasedParameterError, ShardedModel, ShardedOptimizer, SlotError
+from gemini import (
+    Demand,
+    GeminiError,
+    Placement,
+    ReleasedParameterError,
+    ShardedModel,
+    ShardedOptimizer,
+    SlotError,
+    Tier,
+    slots_for,
+)
 from tests import mlp
 from tests.mlp import (
     PLACES,
@@ -250,8 +260,5 @@ class _SlotsOnly:
 
     name = "slots_only"
 
-    def place(self, demand: Any, budget_bytes: int | None) -> Any:
-        from gemini.placement.demand import Tier
-        from gemini.placement.policy import slots_for
-
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
         return slots_for(demand, tuple(dict.fromkeys(chunk.home_bytes, Tier.HOST) for chunk in demand.chunks))
