@@ -21,6 +21,7 @@ from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError
 from gemini.executor.operator import Operator
 from gemini.executor.operator_hooks import OperatorHooks
+from gemini.executor.victims import Victims
 
 _Hooks = torch.autograd.graph.saved_tensors_hooks
 _autograd: Any = torch._C._autograd
@@ -40,7 +41,7 @@ class Call:
         self.caches_autocast: bool | None = None  # what to set autocast's weight cache to afterwards
 
     def end(self, late: bool = False) -> None:
-        """What was in force for the call is so no longer.
+        """What was in force for the call is so no longer, but for its pins.
 
         late: the user's code has run since, so the hooks may not be on top of torch's stack of them.
         """
@@ -56,15 +57,13 @@ class Call:
         if self.caches_autocast is not None:
             torch.set_autocast_cache_enabled(self.caches_autocast)
             self.caches_autocast = None
-        for chunk in self.pinned:
-            chunk.pins -= 1
-        self.pinned.clear()
 
 
 class Calls:
     """The running calls of one model, outermost first."""
 
-    def __init__(self) -> None:
+    def __init__(self, victims: Victims) -> None:
+        self._victims = victims
         self.by_thread: dict[int, list[Call]] = {}  # no thread without a call
 
     @property
@@ -129,6 +128,8 @@ class Calls:
         calls = self.by_thread[thread]
         call = calls[-1]
         call.end(late)  # before it is forgotten: this may be interrupted, too
+        self._victims.unpin(call.pinned)
+        call.pinned.clear()
         if len(calls) > 1:
             calls.pop()
         else:

@@ -44,7 +44,7 @@ class Executor:
         self.gradients = gradients
         self.communicator = communicator
         self.moments = communicator.moments
-        self._underway = Underway(self.chunks)
+        self._underway = Underway(self.chunks, fetcher.victims)
         self.calls = self._underway.calls
         self._nodes = self._underway.nodes
         self.failures = Failures(self._underway, fetcher, gradients, communicator)

@@ -18,6 +18,7 @@ from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import BudgetError, SlotError
 from gemini.executor.binding import Binding
 from gemini.executor.communicator import Communicator
+from gemini.executor.victims import Victims
 from gemini.memory.ledger import Traffic
 from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, settle
 from gemini.memory.tier import MemoryTier, copy
@@ -61,6 +62,7 @@ class Fetcher:
         self.traffic = traffic
         self.binding = binding
         self.next_use = NextUse()
+        self.victims = Victims(chunks, self.next_use)
         self.pools: tuple[SlotPool, SlotPool] | None = None
         self.in_step = False  # an operator may find its parameters plain
         self.slot_by_storage: dict[int, Slot] = {}
@@ -99,6 +101,7 @@ class Fetcher:
         if chunk.state is not ChunkState.RESIDENT:
             self.on_touch()
             self.next_use.touch(chunk.index)
+            self.victims.note(chunk)
             if chunk.state is ChunkState.RELEASED:
                 if self._ahead is None or self._ahead.chunk is not chunk:
                     self.on_first_use()
@@ -158,6 +161,7 @@ class Fetcher:
         chunk = arrival.chunk
         chunk.slot, chunk.payload, chunk.state = arrival.slot, arrival.payload, ChunkState.GATHERED
         self.num_fetches += 1
+        self.victims.note(chunk)
         self._log("fetch", chunk, chunk.homes[Kind.PARAM].tier, "slot")
 
     def _start_gather(self, chunk: Chunk, payload: Tensor, ahead: bool) -> Callable[[], None]:
@@ -183,15 +187,14 @@ class Fetcher:
         slot = self._replaced(chunk, None)
         if slot is not None:
             return slot
-        unpinned = self._unpinned(pool)
-        if not unpinned and not ahead:
+        victim = self.victims.first(pool, chunk.oversize)
+        if victim is None and not ahead:
             self.settle()
-            unpinned = self._unpinned(pool)
-            if not unpinned:
+            victim = self.victims.first(pool, chunk.oversize)
+            if victim is None:
                 raise SlotError(self._no_slot(chunk, pool))
-        if not unpinned:
+        if victim is None:
             return None
-        victim = self.chunks[self.next_use.victim(unpinned)]
         if ahead and self.next_use.next_use(victim.index) <= self.next_use.next_use(chunk.index):
             return None
         slot = victim.slot
@@ -218,11 +221,6 @@ class Fetcher:
             f"in {self.device.capacity_bytes} bytes. Do not keep views of parameters (or .data of them) beyond their "
             "operator, or raise model_data_memory="
         )
-
-    def _unpinned(self, pool: SlotPool) -> list[int]:
-        """Chunks that may leave their slots now."""
-        inside = (self.chunks[slot.chunk] for slot in pool.slots if slot.chunk is not None)
-        return [chunk.index for chunk in inside if chunk.state is ChunkState.GATHERED and not chunk.pins]
 
     def _no_slot(self, chunk: Chunk, pool: SlotPool) -> str:
         users = "; ".join(
@@ -253,7 +251,10 @@ class Fetcher:
         chunk.bump_versions()
         slot = chunk.slot
         chunk.slot, chunk.payload, chunk.state = None, None, ChunkState.RELEASED
-        slot.chunk = None
+        if slot is chunk.own_slot:
+            slot.chunk = None
+        else:
+            self.pools[chunk.oversize].vacate(slot)
         self._log("release", chunk, "slot", chunk.homes[Kind.PARAM].tier)
         if not self.settles(slot):
             if slot is chunk.own_slot:

@@ -239,7 +239,8 @@ class GradientStore:
         if not gradient.reducing:
             self._num_open -= gradient.slot is not None or gradient.spilled is not None
         if gradient.slot is not None:
-            gradient.slot.chunk = None
+            assert self.pools is not None
+            self.pools[gradient.chunk.oversize].vacate(gradient.slot)
         if gradient.spilled is not None:
             self.host.give(gradient.spilled, "spilled gradients")
         gradient.slot = None
@@ -265,7 +266,7 @@ class GradientStore:
 
     def _spill(self, victim: ChunkGradient) -> Slot:
         """Move an open payload to the host, unreduced. Local to this rank: no collective."""
-        assert victim.slot is not None and victim.payload is not None
+        assert victim.slot is not None and victim.payload is not None and self.pools is not None
         try:
             buffer = self.host.take(victim.chunk.payload_bytes, "spilled gradients")
         except BudgetError as error:
@@ -279,7 +280,7 @@ class GradientStore:
         slot = victim.slot
         victim.spilled, victim.slot, victim.payload, victim.views = buffer, None, None, ()
         victim.expect_nothing()
-        slot.chunk = None
+        self.pools[victim.chunk.oversize].vacate(slot)
         return slot
 
     def widen(self, gradient: ChunkGradient) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gemini.chunks.chunk import Chunk
+from gemini.executor.victims import Victims
 
 _graph_task_id = torch._C._current_graph_task_id
 _autograd_node = torch._C._current_autograd_node
@@ -21,7 +22,8 @@ class _Held:
 class NodePins:
     """Pins that last until another node of the same graph task asks for something; see [Note: Pins]."""
 
-    def __init__(self) -> None:
+    def __init__(self, victims: Victims) -> None:
+        self._victims = victims
         self._by_task: dict[int, _Held] = {}
 
     def follow(self) -> None:
@@ -43,8 +45,7 @@ class NodePins:
     def lift(self, task: int = 0) -> None:
         """The node of `task`, and of every graph task started inside it, is done."""
         for inner in [t for t in self._by_task if t >= task]:
-            for chunk in self._by_task.pop(inner).chunks:
-                chunk.pins -= 1
+            self._victims.unpin(self._by_task.pop(inner).chunks)
 
     def forget(self) -> None:
         """After a failure, which has lifted all pins."""

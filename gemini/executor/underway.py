@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from gemini.chunks.chunk import Chunk
 from gemini.executor.calls import Calls
 from gemini.executor.node_pins import NodePins
+from gemini.executor.victims import Victims
 
 
 class Underway:
     """Calls, functions that touch released parameters, autograd nodes, and the leaf that backward is in."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], victims: Victims) -> None:
         self._chunks = chunks
-        self.calls = Calls()
-        self.nodes = NodePins()
+        self._victims = victims
+        self.calls = Calls(victims)
+        self.nodes = NodePins(victims)
         self.leaf: tuple[Chunk, ...] = ()
         self.awaits_backward = False  # a forward with gradients was not followed by a backward yet
         self._touches: list[list[Chunk]] = []  # what each function that touches released parameters has pinned
@@ -31,13 +33,11 @@ class Underway:
         others = [touch for touch in self._touches if touch is not pinned]
         if len(others) < len(self._touches):
             self._touches = others
-            for chunk in pinned:
-                chunk.pins -= 1
+            self._victims.unpin(pinned)
 
     def leave_leaf(self) -> None:
         """Backward asks for something outside the leaf."""
-        for chunk in self.leaf:
-            chunk.pins -= 1
+        self._victims.unpin(self.leaf)
         self.leaf = ()
 
     def forget_forward(self) -> None:

@@ -10,6 +10,7 @@ rank may reuse the memory at once or has to take a spare slot.
 from __future__ import annotations
 
 import time
+from heapq import heapify, heappop, heappush
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class Slot:
         self.buffer: Tensor | None = tier.take(num_bytes, kind)  # (num_bytes,) uint8
         self.num_bytes = num_bytes
         self.chunk: int | None = None
+        self.place = -1  # in the order of its pool's slots; -1 while no pool has it
         self.storage = self.buffer.untyped_storage()._cdata
         self.views: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}  # chunk -> payload and its parameters' views
         self._num_cached = 0
@@ -116,7 +118,7 @@ class SlotPool:
     """The slots of one size. Slots that are held from outside wait in `held` until their views die.
 
     From the first use on there are always `count` slots beside the held ones: a rank with one more or less would
-    evict other chunks.
+    evict other chunks. Of several free slots the first in order is taken.
     """
 
     def __init__(self, tier: MemoryTier, num_bytes: int, count: int, kind: str) -> None:
@@ -124,24 +126,49 @@ class SlotPool:
         self.num_bytes = num_bytes
         self.kind = kind
         self.count = count
-        self.slots: list[Slot] = []
+        self.slots: list[Slot] = []  # in order of their places
         self.held: list[Slot] = []
+        self._num_places = 0
+        self._free: list[tuple[int, Slot]] = []  # heap by place: has every free slot, and some that are not free now
 
     def free(self) -> Slot | None:
-        """A free slot, or None. Raises BudgetError if one that is held cannot be replaced."""
+        """A free slot, or None. Whoever uses it sets its chunk. Raises BudgetError if a held one cannot be replaced."""
         self._reclaim()
         self.fill()
-        return next((slot for slot in self.slots if slot.chunk is None), None)
+        while self._free:
+            place, slot = self._free[0]
+            if slot.chunk is None and slot.place == place:
+                return slot
+            heappop(self._free)
+        return None
+
+    def vacate(self, slot: Slot) -> None:
+        """The slot's payload is not needed any more."""
+        if len(self._free) > 2 * len(self.slots):  # as often as that the slots at its top were taken and given back
+            self._find_free()
+        heappush(self._free, (slot.place, slot))  # first: after an interrupt in between no free slot is missing
+        slot.chunk = None
+
+    def _find_free(self) -> None:
+        self._free = [(slot.place, slot) for slot in self.slots if slot.chunk is None]
+        heapify(self._free)
+
+    def _join(self, slot: Slot) -> None:
+        """A free slot becomes the last in order."""
+        slot.place, self._num_places = self._num_places, self._num_places + 1
+        self.slots.append(slot)
+        heappush(self._free, (slot.place, slot))
 
     def fill(self) -> None:
         """Take the memory of slots that are missing. Raises BudgetError."""
         while len(self.slots) < self.count:
-            self.slots.append(Slot(self.tier, self.num_bytes, self.kind))
+            self._join(Slot(self.tier, self.num_bytes, self.kind))
 
     def set_aside(self, slot: Slot) -> None:
         """Take a held slot out of the pool until its views die."""
         self.held.append(slot)  # first: an interrupt in between must not lose the slot
         self.slots.remove(slot)
+        slot.place = -1
 
     def _reclaim(self) -> None:
         if not self.held:
@@ -149,7 +176,7 @@ class SlotPool:
         for slot in [slot for slot in self.held if slot.num_holders() <= 0]:
             self.held.remove(slot)
             if len(self.slots) < self.count:
-                self.slots.append(slot)
+                self._join(slot)
             else:
                 slot.close()
 
@@ -157,6 +184,7 @@ class SlotPool:
         """Have `count` slots from now on; all are free. Gives surplus ones back and returns them, takes none yet."""
         self._reclaim()
         surplus, self.slots, self.count = self.slots[count:], self.slots[:count], count
+        self._find_free()
         for slot in surplus:
             slot.close()
         return surplus
@@ -168,10 +196,14 @@ class SlotPool:
             if slot.num_holders() > 0:
                 self.slots.remove(slot)  # first: a slot without memory is never in the pool
                 slot.close()
-                self.slots.insert(position, Slot(self.tier, self.num_bytes, self.kind))
+                other = Slot(self.tier, self.num_bytes, self.kind)
+                other.place = slot.place
+                self.slots.insert(position, other)
+        self._find_free()
 
     def close(self) -> None:
         """Give all memory back."""
         for slot in self.slots + self.held:
             slot.close()
         self.slots, self.held, self.count = [], [], 0
+        self._free.clear()

@@ -2,22 +2,23 @@
 
 A pass is the sequence of chunk touches of one forward and its backward. The last complete pass predicts the
 running one for as long as both agree; once they differ (other control flow, an evaluation in between), the
-rest of the pass evicts the least recently used chunk and is recorded anew. Everything here follows from the
+rest of the pass evicts the least recently used chunk and is recorded again. Everything here follows from the
 sequence of touches alone, which is equal on all ranks, so all ranks evict the same chunk.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
 
 
 class NextUse:
     """Touches of the running pass against those of the last complete one. Positions count touches."""
 
     def __init__(self) -> None:
+        self.epoch = 0  # while it is the same, only a touch of a chunk changes the chunk's `rank`
         self.forget()
 
     def forget(self) -> None:
-        """Start anew, as at first."""
+        """Start again, as at first."""
+        self.epoch += 1
         self.position = 0  # touches so far in the running pass
         self.follows = False  # the running pass has agreed with the expected one so far
         self.expected: list[int] = []
@@ -30,6 +31,7 @@ class NextUse:
         """Record that `chunk` is used now."""
         if self.follows and (self.position >= len(self.expected) or self.expected[self.position] != chunk):
             self.follows = False
+            self.epoch += 1
         self._running.append(chunk)
         self.position += 1
         self._clock += 1
@@ -40,9 +42,11 @@ class NextUse:
         self._running = []
         self.position = 0
         self.follows = bool(self.expected)
+        self.epoch += 1
 
     def end_pass(self) -> bool:
         """The backward ended. Returns True if the pass was as expected, else it becomes the expected one."""
+        self.epoch += 1
         if self.follows and self.position == len(self.expected):
             self.follows = False
             return True
@@ -66,8 +70,9 @@ class NextUse:
         """The next `count` expected touches; none if the pass is not predicted."""
         return self.expected[self.position : self.position + count] if self.follows else []
 
-    def victim(self, candidates: Iterable[int]) -> int:
-        """The candidate to evict: farthest next use while the pass is predicted, else least recently used."""
-        if self.follows:
-            return max(candidates, key=lambda chunk: (self.next_use(chunk), -chunk))
-        return min(candidates, key=lambda chunk: (self._last_touch.get(chunk, -1), chunk))
+    def rank(self, chunk: int) -> int:
+        """The chunk with the smallest is evicted first, of equal ones the first in the model.
+
+        That is the one with the farthest next use while the pass is predicted, else the least recently used one.
+        """
+        return -self.next_use(chunk) if self.follows else self._last_touch.get(chunk, -1)

@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "pins of a node are never lifted",
         "gemini/executor/node_pins.py",
-        "            for chunk in self._by_task.pop(inner).chunks:\n                chunk.pins -= 1",
+        "            self._victims.unpin(self._by_task.pop(inner).chunks)",
         "            self._by_task.pop(inner)",
         f"{ONE_RANK}[gpt2]",
     ),
@@ -428,8 +428,8 @@ MUTANTS = [
     Mutant(
         "gradients are never freed after backward",
         "gemini/executor/gradient_store.py",
-        "            gradient.slot.chunk = None\n        if gradient.spilled",
-        "            pass\n        if gradient.spilled",
+        "            self.pools[gradient.chunk.oversize].vacate(gradient.slot)\n",
+        "            pass\n",
         f"{MEMORY}::test_at_most_two_gradients_are_open_in_a_sequential_model",
     ),
     Mutant(

@@ -111,7 +111,7 @@ def run_pass(uses: NextUse, touches: list[int], num_slots: int) -> int:
         if chunk not in CACHE:
             fetches += 1
             if len(CACHE) == num_slots:
-                CACHE.remove(uses.victim(sorted(CACHE)))
+                CACHE.remove(min(sorted(CACHE), key=uses.rank))
             CACHE.append(chunk)
     uses.end_pass()
     return fetches
