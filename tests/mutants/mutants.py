@@ -128,7 +128,7 @@ MUTANTS = [
         "hooks are not pushed again inside operators",
         "gemini/model/hooks.py",
         "if self._saved_tensors.needed():\n                    call.hooks",
-        "if False:",
+        "if False:\n                    call.hooks",
         f"{ONE_RANK}[llama_checkpoint]",
     ),
     Mutant(
