@@ -115,7 +115,7 @@ class Collectives:
             if beside:
                 beside.verify()
 
-        return InFlight(finish)
+        return InFlight(finish, [launched])
 
     def _gather_on_gloo(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> InFlight:
         """One unit: every rank's slice to all, in place; gloo's own all-gather takes a copy and a third more time."""
@@ -134,7 +134,7 @@ class Collectives:
                 for work in works:
                     self.wait(work)
 
-            return InFlight(wait_for_all)
+            return InFlight(wait_for_all, works)
         if not layout.numel:
             return InFlight()
         if shard is None:
@@ -148,7 +148,7 @@ class Collectives:
                 region = payload[unit.start : unit.start + unit.numel].view(self.world_size, piece.numel)
                 region.copy_(rows[:, piece.shard_start : piece.shard_start + piece.numel])
 
-        return InFlight(unpack)
+        return InFlight(unpack, [launched])
 
     def reduce_scatter(
         self,
@@ -213,7 +213,7 @@ class Collectives:
             rows = received.view(self.world_size, layout.shard_numel)
             sum_rows(rows, out, self.world_size if mean else 1, take)
 
-        return InFlight(finish)
+        return InFlight(finish, [slices, tags] if tags else [slices])
 
     def all_reduce_sum_(self, tensor: Tensor, tag: Tag | None = None) -> None:
         """Sum over ranks, in place. The order of a float sum is the backend's: use it for integers.

@@ -1,10 +1,16 @@
 """A collective between its start and its end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
 
 
 class InFlight:
-    """A collective that was started; others may be started before it is finished. Finishing launches nothing."""
+    """A collective that was started; others may be started before it is finished. Finishing launches nothing.
 
-    def __init__(self, finish: Callable[[], None] = lambda: None) -> None:
+    works: its launches, which are over when it is finished.
+    """
+
+    def __init__(self, finish: Callable[[], None] = lambda: None, works: Sequence[dist.Work] = ()) -> None:
         self.finish = finish
+        self.works = works

@@ -20,8 +20,9 @@ from torch import Tensor
 from gemini.errors import DivergenceError, UnsupportedError
 from gemini.executor.agreement import Agreement, Collective
 from gemini.executor.moment import Moments
-from gemini.executor.own_group import connect
+from gemini.executor.own_group import OwnGroup, dropped, end_dropped
 from gemini.executor.watch import ALL_ALIKE, RankWatch
+from gemini.memory.modes import unhooked
 from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
 _KINDS = (
@@ -29,7 +30,7 @@ _KINDS = (
     *("gradient summary", "largest gradient", "end of backward", "points of reduction", "unsynced gradients"),
     *("agreement on complete gradients", "agreement on the pass", "names of states"),
     *("change of what is trained", "change of what is compiled"),
-    *("new param group", "discard_state()", "the optimizer's settings"),
+    *("new param group", "discard_state()", "the optimizer's settings", "dropped models"),
 )
 _NUM_OF_CHUNKS = 2
 _BUILD_ALIKE = "All ranks must build the same model with the same arguments"
@@ -67,7 +68,9 @@ class Communicator:
         self.watch: RankWatch | None = None
         if group is not None and group.size() > 1:
             self.watch = RankWatch(group, rank_timeout_s, self._where, backends(group)[device.type] == "gloo")
+        self._own: OwnGroup | None = None  # a collective that a failure left open must not meet the user's next one
         self.collectives = self._connect()
+        self._end_dropped()
 
     @property
     def rank(self) -> int:
@@ -135,9 +138,13 @@ class Communicator:
         return self._finishing(launched)
 
     def _finishing(self, launched: InFlight) -> Callable[[], None]:
+        is_open: set[dist.Work] = set() if self._own is None else self._own.open
+        is_open.update(launched.works)
+
         def finish() -> None:
             with self._agreeing():
                 launched.finish()
+            is_open.difference_update(launched.works)
 
         return finish
 
@@ -206,27 +213,48 @@ class Communicator:
             self._sequence = 0
             self._agreement = Agreement()
             self.collectives.abort()
+            before = self._own
             self.collectives = self._connect()
+            if before is not None:
+                before.leave()  # as all ranks do: they have met since
             self.watch.failed = False
 
     def close(self) -> None:
         """Give the process group back, with its threads and sockets. Collective, but for models that failed."""
-        before, self.collectives = self.collectives, Collectives(None)
-        if before.group is not None and self.watch is not None and not self.watch.failed:
-            before.barrier()  # gloo's end waits for the others': leave together
-            dist.destroy_process_group(before.group)
-        elif self.watch is not None and self.watch.failed:
-            before.abort()
+        if self._own is not None and self.watch is not None:
+            if self.watch.failed:
+                self.collectives.abort()
+                self._own.drop()  # other ranks may not have heard of the failure yet
+            else:
+                self.leave_pass()
+                self._end_dropped()
+                self.collectives.barrier()  # gloo's end waits for the others': leave together
+                self._own.close()
+        self._own, self.collectives = None, Collectives(None)
 
     def _connect(self) -> Collectives:
-        if self.watch is not None:
-            self.watch.join()
-        # a group of our own: a collective that a failure left half done must not meet the user's next one
         if self._parent is None or self.watch is None:
             return Collectives(None)
+        self.watch.join()
         timeout = timedelta(seconds=self._rank_timeout_s + 60)  # the watch is first to call a rank lost
-        own = connect(self._parent, self.watch.name, timeout)
-        return Collectives(own, self.watch.wait, self.device)
+        self._own = OwnGroup(self._parent, self.watch.name, timeout)
+        return Collectives(self._own.group, self._wait, self.device)
+
+    def _wait(self, work: dist.Work) -> None:
+        assert self.watch is not None and self._own is not None
+        try:
+            self.watch.wait(work)
+        except BaseException:
+            self._own.open.add(work)
+            raise
+
+    def _end_dropped(self) -> None:
+        """Groups of models that were dropped without `close()` end. Collective. See [Note: Dropped groups]."""
+        if self.watch is not None:
+            everything = self.all_gather_bytes("\n".join(dropped()).encode(), "dropped models")
+            end_dropped(
+                {rank: set(names.decode().split("\n")) for rank, names in zip(self.ranks, everything, strict=True)}
+            )
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
@@ -271,7 +299,8 @@ class Communicator:
     def _agreeing(self) -> Iterator[None]:
         """Ranks whose tags differ inside took different ways, and all of them say so."""
         try:
-            yield
+            with unhooked():
+                yield
         except TagMismatch as mismatch:
             error = self._diverged(mismatch)
             if self.watch is not None:

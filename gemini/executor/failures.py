@@ -79,14 +79,14 @@ class Failures:
         Gradients of earlier backwards stay. Several ranks start together, see `recover`.
         """
         if self._communicator.watch is None:
-            _clear_our_frames()
+            clear_our_frames()
             self._underway.forget_forward()
             self._communicator.moments.now = 0
             self._fetcher.start_anew()
 
     def abandon(self) -> None:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""
-        _clear_our_frames()
+        clear_our_frames()
         self._underway.forget()
         self._gradients.start_anew()
         self._communicator.moments.now = 0
@@ -120,7 +120,7 @@ class Failures:
             self._communicator.restart()
 
 
-def _clear_our_frames() -> None:
+def clear_our_frames() -> None:
     """Drop the locals of our own functions, and of torch's, that the handled exception's traceback still shows.
 
     An interrupt in the middle of one of them leaves a view of a slot there, and a script that saves the model inside

@@ -148,6 +148,7 @@ class RankWatch:
         deadline = time.monotonic() + self.rank_timeout_s
         last_look = time.monotonic()
         count = self._store.add(joined, 1)
+        pause_s = _MEET_POLL_S  # ranks that come together do not wait for long
         while count < self.world_size:
             now = time.monotonic()
             if now > deadline:
@@ -157,7 +158,8 @@ class RankWatch:
             if now - last_look > POLL_S:
                 last_look = now
                 self._raise_remote(None)
-            time.sleep(_JOIN_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _JOIN_POLL_S)
             count = self._store.add(joined, 0)
         self._raise_torn()
 

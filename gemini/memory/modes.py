@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ num_modes = torch._C._len_torch_dispatch_stack
 """How many modes there are now: `unseen` changes nothing where there are none."""
 are_transforms_active = torch._C._are_functorch_transforms_active
 """Of `torch.func`."""
+_autograd: Any = torch._C._autograd
 _SEEN: AbstractContextManager[None] = nullcontext()
 
 
@@ -59,6 +61,25 @@ def _without_followers() -> Iterator[None]:
             dispatch._pop_mode()
         for mode in reversed(modes):
             dispatch._push_mode(mode)
+
+
+@contextmanager
+def unhooked() -> Iterator[None]:
+    """Inside, no saved-tensor hooks are in force.
+
+    A collective of gloo keeps the state of the thread that launched it, these hooks included, for as long as Python
+    knows of it. A model that is dropped meanwhile would be held by its own hooks, from where the garbage collector
+    cannot look for cycles.
+    """
+    taken = []
+    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

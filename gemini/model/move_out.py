@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import GeminiError, RankLostError
 from gemini.executor.communicator import Communicator
+from gemini.executor.failures import clear_our_frames
 from gemini.executor.masters import whole_master
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
@@ -36,40 +37,37 @@ class _LostWeightsError(GeminiError):
 
 
 class MovingOut:
-    """Undoes a wrapping that failed."""
+    """Undoes a wrapping that failed.
 
-    def __init__(
-        self,
-        chunks: list[Chunk],
-        moves: Moves,
-        communicator: Communicator,
-        stores: list[BuildStore],
-        device: MemoryTier,
-        host: MemoryTier,
-    ) -> None:
-        self._chunks = chunks
-        self._moves = moves
+    The wrapping says how far it has come: `stores` before ranks agree on the model, `chunks` before they agree on the
+    plan, so that nothing has moved on any rank while one has no chunks yet.
+    """
+
+    def __init__(self, communicator: Communicator, device: MemoryTier, host: MemoryTier) -> None:
+        self.stores: list[BuildStore] = []  # where the module was built
+        self.chunks: list[Chunk] = []
+        self.moves = Moves()
         self._communicator = communicator
-        self._stores = stores
         self._tiers = {Tier.DEVICE: device, Tier.HOST: host}
 
     def undo(self, error: BaseException) -> None:
         """After `error`, which every rank has heard of. Collective. Adds a note to it where weights are lost."""
+        clear_our_frames()  # collectives that they still know could not end
         for managed in self._managed():
             self._make_plain(managed)
-        for owner, name, buffer in self._moves.buffers:
+        for owner, name, buffer in self.moves.buffers:
             owner._buffers[name] = buffer
-        for store in self._stores:
-            store.communicator.publish(error)
+        for store in self.stores if self.chunks else ():
+            store.communicator.publish(error)  # a rank may be waiting there
         try:
             if isinstance(error, RankLostError):
                 raise RankLostError("a rank that had a part of the weights is gone")
             with torch.inference_mode(False), torch.no_grad():
-                self._restart()
-                self._give_back()
-                self._communicator.close()
+                if self._restart():
+                    self._give_back()
+            self._communicator.close()
         except Exception as second:
-            lost = [managed for managed in self._managed() if managed.index in self._moves.originals]
+            lost = [managed for managed in self._managed() if managed.index in self.moves.originals]
             if isinstance(second, _LostWeightsError):
                 lost = self._managed()  # on all ranks alike: none may wait for the others to wrap it again
             for managed in lost:
@@ -80,7 +78,7 @@ class MovingOut:
                 )
 
     def _managed(self) -> list[ManagedParameter]:
-        return [managed for chunk in self._chunks for managed in chunk.parameters]
+        return [managed for chunk in self.chunks for managed in chunk.parameters]
 
     def _make_plain(self, managed: ManagedParameter) -> None:
         """An ordinary parameter, with what it has."""
@@ -91,23 +89,30 @@ class MovingOut:
         if parameter.requires_grad is not managed.requires_grad:
             parameter.requires_grad_(managed.requires_grad)
 
-    def _restart(self) -> None:
-        """Together with the other ranks, and before the stores are: a wait there would hold up who waits here."""
+    def _restart(self) -> bool:
+        """Start together with the other ranks. Returns whether anything may have moved. Collective."""
         if self._communicator.watch is not None:
             self._communicator.restart()
-        for store in self._stores:
-            store.restart()
+        self._communicator.plan_hash = 0  # some ranks may have the plan's already
+        has_plan, device = bool(self.chunks), self._communicator.device
+        planned = torch.tensor([has_plan, not has_plan], dtype=torch.int64, device=device)
+        self._communicator.all_reduce_max_(planned, "what was planned")
+        some_have, some_lack = planned.tolist()
+        if some_have:  # who has chunks has published the error in the stores
+            for store in self.stores:
+                store.restart()
+        return bool(some_have and not some_lack)
 
     def _give_back(self) -> None:
         """Every moved parameter gets its values. Collective."""
         sources = self._sources()
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             moved = [managed for managed in chunk.parameters if managed.index in sources]
             if not moved:
                 continue
             payloads: dict[bool, Tensor] = {}  # by: of the master
             for managed in moved:
-                original, source = self._moves.originals.get(managed.index), sources[managed.index]
+                original, source = self.moves.originals.get(managed.index), sources[managed.index]
                 if source is not None:
                     self._broadcast(managed, original, source)
                     continue
@@ -121,7 +126,7 @@ class MovingOut:
 
     def _sources(self) -> dict[int, int | None]:
         """The parameters, by index, that some rank lacks: the rank that has the values, None if all have a part."""
-        managed, moves, world_size = self._managed(), self._moves, self._communicator.world_size
+        managed, moves, world_size = self._managed(), self.moves, self._communicator.world_size
         states = [
             _MOVED if each.index in moves.originals else _RECEIVED if each.index in moves.received else _OWN
             for each in managed
@@ -174,7 +179,7 @@ class MovingOut:
 
     def _done(self, managed: ManagedParameter) -> None:
         """The parameter is whole. One that was built on shards goes back onto them. Collective then."""
-        original = self._moves.originals.pop(managed.index)
+        original = self.moves.originals.pop(managed.index)
         if original.store is None or original.store.is_closed:
             return
         operator, _, name = original.built_name.rpartition(".")

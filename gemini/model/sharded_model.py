@@ -97,47 +97,46 @@ class ShardedModel(PlainView):
         operators = find_operators(module, gathers)
         moments = Moments(["", *(operator.name for operator in operators)])
         communicator = Communicator(process_group, moments, settings.rank_timeout, device_tier.device)
-        with communicator.publishing():
-            planner = Planner(
-                module,
-                operators,
-                weights,
-                settings,
-                rank=communicator.rank,
-                world_size=communicator.world_size,
-                device=device_tier.device,
-            )
-            given = settings.shared()
-            built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
-            stores = stores_of(module, communicator.ranks)
-            compiled = [operator.name for operator in operators if operator.is_compiled]
-            words = describe(given, planner.inputs, built, compiled)
-            communicator.agree(repr((given, planner.inputs, built, compiled)).encode(), "the model", words)
-            chunks, first = planner.plan(read_free(settings, module, communicator, device_tier.device))
-            had = f"model data budget of {first.budget_bytes} bytes, {first.placement.num_slots} slots"
-            communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had)
-            communicator.plan_hash = first.hash
-        device_tier.capacity_bytes, host_tier.capacity_bytes = first.budget.device, first.budget.host
-
-        self._show(module)
-        self.settings = settings
-        self._traffic = Traffic()
-        self._tiers: tuple[MemoryTier, MemoryTier] = (device_tier, host_tier)
-        self._chunks: list[Chunk] = chunks
-        self._optimizer: object | None = None
-        moves = Moves()
+        wrapping = MovingOut(communicator, device_tier, host_tier)
         try:
             with communicator.publishing():
-                for store in stores:
+                wrapping.stores = stores_of(module, communicator.ranks)
+                planner = Planner(
+                    module,
+                    operators,
+                    weights,
+                    settings,
+                    rank=communicator.rank,
+                    world_size=communicator.world_size,
+                    device=device_tier.device,
+                )
+                given = settings.shared()
+                built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
+                compiled = [operator.name for operator in operators if operator.is_compiled]
+                words = describe(given, planner.inputs, built, compiled)
+                communicator.agree(repr((given, planner.inputs, built, compiled)).encode(), "the model", words)
+                chunks, first = planner.plan(read_free(settings, module, communicator, device_tier.device))
+                wrapping.chunks = chunks
+                had = f"model data budget of {first.budget_bytes} bytes, {first.placement.num_slots} slots"
+                communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had)
+                communicator.plan_hash = first.hash
+                device_tier.capacity_bytes, host_tier.capacity_bytes = first.budget.device, first.budget.host
+                self._show(module)
+                self.settings = settings
+                self._traffic = Traffic()
+                self._tiers: tuple[MemoryTier, MemoryTier] = (device_tier, host_tier)
+                self._chunks: list[Chunk] = chunks
+                self._optimizer: object | None = None
+                for store in wrapping.stores:
                     store.release_all()  # what was edited is home before anything moves
                 replan = partial(planner.replan, chunks, first)
-                self._build(chunks, operators, gathers, communicator, weights, first, replan, moves)
+                self._build(chunks, operators, gathers, communicator, weights, first, replan, wrapping.moves)
                 communicator.wait_for_all("model is wrapped")
-                close_empty(stores, communicator)
+                close_empty(wrapping.stores, communicator)
         except BaseException as error:
             if "_hooks" in vars(self):
                 self._hooks.remove()
-            MovingOut(chunks, moves, communicator, stores, device_tier, host_tier).undo(error)
+            wrapping.undo(error)
             raise
 
     def _build(

@@ -202,6 +202,27 @@ MUTANTS = [
         "tests/dist/test_rank_failures.py::test_ranks_that_take_different_ways_all_name_both_and_use_nothing[3-ways0]",
     ),
     Mutant(
+        "groups of dropped models are kept",
+        "gemini/executor/own_group.py",
+        "part.is_left = part.is_left or all(",
+        "part.is_left = part.is_left and all(",
+        "tests/dist/test_dropped_models.py::test_models_made_and_dropped_in_turn_leave_at_most_one_process_group",
+    ),
+    Mutant(
+        "a collective in flight holds the hooks of its model",
+        "gemini/executor/communicator.py",
+        "            with unhooked():\n",
+        "            if True:\n",
+        "tests/dist/test_dropped_models.py::test_models_made_and_dropped_in_turn_leave_at_most_one_process_group",
+    ),
+    Mutant(
+        "a wrap that fails keeps its process group",
+        "gemini/model/move_out.py",
+        "            self._communicator.close()\n",
+        "            pass\n",
+        "tests/dist/test_dropped_models.py::test_wraps_that_fail_give_their_process_groups_back",
+    ),
+    Mutant(
         "an agreement overlooks the moment",
         "gemini/executor/agreement.py",
         "expected[position] == collective",
