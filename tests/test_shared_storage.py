@@ -29,11 +29,13 @@ def test_a_plain_parameter_cannot_take_a_wrapped_ones_memory_and_keeps_its_own()
     assert nn.Parameter(model.layers[0].weight.data.clone()).requires_grad
 
 
-def test_a_plain_parameter_that_takes_a_wrapped_one_itself_has_placeholders() -> None:
-    """Torch asks the right side of `.data =` nothing. `.data` of it is refused, and a copy has the values."""
+def test_a_plain_parameter_that_takes_a_wrapped_one_itself_is_told_to_take_a_copy() -> None:
+    """Torch asks the right side of `.data =` nothing: its placeholder refuses."""
     model, other = wrap(), nn.Linear(WIDTH, WIDTH)
-    other.weight.data = model.layers[0].weight
-    assert other.weight.isnan().all()
+    before = other.weight.detach().clone()
+    with pytest.raises(ReleasedParameterError, match=r"'layers\.0\.weight'.*plain\.weight\.data = .*\.clone\(\)"):
+        other.weight.data = model.layers[0].weight
+    assert torch.equal(other.weight, before)
     other.weight.data = model.layers[0].weight.clone()
     assert torch.equal(other.weight, build().layers[0].weight)
 
@@ -45,7 +47,9 @@ def test_what_was_detached_answers_for_its_place_without_memory() -> None:
     with pytest.raises(ReleasedParameterError, match=r"'layers\.0\.weight'.*clone\(\)"):
         lazy.requires_grad_()
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(ReleasedParameterError, match=r"layers\.0\.weight"):
-        lazy + 1  # as a function in C++ would reach for its memory
+        lazy.zero_()  # as a function of C++ would reach for its memory
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.equal(lazy + 1, build().layers[0].weight + 1)
 
 
 # ---- between wrapped parameters --------------------------------------------------------------------------------

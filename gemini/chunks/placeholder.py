@@ -1,15 +1,60 @@
-"""What a parameter shows while its chunk is elsewhere: its true shape, over a single NaN."""
+"""What a parameter shows while its chunk is elsewhere: its true shape, over a single NaN that no function reads.
+
+[Note: Guarded placeholders] A released parameter's `__torch_function__` fetches it before a function reads it, but
+torch does not ask for it everywhere: `torch.tensor(released)`, a function that takes a released scalar for a number, or
+`plain.weight.data = released` would go on with the NaN. A placeholder therefore carries a dispatch key that torch keeps
+for wrappers in its own tests. Whatever operation meets the key is given to `model/unasked.py` before any kernel or
+autograd. `.data =` takes the keys over with the memory, so a parameter has this key exactly while it shows a
+placeholder, and one that is bound to its payload costs what a plain one does.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+GUARD = "TESTING_ONLY_GenericWrapper"
+_KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(GUARD))
+
+
+class _Keyed(Tensor):
+    """The only tensors that torch lets Python give further keys are those of a class with a `__torch_dispatch__`."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError("a placeholder keeps none of these")
+
+
+def unguarded() -> Any:
+    """A context in which this thread's operations on placeholders are torch's own; for shapes and `.data =` only."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
+
+
+def set_data(parameter: nn.Parameter, value: Tensor) -> None:
+    """`parameter.data = value`, where one of the two is, or shows, a placeholder."""
+    with unguarded():
+        parameter.data = value
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0-dim, to be expanded to shapes; an integer's is 0."""
+    """0-dim; an integer's is 0. `expanded()` gives it a shape."""
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), nothing, dtype=dtype, device=device)
+    memory = torch.full((), nothing, dtype=dtype, device=device)
+    keyed = torch.Tensor._make_wrapper_subclass(_Keyed, (), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS)
+    with unguarded(), torch.no_grad():
+        empty = torch.empty((), dtype=dtype, device=device)
+        empty.data = keyed  # takes its keys over, but for that of its class
+        return empty.set_(memory.untyped_storage(), 0, (), ())
+
+
+def expanded(empty: Tensor, shape: torch.Size) -> Tensor:
+    """What a parameter of this shape shows: a `placeholder()`, which all share, in its shape."""
+    with unguarded():
+        return empty.expand(shape)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

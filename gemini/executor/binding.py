@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.chunks.placeholder import unguarded
 from gemini.errors import ReleasedParameterError
 from gemini.executor.masters import follow_edits
 from gemini.executor.snapshots import Snapshots, has_split_master
@@ -56,7 +57,7 @@ class Binding:
                 managed.parameter.__class__ = nn.Parameter
         else:
             views = chunk.resident_views if chunk.slot is None else chunk.slot.views[chunk.index][1]
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), unguarded():
                 for managed, view in zip(chunk.parameters, views, strict=True):
                     parameter = managed.parameter
                     parameter.__class__ = nn.Parameter  # first: setting .data of the other class would fetch
@@ -102,7 +103,7 @@ class Binding:
             return
         self.snapshots.forget(chunk)
         self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in self.versions[chunk.index]]
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), unguarded():
             for managed in chunk.parameters:
                 parameter = managed.parameter
                 parameter.__class__ = nn.Parameter
@@ -112,7 +113,7 @@ class Binding:
 
     def start_anew(self) -> None:
         """`cover` after a failure, which may have interrupted `bind` or `unbind` half way."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), unguarded():
             for chunk in self.chunks:
                 for managed in chunk.parameters:
                     if not chunk.bound:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.chunks.placeholder import dense_stride, placeholder
+from gemini.chunks.placeholder import dense_stride, expanded, placeholder, set_data
 from gemini.errors import GeminiError
 from gemini.executor.communicator import Communicator
 from gemini.executor.moment import Moments, Phase
@@ -99,7 +99,7 @@ class BuildStore:
                 offsets[name],
                 parameter.shape,
                 stride,
-                empty.expand(parameter.shape),
+                expanded(empty, parameter.shape),
                 weakref.ref(parameter),
             )
             chunk.parameters.append(weakref.ref(its))
@@ -192,7 +192,7 @@ class BuildStore:
         chunk.held = chunk.living()
         for its, parameter in chunk.held:
             parameter.__class__ = nn.Parameter
-            parameter.data = its.view(chunk.payload)
+            set_data(parameter, its.view(chunk.payload))
         chunk.refuse_lost_edits()
         self._fetched.append(chunk)
 
@@ -275,7 +275,7 @@ class BuildStore:
             values = value.detach().clone()
             with self.handing_over(its):
                 pass
-            parameter.data = values
+            set_data(parameter, values)
         del values
         self.shard(operator, [(name, parameter)])
 
@@ -302,7 +302,7 @@ class BuildStore:
                     chunk.home = rounded
                     empty = placeholder(dtype, chunk.device)
                     for its, parameter in chunk.living():
-                        its.placeholder = empty.expand(its.shape)
+                        its.placeholder = expanded(empty, its.shape)
                         its.show_placeholder(parameter)
                     chunk.versions = chunk.versions_now()
 
@@ -319,7 +319,7 @@ class BuildStore:
             link.guard.remove()
         its.chunk.held = [(other, p) for other, p in its.chunk.held if other is not its]
         parameter.__class__ = nn.Parameter
-        parameter.data = its.placeholder
+        set_data(parameter, its.placeholder)
         del parameter._gemini  # type: ignore[attr-defined]
 
     @property

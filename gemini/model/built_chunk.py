@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gemini.chunks.placeholder import set_data
 from gemini.errors import GeminiError, ReleasedParameterError, UnsupportedError
 from gemini.executor.snapshots import shares_memory
 from gemini.model.link import ParameterLink, any_link_of
@@ -37,7 +38,7 @@ class BuiltParameter:
     offset: int  # elements
     shape: torch.Size
     stride: tuple[int, ...]
-    placeholder: Tensor  # expanded NaN, on the device where the parameter was made
+    placeholder: Tensor = field(repr=False)  # expanded NaN, on the device where the parameter was made
     reference: weakref.ref[nn.Parameter]
 
     @property
@@ -65,7 +66,7 @@ class BuiltParameter:
         """What autograd itself saved of the parameter is stale then: its version says so."""
         torch.autograd.graph.increment_version(parameter)
         parameter.__class__ = nn.Parameter  # first: setting .data of the other class would fetch
-        parameter.data = self.placeholder
+        set_data(parameter, self.placeholder)
         parameter.__class__ = ReleasedParameter
 
 

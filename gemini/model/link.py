@@ -6,6 +6,7 @@ A parameter carries its link as `_gemini`. `released.py` asks nothing else, so w
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -197,6 +198,7 @@ class Link(ParameterLink[ManagedParameter]):
         self.managed = managed
         self.executor = executor
         self.saved_tensors = saved_tensors
+        self._unswappable = weakref.ref(managed.parameter)  # torch.utils.swap_tensors refuses what has a weak reference
         self.in_user_hook = False  # a post-accumulate hook of the user's runs, with this parameter
         self.optimizer: GradientUser | None = None  # its ShardedOptimizer, once there is one
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.placeholder import dense_stride
+from gemini.chunks.placeholder import dense_stride, set_data
 from gemini.errors import UnsupportedError
 from gemini.executor.communicator import Communicator
 from gemini.executor.masters import write_master
@@ -148,7 +148,7 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
                 with link.store.handing_over(link.managed) as flat:
                     payload[managed.offset : managed.offset + managed.numel].copy_(flat)
             originals[managed.index] = original
-            managed.parameter.data = managed.placeholder
+            set_data(managed.parameter, managed.placeholder)
         if communicator.world_size > 1:
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
             moves.received.update(originals)
@@ -174,7 +174,7 @@ def restore(managed: ManagedParameter, original: Original, payload: Tensor) -> N
     """The parameter gets memory of its own again, with its values in `payload`, a whole one of its chunk."""
     view = torch.as_strided(payload, managed.shape, managed.stride, managed.offset)
     own = torch.empty_strided(managed.shape, managed.stride, dtype=original.dtype, device=original.device)
-    managed.parameter.data = own.copy_(view)
+    set_data(managed.parameter, own.copy_(view))
 
 
 def _fill_from_store(chunk: Chunk, moves: Moves) -> None:
@@ -184,7 +184,7 @@ def _fill_from_store(chunk: Chunk, moves: Moves) -> None:
         assert link is not None
         with link.store.handing_over(link.managed) as flat:
             _set_weights(managed, flat)
-        managed.parameter.data = managed.placeholder
+        set_data(managed.parameter, managed.placeholder)
         moves.originals[managed.index] = original
 
 

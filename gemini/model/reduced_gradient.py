@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gemini.chunks.chunk import ManagedParameter
+from gemini.chunks.placeholder import expanded, placeholder, unguarded
 from gemini.errors import UnsupportedError
 from gemini.executor.snapshots import shares_memory
 from gemini.model.gradient import WholeGradient
@@ -92,11 +93,11 @@ class ReducedGradient(Tensor):
 def _stand_in(source: WholeGradient, window: Window, like: Tensor, held: _Held | None) -> ReducedGradient:
     """A tensor without memory of its own that answers for the shape, dtype and device of `like`."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
-        placeholder = source.managed.placeholder
-        if like is not placeholder:
-            one = placeholder.new_full((), float("nan")).to(like.dtype)
-            placeholder = one.expand(window.shape)
-        gradient: ReducedGradient = Tensor._make_subclass(ReducedGradient, placeholder)
+        shown = source.managed.placeholder
+        if like is not shown:
+            shown = expanded(placeholder(like.dtype, shown.device), window.shape)
+        with unguarded():
+            gradient: ReducedGradient = Tensor._make_subclass(ReducedGradient, shown)
     gradient._source, gradient._window, gradient._held = source, window, held
     return gradient
 

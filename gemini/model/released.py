@@ -9,8 +9,8 @@ ranks must run the same function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -23,7 +23,7 @@ from gemini.model.compiled import refuse_traced
 from gemini.model.edges import gradients
 from gemini.model.foreach import for_each_chunk
 from gemini.model.link import ParameterLink, any_link_of, detached_from
-from gemini.model.metadata import METADATA
+from gemini.model.metadata import METADATA, OF_DEVICE
 
 _T: Any = torch.Tensor
 
@@ -56,8 +56,8 @@ class ReleasedParameter(nn.Parameter):
 class LazyDetach(Tensor):
     """`parameter.detach()`: shares the parameter's data without holding its memory; fetched when read.
 
-    Underneath is a tensor without memory, on the meta device. What passes by `__torch_function__`, such as
-    `plain.weight.data = wrapped.weight.data`, therefore raises; a placeholder's NaN would go on unnoticed.
+    Underneath is a tensor on the meta device, without memory: what takes the memory of a tensor, as
+    `plain.weight.data = wrapped.weight.data` and `to_dlpack` do, raises.
     """
 
     @classmethod
@@ -70,34 +70,20 @@ class LazyDetach(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """A function of C++, such as `torch.tensor`, about which torch did not ask; see also `unasked.py`."""
         found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, LazyDetach))
-        if func is torch.ops.prim.device.default:
-            return _link(found).managed.placeholder.device
-        _refuse(str(func), "it reads memory that is not here. clone() it first, or use model.state_dict()")(found)
-
-
-@contextmanager
-def copying_parameters() -> Iterator[None]:
-    """Inside, `nn.Parameter(p)` of one that fetches itself is a parameter of its own, with a copy of the values.
-
-    torch would share their memory, and refuses to for a class such as ours. Parametrizations do this.
-    """
-    original = nn.Parameter.__dict__["__new__"]
-
-    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if isinstance(data, (ReleasedParameter, LazyDetach)):
-            data = data.detach().clone()
-        return original(cls, data, requires_grad)
-
-    nn.Parameter.__new__ = new  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Parameter.__new__ = original  # type: ignore[method-assign]
+        if func._schema.is_mutable:  # type: ignore[attr-defined]
+            _refuse(str(func), "its memory is not here. Write to the parameter itself, or to its .data")(found)
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == torch.device("meta"):  # as that function was told
+            kwargs["device"] = found.device
+        return _use(func, args, kwargs)
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in METADATA:
+        if func in OF_DEVICE and isinstance(args[0], LazyDetach):
+            args = (_link(args[0]).managed.placeholder, *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     special = _SPECIAL.get(func)
@@ -234,7 +220,7 @@ def _detach(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         managed = link.managed
         without_memory = torch.empty_strided(managed.shape, managed.stride, dtype=managed.dtype, device="meta")
-        lazy = Tensor._make_subclass(LazyDetach, without_memory, dispatch_device=True)
+        lazy = Tensor._make_subclass(LazyDetach, without_memory)
     lazy._detached_from = detached_from(tensor)  # type: ignore[attr-defined]
     if tensor.__dict__.get("_may_be_written"):
         lazy._may_be_written = True  # type: ignore[attr-defined]
@@ -274,6 +260,10 @@ def _repr(tensor: Tensor, **kwargs: Any) -> str:
 def _stride(tensor: Tensor, dim: int | None = None) -> Any:
     stride = _link(tensor).managed.stride
     return stride if dim is None else stride[dim]
+
+
+def _is_same_size(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape
 
 
 def _is_contiguous(tensor: Tensor, **kwargs: Any) -> bool:
@@ -324,6 +314,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.__repr__: _repr,
     _T.__str__: _repr,
     _T.stride: _stride,
+    _T.is_same_size: _is_same_size,
+    torch.is_same_size: _is_same_size,
     _T.is_contiguous: _is_contiguous,
     _T.data_ptr: _refuse("data_ptr", _ADDRESS),
     _T.untyped_storage: _refuse("untyped_storage", _ADDRESS),

@@ -49,6 +49,7 @@ from gemini.model.released import ReleasedParameter
 from gemini.model.report import memory_table
 from gemini.model.saved_tensors import SavedTensors
 from gemini.model.state_hooks import StateHooks
+from gemini.model.unasked import guard_placeholders
 from gemini.model.wrap import describe
 from gemini.settings import Options, Settings, Strategy
 
@@ -81,6 +82,7 @@ class ShardedModel(PlainView):
         **options: Unpack[Options],
     ) -> None:
         publish_exit()
+        guard_placeholders()
         owner, others = type(self).__name__, ("module", "process_group", "settings")
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
         check_module(module)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter, one_rank
-from gemini.chunks.placeholder import dense_stride, placeholder
+from gemini.chunks.placeholder import dense_stride, expanded, placeholder
 from gemini.executor.unsynced import smallest_sum_bytes
 from gemini.model.operators import FoundOperator
 from gemini.model.precision import ModulePrecision
@@ -69,6 +69,7 @@ def make_chunks(
     # embeddings that renormalise rows in their forward: what a split master cannot see
     edited = {p for o in operators if getattr(o.module, "max_norm", None) is not None for p in o.parameters}
     chunks = []
+    empties: dict[torch.dtype, torch.Tensor] = {}
     index = 0
     for number, packed in enumerate(packed_chunks):
         some = by_name[packed.names[0]]
@@ -94,7 +95,9 @@ def make_chunks(
         one_run = chunk.home_layout.world_size == chunk.optim_layout.world_size or len(packed.layout.units) == 1
         half = kind in HALF_DTYPES and rest is kind
         chunk.lends_home = settings.reuse_fp16_shard and half and one_run
-        empty = placeholder(kind, device)
+        empty = empties.get(kind)
+        if empty is None:
+            empty = empties[kind] = placeholder(kind, device)
         for name, offset in zip(packed.names, packed.offsets, strict=True):
             parameter = by_name[name]
             chunk.parameters.append(
@@ -107,7 +110,7 @@ def make_chunks(
                     offset,
                     parameter.shape,
                     dense_stride(parameter),
-                    empty.expand(parameter.shape),
+                    expanded(empty, parameter.shape),
                     parameter.requires_grad,
                     first_operator[parameter],
                     has_fractions=some.requires_grad and kind in HALF_DTYPES and parameter.dtype is not kind,

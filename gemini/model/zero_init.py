@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +30,8 @@ from gemini.memory.live import free_device_bytes
 from gemini.model.arguments import resolve_device
 from gemini.model.build_store import BuildStore
 from gemini.model.link import any_link_of
-from gemini.model.released import copying_parameters
+from gemini.model.released import LazyDetach, ReleasedParameter
+from gemini.model.unasked import guard_placeholders
 from gemini.settings import check_dtype
 from optim import round_master_
 from optim.hyperparameters import refuse_unknown_arguments
@@ -104,12 +105,13 @@ class ZeroInitContext:
         if self._store is not None or self in _active:
             raise UnsupportedError("a ZeroInitContext is entered once: make a new one")
         publish_exit()
+        guard_placeholders()
         group = self._group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if self._shards:
             self._store = BuildStore(group, self._strategy, self._home_of(), self._device, self._rank_timeout_s)
-            self._stack.enter_context(copying_parameters())
+            self._stack.enter_context(_copying_parameters())
         for handle in (
             register_module_parameter_registration_hook(self._on_parameter),
             register_module_module_registration_hook(self._on_module),
@@ -210,3 +212,23 @@ def settle_pending(parameters: list[Tensor]) -> None:
     """`ZeroInitContext.settle` of the innermost one, if there is any."""
     if _active:
         _active[-1].settle(parameters)
+
+
+@contextmanager
+def _copying_parameters() -> Iterator[None]:
+    """Inside, `nn.Parameter(p)` of one that fetches itself is a parameter of its own, with a copy of the values.
+
+    torch would share their memory, and refuses to for a class such as ours. Parametrizations do this.
+    """
+    original = nn.Parameter.__dict__["__new__"]
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if isinstance(data, (ReleasedParameter, LazyDetach)):
+            data = data.detach().clone()
+        return original(cls, data, requires_grad)
+
+    nn.Parameter.__new__ = new  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = original  # type: ignore[method-assign]

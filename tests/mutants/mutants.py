@@ -27,6 +27,13 @@ MEMORY = "tests/dist/test_memory.py"
 
 MUTANTS = [
     Mutant(
+        "placeholders carry no key",
+        "gemini/chunks/placeholder.py",
+        ", _extra_dispatch_keys=_KEYS)",
+        ")",
+        "tests/test_whole_weights.py::test_what_would_take_memory_that_moves_is_refused",
+    ),
+    Mutant(
         "a released chunk keeps its views bound",
         "gemini/executor/fetcher.py",
         "        self.binding.write_back(chunk)\n        self.binding.unbind(chunk)\n",
