@@ -12,13 +12,14 @@ FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
 	    if "$$path" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	      echo "$$path"; exit 0; fi; done; done; exit 1
 
-.PHONY: help setup demo test soak mutants lint bench gpu clean
+.PHONY: help setup demo test soak golden mutants lint bench gpu clean
 
 help:
 	@echo "make setup    build .venv (python >= 3.11, exact versions of constraints.txt)"
 	@echo "make demo     train a small GPT in a fraction of its memory, same bits"
 	@echo "make test     all tests but the long ones      make soak   the long ones"
 	@echo "make lint     ruff and mypy                    make mutants  are the tests awake?"
+	@echo "make golden   are bits, bytes, collectives and peaks what they were? (minutes)"
 	@echo "make bench    the measured tables              make gpu    the tests that need a GPU"
 
 setup: $(STAMP)
@@ -41,6 +42,9 @@ test: $(STAMP)
 
 soak: $(STAMP)
 	$(PY) -m pytest -q --durations=15 --timeout=3600 -m soak tests
+
+golden: $(STAMP)
+	$(PY) -m tests.golden check
 
 mutants: $(STAMP)
 	$(PY) tests/mutants/run.py

@@ -1,6 +1,31 @@
-"""One thread in the test process, as in the ranks: some kernels (layer norm's backward) sum in an order that the
-number of threads decides, and references are compared bit by bit."""
+"""For all tests: one thread, the `ranks` fixture, and lines that tests want to be seen though they pass.
 
+One thread in the test process, as in the ranks: some kernels (layer norm's backward) sum in an order that the number
+of threads decides, and references are compared bit by bit.
+"""
+
+from collections.abc import Iterator
+
+import pytest
 import torch
 
+from tests.dist.ranks import RankPool
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """`ranks(world_size).run(case, *args)` on gloo processes that live for the session."""
+    pool = RankPool()
+    yield pool
+    codes = pool.stop()
+    assert all(code == 0 for of_size in codes.values() for code in of_size), f"exit codes by world size: {codes}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests noted with `record_property("shown", line)`."""
+    for report in terminalreporter.getreports("passed"):
+        for name, line in report.user_properties:
+            if name == "shown":
+                terminalreporter.write_line(str(line))

@@ -1,0 +1,73 @@
+"""`python -m tests.golden record` and `check`: see README.md."""
+
+import argparse
+import sys
+import time
+import warnings
+
+import torch
+
+from tests.dist.ranks import RankPool
+from tests.golden.cases import all_cases
+from tests.golden.checking import check, other_versions
+from tests.golden.recording import PATH, Recording, commit_here, what_computes
+from tests.golden.running import on_ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recorder = commands.add_parser("record", help="run all cases and write golden.json")
+    recorder.add_argument("--force", action="store_true", help="although files differ from the commit")
+    checker = commands.add_parser("check", help="run cases and say what differs from golden.json")
+    checker.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="WORDS",
+        help="those that have all of these words, such as 'gpt2 ranks=2 stage=3'; several such lists are added up",
+    )
+    checker.add_argument("--siblings", action="store_true", help="compare bits with unsharded runs, not recorded ones")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of models that are odd on purpose
+    pool = RankPool()
+    started = time.monotonic()
+    try:
+        done = _record(pool, given.force) if given.command == "record" else _check(pool, given)
+    finally:
+        pool.stop()
+    print(f"{time.monotonic() - started:.0f} s")
+    return done
+
+
+def _record(pool: RankPool, force: bool) -> int:
+    commit, clean = commit_here()
+    if not clean and not force:
+        print("record: files differ from the commit; commit them first, or say --force", file=sys.stderr)
+        return 1
+    recording = Recording(commit if clean else f"{commit} with changes", what_computes())
+    for case, result in on_ranks(pool, all_cases()):
+        recording.note_torch_bits(case)
+        recording.results[case] = result
+    recording.write()
+    print(f"{len(recording.results)} cases of {recording.commit} are in {PATH.name}")
+    return 0
+
+
+def _check(pool: RankPool, given: argparse.Namespace) -> int:
+    recording = Recording.read()
+    wanted = [words.split() for words in given.cases or [""]]
+    cases = [case for case in recording.results if any(case.has(words) for words in wanted)]
+    if not cases:
+        print("check: no case has these words", file=sys.stderr)
+        return 1
+    verdict = check(pool, recording, cases, siblings=given.siblings)
+    print(verdict)
+    print(f"recorded from {recording.commit}")
+    for line in other_versions(recording):
+        print(f"  {line}")
+    return 1 if verdict.found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
