@@ -115,7 +115,7 @@ def test_a_budget_below_the_minimum_names_tier_bytes_and_knob_and_leaves_the_mod
 def test_too_little_host_memory_names_host_memory_and_leaves_the_module_alone() -> None:
     module = build()
     before = weights_of(module)
-    with pytest.raises(BudgetError, match=r"host: [0-9]+ bytes.*of 100 bytes.*Raise host_memory="):
+    with pytest.raises(BudgetError, match=r"host: [0-9]+ bytes.*of 100 bytes.*Allow more with host_memory="):
         ShardedModel(module, device="emulated", tensor_placement_policy="cpu", host_memory=100)
     assert_same(weights_of(module), before)
     assert all(type(p) is nn.Parameter for p in module.parameters())

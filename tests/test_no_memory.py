@@ -6,11 +6,22 @@ from unittest import mock
 import pytest
 import torch
 
-from gemini import BudgetError, ShardedModel, ShardedOptimizer
+from gemini import BudgetError, ShardedModel, ShardedOptimizer, SlotError
 from gemini.memory.accelerator import AcceleratorTier
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
-from tests.mlp import CHUNK_NUMEL, adam, assert_same, build, plain, train_step, weights_of
+from tests.mlp import (
+    CHUNK_NUMEL,
+    adam,
+    assert_same,
+    build,
+    inputs,
+    plain,
+    smallest_budget,
+    train_step,
+    weights_of,
+)
+from tests.test_access import FewSlots
 
 TOO_MANY_BYTES = 2**55
 
@@ -22,6 +33,33 @@ def test_an_allocation_that_the_machine_refuses_is_a_budget_error_and_not_booked
         tier.take(TOO_MANY_BYTES, "param")
     assert tier.ledger.total_bytes == tier.ledger.num_takes == 0
     assert tier.take(64, "param").nbytes == tier.ledger.total_bytes == 64
+
+
+def test_the_advice_is_about_a_budget_only_where_there_is_one() -> None:
+    for capacity_bytes, advice in ((None, "set a budget with model"), (2 * TOO_MANY_BYTES, "allow less with model")):
+        with pytest.raises(BudgetError, match=f"free memory, or {advice}"):
+            EmulatedTier(capacity_bytes).take(TOO_MANY_BYTES, "param")
+    with pytest.raises(BudgetError, match="Allow more with model_data_memory="):
+        EmulatedTier(8).take(64, "param")
+
+
+@pytest.mark.parametrize("has_budget", [False, True])
+def test_a_kept_view_without_a_spare_slot_is_told_what_helps(has_budget: bool) -> None:
+    options = (
+        {"model_data_memory": smallest_budget(chunk_size=CHUNK_NUMEL)}
+        if has_budget
+        else {"tensor_placement_policy": FewSlots()}
+    )
+    model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL, **options)
+    model(inputs(0))
+    kept: list[torch.Tensor] = []
+    for layer in model.module.layers:
+        layer.register_forward_hook(lambda layer, *_: kept.append(layer.weight.detach()))
+    with mock.patch.object(torch, "zeros", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+        with pytest.raises(SlotError, match="a view of one of its parameters is still alive") as found:
+            model(inputs(0))
+    assert ("allow more with model_data_memory=" in str(found.value)) is has_budget
+    assert ("free memory there" in str(found.value)) is not has_budget
 
 
 def test_an_error_that_is_not_about_memory_stays_what_it_is() -> None:

@@ -216,10 +216,12 @@ class Fetcher:
             raise self._held(f"{whose} must leave its slot for chunk {chunk.index} ({chunk.names()})") from None
 
     def _held(self, what: str) -> SlotError:
+        budget = self.device.capacity_bytes
+        place = "the memory that the device has left" if budget is None else f"{budget} bytes"
+        more = "free memory there" if budget is None else "allow more with model_data_memory= or device_memory="
         return SlotError(
             f"{self.where()}: {what}, but a view of one of its parameters is still alive, and there is no spare slot "
-            f"in {self.device.capacity_bytes} bytes. Do not keep views of parameters (or .data of them) beyond their "
-            "operator, or raise model_data_memory="
+            f"in {place}. Do not keep views of parameters (or .data of them) beyond their operator, or {more}"
         )
 
     def _no_slot(self, chunk: Chunk, pool: SlotPool) -> str:
@@ -229,7 +231,7 @@ class Fetcher:
         if self.device.capacity_bytes is None:  # a built-in policy gives every chunk a slot then
             more = "Nothing limits model data here: let place() of tensor_placement_policy= give more num_slots"
         else:
-            more = f"Raise model_data_memory= or device_memory= by {pool.num_bytes} bytes"
+            more = f"Allow {pool.num_bytes} bytes more with model_data_memory= or device_memory="
         return (
             f"{self.where()} needs chunk {chunk.index} ({chunk.names()}), but all {len(pool.slots)} slots of "
             f"{pool.num_bytes} bytes are in use at this moment by {users}. {more}, or make chunk_size= smaller"

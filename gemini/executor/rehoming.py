@@ -70,7 +70,7 @@ class Rehoming:
             if tier.capacity_bytes is not None and needed > tier.capacity_bytes:
                 raise BudgetError(
                     f"{tier.name}: {needed} bytes of model data would be needed, {tier.capacity_bytes} bytes are "
-                    f"there. Raise {knob}"
+                    f"there. Allow more with {knob}"
                 )
 
     def _host_growth(self, owner: StateOwner | None) -> int:

@@ -51,7 +51,7 @@ def check_capacity(tier: MemoryTier, num_bytes: int, kind: str, knob: str) -> No
     held = ", ".join(f"{k} {format_bytes(b)}" for k, b in sorted(tier.ledger.bytes_by_kind.items()) if b)
     raise BudgetError(
         f"{tier.name}: {num_bytes} bytes of {kind} do not fit: {tier.ledger.total_bytes} of "
-        f"{tier.capacity_bytes} bytes are taken ({held or 'nothing'}). Raise {knob}"
+        f"{tier.capacity_bytes} bytes are taken ({held or 'nothing'}). Allow more with {knob}"
     )
 
 
@@ -68,12 +68,12 @@ def allocating(tier: MemoryTier, num_bytes: int, kind: str, knob: str) -> Iterat
     except (torch.OutOfMemoryError, MemoryError, OSError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        held = f"{tier.ledger.total_bytes} bytes are taken"
+        held, less = f"{tier.ledger.total_bytes} bytes are taken", f"set a budget with {knob}"
         if tier.capacity_bytes is not None:
-            held += f" of a budget of {tier.capacity_bytes}"
+            held, less = f"{held} of a budget of {tier.capacity_bytes}", f"allow less with {knob}"
         raise BudgetError(
             f"{tier.name}: no memory for {num_bytes} bytes of {kind}; {held}. Other tensors or processes have the "
-            f"rest: free memory, or lower {knob} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"rest: free memory, or {less} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from None
 
 

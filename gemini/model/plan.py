@@ -153,7 +153,7 @@ def check_host_room(chunks: list[Chunk], plan: Plan) -> None:
     if host_bytes is not None and needed > host_bytes:
         raise BudgetError(
             f"host: {needed} bytes of parameters, gradients and masters do not fit into the budget of "
-            f"{host_bytes} bytes. Raise host_memory=, or let more of them rest on the device or on other ranks",
+            f"{host_bytes} bytes. Allow more with host_memory=, or let more rest on the device or on other ranks",
             tier="host",
             needed_bytes=needed,
         )

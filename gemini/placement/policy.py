@@ -112,7 +112,7 @@ def check_fits(demand: Demand, placement: Placement, budget_bytes: int | None, p
         raise BudgetError(
             f"device: tensor_placement_policy={policy!r} needs {needed} bytes of model data ({format_bytes(needed)}): "
             f"{_slots_in_words(demand, placement)}; the budget is {budget_bytes} bytes ({format_bytes(budget_bytes)}). "
-            f"Raise model_data_memory= or device_memory=",
+            f"Allow more with model_data_memory= or device_memory=",
             tier="device",
             needed_bytes=needed,
         )
