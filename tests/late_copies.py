@@ -1,8 +1,8 @@
 """A device that lags behind, on the CPU: copies between host and device happen when the host waits for them.
 
 Until then the host's side of a copy to it reads as NaN and must stay so, what a copy from it will read must stay as it
-is, and neither may be given back. The device sees its copies in order, as a stream does. Whoever reads, writes or frees
-the host's side too early is found without a GPU.
+is, and neither may be given back, nor, if it is a temporary, die. The device sees its copies in order, as a stream
+does. Whoever reads, writes or frees the host's side too early is found without a GPU.
 """
 
 import sys
@@ -23,6 +23,7 @@ from gemini.memory.tier import MemoryTier
 from tests import half
 
 _POISON = 0xFF  # a NaN in every float dtype
+_use_count = torch._C._storage_Use_Count
 
 
 @dataclass
@@ -52,6 +53,10 @@ class LateCopies:
         """The host has waited for the device."""
         writes, reads = self.writes, self.reads
         self.writes, self.reads = [], []
+        for kept, _ in (*writes, *reads):
+            assert _has_other_owners(kept), (
+                f"{kept.nbytes} bytes on the host died before a copy from or to them was done"
+            )
         for target, _ in writes:
             untouched = bool((_bits(target) == _POISON).all())
             assert untouched, f"{target.numel()} elements were written to before the device had written them"
@@ -71,12 +76,12 @@ class LateCopies:
         with self._as_the_device_sees_it():
             if from_host:
                 target.copy_(source)
-                self.reads.append((source, source.clone()))
+                self.reads.append((source.detach(), source.clone()))
             else:
                 overwritten = [read for read in self.reads if _overlap(read[0], target)]
                 self._check(overwritten)
                 self.reads = [read for read in self.reads if not any(read is each for each in overwritten)]
-                self.writes.append((target, source.to(target.dtype, copy=True)))
+                self.writes.append((target.detach(), source.to(target.dtype, copy=True)))
 
     @contextmanager
     def _as_the_device_sees_it(self) -> Iterator[None]:
@@ -92,6 +97,13 @@ class LateCopies:
         for source, wanted in reads:
             same = torch.equal(_bits(source), _bits(wanted))
             assert same, f"{source.numel()} elements of {source.dtype} were written to before the device had read them"
+
+
+def _has_other_owners(tensor: Tensor) -> bool:
+    """Another tensor than this one, and the views that are made of it here, has the storage."""
+    own = torch.empty(1)
+    alone = _use_count(own.untyped_storage()._cdata)
+    return _use_count(tensor.untyped_storage()._cdata) > alone
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The estimator and the ledgers of a model that took a step: the same bytes."""
+"""The estimator, and the ledgers and the mappings of a model that took a step: the same bytes."""
 
 from typing import Any
 
@@ -42,6 +42,7 @@ def assert_equals_ledger(wrap: dict[str, Any], world_size: int) -> None:
     estimate = estimate_memory(module, world_size=world_size, **wrap)
     model = ShardedModel(module, device="emulated", **wrap)
     device, host = measured(model)
+    assert model._tiers[1].mapped_bytes == estimate.host_bytes, wrap
     model.close()
     for found, wanted in ((estimate.device, device), (estimate.host, host)):
         assert {k: n for k, n in found.items() if n} == {k: n for k, n in wanted.items() if n}, wrap

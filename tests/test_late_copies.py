@@ -41,3 +41,10 @@ def test_gradients_are_given_up_when_their_copies_are_done(wrap: dict[str, Any])
         pair.steps(1)
         pair.flag(True, "layers.")
         pair.steps(2)
+
+
+@pytest.mark.parametrize("case", [parts.memory, parts.nothing], ids=lambda case: case.__name__)
+def test_states_move_to_the_device_when_others_are_frozen(case: Any) -> None:
+    with late_copies.installed() as late:
+        case(0, 1, {"model_data_memory": "smallest"})
+    assert late.num_late > 0

@@ -1,58 +1,25 @@
 """Registered host memory on a runtime that behaves as CUDA's does: overlaps are refused, errors wait for a launch."""
 
 import gc
+import os
+import subprocess
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from gemini import ShardedModel, ShardedOptimizer
+from benchmarks.measured_bytes import storage_bytes
+from gemini import BudgetError, ShardedModel, ShardedOptimizer
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.model import sharded_model
 from tests import mlp
-
-ALREADY_REGISTERED, NOT_REGISTERED, NO_MEMORY = 712, 713, 2
-
-
-class Runtime:
-    """Knows address ranges, as the driver does, and the last error, which the next launch raises and clears."""
-
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.ranges: dict[int, int] = {}
-        self.limit_bytes = limit_bytes
-        self.last_error = self.num_registered = self.num_refused = 0
-
-    def register(self, address: int, num_bytes: int) -> int:
-        error = 0
-        if any(address < start + size and start < address + num_bytes for start, size in self.ranges.items()):
-            error = ALREADY_REGISTERED
-        elif self.limit_bytes is not None and sum(self.ranges.values()) + num_bytes > self.limit_bytes:
-            error = NO_MEMORY
-        if error:
-            self.last_error, self.num_refused = error, self.num_refused + 1
-            return error
-        self.ranges[address] = num_bytes
-        self.num_registered += 1
-        return 0
-
-    def unregister(self, address: int) -> int:
-        if self.ranges.pop(address, None) is None:
-            self.last_error = NOT_REGISTERED
-            return NOT_REGISTERED
-        return 0
-
-    def launch(self) -> None:
-        error, self.last_error = self.last_error, 0
-        if error:
-            raise RuntimeError(f"CUDA error {error}")
-
-    def holds(self, tensor: Tensor) -> bool:
-        start = tensor.data_ptr()
-        return any(a <= start and start + tensor.nbytes <= a + size for a, size in self.ranges.items())
+from tests.registrar import Runtime
 
 
 @pytest.fixture
@@ -62,6 +29,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(sharded_model, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=found)))
     yield found
     gc.collect()
+    assert not found.ranges, "memory was kept after its model"
+    assert not found.num_unmapped, "memory was freed while it was registered"
 
 
 def trained(step: int = 0) -> tuple[ShardedModel, ShardedOptimizer]:
@@ -126,12 +95,106 @@ def test_an_error_that_a_launch_does_not_clear_is_not_swallowed(runtime: Runtime
         mlp.wrap("cpu")
 
 
-def test_host_memory_starts_as_zeros() -> None:
-    tier = HostTier(runtime=Runtime())
-    for _ in range(3):
-        buffer = tier.take(1000, "param")
-        assert not torch.count_nonzero(buffer)
-        buffer.fill_(7)
-        tier.give(buffer, "param")
-        del buffer
-    assert tier.ledger.total_bytes == 0
+def test_memory_is_registered_once_when_a_model_is_wrapped_and_once_for_its_optimizer(runtime: Runtime) -> None:
+    model = mlp.wrap("cpu", dtype=torch.bfloat16)
+    assert runtime.num_registered == 1
+    assert sum(runtime.ranges.values()) == model._tiers[1].ledger.total_bytes
+    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+    for step in range(2):
+        mlp.train_step(model, optimizer, step, torch.bfloat16)
+        mlp.loss_of(model, step, torch.bfloat16).backward()  # two micro-batches: fp32 sums, which no plan knows of
+        mlp.train_step(model, optimizer, step, torch.bfloat16)
+    assert runtime.num_registered == 2
+    registered, total = sum(runtime.ranges.values()), model._tiers[1].ledger.total_bytes
+    assert registered == total - 4 * mlp.CHUNK_NUMEL * mlp.LAYERS, "all but the sums"
+    del model, optimizer
+
+
+def test_what_is_unfrozen_later_is_registered_beside_what_there_is(runtime: Runtime) -> None:
+    module = mlp.build()
+    module.layers[:3].requires_grad_(False)
+    where: dict[str, Any] = {"tensor_placement_policy": "cpu", "chunk_size": mlp.CHUNK_NUMEL}
+    model = ShardedModel(module, device="emulated", **where)
+    optimizer = ShardedOptimizer(model, mlp.adam(module.parameters()))
+    mlp.train_step(model, optimizer, 0)
+    before = dict(runtime.ranges)
+    module.requires_grad_(True)
+    mlp.train_step(model, optimizer, 1)
+    assert before.items() < runtime.ranges.items(), "nothing was registered again"
+    host = model._tiers[1]
+    assert sum(runtime.ranges.values()) == host.mapped_bytes == host.ledger.total_bytes
+    for turn in range(4):  # room that is given up is found again
+        module.layers[: 2 + turn].requires_grad_(turn % 2 == 1)
+        mlp.train_step(model, optimizer, turn)
+    assert host.mapped_bytes == sum(runtime.ranges.values())
+    assert runtime.num_registered == 3
+    del model, optimizer, module, host
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 100_000], ids=["", "the second is not pinned"])
+def test_two_models_one_after_the_other_leave_nothing(runtime: Runtime, limit_bytes: int | None) -> None:
+    def train(width: int) -> int:
+        model, optimizer = mlp.sharded("cpu", make=lambda: mlp.Mlp(width))
+        for step in range(2):
+            mlp.train_step(model, optimizer, step)
+        return sum(runtime.ranges.values())
+
+    train(2)
+    gc.collect()
+    before = storage_bytes(), threading.active_count(), len(os.listdir("/proc/self/task"))
+    runtime.limit_bytes = limit_bytes
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        registered = [train(layers) for layers in (4, 40)]
+        gc.collect()
+    said = [warning for warning in caught if "could not be pinned" in str(warning.message)]
+    assert len(said) == (limit_bytes is not None) == (registered[1] <= registered[0])
+    assert not runtime.ranges
+    assert (storage_bytes(), threading.active_count(), len(os.listdir("/proc/self/task"))) == before
+    runtime.launch()
+
+
+def test_an_optimizer_whose_state_does_not_fit_registers_nothing(runtime: Runtime) -> None:
+    state_bytes = 4 * mlp.CHUNK_NUMEL * mlp.LAYERS
+    model = mlp.wrap("cpu", host_memory=4 * state_bytes - 1)
+    with pytest.raises(BudgetError, match="host_memory="):
+        ShardedOptimizer(model, mlp.adam(model.parameters()))
+    assert sum(runtime.ranges.values()) == 2 * state_bytes
+    optimizer = ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    mlp.train_step(model, optimizer)
+    assert sum(runtime.ranges.values()) <= 4 * state_bytes - 1
+    del model, optimizer
+
+
+_FORKS = """
+import gc, os, sys
+from gemini.memory.emulated import EmulatedTier
+from gemini.memory.host import HostTier
+from gemini.model import sharded_model
+from tests import mlp
+from tests.registrar import Runtime
+
+runtime = Runtime()
+sharded_model.choose_tiers = lambda device: (EmulatedTier(), HostTier(runtime=runtime))
+model, optimizer = mlp.sharded("cpu")
+mlp.train_step(model, optimizer)
+wanted, ranges = mlp.weights_of(model), dict(runtime.ranges)
+child = os.fork()
+if child == 0:
+    mlp.assert_same(mlp.weights_of(model), wanted)
+    runtime.unregister = lambda address: os._exit(3)
+    del model, optimizer
+    gc.collect()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child unregistered memory"
+assert runtime.ranges == ranges
+mlp.assert_same(mlp.weights_of(model), wanted)
+mlp.train_step(model, optimizer, 1)
+runtime.unregister = lambda address: sys.stderr.write("unregistered at the end of the process")
+"""
+
+
+def test_a_forked_child_and_the_end_of_the_process_leave_registrations_alone() -> None:
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", _FORKS], cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -19,6 +19,7 @@ from gemini.errors import BudgetError, SlotError
 from gemini.executor.binding import Binding
 from gemini.executor.communicator import Communicator
 from gemini.executor.victims import Victims
+from gemini.memory.host import HostTier
 from gemini.memory.ledger import Traffic
 from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, settle
 from gemini.memory.tier import MemoryTier, copy
@@ -49,7 +50,7 @@ class Fetcher:
         self,
         chunks: Sequence[Chunk],
         device: MemoryTier,
-        host: MemoryTier,
+        host: HostTier,
         communicator: Communicator,
         traffic: Traffic,
         binding: Binding,

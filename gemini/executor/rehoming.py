@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, ChunkState, Home, ManagedParameter
 from gemini.errors import BudgetError
 from gemini.executor.executor import Executor
 from gemini.executor.masters import master_from_weights
@@ -64,7 +66,8 @@ class Rehoming:
         device, host = self._fetcher.device, self._fetcher.host
         self._fetcher.release_all()  # and shows which slots are held by views
         on_device = self._placement.device_bytes(self._demand) + self._fetcher.held_bytes()
-        on_host = host.ledger.total_bytes + self._host_growth(owner)
+        growth = self._host_growth(owner)
+        on_host = host.ledger.total_bytes + growth
         knobs = "model_data_memory= or device_memory=", "host_memory="
         for tier, needed, knob in ((device, on_device, knobs[0]), (host, on_host, knobs[1])):
             if tier.capacity_bytes is not None and needed > tier.capacity_bytes:
@@ -72,6 +75,7 @@ class Rehoming:
                     f"{tier.name}: {needed} bytes of model data would be needed, {tier.capacity_bytes} bytes are "
                     f"there. Allow more with {knob}"
                 )
+        host.reserve(growth, "states that move there or are new")
 
     def _host_growth(self, owner: StateOwner | None) -> int:
         """Bytes that come to the host, less those that are given up before."""
@@ -120,6 +124,7 @@ class Rehoming:
         for chunk, homes in placed:
             self._take_missing(chunk, homes, owner)
         self._fetcher.device.synchronize()
+        self._fetcher.host.trim()
         gradients.exchange.homes.renew()
         gradients.reset_order()
         self._executor.note_placement()
@@ -159,7 +164,7 @@ class Rehoming:
             chunk.keep_slot(fetcher.device)
         else:
             self._take(chunk, Kind.PARAM, target)
-        copy(chunk.homes[Kind.PARAM].flat, content, fetcher.tier(target), fetcher.tier(before.tier), fetcher.traffic)
+        self._fill(chunk.homes[Kind.PARAM], content, before.tier)
         chunk.settle_at_home()
         if chunk.payload is not None:
             fetcher.resident_by_storage[chunk.payload.untyped_storage()._cdata] = chunk
@@ -173,11 +178,17 @@ class Rehoming:
         chunk.leave_home()
 
     def _move(self, chunk: Chunk, kind: Kind, target: Tier) -> None:
-        fetcher, before = self._fetcher, chunk.homes[kind]
+        before = chunk.homes[kind]
         content = before.flat.to("cpu", copy=True)
         self._give(chunk, kind)
         self._take(chunk, kind, target)
-        copy(chunk.homes[kind].flat, content, fetcher.tier(target), fetcher.tier(before.tier), fetcher.traffic)
+        self._fill(chunk.homes[kind], content, before.tier)
+
+    def _fill(self, home: Home, content: Tensor, origin: Tier) -> None:
+        """home <- `content`, a temporary on the host, which must outlive the copy."""
+        fetcher = self._fetcher
+        copy(home.flat, content, fetcher.tier(home.tier), fetcher.tier(origin), fetcher.traffic)
+        fetcher.device.synchronize()
 
     def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], owner: StateOwner | None) -> None:
         """Memory for the states that the chunk has a home for and that did not stay."""

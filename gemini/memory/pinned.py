@@ -2,21 +2,18 @@
 
 [Note: Registered memory] The driver goes by addresses. If memory were unmapped while it is registered, the next block
 that the system put at its address could not be registered, or, worse, would pass for pinned while copies still went
-to the pages of before. So the registration belongs to the mapping itself and ends when the last tensor in it dies,
-whoever holds that tensor.
+to the pages of before. So the registration belongs to the extent (arena.py) that holds the mapping. It ends when the
+last tensor in it dies, whoever holds that tensor, and right before the memory is unmapped.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import warnings
 import weakref
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 
 class Registrar(Protocol):
@@ -56,13 +53,15 @@ class Pinning:
         self._runtime = runtime
         self.works = True
 
-    def register(self, memory: mmap.mmap, address: int, num_bytes: int) -> None:
-        """Register a mapping; it is unregistered when it is freed. Warns, once, if the runtime refuses."""
+    def register(self, owner: object, address: int, num_bytes: int) -> bool:
+        """Register memory until `owner`, which keeps it mapped, dies. Warns, once, and is False if that is refused."""
+        if not self.works:
+            return False
         error = self._runtime.register(address, num_bytes)
         if error == 0:
-            ending = weakref.finalize(memory, _unregister, self._runtime, address, os.getpid())
+            ending = weakref.finalize(owner, _unregister, self._runtime, address, os.getpid())
             ending.atexit = False  # the process takes its registrations with it
-            return
+            return True
         self.works = False
         _clear_error(self._runtime)
         warnings.warn(
@@ -71,13 +70,7 @@ class Pinning:
             "(ulimit -l), or give host_memory= less than the machine can lock",
             stacklevel=2,
         )
-
-
-def map_memory(num_bytes: int, pinning: Pinning) -> Tensor:
-    """(num_bytes,) uint8, zeros, in a mapping of its own, which is pinned if the runtime takes it."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pinning.register(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)), num_bytes)
-    return torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the mapping
+        return False
 
 
 def _unregister(runtime: Registrar, address: int, process: int) -> None:

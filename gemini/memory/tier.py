@@ -44,13 +44,17 @@ class MemoryTier(Protocol):
         ...
 
 
-def check_capacity(tier: MemoryTier, num_bytes: int, kind: str, knob: str) -> None:
-    """Raises BudgetError if `num_bytes` more would pass the tier's capacity."""
-    if tier.capacity_bytes is None or tier.ledger.total_bytes + num_bytes <= tier.capacity_bytes:
+def check_capacity(tier: MemoryTier, num_bytes: int, kind: str, knob: str, held_bytes: int = 0) -> None:
+    """Raises BudgetError if `num_bytes` more would pass the tier's capacity.
+
+    held_bytes: of the machine's memory, where that is more than the buffers that are taken.
+    """
+    taken_bytes = max(held_bytes, tier.ledger.total_bytes)
+    if tier.capacity_bytes is None or taken_bytes + num_bytes <= tier.capacity_bytes:
         return
     held = ", ".join(f"{k} {format_bytes(b)}" for k, b in sorted(tier.ledger.bytes_by_kind.items()) if b)
     raise BudgetError(
-        f"{tier.name}: {num_bytes} bytes of {kind} do not fit: {tier.ledger.total_bytes} of "
+        f"{tier.name}: {num_bytes} bytes of {kind} do not fit: {taken_bytes} of "
         f"{tier.capacity_bytes} bytes are taken ({held or 'nothing'}). Allow more with {knob}"
     )
 

@@ -42,7 +42,7 @@ def check_module(module: nn.Module) -> None:
             raise UnsupportedError(f"parameter {name!r} is {parameter.layout}; only strided tensors can be in a chunk")
 
 
-def choose_tiers(device: Device) -> tuple[MemoryTier, MemoryTier]:
+def choose_tiers(device: Device) -> tuple[MemoryTier, HostTier]:
     """(device tier, host tier), without budgets so far. "emulated" and "cpu" are the emulated device."""
     resolved = resolve_device(device, "device")
     if resolved.type == "cpu":

@@ -17,10 +17,11 @@ from gemini.chunks.placeholder import dense_stride, set_data
 from gemini.errors import UnsupportedError
 from gemini.executor.communicator import Communicator
 from gemini.executor.masters import write_master
+from gemini.memory.host import HostTier
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
 from gemini.model.built_chunk import built_link_of
-from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.placement.demand import WRAPPED_KINDS, ChunkDemand, Demand, Kind, Placement, Tier
 from optim import HALF_DTYPES, round_master_
 
 
@@ -49,10 +50,11 @@ def move_in(
     demand: Demand,
     communicator: Communicator,
     device: MemoryTier,
-    host: MemoryTier,
+    host: HostTier,
     moves: Moves,
 ) -> None:
-    """Rank 0's weights into every chunk's homes; the optimizer takes its own. Collective."""
+    """Rank 0's weights into every chunk's homes; the optimizer takes its own. Collective. Raises BudgetError."""
+    host.reserve(placement.host_bytes(demand, WRAPPED_KINDS), "parameters, gradients and masters")
     room = [_Room(chunk, homes, its) for chunk, homes, its in zip(chunks, placement.homes, demand.chunks, strict=True)]
     for its in room:
         chunk = its.chunk

@@ -19,7 +19,7 @@ from gemini.model.operators import FoundOperator
 from gemini.model.precision import ModulePrecision
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.chunk_size import SearchReport, candidates
-from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.demand import WRAPPED_KINDS, Demand, Placement
 from gemini.placement.packing import PackedChunk, Packer
 from gemini.placement.policy import resolve_policy
 from gemini.settings import Settings
@@ -96,7 +96,7 @@ class Planner:
             )
             try:
                 plan = self._place(chunks, packing, budget)
-                check_host_room(chunks, plan)
+                check_host_room(plan)
             except BudgetError as error:
                 refused.append(error)
                 continue
@@ -141,15 +141,9 @@ class Planner:
         return Plan(packing, demand, placement, self._policy.name, budget, hash_)
 
 
-def check_host_room(chunks: list[Chunk], plan: Plan) -> None:
+def check_host_room(plan: Plan) -> None:
     """Raises BudgetError if the host cannot take what moves in; the device's budget was the placement's business."""
-    needed = sum(
-        its.home_bytes[kind]
-        for chunk, homes, its in zip(chunks, plan.placement.homes, plan.demand.chunks, strict=True)
-        for kind, tier in homes.items()
-        if tier is Tier.HOST and kind is not Kind.OPTIM and not (kind is Kind.GRAD and chunk.lends_home)
-    )
-    host_bytes = plan.budget.host
+    needed, host_bytes = plan.placement.host_bytes(plan.demand, WRAPPED_KINDS), plan.budget.host
     if host_bytes is not None and needed > host_bytes:
         raise BudgetError(
             f"host: {needed} bytes of parameters, gradients and masters do not fit into the budget of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gemini.executor.executor import Executor
+from gemini.memory.host import HostTier
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
 from gemini.placement.sizes import format_bytes
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from gemini.model.plan import Plan
 
 
-def memory_table(tiers: tuple[MemoryTier, MemoryTier], plan: Plan, executor: Executor, traffic: Traffic) -> str:
+def memory_table(tiers: tuple[MemoryTier, HostTier], plan: Plan, executor: Executor, traffic: Traffic) -> str:
     """Bytes by tier and kind, now and at the peak; slots; traffic over links and between ranks."""
     rows = [("tier", "kind", "now", "peak")]
     for tier in tiers:
@@ -29,6 +30,11 @@ def memory_table(tiers: tuple[MemoryTier, MemoryTier], plan: Plan, executor: Exe
         rows.append((tier.name, "total", format_bytes(tier.ledger.total_bytes), format_bytes(tier.ledger.peak_bytes)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    host = tiers[1]
+    lines.append(
+        f"host memory mapped: {format_bytes(host.mapped_bytes)}, {format_bytes(host.homes.registered_bytes)} of it "
+        f"pinned; {format_bytes(host.staging.mapped_bytes)} for temporaries"
+    )
     budget = "unlimited" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     fetcher = executor.fetcher
     lines.append(

@@ -26,6 +26,7 @@ from gemini.executor.move_log import log_line
 from gemini.executor.operator import Operator
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
+from gemini.memory.host import HostTier
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
 from gemini.model.aliases import tie_aliases
@@ -126,7 +127,7 @@ class ShardedModel(PlainView):
                 self._show(module)
                 self.settings = settings
                 self._traffic = Traffic()
-                self._tiers: tuple[MemoryTier, MemoryTier] = (device_tier, host_tier)
+                self._tiers: tuple[MemoryTier, HostTier] = (device_tier, host_tier)
                 self._chunks: list[Chunk] = chunks
                 self._optimizer: object | None = None
                 for store in wrapping.stores:

@@ -10,7 +10,7 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.fetcher import Fetcher
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate, EntryNames
-from gemini.placement.demand import OPTIM_STATES, Tier
+from gemini.placement.demand import OPTIM_STATES, Kind, Tier
 
 
 class ChunkStates:
@@ -62,6 +62,13 @@ class ChunkStates:
             self.by_chunk.clear()
             self.by_chunk.update(ordered)
 
+    def reserve(self, tiers: Mapping[Chunk, Tier]) -> None:
+        """Map room on the host, in one piece, for what chunks lack of state planned on `tiers`. Raises BudgetError."""
+        there = (self.by_chunk[chunk.index] for chunk in tiers if self.has(chunk))
+        held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
+        needed = sum(self.host_bytes(chunk, tier) for chunk, tier in tiers.items())
+        self._fetcher.host.reserve(needed - held, Kind.OPTIM)
+
     def drop_all(self) -> None:
         """No chunk has state in this optimizer."""
         for state in list(self.by_chunk.values()):
@@ -107,6 +114,7 @@ class ChunkStates:
 
         self._regroup(group_of)
         try:
+            self.reserve({state.chunk: state.tier for state in self.by_chunk.values()})
             for state in self.by_chunk.values():
                 self._take(state)
         except BaseException:

@@ -119,10 +119,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Memory for all states. Raises BudgetError, and holds nothing then."""
         homes = self.model.plan.placement.homes
         with self.model.executor.publishing(), torch.inference_mode(False), torch.no_grad():
+            tiers = {chunk: homes[chunk.index][Kind.OPTIM] for chunk in self.model._chunks if chunk.trainable}
             try:
-                for chunk in self.model._chunks:
-                    if chunk.trainable:
-                        self._chunk_states.add(chunk, homes[chunk.index][Kind.OPTIM])
+                self._chunk_states.reserve(tiers)
+                for chunk, tier in tiers.items():
+                    self._chunk_states.add(chunk, tier)
             except BaseException:
                 self._chunk_states.drop_all()
                 raise

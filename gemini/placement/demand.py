@@ -1,5 +1,6 @@
 """What a model asks of memory, in numbers: the input of every placement policy. No tensor, no device, no rank."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,6 +20,9 @@ class Kind(StrEnum):
     MASTER = "master"
     OPTIM = "optim"  # everything that the optimizer keeps per element (exp_avg, exp_avg_sq, ...)
 
+
+WRAPPED_KINDS = (Kind.PARAM, Kind.GRAD, Kind.MASTER)
+"""What takes memory when a model is wrapped; optimizer state does when the optimizer comes."""
 
 OPTIM_STATES = 2
 """States per element that placement counts on: Adam's two moments. What an optimizer keeps beyond goes to the host."""
@@ -72,11 +76,11 @@ class Placement:
         gradient = sum(n * b for n, b in zip(self.num_gradient_slots, demand.gradient_slot_bytes, strict=True))
         return at_home + around + slots + gradient + demand.scratch_bytes
 
-    def host_bytes(self, demand: Demand) -> int:
-        """Bytes at rest in host memory."""
+    def host_bytes(self, demand: Demand, kinds: Collection[Kind] = tuple(Kind)) -> int:
+        """Bytes of these states at rest in host memory."""
         return sum(
             num_bytes
             for chunk, homes in zip(demand.chunks, self.homes, strict=True)
             for kind, num_bytes in chunk.home_bytes.items()
-            if homes[kind] is Tier.HOST
+            if homes[kind] is Tier.HOST and kind in kinds
         )

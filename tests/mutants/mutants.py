@@ -533,9 +533,8 @@ MUTANTS = [
     Mutant(
         "weights stay behind when their home moves",
         "gemini/executor/rehoming.py",
-        "        copy(chunk.homes[Kind.PARAM].flat, content, fetcher.tier(target), fetcher.tier(before.tier), "
-        "fetcher.traffic)\n        chunk.settle",
-        "        chunk.settle",
+        "        self._fill(chunk.homes[Kind.PARAM], content, before.tier)\n",
+        "",
         "tests/test_parts.py",
     ),
     Mutant(
@@ -782,6 +781,35 @@ MUTANTS = [
         "    if os.getpid() == process and runtime",
         "    if False and runtime",
         "tests/test_pinned_memory.py",
+    ),
+    Mutant(
+        "host memory is unregistered after it was unmapped",
+        "gemini/memory/arena.py",
+        "pinning.register(self, address, num_bytes)",
+        "pinning.register(self._memory, address, num_bytes)",
+        "tests/test_pinned_memory.py",
+    ),
+    Mutant(
+        "registered pages go back to the system",
+        "gemini/memory/arena.py",
+        "        if self._keeps_pages or self.is_registered:",
+        "        if self._keeps_pages:",
+        "tests/test_arena.py",
+    ),
+    Mutant(
+        "memory that is used again shows what was there",
+        "gemini/memory/arena.py",
+        "        if start < used_end:",
+        "        if False:",
+        "tests/test_arena.py",
+    ),
+    Mutant(
+        "a state that moves to the device is copied from memory that is gone",
+        "gemini/executor/rehoming.py",
+        "        copy(home.flat, content, fetcher.tier(home.tier), fetcher.tier(origin), fetcher.traffic)\n"
+        "        fetcher.device.synchronize()\n",
+        "        copy(home.flat, content, fetcher.tier(home.tier), fetcher.tier(origin), fetcher.traffic)\n",
+        "tests/test_late_copies.py",
     ),
     Mutant(
         "a failed registration leaves its error to the next launch",

@@ -1,0 +1,172 @@
+"""Host memory in few mappings of exactly known size, from which buffers are cut and to which they come back.
+
+`malloc` keeps blocks that were freed, and torch's pinned allocator rounds blocks up to powers of two: resident memory
+is then more than the buffers in it. An arena maps what a plan puts on the host in one piece, an *extent*. When more is
+needed later another extent is mapped beside it, so nothing is copied.
+
+[Note: Returned ranges] A range of an extent is free again when the last tensor in it dies, and no earlier: a view that
+is still held somewhere never shows another buffer's content. Each buffer is a storage of its own, made of a memoryview
+of the mapping, and a finalizer of this memoryview returns the range. Finalizers run in any thread and, through the
+collector of cycles, in the middle of anything, so they only note the range; whoever has the lock works the notes off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from bisect import insort
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from gemini.memory.pinned import Pinning
+
+ALIGNMENT = 64
+"""Bytes. Every buffer begins on a multiple: a cache line, and the widest vector of a CPU."""
+
+
+class Arena:
+    """Extents of one use, each of them mapped when it is needed."""
+
+    def __init__(self, pinning: Pinning | None = None, extent_bytes: int = 0, keeps_pages: bool = False) -> None:
+        """pinning: registers what `reserve` maps. extent_bytes: the least that is mapped for a buffer without room.
+
+        keeps_pages: free memory stays resident, for buffers that come and go in every step. Otherwise the system gets
+        whole free pages back, but for registered ones: a driver would go on using the pages of before.
+        """
+        self._pinning = pinning
+        self._extent_bytes = extent_bytes
+        self._keeps_pages = keeps_pages
+        self._extents: list[Extent] = []
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Address space that is mapped: exactly what was reserved, and what was taken beside it."""
+        return sum(extent.num_bytes for extent in self._extents)
+
+    @property
+    def registered_bytes(self) -> int:
+        return sum(extent.num_bytes for extent in self._extents if extent.is_registered)
+
+    @property
+    def held_bytes(self) -> int:
+        """What nobody else can have: registered extents whole, of others the pages that were not given back."""
+        return sum(extent.held_bytes for extent in self._extents)
+
+    def growth_of(self, num_bytes: int) -> int:
+        """What `held_bytes` would grow by if buffers of `num_bytes` together were taken."""
+        return max(0, num_bytes - sum(extent.free_bytes for extent in self._extents if extent.is_registered))
+
+    def reserve(self, num_bytes: int) -> None:
+        """Map what buffers of `num_bytes` together need beside the free room, in one piece. Raises OSError."""
+        missing = num_bytes - sum(extent.free_bytes for extent in self._extents)
+        if missing > 0:
+            self._extents.append(Extent(missing, self._pinning, self._keeps_pages))
+
+    def take(self, num_bytes: int) -> Tensor:
+        """(num_bytes,) uint8, zeros. What was not reserved gets an extent that is not registered. Raises OSError."""
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        for extent in self._extents:
+            buffer = extent.cut(num_bytes)
+            if buffer is not None:
+                return buffer
+        self._extents.append(Extent(max(_aligned(num_bytes), self._extent_bytes), None, self._keeps_pages))
+        buffer = self._extents[-1].cut(num_bytes)
+        assert buffer is not None
+        return buffer
+
+    def trim(self) -> None:
+        """Unmap extents that are free as a whole."""
+        self._extents = [extent for extent in self._extents if extent.free_bytes < extent.num_bytes]
+
+
+class Extent:
+    """One mapping. It is unregistered and unmapped once nobody refers to it, and every live buffer does."""
+
+    def __init__(self, num_bytes: int, pinning: Pinning | None, keeps_pages: bool) -> None:
+        """Raises OSError if the system has no room for `num_bytes`."""
+        self.num_bytes = num_bytes
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._keeps_pages = keeps_pages
+        self._free = [(0, num_bytes)]  # (start, end) of free ranges, in order; there is a buffer between two of them
+        self._used_end = 0  # from here on no byte was ever in use: zeros
+        self._returned: deque[tuple[int, int]] = deque()  # see [Note: Returned ranges]
+        self._lock = threading.Lock()
+        if not keeps_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)  # fewer faults, and fewer pages to register
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.is_registered = pinning is not None and pinning.register(self, address, num_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        with self._lock:
+            return sum(end - start for start, end in self._free)
+
+    @property
+    def held_bytes(self) -> int:
+        """See `Arena.held_bytes`."""
+        if self.is_registered:
+            return self.num_bytes
+        return self._used_end if self._keeps_pages else self.num_bytes - self.free_bytes
+
+    def cut(self, num_bytes: int) -> Tensor | None:
+        """(num_bytes,) uint8, zeros, from the smallest free range that has room; None without one."""
+        size = _aligned(num_bytes)
+        with self._lock:
+            fitting = [(end - start, start) for start, end in self._free if end - start >= size]
+            if not fitting:
+                return None
+            room, start = min(fitting)
+            end = start + size
+            self._free.remove((start, start + room))
+            if room > size:
+                insort(self._free, (end, start + room))
+            used_end, self._used_end = self._used_end, max(self._used_end, end)
+            part = memoryview(self._memory)[start : start + num_bytes]
+            weakref.finalize(part, self._return, start, end).atexit = False  # at the end the process takes all of it
+        self._merge_returned()  # those that came while the lock was held
+        buffer = torch.frombuffer(part, dtype=torch.uint8)  # which keeps `part`
+        if start < used_end:
+            buffer.zero_()
+        return buffer
+
+    def _return(self, start: int, end: int) -> None:
+        """No tensor lies in the range any more."""
+        self._returned.append((start, end))
+        self._merge_returned()
+
+    def _merge_returned(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):  # or whoever has it comes here next
+            try:
+                while self._returned:
+                    self._merge(*self._returned.popleft())
+            finally:
+                self._lock.release()
+
+    def _merge(self, start: int, end: int) -> None:
+        """One more free range, joined with those that touch it; its pages go back to the system."""
+        before = next((each for each in self._free if each[1] == start), (start, start))
+        after = next((each for each in self._free if each[0] == end), (end, end))
+        self._free = [each for each in self._free if each not in (before, after)]
+        insort(self._free, (before[0], after[1]))
+        if self._keeps_pages or self.is_registered:
+            return
+        page = mmap.PAGESIZE
+        first = max(-(-before[0] // page), start // page) * page  # of the pages that became free as a whole
+        last = min(after[1] // page, -(-end // page)) * page
+        if first < last:
+            self._advise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _advise(self, advice: int, start: int, num_bytes: int) -> None:
+        try:
+            self._memory.madvise(advice, start, num_bytes)
+        except OSError:
+            return  # not on this system: the memory works without
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
