@@ -4,7 +4,10 @@ import torch
 
 
 def current_device() -> torch.device:
-    """The accelerator that this process uses, or the CPU (which is where the emulated device keeps its memory)."""
+    """The device for this process's input tensors: its current accelerator, else the CPU.
+
+    The emulated device keeps its memory on the CPU. Local; raises nothing.
+    """
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None

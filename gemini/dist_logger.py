@@ -45,12 +45,24 @@ class DistributedLogger:
 
 @cache
 def get_dist_logger(name: str = "gemini") -> DistributedLogger:
-    """The logger of that name, made at its first use."""
+    """The logger `name` of the standard library, which puts this process's rank in front of each message.
+
+    Its `debug`, `info`, `warning` and `error` take `ranks=`, the ranks that write; None: all of them. Local; every call
+    with the same name returns the same object. Raises nothing.
+
+    Example:
+        >>> get_dist_logger().debug("epoch 3", ranks=[0])
+    """
     return DistributedLogger(name)
 
 
 def disable_existing_loggers(include: Iterable[str] | None = None, exclude: Iterable[str] = ("gemini",)) -> None:
-    """Loggers that exist write warnings and errors only; include: just these; exclude: all but these."""
+    """Set loggers of the standard library that exist now to write warnings and errors only. Local; raises nothing.
+
+    Args:
+        include: names of the loggers. None: all that exist.
+        exclude: names of loggers that are left as they are.
+    """
     names = list(logging.root.manager.loggerDict) if include is None else list(include)
     for name in names:
         if name not in set(exclude):

@@ -12,9 +12,12 @@ class GeminiError(RuntimeError):
 
 
 class BudgetError(GeminiError):
-    """A tier cannot hold what was asked of it: names tier, bytes needed, bytes there, and the knob.
+    """A tier cannot hold what it is asked to. The message names the tier, the bytes needed and there, and the argument.
 
-    `tier` and `needed_bytes` (of the tier in all) are for whoever tries something smaller; None where nobody can.
+    Args:
+        message: the message.
+        tier: "device" or "host". None where no smaller plan could be tried.
+        needed_bytes: what the plan needs on that tier in all. None where no smaller plan could be tried.
     """
 
     def __init__(self, message: str, *, tier: str | None = None, needed_bytes: int | None = None) -> None:
@@ -24,15 +27,20 @@ class BudgetError(GeminiError):
 
 
 class SlotError(GeminiError):
-    """No slot can be freed for a fetch: names the operator and what holds the slots."""
+    """No slot can be freed for a fetch. The message names the operator and what holds the slots."""
 
 
 class DivergenceError(GeminiError):
-    """Ranks reached different collectives: names the operators of both sides."""
+    """Ranks gave different arguments or reached different collectives. The message names both sides."""
 
 
 class RemoteRankError(GeminiError):
-    """Another rank failed; carries its rank and its message."""
+    """Another rank failed.
+
+    Args:
+        rank: the rank that failed.
+        message: its error.
+    """
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} failed: {message}")
@@ -49,15 +57,15 @@ class RankLostError(GeminiError):
 
 
 class ReleasedParameterError(GeminiError):
-    """A released parameter was used in a way that needs its memory: names the parameter and the way to do it."""
+    """A parameter was used outside its operator in a way that needs its memory. The message says what to do instead."""
 
 
 class StaleGraphError(GeminiError):
-    """backward() needs what has changed since the forward: weights by a step, or a tensor by an in-place operation."""
+    """A backward needs values that have changed since its forward: weights, by a step or an in-place operation."""
 
 
 class UnsupportedError(GeminiError):
-    """Something that gemini refuses rather than gets wrong (double backward, deepcopy, GradScaler)."""
+    """Something that gemini refuses because its result would be wrong. The message says what to do instead."""
 
 
 def torn(words: str) -> GeminiError:

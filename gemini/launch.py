@@ -29,19 +29,20 @@ def launch_from_torch(
     rank_timeout: float = 600.0,
     verbose: bool = True,
 ) -> None:
-    """Make the process group that `torchrun` describes, choose this rank's device, and seed. Collective.
+    """Join the ranks that `torchrun` has started: make the process group, choose this rank's device, seed. Collective.
 
-    Without torchrun it only seeds: one rank has no process group. When the script ends without an exception, ranks
-    leave together.
+    A script that was started without torchrun is one rank: it is only seeded. When the script ends without an
+    exception, the ranks leave together.
 
     Args:
-        config: empty; settings are arguments of `ShardedModel` and `ShardedOptimizer`.
-        backend: for `init_process_group`; None: gloo on the CPU, and NCCL on the GPUs where there are any.
-        seed: of `torch.manual_seed`, the same on every rank; None leaves random numbers alone.
+        config: None or empty. Settings are arguments of `ShardedModel` and `ShardedOptimizer`.
+        backend: for `init_process_group`. None: gloo on the CPU, and NCCL on CUDA devices if there are any.
+        seed: for `torch.manual_seed`, the same on every rank. None leaves the random state as it is.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
-        verbose: say on rank 0 what was found.
+        verbose: whether rank 0 logs the number of ranks, the backend and the device.
 
-    Raises UnsupportedError if there is a process group already, or settings; RuntimeError if this rank has no GPU.
+    Raises UnsupportedError if `config` holds settings or a process group exists already, and RuntimeError if this
+    machine has fewer devices than ranks.
     """
     if config:
         raise UnsupportedError(

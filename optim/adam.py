@@ -26,11 +26,27 @@ ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "adamw_mode", "bias
 
 
 class HybridAdam(Optimizer):
-    """Adam on flat memory, for parameters on any device.
+    """Adam and AdamW in one written order of operations, with the same bits on every device and in every chunking.
 
-    `adamw_mode=True` decouples the weight decay (AdamW), `False` adds it to the gradient (Adam with L2). A
-    parameter without a gradient does not move and its step count does not advance. `step` raises before it
-    moves anything if one parameter's gradient is sparse or its dtype is not fp32, bf16 or fp16.
+    An ordinary optimizer for plain models (local), and the update that `ShardedOptimizer` does best. State dicts have
+    torch's format. fp16 and bf16 parameters have fp32 masters. A parameter without a gradient does not move, and its
+    step count does not advance.
+
+    Args:
+        params: parameters or param groups, on any device, fp32, bf16 or fp16.
+        lr: learning rate.
+        betas: decay rates of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: coefficient of the weight decay.
+        adamw_mode: True decouples the weight decay (AdamW); False adds it to the gradient (Adam with L2).
+        bias_correction: whether moments are corrected for their start at zero.
+        maximize: whether to ascend.
+
+    Raises TypeError or ValueError for arguments that are not valid. `step` raises ValueError for a parameter of another
+    dtype and RuntimeError for a sparse gradient, before anything moves.
+
+    Example:
+        >>> optimizer = HybridAdam(torch.nn.Linear(8, 8).parameters(), lr=1e-3, weight_decay=0.01)
     """
 
     def __init__(
@@ -61,17 +77,21 @@ class HybridAdam(Optimizer):
 
     @staticmethod
     def hyperparameters(group: dict[str, Any]) -> AdamHyperparameters:
-        """Keyword arguments of `adam_update_` from a param group, checked; a snapshot."""
+        """A param group's hyperparameters, checked: a snapshot. Local. Raises ValueError for what is not valid."""
         return hyperparameters(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch; a hyperparameter that may not be is a ValueError."""
+        """Add `param_group`, as in torch. Local. Raises ValueError for a hyperparameter that is not valid."""
         hyperparameters({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        """Update every parameter that has a gradient once. Local. Returns what `closure` returns.
+
+        Raises ValueError for a parameter of another dtype than fp32, bf16 and fp16, and RuntimeError for a sparse
+        gradient, before anything moves.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,16 +144,20 @@ class HybridAdam(Optimizer):
         return _Update(parameter, state, piece)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW`'s; `decoupled_weight_decay` tells `torch.optim.Adam` which one this was."""
+        """As `torch.optim.AdamW`'s. `decoupled_weight_decay` tells `torch.optim.Adam` which one this was. Local.
+
+        Raises nothing of its own.
+        """
         state = super().state_dict()
         for group in state["param_groups"]:
             group["decoupled_weight_decay"] = group["adamw_mode"]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch, but fp32 states stay fp32 beside half-precision parameters.
+        """Set all state from `state_dict`; fp32 states stay fp32 beside half-precision parameters. Local.
 
-        Takes state dicts of `torch.optim.AdamW` and `Adam`; `amsgrad` is a ValueError.
+        State dicts of `torch.optim.AdamW` and `Adam` are taken too. Raises ValueError for one with `amsgrad`, or with
+        other param groups.
         """
         given: dict[str, Any] = {}
         # Registered last, so it sees what the user's own hooks made of the state dict.
@@ -173,7 +197,10 @@ class HybridAdam(Optimizer):
 
 
 class CPUAdam(HybridAdam):
-    """`HybridAdam` that only updates parameters in host memory; `step` raises for any other."""
+    """`HybridAdam` for parameters in host memory only. Arguments and errors are those of `HybridAdam`.
+
+    Local. `step` raises ValueError if a parameter with a gradient is on another device.
+    """
 
     def _check(self, parameter: Tensor) -> None:
         super()._check(parameter)

@@ -30,11 +30,19 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`; returns the norm as it was.
+    """Scale the gradients of a plain model in place so that their norm is at most `max_norm`. Local.
 
-    The norm is 0-dim fp32; `norm_type` is 2 or infinity. Parameters without a gradient are passed over, but
-    if none has one that is a RuntimeError. With `error_if_nonfinite`, a norm that is not finite raises
-    before any gradient changes.
+    Call and formula are those of `torch.nn.utils.clip_grad_norm_`; the 2-norm is exact, whatever the order of the
+    gradients, so a sharded run has the same bits.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        max_norm: at least 0.
+        norm_type: 2 or inf.
+        error_if_nonfinite: True raises RuntimeError for a norm that is not finite, before any gradient changes.
+
+    Returns the norm before clipping, 0-dim fp32. Raises ValueError for other arguments, and RuntimeError if no
+    parameter has a gradient.
     """
     norm_type = float(norm_type)
     if norm_type not in (2.0, math.inf):

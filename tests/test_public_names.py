@@ -1,11 +1,21 @@
 """What `gemini` exports: one sorted list, every name there, and one version."""
 
+import contextlib
+import dataclasses
+import doctest
+import enum
+import inspect
+import io
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from scikit_build_core.metadata import regex
 
 import gemini
@@ -38,3 +48,61 @@ def test_a_file_that_hides_one_of_our_packages_is_named(name: str, tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert f"gemini needs its own package {name!r}, but Python finds {in_the_way}" in done.stderr
+
+
+COLLECTIVE = re.compile(r"ollective|\b[Ll]ocal\b|[Ee]very rank")
+RAISES = re.compile(r"\b[Rr]aises?\b|\bNot possible\b")
+SELF = {"self", "cls", "args", "kwargs", "unknown"}
+
+
+def documented() -> Iterator[tuple[str, Any, inspect.Signature]]:
+    """Exported functions, classes that are built with arguments, and their public methods."""
+    for name in gemini.__all__:
+        thing = getattr(gemini, name)
+        if not isinstance(thing, type):
+            yield name, thing, inspect.signature(thing)
+            continue
+        told_by_fields = dataclasses.is_dataclass(thing) or issubclass(thing, (Exception, enum.Enum))
+        if "__init__" in vars(thing) and not told_by_fields and thing is not gemini.PlacementPolicy:
+            yield name, thing, inspect.signature(thing)
+        for owner in thing.__mro__ if name.startswith("Sharded") else (thing,):
+            for member, value in vars(owner).items():
+                ours = owner.__module__.split(".")[0] in ("gemini", "optim")
+                if ours and inspect.isfunction(value) and not member.startswith("_") and not told_by_fields:
+                    yield f"{name}.{member}", value, inspect.signature(value)
+
+
+DOCUMENTED = [pytest.param(*each, id=each[0]) for each in documented()]
+
+
+@pytest.mark.parametrize(("name", "thing", "signature"), DOCUMENTED)
+def test_a_public_docstring_says_arguments_errors_and_who_calls(
+    name: str, thing: Any, signature: inspect.Signature
+) -> None:
+    text = inspect.getdoc(thing) or ""
+    assert COLLECTIVE.search(text), f"{name}: collective, local, or called by every rank?"
+    assert RAISES.search(text), f"{name}: what does it raise?"
+    needed = [name for name in signature.parameters if name not in SELF]
+    if "as of the wrapped module" in text.lower():
+        needed = []
+    missing = [each for each in needed if not re.search(rf"\b{each}\b", text)]
+    assert not missing, f"{name}: {', '.join(missing)} not in its docstring"
+
+
+EXAMPLES = [name for name in gemini.__all__ if ">>>" in (getattr(gemini, name).__doc__ or "")]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_in_a_docstring_runs(name: str) -> None:
+    """`module` is a plain module, `model` a sharded one of two operators, torch and gemini's names are there."""
+    names = {each: getattr(gemini, each) for each in gemini.__all__}
+    module = torch.nn.Linear(8, 8)
+    model = gemini.ShardedModel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
+    found = io.StringIO()
+    for test in finder.find(
+        getattr(gemini, name), name, globs={**names, "torch": torch, "module": module, "model": model}
+    ):
+        with contextlib.redirect_stdout(found):
+            runner.run(test)
+    assert runner.tries and not runner.failures, found.getvalue()

@@ -24,7 +24,13 @@ _SLOT_KINDS = ("slots", "gradient slots", "scratch")
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of model data on one rank, by kind as in `memory_report()`; `num_parameters` counts tied ones once."""
+    """Bytes of model data that one rank holds, by tier and kind. The kinds are those of `model.memory_report()`.
+
+    Args:
+        num_parameters: elements of all parameters of the whole model. Tied parameters count once.
+        device: bytes on the device by kind: "param", "grad", "master", "optim", "slots", "gradient slots", "scratch".
+        host: bytes in host memory by kind.
+    """
 
     num_parameters: int
     device: dict[str, int]
@@ -32,15 +38,17 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
+        """Bytes of all kinds on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
+        """Bytes of all kinds in host memory."""
         return sum(self.host.values())
 
     @property
     def state_bytes(self) -> int:
-        """Parameters, gradients, masters and optimizer state at rest, wherever: slots and receive buffers are not."""
+        """Bytes of parameters, gradients, masters and optimizer state on both tiers, without slots and scratch."""
         both = (self.device, self.host)
         return sum(num_bytes for tier in both for kind, num_bytes in tier.items() if kind not in _SLOT_KINDS)
 
@@ -53,18 +61,25 @@ def estimate_memory(
     shard_strategy: Strategy = None,
     **options: Unpack[Options],
 ) -> MemoryEstimate:
-    """The bytes that every rank of `ShardedModel(model, settings=settings, **options)` will hold.
+    """The bytes of model data that every rank of `ShardedModel(model, settings=settings, **options)` will hold.
 
-    With `reuse_fp16_shard` no gradient has memory of its own, as in steps of one micro-batch.
+    Nothing is allocated and no rank is asked: not collective. Activations are not included. With `reuse_fp16_shard`
+    gradients have no memory of their own, as in steps of one micro-batch.
 
     Args:
         model: a module on any device, "meta" included, or the config of a Hugging Face model.
         world_size: the number of ranks.
-        settings, shard_strategy, options: as of `ShardedModel`. A budget that is not given is no bound here: nothing
-            is read live.
+        settings: as for `ShardedModel`. A budget that is not given is no bound: free memory is not read.
+        shard_strategy: as for `ShardedModel`.
+        options: fields of `Settings`, in place of those that `settings` has.
 
-    Raises TypeError or ValueError for options that cannot be, and BudgetError if the model does not fit into the
-    budgets that were given. Not collective.
+    Raises TypeError or ValueError for options that are not valid, and BudgetError if the model does not fit into the
+    budgets that are given.
+
+    Example:
+        >>> module = torch.nn.Linear(1024, 1024, device="meta")
+        >>> estimate_memory(module, world_size=8, dtype=torch.bfloat16).state_bytes
+        1838592
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be an integer of at least 1, found {world_size!r}")

@@ -15,9 +15,17 @@ _EXTERNAL = "_gemini_external"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Let `module` fetch `parameter`, too. Before the model is wrapped, on every rank.
+    """Make `parameter`, which another module owns, part of what `module` fetches before its forward.
 
-    Raises UnsupportedError once it is wrapped, TypeError for anything but a module and a parameter.
+    Local, but every rank must register alike, before the model is wrapped. Registering is optional: a parameter that
+    is not registered fetches itself when the module uses it. A registered one stays on the device until the module's
+    forward, or backward, has ended.
+
+    Args:
+        module: the module that uses the parameter.
+        parameter: a parameter of any other module of the model.
+
+    Raises UnsupportedError if the model is wrapped already, and TypeError for anything but a module and a parameter.
     """
     _check(module, parameter)
     registered = external_parameters(module)
@@ -26,7 +34,10 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take `register_external_parameter` back. Raises ValueError if it was not registered."""
+    """Undo `register_external_parameter(module, parameter)`. Local; every rank must do the same, before wrapping.
+
+    Raises ValueError if `parameter` is not registered with `module`, and what `register_external_parameter` raises.
+    """
     _check(module, parameter)
     registered = external_parameters(module)
     left = [known for known in registered if known is not parameter]

@@ -16,17 +16,26 @@ from gemini.model.zero_init import settle_pending
 
 
 class GatheredParameters:
-    """Inside, the parameters are plain and whole on every rank. Collective to enter and to leave.
+    """Context manager inside which the given parameters are ordinary, whole parameters on every rank.
+
+    Entering and leaving are collective: every rank of the model's process group does both, between steps.
 
     Args:
-        params: a parameter, several, or a module, wrapped or built in a `ZeroInitContext`. Others are left alone.
-        modifier_rank: the rank, in the model's process group, whose changes count: when the context ends they reach
-            all ranks, the fp32 master, and with it the next step. None: nothing may be changed.
-        fwd_module: accepted for DeepSpeed's sake. Parameters that a module borrows fetch themselves.
-        enabled: False makes it do nothing.
+        params: a parameter, several, or a module, from a `ShardedModel` or a `ZeroInitContext`. Parameters of plain
+            modules are left alone.
+        modifier_rank: the rank in the model's process group whose changes count. When the context ends, its values
+            reach all ranks and the fp32 masters, so the next step starts from them. None: nothing may be changed.
+        fwd_module: accepted and not used. DeepSpeed needs it where a module uses another module's parameters; here
+            such parameters fetch themselves.
+        enabled: False makes the context do nothing.
 
-    Leaving raises UnsupportedError if a parameter was changed without a `modifier_rank`, and undoes the change; so
-    does an exception inside. Entering raises SlotError if not all of them fit into slots at once.
+    Raises TypeError or ValueError for arguments of another kind. Entering raises SlotError if the parameters do not
+    fit into the model's slots together. Leaving raises UnsupportedError if a parameter was changed without a
+    `modifier_rank`. This change, and any change inside a context that an exception leaves, is undone.
+
+    Example:
+        >>> with GatheredParameters(model.module[0], modifier_rank=0), torch.no_grad():
+        ...     model.module[0].weight[3] = 0
     """
 
     def __init__(

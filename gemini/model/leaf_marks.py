@@ -17,24 +17,33 @@ _MARK = "_gemini_leaf"
 
 
 def set_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
-    """Mark modules as ones that choose among their children by data; returns them, in the model's order.
+    """Mark modules that choose among their children by data, such as a mixture of experts.
 
-    Call it before ShardedModel(...). Modules with a `ModuleList` called `experts` are found without it.
+    A marked module is fetched as one operator, with all of its children, so that ranks that choose different children
+    still fetch the same chunks. A module with a `ModuleList` called `experts` is treated so without a mark. Local, but
+    every rank must mark alike, before the model is wrapped.
 
     Args:
-        classes: module classes, whose subclasses count, too; or strings: a class's name (`"Block"`), that with its
-            Python module (`"models.gpt.Block"`), or a module's name in the model (`"layers.3.mlp"`).
+        model: the module that will be wrapped.
+        classes: one or several of: a module class, which includes its subclasses; the name of a class (`"Block"`), with
+            or without its Python module (`"models.gpt.Block"`); the name of a module in the model (`"layers.3.mlp"`).
 
-    Raises ValueError for what the model does not have, TypeError for anything but classes and strings,
-    UnsupportedError once the model is wrapped. Nothing is marked then.
+    Returns the marked modules in the model's order. Raises ValueError for a class or name that the model does not
+    have, TypeError for anything but classes and strings, and UnsupportedError if the model is wrapped already; then
+    nothing is marked.
+
+    Example:
+        >>> set_leaf_module(torch.nn.Sequential(torch.nn.Bilinear(8, 8, 8)), "Bilinear")
+        [Bilinear(in1_features=8, in2_features=8, out_features=8, bias=True)]
     """
     return _mark(model, classes, "set_leaf_module()", True)
 
 
 def unset_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
-    """Take `set_leaf_module` back, or say that modules with a list of experts use them all; returns the modules.
+    """Undo `set_leaf_module(model, classes)`; or state that modules with a list of experts use all of them.
 
-    Arguments and errors are those of `set_leaf_module`.
+    The operators of such a module are then fetched one by one. Local, as `set_leaf_module`, with the same `model` and
+    `classes`. Returns the modules in the model's order. Raises what `set_leaf_module` raises.
     """
     return _mark(model, classes, "unset_leaf_module()", False)
 

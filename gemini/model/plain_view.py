@@ -39,17 +39,24 @@ class PlainView(nn.Module):
             self.forward = _with_signature_of(module, self.forward)  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module. Collective. Its signature is that of the module's `forward`.
+
+        Raises what the module raises, SlotError if views that were kept leave too few slots, and, on the other ranks of
+        one that failed, RemoteRankError.
+        """
         with self.executor.failures.ending_calls():
             return self.module(*args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the wrapped module, under its names. Local: nothing is fetched. Raises nothing."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
+        """As of the wrapped module, under its names. Local. Raises nothing."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
@@ -60,11 +67,16 @@ class PlainView(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> OrderedDict[str, Any]:
-        """Whole CPU copies under the plain module's names; empty on other ranks with `rank0_only`. Collective.
+        """Whole copies of all parameters and buffers in host memory, under the plain module's names. Collective.
 
-        args: destination, prefix and keep_vars, as torch still takes them.
-        destination: what a plain module around this one collects its own state dict in.
-        keep_vars: the parameters and buffers themselves, which is not collective.
+        Args:
+            args: destination, prefix and keep_vars by position, which torch deprecates.
+            rank0_only: True leaves the dict empty on all ranks but rank 0, and saves their host memory.
+            destination: the dict to add to. None: a new one.
+            prefix: put in front of every name.
+            keep_vars: True returns the parameters and buffers themselves, which is not collective.
+
+        Raises GeminiError inside a forward or backward.
         """
         if args:
             warnings.warn("state_dict() takes its arguments by keyword; torch will refuse others", FutureWarning, 2)
@@ -85,9 +97,15 @@ class PlainView(nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Set weights, masters and buffers from whole tensors; checks all keys and shapes first. Collective.
+        """Set weights, fp32 masters and buffers from whole tensors. Collective: every rank gives the same values.
 
-        assign: True means the same: the model keeps its memory and its dtypes, and takes the values.
+        Args:
+            state_dict: tensors of the parameters' shapes, of any dtype, under the plain module's names.
+            strict: False passes over missing and unexpected names.
+            assign: True does the same as False: the model keeps its memory and dtypes, and takes the values.
+
+        Returns missing and unexpected names, as torch does. Raises RuntimeError, which names every wrong key and shape,
+        or TypeError if `state_dict` is not a dict; nothing has changed then.
         """
         with self.executor.publishing():
             return load_whole_state_dict(self.module, self.executor, state_dict, strict)
@@ -125,6 +143,7 @@ class PlainView(nn.Module):
         return self
 
     def share_memory(self) -> NoReturn:
+        """Not possible. Local. Raises UnsupportedError."""
         raise UnsupportedError("share_memory() of a ShardedModel is not possible: copy.deepcopy(model) is a plain one")
 
 

@@ -56,20 +56,25 @@ from gemini.settings import Options, Settings, Strategy
 
 
 class ShardedModel(PlainView):
-    """A module whose parameters are packed into chunks, sharded over ranks and moved between device and host.
+    """A module whose training state lies in chunks, sharded over ranks and moved between device and host.
 
-    Collective to create and to call: every rank does both with equal arguments. Weights and buffers are rank 0's.
+    It is called and trained like the module that it wraps, and answers with the module's names, attributes and state
+    dicts. Where the state rests does not change any result. Sharding follows ZeRO (https://arxiv.org/abs/1910.02054),
+    chunks follow PatrickStar (https://arxiv.org/abs/2108.05818). Collective to create and to call: every rank does both
+    with equal arguments. Weights and buffers are those of rank 0.
 
     Args:
-        module: on any device; its own parameter memory is freed. `requires_grad` may change later: see freezing.py.
+        module: on any device. Its own parameter memory is freed. `requires_grad` may change at any time between steps.
         shard_strategy: what a unit is, as in `Settings`.
-        process_group: the ranks; default: all of torch.distributed, or one rank where that is not initialized.
-        settings: what the model is told; default: `Settings()`.
-        options: fields of `Settings`, in place of those that `settings` has. An unknown one is a TypeError.
+        process_group: the ranks. None: all of torch.distributed, or one rank where that is not initialized.
+        settings: everything else. None: `Settings()`.
+        options: fields of `Settings`, in place of those that `settings` has.
 
-    Raises TypeError, ValueError or UnsupportedError for what cannot be wrapped so, BudgetError if the model does not
-    fit into its budgets, and DivergenceError if ranks differ; the module is as it was then.
+    Raises TypeError, ValueError or UnsupportedError for a module or options that cannot be wrapped, BudgetError if the
+    model does not fit into its budgets, and DivergenceError if the ranks' modules or options differ. The module is as
+    it was then.
 
+    Example:
         >>> model = ShardedModel(torch.nn.Linear(8, 8), stage=2, device="emulated")
     """
 
@@ -199,16 +204,21 @@ class ShardedModel(PlainView):
         return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`torch.nn.Module.compile` of the wrapped module, which is one operator from the next forward on."""
+        """Compile the wrapped module, as `torch.nn.Module.compile` with these arguments. Every rank calls it.
+
+        From the next forward on the compiled module is one operator: all of its chunks are on the device at once.
+        Raises nothing of its own; a model that does not fit as one operator raises BudgetError at the next forward.
+        """
         self.module.compile(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add whole, unreduced gradients on the host, in fp32; what comes next reduces their sum.
+        """Context manager inside which backwards do not reduce gradients over the ranks. Local, alike on every rank.
 
-        This is a backward outside, a step, the norm, or a read of `.grad`, which is then collective. The sum travels in
-        fp32 unless `reduce_dtype` is given, and rests so unless `accumulate_dtype` is. It has other bits than reducing
-        every micro-batch, and whole gradients are held: 4 bytes a parameter.
+        Each rank adds up its whole gradients in host memory, in fp32, which takes 4 bytes per parameter. The next
+        backward outside, step, norm or read of `.grad` reduces the sum, and is collective then. The sum travels in fp32
+        unless `reduce_dtype` is given, and rests in fp32 unless `accumulate_dtype` is. Its bits differ from those of
+        reducing every micro-batch. A backward inside raises BudgetError if the host has no room.
         """
         gradients = self.executor.gradients
         before = gradients.synchronizes
@@ -219,7 +229,10 @@ class ShardedModel(PlainView):
             gradients.synchronizes = before
 
     def check_parameters(self) -> None:
-        """Raises GeminiError if the module has parameters that were not wrapped, or may differ by rank now."""
+        """Check that the module still has the parameters that were wrapped; every step does. Local.
+
+        Raises GeminiError if one was added or replaced since, or moved into a parametrization on several ranks.
+        """
         places = parameter_places(self.module)
         if places == self._places:  # the steady state
             return
@@ -242,37 +255,45 @@ class ShardedModel(PlainView):
 
     @property
     def operators(self) -> list[Operator]:
-        """What is fetched together, as of the last forward."""
+        """The model's operators, in order of registration: what is fetched and released together."""
         return self._table.operators
 
     @property
     def plan(self) -> Plan:
-        """What is where, as of the last change of what is trained."""
+        """The plan in force: chunks, the tier on which each state rests, and the number of slots."""
         return self.freezing.plan
 
     @property
     def world_size(self) -> int:
+        """The number of ranks in the model's process group."""
         return self.executor.communicator.world_size
 
     @property
     def rank(self) -> int:
+        """This process's rank in the model's process group."""
         return self.executor.communicator.rank
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients, or make zeros of those that are there or were used by a step since they were None.
+        """Discard all gradients. Local, alike on every rank.
 
-        With zeros, parameters that the next backwards do not reach are moved by their moments, as in plain PyTorch.
+        set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
+            A parameter that the next backwards do not reach is then moved by its moments, as in plain PyTorch.
+
+        Raises nothing of its own.
         """
         self.executor.gradients.end(Becomes.NONE if set_to_none else Becomes.ZERO)
 
     def memory_report(self) -> str:
-        """A table: bytes per tier and kind now and at their peaks, slots, and what travelled. Not collective."""
+        """A table of this rank's memory: bytes by tier and kind, now and at the peak; slots; bytes moved. Local.
+
+        Raises nothing of its own.
+        """
         return memory_table(self._tiers, self.plan, self.executor, self._traffic)
 
     def close(self) -> None:
-        """Remove all hooks, give all slots and the process group back; collective.
+        """Remove all hooks and give slots and process group back. Collective. The model cannot be used afterwards.
 
-        The model cannot be used afterwards.
+        Raises GeminiError inside a backward.
         """
         if self.executor.gradients.in_backward:
             raise GeminiError("close() inside a backward")

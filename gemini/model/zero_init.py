@@ -43,23 +43,31 @@ _active: list[ZeroInitContext] = []  # innermost last: it takes the parameters
 
 
 class ZeroInitContext:
-    """Inside, modules are built, loaded and changed as always, with the same values and the same random numbers.
+    """Context manager inside which a model is sharded while it is built or loaded, so that no rank holds it whole.
 
-    Collective: every rank builds the same model. Wrap it in `ShardedModel` afterwards, in the same process group.
-    Hugging Face's `from_pretrained` streams: tensors are read one after the other, not by threads all at once.
+    Modules are built, loaded and initialised by ordinary code, with the values and the random numbers of a build
+    without the context; rank 0's values win. Afterwards wrap the model in `ShardedModel`, in the same process group.
+    Hugging Face's `from_pretrained` works inside: tensors are read one after the other. Collective: every rank enters,
+    builds the same model, and leaves.
 
     Args:
-        target_device: where the model will run; None: the current accelerator, else the CPU. Weights are initialised
-            where the model's code makes them, so they have the same values whatever this is.
-        shard_strategy: how an operator is divided over the ranks; default: as one piece.
+        target_device: where the model will run. None: the current accelerator, else the CPU. Weights are initialised
+            where the model's code makes them, so this does not change their values.
+        shard_strategy: how each operator's parameters are divided over the ranks. None: in one piece.
         shard_param: False leaves parameters whole and ordinary, and only moves and casts them when the context ends.
-        dtype: of fp32, fp16 and bf16 weights once the context has ended, when all of them have their values.
-        process_group: the ranks; default: all of torch.distributed, or one rank where that is not initialized.
-        home: where shards rest: "host", "device", or "auto": on the device until half of its free memory is taken.
-        enabled: False makes it do nothing.
+        dtype: what fp32, fp16 and bf16 weights are cast to when the context ends. None: they are not cast.
+        process_group: the ranks. None: all of torch.distributed, or one rank where that is not initialized.
+        home: where shards rest: "host", "device", or "auto", which takes at most half of the device's free memory.
+        enabled: False makes the context do nothing.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
 
-    Raises UnsupportedError when it is entered twice.
+    Raises TypeError or ValueError for arguments that are not valid, and UnsupportedError when a context is entered
+    twice. An exception inside is raised on the other ranks as RemoteRankError.
+
+    Example:
+        >>> with ZeroInitContext():
+        ...     module = torch.nn.Transformer(d_model=64, nhead=4)
+        >>> model = ShardedModel(module)
     """
 
     def __init__(
@@ -141,9 +149,10 @@ class ZeroInitContext:
             self._store.finish(self._dtype)
 
     def convert(self, module: nn.Module) -> nn.Module:
-        """Shard a module that exists already, operator by operator; returns it. Inside the context; collective.
+        """Shard a module that was built outside, operator by operator, and return it. Collective; inside the context.
 
-        One that becomes part of a module inside the context is sharded without it.
+        A module that becomes a child of another one inside the context is sharded without this call. Raises TypeError
+        for anything but a module, and UnsupportedError outside the context.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch module, found {type(module).__name__}")
@@ -183,7 +192,10 @@ class ZeroInitContext:
             self._store.shard(f"{operator} {self._store.num_operators}", parameters)
 
     def settle(self, parameters: list[Tensor]) -> None:
-        """If one of these belongs to the operator that is being built, that goes onto shards now. Collective then."""
+        """Shard the operator that is being built now, if one of `parameters` belongs to it. Collective if so.
+
+        For `GatheredParameters` inside the context. Raises nothing of its own.
+        """
         if any(known is each for known in self._pending.values() for each in parameters):
             self._shard_pending(None)
 

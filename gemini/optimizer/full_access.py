@@ -26,7 +26,11 @@ from optim import HALF_DTYPES, round_master_
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """A copy of the master weights, whole, in fp32 (fp64 for fp64 weights), on the compute device. Collective."""
+    """A copy of `param`'s fp32 master, whole, in its shape, on the compute device. Collective.
+
+    A parameter without a master, which is fp32 or frozen, gives its own value in fp32; fp64 parameters stay fp64.
+    Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+    """
     link = _begin("safe_get_full_fp32_param", param)
     managed, executor = link.managed, link.executor
     with executor.publishing(), torch.no_grad():
@@ -39,9 +43,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of the reduced gradient, whole, in fp32, without the loss scale. Collective.
+    """A copy of `param`'s reduced gradient, whole, in its shape, in fp32, without the loss scale. Collective.
 
-    None, on all ranks, where no rank has a gradient of it since the last step.
+    None, on all ranks, if no rank has had a gradient of it since the last step. Raises TypeError if `param` is
+    not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_get_full_grad", param)
     gradient = link.gradient()
@@ -52,7 +57,11 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A copy of a state such as "exp_avg", whole, on the compute device; None of a frozen parameter. Collective."""
+    """A copy of an optimizer state of `param`'s such as "exp_avg", whole, on the compute device. Collective.
+
+    None if `param` is frozen. Raises ValueError if the optimizer keeps no state `optim_state_key`. Raises TypeError for
+    a parameter that is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+    """
     link = _begin("safe_get_full_optimizer_state", param)
     if not param.requires_grad:
         return None
@@ -62,34 +71,55 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set the master weights and the parameter to rank 0's value. Collective."""
+    """Set `param` and its fp32 master to rank 0's `value`. Collective.
+
+    `value` has `param`'s shape, and any dtype and device. Raises ValueError for another shape; nothing has changed
+    then. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+    """
     link = _begin("safe_set_full_fp32_param", param)
     _set_weights(link, _pieces_of(link, _rank_0s(link, value)))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the gradient that the next step uses, before its clipping, to rank 0's value. Collective."""
+    """Set `param`'s gradient, which the next step clips and uses, to rank 0's `value`. Collective.
+
+    `value` has `param`'s shape and no loss scale. Raises ValueError for another shape, and GeminiError if there was no
+    backward since the last step; nothing has changed then. Raises TypeError for a parameter that is not a
+    `ShardedModel`'s, and GeminiError inside a forward or backward.
+    """
     link = _begin("safe_set_full_grad", param)
     flat = _gradient(link)
     _set_gradient(link, flat, _pieces_of(link, _rank_0s(link, value)))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a state such as "exp_avg" to rank 0's value. Collective."""
+    """Set an optimizer state of `param`'s such as "exp_avg" to rank 0's `value`, which has its shape. Collective.
+
+    Raises ValueError for another shape, or if the optimizer keeps no state `optim_state_key`; nothing has changed then.
+    Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+    """
     link = _begin("safe_set_full_optimizer_state", param)
     flat = _state(link, optim_state_key)
     _write(link, flat, _pieces_of(link, _rank_0s(link, value)))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """A copy of the master weights that this rank steps, 1-D, in the order in which they lie in memory."""
+    """A copy of the part of `param`'s fp32 master that this rank updates: 1-D, in the order of memory. Local.
+
+    It may have no elements. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or
+    backward.
+    """
     link = _begin("safe_get_local_fp32_param", param)
     with torch.no_grad():
         return _local(link, _view(link).load().clone())
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of this rank's part of what `safe_get_full_grad` returns, 1-D."""
+    """A copy of this rank's part of `safe_get_full_grad(param)`: 1-D, in the order of memory. Local.
+
+    Raises GeminiError if backwards under `no_sync()` are not reduced yet, which needs all ranks. Raises TypeError if
+    `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+    """
     link = _begin("safe_get_local_grad", param)
     if link.executor.gradients.awaits_reduction:
         raise GeminiError(
@@ -104,7 +134,11 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A copy of this rank's part of a state, 1-D; None of a frozen parameter."""
+    """A copy of this rank's part of an optimizer state of `param`'s: 1-D, in the order of memory. Local.
+
+    None if `param` is frozen. Raises ValueError if the optimizer keeps no state `optim_state_key`. Raises TypeError for
+    a parameter that is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+    """
     link = _begin("safe_get_local_optimizer_state", param)
     if not param.requires_grad:
         return None
@@ -112,19 +146,33 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set the master weights that this rank steps, and the parameter there. Collective."""
+    """Set this rank's part of `param`, and of its fp32 master, to the 1-D `value`. Collective.
+
+    Raises ValueError if `value` has not the shape that `safe_get_local_fp32_param` returns. Raises TypeError if
+    `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+    """
     link = _begin("safe_set_local_fp32_param", param)
     _set_weights(link, _checked_local(link, value))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's part of the gradient that the next step uses. Every rank calls it."""
+    """Set this rank's part of `param`'s gradient, which the next step uses, to the 1-D `value`. Every rank calls it.
+
+    Raises ValueError if `value` has not the shape that `safe_get_local_grad` returns, and GeminiError if there was no
+    backward since the last step. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a
+    forward or backward.
+    """
     link = _begin("safe_set_local_grad", param)
     _set_gradient(link, _gradient(link), _checked_local(link, value))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of a state. Every rank calls it."""
+    """Set this rank's part of an optimizer state of `param`'s to the 1-D `value`. Every rank calls it.
+
+    Raises ValueError if `value` has not the shape that `safe_get_local_optimizer_state` returns, or if the optimizer
+    keeps no state `optim_state_key`. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a
+    forward or backward.
+    """
     link = _begin("safe_set_local_optimizer_state", param)
     _write(link, _state(link, optim_state_key), _checked_local(link, value))
 

@@ -11,10 +11,16 @@ from torch import Tensor, nn
 
 
 def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """SHA-256, in hexadecimal, of all parameters and buffers, and of the optimizer's state if given.
+    """SHA-256, in hexadecimal, of all parameters and buffers, and of the optimizer's state if one is given.
 
-    Equal for a `ShardedModel` on any number of ranks and the plain module with the same bits; of an optimizer,
-    states and fp32 masters count, hyperparameters do not. Collective for a sharded model.
+    A `ShardedModel` on any number of ranks has the hash of the plain module with the same bits, so two runs can be
+    compared by one line of their logs. Collective for a sharded model.
+
+    Args:
+        model: a `ShardedModel` or a plain module.
+        optimizer: its states and fp32 masters are part of the hash, its hyperparameters are not.
+
+    Raises what `state_dict()` of the two raises, such as GeminiError inside a forward.
     """
     digest = hashlib.sha256()
     _add(digest, "model", model.state_dict())

@@ -7,7 +7,6 @@ chunk where the chunk's state lives, in order of first use.
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.executor.leftovers import Becomes
-from gemini.model.compiled import original_of
 from gemini.model.link import link_of
-from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm, checked_model
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.chunk_update import ChunkUpdates
 from gemini.optimizer.clipping import Clipping
@@ -31,29 +29,42 @@ from gemini.optimizer.scaling import Scaling
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
 from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step_report import StepReport
-from gemini.optimizer.summary import GradientSummary, compare_settings, norm_tensor, summarize
+from gemini.optimizer.summary import GradientSummary, compare_settings, norm_tensor, settings_of_step, summarize
 from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
 from gemini.placement.demand import Kind
 from optim import clip_coefficient, prepare
 from optim.hyperparameters import refuse_unknown_arguments
 
-_PARAMETERS = ("params", "param_names")
-
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps a `ShardedModel` with the update of an ordinary elementwise optimizer.
+    """A `torch.optim.Optimizer` that updates a `ShardedModel` chunk by chunk, where each chunk's state rests.
 
-    Collective: every rank creates, steps, saves and loads it alike.
+    The update is that of an ordinary optimizer, which it wraps; learning rate schedulers act on its `param_groups`.
+    Where trainable weights are fp16 it scales losses dynamically: call `backward(loss)` or `scale(loss).backward()`
+    then. Elsewhere `loss.backward()` is the same. Collective: every rank creates, steps, saves and loads it alike.
 
     Args:
-        model: the `ShardedModel` whose parameters the optimizer was made with, or `torch.compile` of it.
-        optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. It is
-            taken over: its `param_groups` become this optimizer's (schedulers act on them), its state stays empty.
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the dynamic
-            loss scale, see `loss_scale.py`; it is on where trainable weights are fp16. Then call this optimizer's
-            `backward(loss)` or `scale(loss).backward()`.
-        clip_grad_norm: clip every step to this global norm (L2 over all ranks); None does not clip.
-        elementwise: take an optimizer that is not on the tested list at your word.
+        model: the `ShardedModel` whose parameters `optimizer` was made with, or `torch.compile` of it.
+        optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. Its
+            `param_groups` become this optimizer's; its own state stays empty.
+        initial_scale: the loss scale of the first step.
+        min_scale: the loss scale never falls below it.
+        growth_factor: what the loss scale is multiplied by after `growth_interval` steps without a non-finite gradient.
+        backoff_factor: what the loss scale is multiplied by after steps that had to be skipped.
+        growth_interval: steps.
+        hysteresis: how many steps must be skipped before the loss scale falls.
+        max_scale: the loss scale never rises above it.
+        clip_grad_norm: every step clips gradients to this global L2 norm over all ranks. None: no clipping.
+        elementwise: True accepts an optimizer that is not on the tested list. Its update must treat every element
+            alike and by itself, or the result depends on how parameters are cut into chunks.
+
+    Raises TypeError or ValueError for arguments that are not valid, UnsupportedError for an optimizer that is not known
+    to work element by element, has stepped before, or is the model's second, and BudgetError if its state does not fit.
+
+    Example:
+        >>> optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3), clip_grad_norm=1.0)
+        >>> optimizer.backward(model(torch.ones(2, 8)).sum())
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -74,21 +85,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         valid = [name for name in inspect.signature(ShardedOptimizer).parameters if name != "unknown"]
         refuse_unknown_arguments("ShardedOptimizer", unknown, valid)
-        if not isinstance(model := original_of(model), ShardedModel):
-            raise TypeError(f"model must be a ShardedModel, found {type(model).__name__}")
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-            raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")
-        if model._optimizer is not None:
-            raise UnsupportedError("this model has a ShardedOptimizer already")
-        if any(int(entry.get("step", 1)) for entry in optimizer.state.values()):
-            raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
+        model = checked_model(model)
+        check_inner(optimizer, ShardedOptimizer, model)
         if not isinstance(elementwise, bool):
             raise TypeError(f"elementwise must be True or False, found {elementwise!r}")
         scale = LossScale(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         self._update = resolve_update(optimizer, elementwise)
-        self._clip_grad_norm = _check_max_norm("clip_grad_norm", clip_grad_norm)
+        self._clip_grad_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
         self.model = model
         self._num_parameters = len(model._managed)
         given, name = optimizer.param_groups, type(optimizer).__name__
@@ -128,37 +133,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._chunk_states.drop_all()
                 raise
 
-    # -- the loop
-
     def backward(self, loss: Tensor) -> None:
-        """`scale(loss).backward()`; if it raises, the other ranks are told why."""
+        """`scale(loss).backward()`, for a loss of one element. Collective.
+
+        Raises what backward raises; the other ranks then raise RemoteRankError.
+        """
         with self.model.executor.publishing():
             self.scale(loss).backward()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, in fp32, for loops that call `backward()` themselves; without a scale itself.
+        """`loss` times the loss scale, in fp32, for loops that call `backward()` themselves. Local.
 
-        Example:
-            `accelerator.backward(optimizer.scale(loss))`, `torch.autograd.backward([optimizer.scale(a), ...])`
+        Without loss scaling it is `loss` itself. Use it as in `accelerator.backward(optimizer.scale(loss))`. Raises
+        nothing of its own.
         """
         return self._scaling.of(loss)
 
     @property
     def loss_scale(self) -> float:
-        """What `backward()` multiplies the loss by now; 1 where there is no loss scaling."""
+        """What `backward()` multiplies the loss by now; 1 without loss scaling."""
         return self._scaling.value
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the next step's gradients to `max_norm`; returns their norm before clipping, 0-dim. Collective.
+        """Clip the next step's gradients, all groups together, to `max_norm`. Collective.
 
-        These are the gradients of all parameters in the optimizer's groups; without one the norm is 0.
-        norm_type: 2 (exact, whatever the chunks and ranks) or inf.
+        Args:
+            max_norm: above 0.
+            norm_type: 2 or inf. The 2-norm is exact: it does not depend on chunks, ranks or the order of sums.
+
+        Returns the norm before clipping, a 0-dim tensor; 0 if there is no gradient. Raises ValueError for other
+        arguments, and GeminiError inside a forward or backward.
         """
-        if norm_type not in (2.0, math.inf):
-            raise ValueError(f"norm_type must be 2 or inf, found {norm_type!r}")
-        checked = _check_max_norm("max_norm", max_norm)
-        if checked is None:
-            raise ValueError("max_norm must be a number, found None")
+        checked = check_clipping(max_norm, norm_type)
         self._check_between_steps("clip_grad_norm_()")
         with self.model.executor.publishing():
             self._clipping.requested = checked, norm_type
@@ -169,11 +175,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights of all param groups with the gradients since the last step, and use those up. Collective.
+        """Update the weights of all param groups with the gradients since the last step. Collective.
 
-        Without a gradient on any rank it changes nothing but `last_step`, as in plain PyTorch. If any rank has a
-        non-finite gradient, nothing changes on any rank, `last_step.skipped` names the first parameter that has one,
-        and the gradients are dropped. Gradients of parameters in no group stay until `zero_grad()` of the model.
+        The gradients are used up: they are None afterwards. Those of parameters in no group stay. If any rank has a
+        non-finite gradient, no rank changes anything, the gradients are dropped with a warning, and
+        `last_step.skipped` names the first such parameter. Without any gradient only `last_step` changes. A
+        `closure` is called first, with gradients enabled, and its result is returned.
+
+        Raises GeminiError inside a forward or backward, after a backward that followed `clip_grad_norm_()`, if the
+        ranks' hyperparameters differ, or if parameters were added or replaced; nothing has changed then.
         """
         loss = None
         if closure is not None:
@@ -188,10 +198,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients of all param groups, or make zeros of them. After a step they are None. Local.
+        """Discard the gradients of all param groups. Local, alike on every rank. After a step there are none.
 
-        Zeros are made of gradients that are there, or were used by a step, since they were last set to None. With
-        them, parameters that the next backwards do not reach are moved by their moments, as in plain PyTorch.
+        set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
+            Parameters that the next backwards do not reach are then moved by their moments. Raises nothing of its own.
         """
         becomes = Becomes.NONE if set_to_none else Becomes.ZERO
         self.model.executor.gradients.end(becomes, self._chunk_states.ungrouped())
@@ -204,19 +214,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
 
     def forget_summary(self) -> None:
-        """Gradients changed after their norm was taken: the step takes it again, and clips as was asked."""
+        """Take the norm again: gradients were changed by hand. For gemini itself. Local; raises nothing."""
         self._clipping.summary = None
 
     def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
-        """What the step will multiply gradients by: 1 / loss scale, and the clip coefficient that was asked for."""
+        """What the next step will multiply `managed`'s gradient by. For gemini itself. Local; raises nothing."""
         is_ours = self._chunk_states.group(managed) is not None
         return 1.0 / self.loss_scale, self._clipping.coefficient(self.loss_scale) if is_ours else 1.0
 
     def before_gradient_write(self) -> None:
-        """A gradient is about to be changed by hand: what `clip_grad_norm_()` asked for takes effect before. Local."""
+        """Apply a requested clip before a gradient is changed by hand. For gemini itself. Local; raises nothing."""
         self._clipping.take_effect(self.loss_scale, self._chunk_states.ungrouped())
-
-    # -- the step
 
     def _summarize(self, norm_type: float) -> GradientSummary:
         """What all ranks must know. Who cannot update says so before it, while nobody has changed anything."""
@@ -261,19 +269,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._scaling.after_step(skipped)
 
     def _settings(self) -> str:
-        """All that a step depends on besides the model's state."""
-        groups = [{k: v for k, v in group.items() if k not in _PARAMETERS} for group in self.param_groups]
         clip = self._clipping.requested or self._clip_grad_norm
-        return f"clip_grad_norm={clip} loss_scale={self.loss_scale} {groups}"
+        return settings_of_step(clip, self.loss_scale, self.param_groups)
 
     def _true_norm(self, summary: GradientSummary) -> float:
         """Of the gradients without the loss scale."""
         return summary.norm / self.loss_scale
 
-    # -- state
-
     def state_dict(self) -> dict[str, Any]:
-        """torch.optim's format with whole CPU tensors, and "masters": fp32 weights by parameter number. Collective."""
+        """The state in torch.optim's format, whole, in host memory. Collective.
+
+        Beside "state" and "param_groups" it has "masters", the fp32 weights by parameter number, and "loss_scale".
+        Raises GeminiError inside a forward or backward.
+        """
         with self.model.executor.publishing():
             state = whole_optimizer_state(self.model.executor, self._states, self.param_groups)
         if self._scaling.active is not None:
@@ -281,7 +289,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of `state_dict` or of the plain optimizer. Checked before anything changes."""
+        """Set all state from `state_dict`, one of this method's own or of the plain optimizer's. Collective.
+
+        Raises ValueError, KeyError or TypeError, which names the entry that is wrong; nothing has changed then.
+        """
         with self.model.executor.publishing():
             kept = None if self._scaling.active is None else self._scaling.active.state_dict()
             try:
@@ -294,13 +305,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise
 
     def discard_state(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Give up moments, step counts and fp32 masters of frozen parameters, and their memory. Collective.
+        """Free the moments, step counts and fp32 masters of frozen parameters. Collective.
 
-        Frozen parameters keep all of this, as in plain PyTorch. After this call they start again from their weights if
-        they are unfrozen. Memory comes back where all parameters of a chunk are frozen and none keeps state.
-
-        parameters: some of the model's; None: all that are frozen. Raises ValueError for one that is not frozen or not
-        this model's, and GeminiError between backward() and step(); nothing has changed then.
+        Without this call frozen parameters keep them, as in plain PyTorch. After it they start again from their weights
+        when they are unfrozen. A chunk's memory is freed once all of its parameters are frozen and none keeps state.
+        Without `parameters` all frozen ones are meant. Raises ValueError for a parameter that is not frozen or not this
+        model's, and GeminiError between backward and step; nothing has changed then.
         """
         executor, freezing = self.model.executor, self.model.freezing
         executor.check_idle("discard_state()")
@@ -309,9 +319,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             freezing.discard_state(frozen_among(self.model, parameters))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch: parameters that no group has get one, with hyperparameters of its own. Collective, between steps.
+        """Add a group of parameters of the model that are in no group yet, as in torch. Collective, between steps.
 
-        Raises ValueError or TypeError for what is not this model's or is in a group already; nothing has changed then.
+        `param_group` has "params" and any hyperparameters of its own. Raises ValueError or TypeError for parameters
+        that are not this model's or in a group already, and BudgetError if their state does not fit; nothing has
+        changed then.
         """
         if not hasattr(self, "_states"):  # torch's constructor adds those that it was given
             super().add_param_group(param_group)
@@ -335,11 +347,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError("a ShardedOptimizer cannot be pickled or copied: use state_dict()")
-
-
-def _check_max_norm(name: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{name} must be a number above 0 or None, found {value!r}")
-    return float(value)

@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,12 @@ def summarize(
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
     has_gradient = bytes([word & (_NON_FINITE - 1) > 0 for word in counts])
     return GradientSummary(norm, has_gradient, bad[0] if bad else None)
+
+
+def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dict[str, Any]]) -> str:
+    """All that a step depends on besides the model's state, in words that ranks can compare."""
+    groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in param_groups]
+    return f"clip_grad_norm={clip} loss_scale={loss_scale} {groups}"
 
 
 def compare_settings(executor: Executor, settings: str) -> None:

@@ -24,16 +24,35 @@ _MOVING_IN = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.OPTIM)
 
 @runtime_checkable
 class PlacementPolicy(Protocol):
-    """Decides homes; `budget_bytes` is the model data that the device may hold, None without a bound."""
+    """What decides on which tier every state of every chunk rests. Any object with a `name` and this `place` is one."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """A word for error messages, reports and the comparison of plans between ranks."""
+        ...
 
-    def place(self, demand: Demand, budget_bytes: int | None) -> Placement: ...
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        """The homes of all states and the number of slots: a pure function, called at each change of the plan. Local.
+
+        Args:
+            demand: what the model needs, in bytes on this rank. The answer must be the same on all ranks.
+            budget_bytes: model data that the device may hold. None: no bound.
+
+        Raises BudgetError if the policy cannot keep to the budget; `check_fits` does that.
+        """
+        ...
 
 
 def slots_for(demand: Demand, homes: tuple[dict[Kind, Tier], ...], kept: Iterable[int] = ()) -> Placement:
-    """`homes` with the fewest slots that work: chunks that live on the device whole, or keep theirs, need none."""
+    """The placement with these `homes` and the fewest slots with which training works. Numbers only, so local.
+
+    Args:
+        demand: as given to `PlacementPolicy.place`.
+        homes: for each chunk the tier of each kind that its `home_bytes` has.
+        kept: indices of chunks with a slot of their own for good. Their `may_keep_slot` must be true.
+
+    Raises nothing.
+    """
     placement = Placement(homes, (0, 0), (0, 0), frozenset(kept))
     counts = []
     for kind, minimum in ((Kind.PARAM, demand.min_slots), (Kind.GRAD, demand.min_gradient_slots)):
@@ -57,7 +76,11 @@ def _num_users(demand: Demand, placement: Placement, kind: Kind, oversize: bool)
 
 
 def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
-    """Kept slots, then more slots for all, out of what the budget leaves. Never more than users."""
+    """`placement` with more slots, out of what `budget_bytes` leaves: first kept ones, then slots for all chunks.
+
+    More slots save fetches; there are never more than chunks that use them. `demand` is as given to
+    `PlacementPolicy.place`. Numbers only, so local; raises nothing.
+    """
     sharded = [
         index
         for index, chunk in enumerate(demand.chunks)
@@ -106,7 +129,11 @@ def _longest_prefix(
 
 
 def check_fits(demand: Demand, placement: Placement, budget_bytes: int | None, policy: str) -> None:
-    """Raises BudgetError with what is needed, what is there, and the knob."""
+    """Check that `placement` keeps to `budget_bytes` on the device. Numbers only, so local.
+
+    `demand` is as given to `PlacementPolicy.place`; `policy` is the name that the message blames. Raises BudgetError
+    with the bytes that are needed, the bytes that there are, and the argument to change.
+    """
     needed = placement.device_bytes(demand)
     if budget_bytes is not None and needed > budget_bytes:
         raise BudgetError(
