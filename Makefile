@@ -12,11 +12,12 @@ FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
 	    if "$$path" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	      echo "$$path"; exit 0; fi; done; done; exit 1
 
-.PHONY: help setup demo test soak golden mutants lint bench gpu clean
+.PHONY: help setup demo check test soak golden mutants lint bench gpu clean
 
 help:
 	@echo "make setup    build .venv (python >= 3.11, exact versions of constraints.txt)"
 	@echo "make demo     train a small GPT in a fraction of its memory, same bits"
+	@echo "make check    what to run while working: lint and the quick tests, under a minute"
 	@echo "make test     all tests but the long ones      make soak   the long ones"
 	@echo "make lint     ruff and mypy                    make mutants  are the tests awake?"
 	@echo "make golden   are bits, bytes, collectives and peaks what they were? (minutes)"
@@ -36,6 +37,11 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard optim/csrc/*.cpp optim/csrc/
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py --demo
+
+check: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check . || { echo "check: run ruff format ." >&2; exit 1; }
+	$(PY) tests/check.py
 
 test: $(STAMP)
 	$(PY) -m pytest -q -n 2 --dist loadfile --durations=15 -m "not soak" tests

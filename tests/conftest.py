@@ -1,17 +1,21 @@
 """For all tests: one thread, the `ranks` fixture, and lines that tests want to be seen though they pass.
 
 One thread in the test process, as in the ranks: some kernels (layer norm's backward) sum in an order that the number
-of threads decides, and references are compared bit by bit.
+of threads decides, and references are compared bit by bit. No deadline for an example of hypothesis: on a busy machine
+any of them may take long, which is no fault of the code.
 """
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from tests.dist.ranks import RankPool
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("gemini", deadline=None)
+hypothesis.settings.load_profile("gemini")
 
 
 @pytest.fixture(scope="session")
