@@ -4,6 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
 STAMP := .venv/setup.stamp
+DOCS_STAMP := .venv/docs.stamp
 BUILT = $(filter-out %.cpp %.h %/CMakeLists.txt,$(wildcard optim/csrc/*))
 
 # The first python >= 3.11 that really runs and can make a venv (version managers' shims may exist and still fail).
@@ -12,7 +13,7 @@ FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
 	    if "$$path" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	      echo "$$path"; exit 0; fi; done; done; exit 1
 
-.PHONY: help setup demo check test soak golden mutants lint bench gpu clean
+.PHONY: help setup demo check test soak golden mutants lint docs bench gpu clean
 
 help:
 	@echo "make setup    build .venv (python >= 3.11, exact versions of constraints.txt)"
@@ -22,6 +23,7 @@ help:
 	@echo "make lint     ruff and mypy                    make mutants  are the tests awake?"
 	@echo "make golden   are bits, bytes, collectives and peaks what they were? (minutes)"
 	@echo "make bench    the measured tables              make gpu    the tests that need a GPU"
+	@echo "make docs     the documentation, into site/"
 
 setup: $(STAMP)
 	@echo "setup: .venv is ready ($$($(PY) -V))"
@@ -60,6 +62,17 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check . || { echo "lint: run ruff format ." >&2; exit 1; }
 	$(PY) -m mypy
 
+# The extra `docs` is installed at the first build (half a minute); the build itself takes seconds.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
+	$(PY) tests/built_site.py
+	@echo "docs: open site/index.html"
+
+$(DOCS_STAMP): $(STAMP)
+	@echo "docs: installing mkdocs-material and mkdocstrings"
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt $$($(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $(DOCS_STAMP)
+
 bench: $(STAMP)
 	$(PY) -m benchmarks
 
@@ -67,4 +80,4 @@ gpu: $(STAMP)
 	GEMINI_TEST_DEVICE=cuda $(PY) -m pytest -q --durations=15 -m gpu tests/gpu
 
 clean:
-	rm -rf build dist optim/*.so $(BUILT) ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site optim/*.so $(BUILT) ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,11 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gemini
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES
@@ -16,8 +19,25 @@ SNIPPETS = [
 
 @pytest.mark.parametrize("code", SNIPPETS)
 def test_a_snippet_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(code, "snippet", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(code, "snippet", "exec"), names)
+    for test in [value for name, value in names.items() if name.startswith("test_")]:
+        (mark,) = test.pytestmark  # parametrized once
+        for value in mark.args[1]:
+            test(value)
     assert "Traceback" not in capsys.readouterr().out
+
+
+def test_every_exported_name_stands_on_one_page() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    found = re.findall(r"^::: gemini\.(\w+)$", pages, re.M)
+    assert sorted(found) == gemini.__all__
+
+
+def test_every_page_is_in_the_sites_table_of_contents() -> None:
+    contents = (ROOT / "mkdocs.yml").read_text()
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages == set(re.findall(r": ([\w/]+\.md)$", contents, re.M))
 
 
 def test_readme_names_only_what_is_there() -> None:
