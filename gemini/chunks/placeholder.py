@@ -44,6 +44,8 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
     """0-dim; an integer's is 0. `expanded()` gives it a shape."""
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     memory = torch.full((), nothing, dtype=dtype, device=device)
+    if device.type == "meta":  # a plan that is only estimated: there is nothing to guard, and no data to take keys over
+        return memory
     keyed = torch.Tensor._make_wrapper_subclass(_Keyed, (), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS)
     with unguarded(), torch.no_grad():
         empty = torch.empty((), dtype=dtype, device=device)
