@@ -179,6 +179,7 @@ class Gradients:
                     self._keep_unsynced(gradient)
                 gradient.is_behind = self.communicator.world_size > 1
             self.awaits_reduction = self.communicator.world_size > 1
+            self.reduction.note_unsynced(as_expected=self.predicted() or not self.gathers_in_backward)
             return
         if self.communicator.world_size == 1:
             for gradient in gradients:

@@ -28,6 +28,16 @@ class ReductionOrder:
         self.last_fire = dict.fromkeys(self.chunks, -1)
         self.fired = []
 
+    def note_unsynced(self, *, as_expected: bool) -> None:
+        """A backward under no_sync() ended, which reduced nothing. The next one is expected to touch what it touched.
+
+        If it did not touch what was expected of it, the points count touches of a pass that is over. A chunk reduced at
+        one of them may still wait for its gradient, which would then be reduced apart from what no_sync() left: that
+        sum has other bits than one that each rank makes before the exchange. So the next backward is recorded.
+        """
+        if not as_expected:
+            self.at_touch = None
+
     def adopt(self, points: Sequence[int], ranking: Sequence[int]) -> None:
         """Take over what the ranks agreed on.
 

@@ -57,3 +57,7 @@ def test_gradients_under_no_sync_can_be_discarded(ranks: RankPool, stage: int) -
 
 def test_what_one_rank_alone_used_under_no_sync_reaches_all(ranks: RankPool) -> None:
     ranks(2).run(unsynced_cases.used_on_one_rank)
+
+
+def test_a_rank_adds_up_what_no_sync_left_though_each_step_uses_other_operators(ranks: RankPool) -> None:
+    ranks(2).run(unsynced_cases.other_operators_each_step, [{"stage": 3}, {"stage": 3, "shard_strategy": "tensor"}])

@@ -157,6 +157,48 @@ class Alternating(mlp.Mlp):
         return result
 
 
+class Scheduled(mlp.Mlp):
+    """The step, not the data, chooses the layers: three of them, in an order of their own."""
+
+    step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for offset in (0, 3, 4):
+            x = x + torch.tanh(self.layers[(self.step + offset) % mlp.LAYERS](x))
+        return x
+
+
+def other_operators_each_step(rank: int, world_size: int, wraps: list[dict[str, Any]]) -> None:
+    """A rank adds its micro-batches up before they are reduced, though each step uses other layers than the last."""
+    for wrap in wraps:
+        budget = mlp.smallest_budget(Scheduled, chunk_size=CHUNK_NUMEL, **wrap)
+        wrap = {"chunk_size": CHUNK_NUMEL, "model_data_memory": budget, **wrap}
+        model = ShardedModel(build(Scheduled), device="emulated", **wrap)
+        optimizer = ShardedOptimizer(model, adam(model.parameters()))
+        reference = build(Scheduled)
+        plain = adam(reference.parameters())
+        for step in range(4):
+            model.module.step = reference.step = step
+            with model.no_sync():
+                loss_of(model, 10 * step + rank).backward()
+            loss_of(model, 10 * step + 5 + rank).backward()
+            optimizer.step()
+            totals: dict[nn.Parameter, Tensor] = {}
+            for each in range(world_size):
+                loss_of(reference, 10 * step + each).backward()
+                loss_of(reference, 10 * step + 5 + each).backward()
+                for parameter in reference.parameters():
+                    if parameter.grad is not None:
+                        totals[parameter] = totals[parameter] + parameter.grad if each else parameter.grad
+                        parameter.grad = None
+            for parameter, total in totals.items():
+                parameter.grad = total / world_size
+            plain.step()
+            plain.zero_grad()
+            mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+        model.close()
+
+
 def used_on_one_rank(rank: int, world_size: int) -> None:
     """A layer that one rank alone used under no_sync() is reduced on all; one that nobody used does not move."""
     model = ShardedModel(build(Alternating), device="emulated", chunk_size=CHUNK_NUMEL, stage=2)

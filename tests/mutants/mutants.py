@@ -24,6 +24,7 @@ HALF = "tests/test_half.py"
 HALF_RANKS = "tests/dist/test_half.py"
 BUILDING = "tests/dist/test_building.py::test_weights_are_rank_0s_whatever_the_seeds[2]"
 MEMORY = "tests/dist/test_memory.py"
+GOLDEN = "tests/golden/test_golden.py::test_a_sample_of_the_recorded_cases_is_as_it_was"
 
 MUTANTS = [
     Mutant(
@@ -909,5 +910,26 @@ MUTANTS = [
         "        return super().set_(*args, **kwargs)\n",
         "tests/test_parametrizations.py::test_a_parametrization_put_on_after_wrapping_trains_as_in_plain_pytorch"
         "[after it-own with inverse-smallest]",
+    ),
+    Mutant(
+        "points of reduction outlive the pass whose touches they count",
+        "gemini/placement/reduction_order.py",
+        "        if not as_expected:\n            self.at_touch = None\n",
+        "",
+        "tests/dist/test_unsynced.py::test_a_rank_adds_up_what_no_sync_left_though_each_step_uses_other_operators",
+    ),
+    Mutant(
+        "ranks compare tags that they have agreed on",
+        "gemini/executor/communicator.py",
+        "        return None if agreed else tag",
+        "        return tag",
+        f"{GOLDEN}[2]",
+    ),
+    Mutant(
+        "weights that nobody edited are written home",
+        "gemini/executor/binding.py",
+        "                    if version != recorded[position]:",
+        "                    if True:",
+        f"{GOLDEN}[1]",
     ),
 ]
