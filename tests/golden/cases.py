@@ -82,15 +82,8 @@ class Case:
         return " ".join([self.model, *(f"{name}={options[name]}" for name in told if name != "model")])
 
     @property
-    def sibling(self) -> "Case | None":
-        """The same training with nothing sharded and nothing moved: it must have the same bits.
-
-        None where no run promises them: at stage 3 a chunk is reduced where the last pass shows that it was complete.
-        If this pass uses other operators, its gradient comes later, and what no_sync() left is reduced without it.
-        """
-        is_late = "unused" in MODELS[self.model].tags and self.micro == "no_sync" and self.stage == 3
-        if is_late and self.ranks > 1:
-            return None
+    def sibling(self) -> "Case":
+        """The same training with nothing sharded and nothing moved: it must have the same bits."""
         return replace(self, stage=0, place="resident", strategy="chunk", reuse=False, built=False)
 
 

@@ -15,19 +15,16 @@ class Verdict:
 
     with_recorded_bits: int = 0
     with_siblings: int = 0
-    with_none: int = 0
     found: dict[Case, list[str]] = field(default_factory=dict)  # lines, by case that differs
 
     def __str__(self) -> str:
         """Which comparisons were made, then case by case what was found."""
-        count = self.with_recorded_bits + self.with_siblings + self.with_none
+        count = self.with_recorded_bits + self.with_siblings
         words = [f"golden: {count} cases, {len(self.found)} differ", "counts of all were compared with recorded ones"]
         if self.with_recorded_bits:
             words.append(f"bits of {self.with_recorded_bits} with recorded ones")
         if self.with_siblings:
             words.append(f"bits of {self.with_siblings} with those of unsharded runs here")
-        if self.with_none:
-            words.append(f"bits of {self.with_none} with nothing, as no other run promises them")
         lines = [", ".join(words)]
         for case, found in self.found.items():
             lines += [f"  {case}", *(f"    {line}" for line in found)]
@@ -38,17 +35,15 @@ def check(pool: RankPool, recording: Recording, cases: Sequence[Case], siblings:
     """siblings: compare no bits with recorded ones, as on a machine where torch computes otherwise."""
     verdict = Verdict()
     foreign = [case for case in cases if siblings or not recording.has_bits_of_here(case)]
-    wanted = dict(on_ranks(pool, list(dict.fromkeys(case.sibling for case in foreign if case.sibling))))
+    wanted = dict(on_ranks(pool, list(dict.fromkeys(case.sibling for case in foreign))))
     for case, result in on_ranks(pool, cases):
         lines = list(differences(recording.results[case]["counts"], result["counts"]))
         if case not in foreign:
             verdict.with_recorded_bits += 1
             lines += differences(recording.results[case]["bits"], result["bits"])
-        elif case.sibling:
+        else:
             verdict.with_siblings += 1
             lines += [f"unsharded {line}" for line in differences(wanted[case.sibling]["bits"], result["bits"])]
-        else:
-            verdict.with_none += 1
         if lines:
             verdict.found[case] = lines
     return verdict

@@ -28,7 +28,11 @@ def train(rank: int, world_size: int, options: dict[str, Any]) -> Result:
     with launches.counted(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="reuse_fp16_shard")
         warnings.filterwarnings("ignore", message="step . skipped")
-        return _train(case, rank, launches)
+        try:
+            return _train(case, rank, launches)
+        except Exception as error:
+            error.add_note(f"in the golden case {case}")
+            raise
 
 
 def wrapping(case: Case) -> dict[str, Any]:
