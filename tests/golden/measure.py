@@ -113,6 +113,11 @@ def plan_counts(model: ShardedModel) -> dict[str, Any]:
     }
 
 
+def bytes_sent(model: ShardedModel) -> int:
+    """By this rank to others, since the model was made."""
+    return model.executor.communicator.collectives.bytes_sent
+
+
 def work_counts(model: ShardedModel) -> dict[str, Any]:
     """What has been moved, sent and held since the model was wrapped."""
     executor = model.executor
@@ -122,7 +127,6 @@ def work_counts(model: ShardedModel) -> dict[str, Any]:
         "evictions": fetcher.num_evictions,
         "spills": [store.num_spills, store.peak_open],
         "links": {link: num_bytes for link, num_bytes in sorted(model._traffic.bytes_by_link.items()) if num_bytes},
-        "sent": executor.communicator.collectives.bytes_sent,
     }
     for tier in model._tiers:
         ledger = tier.ledger
