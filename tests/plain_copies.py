@@ -56,6 +56,61 @@ def copies_are_plain(rank: int, world_size: int, arguments: dict[str, Any], plac
     model.close()
 
 
+def copies_of_parts_are_plain(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    """The module itself, modules in it, parameters, and containers of those: whole, tied as they were, on their own."""
+    from gemini import ShardedOptimizer
+
+    model = wrap(make=Parts, **arguments)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train_step(model, optimizer)
+    wanted = weights_of(model)
+    copied: Any = copy.deepcopy(model.module)
+    assert type(copied) is Parts
+    assert_same(dict(copied.state_dict()), wanted)
+    assert copied.tied.weight is copied.layers[0].weight
+    module_too, layers, weight = copy.deepcopy([model.module, model.module.layers, model.tied.weight])
+    assert module_too.layers is layers
+    assert module_too.tied.weight is weight
+    for path in ("layers", "layers.2", "norm", "recurrent"):
+        part = copy.deepcopy(model.module.get_submodule(path))
+        assert_same({f"{path}.{name}": value for name, value in part.state_dict().items()}, _of(path, wanted))
+    for each in (*copied.modules(), *module_too.modules()):
+        assert "__deepcopy__" not in vars(each)
+        assert not any((each._forward_hooks, each._forward_pre_hooks, each._state_dict_hooks))
+    assert {(type(t), t.device.type) for t in copied.parameters()} == {(nn.Parameter, "cpu")}
+    bias, data = copy.deepcopy(model.layers[1].bias), copy.deepcopy(model.layers[1].bias.detach())
+    assert (type(bias), type(data), bias.requires_grad) == (nn.Parameter, Tensor, True)
+    assert torch.equal(bias, wanted["layers.1.bias"])
+    assert torch.equal(data, bias)
+    train_step(copied, adam(copied.parameters()), 1)
+    assert_same(weights_of(model), wanted)
+    assert torch.equal(loss_of(module_too, 3), loss_of(model, 3))
+    model.close()
+
+
+def _of(path: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in weights.items() if name.startswith(f"{path}.")}
+
+
+def averages_of_parts(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    """Averages of the wrapped module and of a layer are those of the model."""
+    from gemini import ShardedOptimizer
+
+    model = wrap(make=Parts, **arguments)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    average, of_module = (AveragedModel(m, use_buffers=True) for m in (model, model.module))
+    of_layer = AveragedModel(model.layers[2])
+    for step in range(2):
+        train_step(model, optimizer, step)
+        average.update_parameters(model)
+        of_module.update_parameters(model.module)
+        of_layer.update_parameters(model.layers[2])
+    wanted = dict(average.state_dict())
+    assert_same(dict(of_module.state_dict()), wanted)
+    assert torch.equal(of_layer.module.weight, wanted["module.layers.2.weight"])
+    model.close()
+
+
 def averages(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """An average that is updated from shards is that of a plain model."""
     from gemini import ShardedOptimizer

@@ -35,6 +35,40 @@ def test_a_deepcopy_is_the_plain_module_whole_and_on_its_own(place: str) -> None
     plain_copies.copies_are_plain(0, 1, {}, place)
 
 
+@pytest.mark.parametrize("case", [plain_copies.copies_of_parts_are_plain, plain_copies.averages_of_parts])
+def test_copies_of_the_module_and_of_parts_of_it_are_plain(case: Callable[..., None]) -> None:
+    case(0, 1, {})
+
+
+def test_a_part_is_refused_inside_a_forward_and_plain_again_after_close() -> None:
+    class Copies(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            copy.deepcopy(self.layers[1])
+            return super().forward(x)
+
+    model = wrap(make=Copies)
+    with pytest.raises(Exception, match=r"copy.deepcopy\(\) inside a forward"):
+        model(inputs(0))
+    model.close()
+    assert not any("__deepcopy__" in vars(module) for module in model.module.modules())
+
+
+def test_a_module_with_a_way_to_copy_itself_is_copied_so() -> None:
+    class Counts(Mlp):
+        copies = 0
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> "Counts":
+            made = Counts()
+            made.load_state_dict(self.state_dict())
+            made.copies = self.copies + 1
+            return made
+
+    model = wrap(make=Counts)
+    copied: Any = copy.deepcopy(model.module)
+    assert copied.copies == 1
+    assert torch.equal(copied(inputs(0)), model(inputs(0)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_copy_of_16_bit_weights_has_those_weights(dtype: torch.dtype) -> None:
     model = wrap(dtype=dtype)

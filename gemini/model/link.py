@@ -315,10 +315,16 @@ class Link(ParameterLink[ManagedParameter]):
         self.executor.flags_touched = True  # memory follows, see freezing.py
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
-        raise ReleasedParameterError(
-            f"copy.deepcopy of parameter {self.managed.name!r} is not possible: copy.deepcopy(model) of the whole "
-            "ShardedModel is a plain module, and model.state_dict() holds whole copies"
-        )
+        """A plain parameter, whole, in host memory. Collective."""
+        parameter = self.managed.parameter
+        with self.executor.publishing(), torch.no_grad():
+            self.executor.check_idle("copy.deepcopy()")
+            self.executor.fetcher.fetch(self.managed.chunk)
+            whole = self.whole().to("cpu", copy=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = copied
+        return copied
 
     @property
     def describe(self) -> str:

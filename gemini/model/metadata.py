@@ -13,11 +13,9 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(_T, name).__get__ for name in names if hasattr(_T, name)}
 
 
-OF_DEVICE: set[Any] = {_T.get_device} | _getters(
+METADATA: set[Any] = _getters(
     *("device", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_maia", "is_meta", "is_mps", "is_mtia", "is_vulkan"),
     *("is_xla", "is_xpu"),
-)
-METADATA: set[Any] = _getters(
     *("shape", "dtype", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "_version", "itemsize", "nbytes"),
     *("is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested", "names", "output_nr", "retains_grad"),
     *("_backward_hooks", "_post_accumulate_grad_hooks", "name", "_base"),
@@ -26,9 +24,8 @@ METADATA: set[Any] = _getters(
     for name in (
         *("size", "dim", "numel", "nelement", "__hash__", "is_floating_point", "is_complex", "element_size", "__len__"),
         *("register_hook", "register_post_accumulate_grad_hook", "is_inference", "ndimension", "retain_grad"),
-        *("is_signed", "is_conj", "is_neg", "_is_view", "has_names"),
+        *("is_signed", "is_conj", "is_neg", "_is_view", "has_names", "get_device"),
     )
     if hasattr(_T, name)
 }
-METADATA |= OF_DEVICE
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}

@@ -1,38 +1,86 @@
-"""`copy.deepcopy` of a sharded model: the plain module, whole, in host memory, without anything of ours in it."""
+"""`copy.deepcopy` of a sharded model, of the module in it or of a part of that.
+
+The copy is plain and whole, in host memory, and has nothing of ours in it. Each module of a sharded model has a
+`__deepcopy__` of its own in its `__dict__`, which `copy.deepcopy` calls: hooks of ours would otherwise be copied, and
+drive the executor of the original.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gemini.executor.executor import Executor
-from gemini.model.weights import whole_parameters
+from gemini.model.hooks import Hooks
+from gemini.model.link import link_of
+
+_ATTRIBUTE = "__deepcopy__"
 
 
-def plain_copy(
-    module: nn.Module, executor: Executor, handles: Iterable[RemovableHandle], memo: dict[int, Any]
-) -> nn.Module:
-    """A copy of `module` with whole CPU tensors for parameters and buffers, without the hooks of `handles`. Collective.
+class PlainCopies:
+    """Makes copies of the modules of one model."""
 
-    memo: of the `copy.deepcopy` that is under way; tied parameters stay tied through it.
-    """
-    executor.check_idle("copy.deepcopy()")
-    wholes = whole_parameters(executor, executor.chunks)
-    for chunk in executor.chunks:
-        for managed in chunk.parameters:
-            with torch._C.DisableTorchFunctionSubclass():
-                flag = managed.parameter.requires_grad
-            memo[id(managed.parameter)] = nn.Parameter(wholes.pop(managed.index), requires_grad=flag)
-    for buffer in module.buffers():
-        memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
-    _leave_out(handles, memo)
-    copied: nn.Module = copy.deepcopy(module, memo)
-    return copied
+    def __init__(self, executor: Executor, hooks: Hooks) -> None:
+        self._executor = executor
+        self._hooks = hooks
+        self._modules: list[weakref.ref[nn.Module]] = []
+
+    def install(self, root: nn.Module) -> None:
+        for module in root.modules():
+            reference = weakref.ref(module)
+            vars(module)[_ATTRIBUTE] = _Copier(self, reference)
+            self._modules.append(reference)
+
+    def remove(self) -> None:
+        """The modules are copied as any others again."""
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                vars(module).pop(_ATTRIBUTE, None)
+        self._modules.clear()
+
+    def of(self, module: nn.Module, memo: dict[int, Any]) -> Any:
+        """A copy of `module` with whole CPU tensors for parameters and buffers, without our hooks. Collective.
+
+        memo: of the `copy.deepcopy` that is under way; tied parameters stay tied through it.
+        """
+        if memo.get(id(self)) is self:  # a module around this one is being copied
+            return self._copied(module, memo)
+        memo[id(self)] = self
+        with self._executor.publishing():
+            self._executor.check_idle("copy.deepcopy()")
+            links = [link for parameter in module.parameters() if (link := link_of(parameter)) is not None]
+            for link in sorted(links, key=lambda link: link.managed.index):  # chunk by chunk
+                link.deepcopy(memo)
+            _leave_out(self._hooks.handles, memo)
+            return self._copied(module, memo)
+
+    def _copied(self, module: nn.Module, memo: dict[int, Any]) -> Any:
+        for buffer in module.buffers(recurse=False):
+            memo.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
+        copier = vars(module).pop(_ATTRIBUTE)  # the copy has none, and a `__deepcopy__` of the module's class is called
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            vars(module)[_ATTRIBUTE] = copier
+
+
+class _Copier:
+    """A module's `__deepcopy__`."""
+
+    def __init__(self, copies: PlainCopies, module: weakref.ref[nn.Module]) -> None:
+        self._copies = copies
+        self._module = module
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        module = self._module()
+        assert module is not None, "the attribute of a module that is gone"
+        return self._copies.of(module, memo)
 
 
 def _leave_out(handles: Iterable[RemovableHandle], memo: dict[int, Any]) -> None:

@@ -14,8 +14,7 @@ from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
 from gemini.model.compiled import is_mark
 from gemini.model.conversion import changes_nothing
-from gemini.model.hooks import Hooks
-from gemini.model.plain_copy import plain_copy
+from gemini.model.plain_copy import PlainCopies
 from gemini.model.weights import load_part, load_whole_state_dict, whole_state_dict
 
 _CONVERSION = (
@@ -29,7 +28,7 @@ class PlainView(nn.Module):
 
     module: nn.Module
     executor: Executor
-    _hooks: Hooks
+    _copies: PlainCopies
 
     def _show(self, module: nn.Module) -> None:
         """Answer for `module` from now on."""
@@ -128,10 +127,9 @@ class PlainView(nn.Module):
                 raise
             return getattr(module, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The plain module, whole, in host memory, without our hooks: casts between dtypes are left out. Collective."""
-        with self.executor.publishing():
-            return plain_copy(self.module, self.executor, self._hooks.handles, memo)
+        return self._copies.of(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError("a ShardedModel cannot be pickled: save model.state_dict() instead")

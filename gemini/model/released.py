@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gemini.chunks.placeholder import unguarded
 from gemini.errors import ReleasedParameterError
 from gemini.model.compiled import refuse_traced
 from gemini.model.edges import gradients
 from gemini.model.foreach import for_each_chunk
 from gemini.model.link import ParameterLink, any_link_of, detached_from
-from gemini.model.metadata import METADATA, OF_DEVICE
+from gemini.model.metadata import METADATA
 
 _T: Any = torch.Tensor
 
@@ -45,8 +46,8 @@ class ReleasedParameter(nn.Parameter):
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         return _set_source(self, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _link(self).deepcopy(memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return _deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _SPECIAL[_T.__reduce_ex__](self)
@@ -56,8 +57,8 @@ class ReleasedParameter(nn.Parameter):
 class LazyDetach(Tensor):
     """`parameter.detach()`: shares the parameter's data without holding its memory; fetched when read.
 
-    Underneath is a tensor on the meta device, without memory: what takes the memory of a tensor, as
-    `plain.weight.data = wrapped.weight.data` and `to_dlpack` do, raises.
+    It shows the parameter's placeholder, also while the parameter is bound: what takes the memory of a tensor, such as
+    `plain.weight.data = wrapped.weight.data`, is refused.
     """
 
     @classmethod
@@ -66,24 +67,9 @@ class LazyDetach(Tensor):
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """A function of C++, such as `torch.tensor`, about which torch did not ask; see also `unasked.py`."""
-        found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, LazyDetach))
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
-            _refuse(str(func), "its memory is not here. Write to the parameter itself, or to its .data")(found)
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == torch.device("meta"):  # as that function was told
-            kwargs["device"] = found.device
-        return _use(func, args, kwargs)
-
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in METADATA:
-        if func in OF_DEVICE and isinstance(args[0], LazyDetach):
-            args = (_link(args[0]).managed.placeholder, *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     special = _SPECIAL.get(func)
@@ -217,10 +203,8 @@ def _copy(tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
 
 def _detach(tensor: Tensor) -> Tensor:
     link = _link(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        managed = link.managed
-        without_memory = torch.empty_strided(managed.shape, managed.stride, dtype=managed.dtype, device="meta")
-        lazy = Tensor._make_subclass(LazyDetach, without_memory)
+    with torch._C.DisableTorchFunctionSubclass(), unguarded():
+        lazy = Tensor._make_subclass(LazyDetach, link.managed.placeholder)
     lazy._detached_from = detached_from(tensor)  # type: ignore[attr-defined]
     if tensor.__dict__.get("_may_be_written"):
         lazy._may_be_written = True  # type: ignore[attr-defined]
@@ -249,6 +233,13 @@ def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_(value)
     return tensor
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    link = _link(tensor)
+    known: nn.Parameter | None = memo.get(id(link.managed.parameter))
+    copied = link.deepcopy(memo) if known is None else known
+    return copied if isinstance(tensor, ReleasedParameter) else copied.detach()
 
 
 def _repr(tensor: Tensor, **kwargs: Any) -> str:
@@ -322,7 +313,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.storage: _refuse("storage", _ADDRESS),
     _T.storage_offset: _refuse("storage_offset", _ADDRESS),
     _T.share_memory_: _refuse("share_memory_", _ADDRESS),
-    _T.__deepcopy__: lambda tensor, memo: _link(tensor).deepcopy(memo),
+    _T.__deepcopy__: _deepcopy,
     _T.__reduce_ex__: _refuse("pickling", "save the state_dict() of the ShardedModel instead"),
 }
 

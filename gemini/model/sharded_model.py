@@ -43,6 +43,7 @@ from gemini.model.move_out import MovingOut
 from gemini.model.operator_table import OperatorTable
 from gemini.model.operators import FoundOperator, find_operators, parameter_places
 from gemini.model.parametrization import is_parametrized
+from gemini.model.plain_copy import PlainCopies
 from gemini.model.plain_view import PlainView
 from gemini.model.plan import Plan, Planner
 from gemini.model.precision import ModulePrecision, weights_of
@@ -144,6 +145,7 @@ class ShardedModel(PlainView):
         except BaseException as error:
             if "_hooks" in vars(self):
                 self._hooks.remove()
+                self._copies.remove()
             wrapping.undo(error)
             raise
 
@@ -186,6 +188,8 @@ class ShardedModel(PlainView):
             managed.parameter._gemini = Link(managed, self.executor, saved_tensors)  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
         self._hooks = Hooks(self.executor, saved_tensors, gathers)
+        self._copies = PlainCopies(self.executor, self._hooks)
+        self._copies.install(self.module)
         for each, dtype in weights.casting.items():
             self._hooks.take_over(Casting(dtype, weights.default).install(each))
         self._hooks.watch(self._managed)
@@ -298,6 +302,7 @@ class ShardedModel(PlainView):
         if self.executor.gradients.in_backward:
             raise GeminiError("close() inside a backward")
         self._hooks.remove()
+        self._copies.remove()
         self.executor.fetcher.close()
         for pool in self.executor.gradients.store.pools or ():
             pool.close()

@@ -18,7 +18,7 @@ from gemini.chunks.placeholder import GUARD
 from gemini.errors import ReleasedParameterError
 from gemini.model.link import any_link_of
 from gemini.model.reduced_gradient import ReducedGradient
-from gemini.model.released import ReleasedParameter
+from gemini.model.released import LazyDetach, ReleasedParameter
 
 _COMPARES_TYPES = torch.ops.aten._has_compatible_shallow_copy_type.default  # what `.data =` begins with
 
@@ -26,7 +26,7 @@ _COMPARES_TYPES = torch.ops.aten._has_compatible_shallow_copy_type.default  # wh
 def _answer(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of `operation`, one of whose tensors shows a placeholder."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    released = [tensor for tensor in tensors if isinstance(tensor, (ReleasedParameter, ReducedGradient))]
+    released = [tensor for tensor in tensors if isinstance(tensor, (ReleasedParameter, LazyDetach, ReducedGradient))]
     if operation is _COMPARES_TYPES:
         raise ReleasedParameterError(
             f"the memory of {_names(released)} cannot become the .data of another tensor: it moves. Copy the values: "
