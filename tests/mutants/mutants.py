@@ -899,7 +899,7 @@ MUTANTS = [
     Mutant(
         "hooks are copied with the module",
         "gemini/model/plain_copy.py",
-        "    _leave_out(handles, memo)\n",
+        "            _leave_out(self._hooks.handles, memo)\n",
         "",
         "tests/test_plain_copies.py::test_a_deepcopy_is_the_plain_module_whole_and_on_its_own[cuda]",
     ),
