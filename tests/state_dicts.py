@@ -153,7 +153,30 @@ def checkpoints_of_optimizers(rank: int, world_size: int, arguments: dict[str, A
         closing.close()
 
 
+def adapters_are_merged_and_unloaded(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    """peft merges into the sharded weights, of which some are tied: what is left computes and is saved as plain."""
+    reference: Any = lora.make()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+    model: Any = ShardedModel(lora.make(), device="emulated", chunk_size=HF_CHUNK_NUMEL, **arguments)
+    model.load_state_dict(reference.state_dict())
+    merged, wanted = model.merge_and_unload(), reference.merge_and_unload()
+    assert merged.config.tie_word_embeddings is wanted.config.tie_word_embeddings is True
+    assert_same(dict(merged.state_dict()), dict(wanted.state_dict()))
+    ids = torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        assert torch.equal(merged(input_ids=ids).logits, wanted(input_ids=ids).logits)
+    with tempfile.TemporaryDirectory() as folder:
+        merged.save_pretrained(folder, is_main_process=rank == 0)
+        if rank == 0:
+            assert_same(dict(type(merged).from_pretrained(folder).state_dict()), dict(wanted.state_dict()))
+    model.close()
+
+
 CASES = [
+    adapters_are_merged_and_unloaded,
     of_the_module_itself,
     fp32_into_16_bits,
     libraries_save_whole_files,

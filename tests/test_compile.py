@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from gemini import BudgetError, GeminiError, ShardedModel, ShardedOptimizer, register_external_parameter
+from gemini import (
+    BudgetError,
+    GeminiError,
+    ReleasedParameterError,
+    ShardedModel,
+    ShardedOptimizer,
+    register_external_parameter,
+)
 from tests.compiled import BLOCKS, BY_BLOCKS, WAYS, WHOLE, Block, Counting, Net, compile_blocks
 from tests.mlp import CHUNK_NUMEL, WIDTH, adam, assert_same, build, inputs, loss_of, smallest_budget, train_step
 from tests.mlp import weights_of as weights
@@ -152,7 +159,7 @@ def test_a_compiled_function_that_borrows_a_parameter_is_refused_unless_it_is_re
 
     budget = least(lambda: build(Borrower))
     refusal = r"a compiled function uses parameter 'layers\.0\.weight'.*: compile the module"
-    with pytest.raises(Exception, match=refusal):
+    with pytest.raises(ReleasedParameterError, match="^" + refusal):
         wrapped(build(Borrower), budget)(inputs(0))
     compare(registered)
 

@@ -50,7 +50,26 @@ def test_a_part_is_refused_inside_a_forward_and_plain_again_after_close() -> Non
     with pytest.raises(Exception, match=r"copy.deepcopy\(\) inside a forward"):
         model(inputs(0))
     model.close()
-    assert not any("__deepcopy__" in vars(module) for module in model.module.modules())
+    assert not any("__reduce_ex__" in vars(module) for module in model.module.modules())
+
+
+def test_a_wrapper_that_hands_attributes_on_is_copied_itself() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+    model = wrap(make=lambda: Wrapper(Mlp()))
+    for outer in (model.module, Wrapper(model.module.inner)):
+        copied: Any = copy.deepcopy(outer)
+        assert type(copied) is Wrapper
+        assert torch.equal(copied.inner(inputs(0)), model.module.inner(inputs(0)))
 
 
 def test_a_module_with_a_way_to_copy_itself_is_copied_so() -> None:

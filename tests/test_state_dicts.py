@@ -136,7 +136,6 @@ def test_the_module_is_plain_again_after_close() -> None:
 
 
 def test_adapters_are_merged_on_a_copy() -> None:
-    """On the sharded model itself peft compares addresses at the end, which is refused and names the copy."""
     model, reference = ShardedModel(lora.make(), device="emulated"), lora.make()
     optimizer = ShardedOptimizer(model, adam(p for p in model.parameters() if p.requires_grad))
     for step in range(2):
@@ -146,8 +145,6 @@ def test_adapters_are_merged_on_a_copy() -> None:
     merged: Any = copy.deepcopy(model)
     merged = merged.merge_and_unload()
     assert_same(dict(merged.state_dict()), dict(reference.merge_and_unload().state_dict()))  # type: ignore[operator]
-    with pytest.raises(GeminiError, match=r"copy\.deepcopy\(model\)"):
-        model.merge_and_unload()
 
 
 def test_the_step_after_loading_into_the_module_is_that_of_plain_pytorch() -> None:

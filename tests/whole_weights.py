@@ -40,6 +40,11 @@ def _saved(module: nn.Module, save: Callable[[nn.Module, str], None]) -> dict[st
         return loaded
 
 
+def _same_addresses(module: Any) -> bool:
+    one, other = _first(module), module.layers[1].weight
+    return one.data_ptr() == one.data.data_ptr() and one.data_ptr() != other.data_ptr()
+
+
 def _written_through_numpy(module: Any) -> None:
     _first(module).detach().view(torch.int16).numpy()[3] = 5
 
@@ -69,6 +74,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda m: torch.from_numpy(_first(m).detach().float().numpy().copy()),
     "dlpack": lambda m: torch.from_dlpack(_first(m).detach()).clone(),
     "equal": lambda m: torch.tensor([torch.equal(_first(m), _first(m)), torch.equal(_first(m), m.layers[1].weight)]),
+    "data_ptr": lambda m: torch.tensor([len({p.data_ptr() for p in m.parameters()}), _same_addresses(m)]),
     "hstack": lambda m: torch.hstack((_first(m), m.layers[1].weight)),
     "rows": lambda m: [row.clone() for row in _first(m)],
     "same size": lambda m: torch.tensor(torch.is_same_size(_first(m), m.layers[1].weight)),
@@ -96,6 +102,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "copy": lambda m: copy.copy(_first(m)),
     "storage": lambda m: _first(m).storage(),
     "untyped_storage": lambda m: _first(m).untyped_storage().data_ptr(),
+    "an address as a number": lambda m: _first(m).data_ptr() % 64,
+    "an address for C": lambda m: hex(_first(m).data_ptr()),
     "share_memory": lambda m: m.module.share_memory(),
     "half": lambda m: m.module.double(),
     "safetensors of parameters": lambda m: _saved(

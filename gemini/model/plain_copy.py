@@ -1,8 +1,9 @@
 """`copy.deepcopy` of a sharded model, of the module in it or of a part of that.
 
-The copy is plain and whole, in host memory, and has nothing of ours in it. Each module of a sharded model has a
-`__deepcopy__` of its own in its `__dict__`, which `copy.deepcopy` calls: hooks of ours would otherwise be copied, and
-drive the executor of the original.
+The copy is plain and whole, in host memory, and has nothing of ours in it: hooks of ours would drive the executor of
+the original. A module of a sharded model therefore has a `__reduce_ex__` in its `__dict__`, where `copy.deepcopy` and
+pickle look for one. Not a `__deepcopy__`: nn.Module has none, so a wrapper that hands unknown attributes on to the
+module in it, as peft's do, would be copied by way of that module's.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
 from gemini.model.hooks import Hooks
 from gemini.model.link import link_of
 
-_ATTRIBUTE = "__deepcopy__"
+_ATTRIBUTE = "__reduce_ex__"
 
 
 class PlainCopies:
@@ -33,7 +35,7 @@ class PlainCopies:
     def install(self, root: nn.Module) -> None:
         for module in root.modules():
             reference = weakref.ref(module)
-            vars(module)[_ATTRIBUTE] = _Copier(self, reference)
+            vars(module)[_ATTRIBUTE] = _Reduces(self, reference)
             self._modules.append(reference)
 
     def remove(self) -> None:
@@ -49,38 +51,60 @@ class PlainCopies:
 
         memo: of the `copy.deepcopy` that is under way; tied parameters stay tied through it.
         """
-        if memo.get(id(self)) is self:  # a module around this one is being copied
-            return self._copied(module, memo)
-        memo[id(self)] = self
         with self._executor.publishing():
             self._executor.check_idle("copy.deepcopy()")
-            links = [link for parameter in module.parameters() if (link := link_of(parameter)) is not None]
-            for link in sorted(links, key=lambda link: link.managed.index):  # chunk by chunk
-                link.deepcopy(memo)
+            links = {link.managed.index: link for p in module.parameters() if (link := link_of(p)) is not None}
+            for index in sorted(links):  # chunk by chunk
+                if id(links[index].managed.parameter) not in memo:
+                    links[index].deepcopy(memo)
+            for buffer in module.buffers():
+                memo.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
             _leave_out(self._hooks.handles, memo)
-            return self._copied(module, memo)
-
-    def _copied(self, module: nn.Module, memo: dict[int, Any]) -> Any:
-        for buffer in module.buffers(recurse=False):
-            memo.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
-        copier = vars(module).pop(_ATTRIBUTE)  # the copy has none, and a `__deepcopy__` of the module's class is called
-        try:
-            return copy.deepcopy(module, memo)
-        finally:
-            vars(module)[_ATTRIBUTE] = copier
+            ours = [(each, vars(each).pop(_ATTRIBUTE)) for each in module.modules() if _ATTRIBUTE in vars(each)]
+            try:
+                return copy.deepcopy(module, memo)
+            finally:
+                for each, reduces in ours:
+                    vars(each)[_ATTRIBUTE] = reduces
 
 
-class _Copier:
-    """A module's `__deepcopy__`."""
+class _Reduces:
+    """A module's `__reduce_ex__`."""
 
     def __init__(self, copies: PlainCopies, module: weakref.ref[nn.Module]) -> None:
         self._copies = copies
         self._module = module
 
-    def __call__(self, memo: dict[int, Any]) -> Any:
+    def __call__(self, protocol: Any) -> Any:
         module = self._module()
         assert module is not None, "the attribute of a module that is gone"
-        return self._copies.of(module, memo)
+        return _itself, (_Copied(self._copies, module),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """The module's class has a `__deepcopy__` that copies what the module has."""
+        raise UnsupportedError(
+            "this module copies itself, with hooks of its ShardedModel: copy.deepcopy(model) instead"
+        )
+
+
+class _Copied:
+    """Is copied as the plain module: `copy.deepcopy` copies what a `__reduce_ex__` returned, and hands its memo on."""
+
+    def __init__(self, copies: PlainCopies, module: nn.Module) -> None:
+        self._copies = copies
+        self._module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._copies.of(self._module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "a module in a ShardedModel cannot be pickled: save its state_dict(), or a copy.deepcopy() of it"
+        )
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _leave_out(handles: Iterable[RemovableHandle], memo: dict[int, Any]) -> None:
@@ -91,6 +115,7 @@ def _leave_out(handles: Iterable[RemovableHandle], memo: dict[int, Any]) -> None
             hooks = reference()
             if hooks is not None:
                 found.setdefault(id(hooks), (hooks, set()))[1].add(handle.id)
+    found = {key: each for key, each in found.items() if key not in memo}  # else copied with a module before
     for key, (hooks, _) in found.items():
         memo[key] = type(hooks)()
     # a hook of the user's may be a method of a module, which is copied with it: by now nothing of ours is reached

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from gemini.chunks.placeholder import unguarded
 from gemini.errors import ReleasedParameterError
+from gemini.model.address import MovingAddress
 from gemini.model.compiled import refuse_traced
 from gemini.model.edges import gradients
 from gemini.model.foreach import for_each_chunk
@@ -235,6 +236,11 @@ def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:
     return tensor
 
 
+def _address(tensor: Tensor) -> MovingAddress:
+    managed = _link(tensor).managed
+    return MovingAddress(managed.parameter, managed.name)
+
+
 def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     link = _link(tensor)
     known: nn.Parameter | None = memo.get(id(link.managed.parameter))
@@ -308,7 +314,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.is_same_size: _is_same_size,
     torch.is_same_size: _is_same_size,
     _T.is_contiguous: _is_contiguous,
-    _T.data_ptr: _refuse("data_ptr", _ADDRESS),
+    _T.data_ptr: _address,
     _T.untyped_storage: _refuse("untyped_storage", _ADDRESS),
     _T.storage: _refuse("storage", _ADDRESS),
     _T.storage_offset: _refuse("storage_offset", _ADDRESS),
@@ -320,4 +326,5 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 for _name_of_conversion in ("to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"):
     _SPECIAL[getattr(_T, _name_of_conversion)] = _convert(getattr(_T, _name_of_conversion))
+_SPECIAL[torch._cudnn_rnn_flatten_weight] = lambda *args: None  # weights stay in their chunks; CuDNN takes them so
 _SPECIAL[_T.__format__] = lambda tensor, spec="": _repr(tensor)
