@@ -16,14 +16,27 @@ class BudgetError(GeminiError):
 
     Args:
         message: the message.
-        tier: "device" or "host". None where no smaller plan could be tried.
-        needed_bytes: what the plan needs on that tier in all. None where no smaller plan could be tried.
+        tier: "device" or "host". None where a policy of the user's does not say it.
+        needed_bytes: what that tier would have to hold in all. None where nobody knows.
+        budget_bytes: what it may hold. None where no budget was set and the machine itself has no memory left.
     """
 
-    def __init__(self, message: str, *, tier: str | None = None, needed_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        tier: str | None = None,
+        needed_bytes: int | None = None,
+        budget_bytes: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.tier = tier
         self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+
+    def reworded(self, message: str) -> "BudgetError":
+        """The same refusal, with its numbers, in other words."""
+        return BudgetError(message, tier=self.tier, needed_bytes=self.needed_bytes, budget_bytes=self.budget_bytes)
 
 
 class SlotError(GeminiError):

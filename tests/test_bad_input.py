@@ -106,7 +106,8 @@ def test_a_budget_below_the_minimum_names_tier_bytes_and_knob_and_leaves_the_mod
         )
     assert_same(weights_of(module), before)
     assert all(type(p) is nn.Parameter for p in module.parameters())
-    needed = int(str(e.value).split("needs ")[1].split()[0])
+    needed = e.value.needed_bytes
+    assert (e.value.tier, e.value.budget_bytes) == ("device", 1000) and f"needs {needed} bytes" in str(e.value)
     ShardedModel(
         module, device="emulated", tensor_placement_policy=policy, model_data_memory=needed, chunk_size=mlp.CHUNK_NUMEL
     )
@@ -128,8 +129,9 @@ def test_host_memory_that_ends_at_the_optimizer_state_is_refused_there(make: Any
     state_bytes = 4 * mlp.CHUNK_NUMEL * mlp.LAYERS
     room = int(4 * mlp.CHUNK_NUMEL * num_chunks)
     model = wrap("cpu", host_memory=2 * state_bytes + room)  # parameters and gradients
-    with pytest.raises(BudgetError, match=r"host: .*optim.*host_memory="):
+    with pytest.raises(BudgetError, match=r"host: .*optim.*host_memory=") as e:
         ShardedOptimizer(model, make(model.parameters()))
+    assert e.value.tier == "host" and e.value.budget_bytes == 2 * state_bytes + room < e.value.needed_bytes
     assert model._tiers[1].ledger.bytes_by_kind["optim"] == 0
     assert_same(weights_of(model), weights_of(build()))
     optimizer = ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))

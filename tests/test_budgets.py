@@ -55,7 +55,8 @@ def least_estimate(policy: str, chunk_size: int | None, world_size: int) -> int:
     """Bytes, as the refusal of a budget of nothing says."""
     with pytest.raises(BudgetError) as refused:
         estimate(policy, chunk_size, world_size, 0)
-    return int(str(refused.value).split("needs ")[1].split()[0])
+    assert refused.value.needed_bytes is not None and refused.value.tier == "device"
+    return refused.value.needed_bytes
 
 
 def estimate(policy: str, chunk_size: int | None, world_size: int, budget: int) -> int:
@@ -123,7 +124,8 @@ def test_host_memory_that_a_smaller_chunk_size_fits_is_enough() -> None:
     options: dict[str, Any] = {"device": "emulated", "tensor_placement_policy": "cpu"}
     with pytest.raises(BudgetError, match=r"host: [0-9]+ bytes") as refused:
         ShardedModel(build(Uneven), host_memory=1000, **options)
-    least = int(str(refused.value).split("host: ")[1].split()[0])
+    least = refused.value.needed_bytes
+    assert least is not None and (refused.value.tier, refused.value.budget_bytes) == ("host", 1000)
     model = ShardedModel(build(Uneven), host_memory=least, **options)
     assert model._tiers[1].ledger.peak_bytes <= least
     with pytest.raises(BudgetError, match=f"host: {least} bytes"):

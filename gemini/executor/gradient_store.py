@@ -270,7 +270,7 @@ class GradientStore:
         try:
             buffer = self.host.take(victim.chunk.payload_bytes, "spilled gradients")
         except BudgetError as error:
-            raise BudgetError(
+            raise error.reworded(
                 f"no gradient slot is free and the host cannot take an open gradient of chunk {victim.chunk.index} "
                 f"({victim.chunk.names()}): {error}"
             ) from None

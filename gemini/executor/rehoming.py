@@ -73,7 +73,10 @@ class Rehoming:
             if tier.capacity_bytes is not None and needed > tier.capacity_bytes:
                 raise BudgetError(
                     f"{tier.name}: {needed} bytes of model data would be needed, {tier.capacity_bytes} bytes are "
-                    f"there. Allow more with {knob}"
+                    f"there. Allow more with {knob}",
+                    tier=tier.name,
+                    needed_bytes=needed,
+                    budget_bytes=tier.capacity_bytes,
                 )
         host.reserve(growth, "states that move there or are new")
 

@@ -55,7 +55,10 @@ def check_capacity(tier: MemoryTier, num_bytes: int, kind: str, knob: str, held_
     held = ", ".join(f"{k} {format_bytes(b)}" for k, b in sorted(tier.ledger.bytes_by_kind.items()) if b)
     raise BudgetError(
         f"{tier.name}: {num_bytes} bytes of {kind} do not fit: {taken_bytes} of "
-        f"{tier.capacity_bytes} bytes are taken ({held or 'nothing'}). Allow more with {knob}"
+        f"{tier.capacity_bytes} bytes are taken ({held or 'nothing'}). Allow more with {knob}",
+        tier=tier.name,
+        needed_bytes=taken_bytes + num_bytes,
+        budget_bytes=tier.capacity_bytes,
     )
 
 
@@ -75,9 +78,13 @@ def allocating(tier: MemoryTier, num_bytes: int, kind: str, knob: str) -> Iterat
         held, less = f"{tier.ledger.total_bytes} bytes are taken", f"set a budget with {knob}"
         if tier.capacity_bytes is not None:
             held, less = f"{held} of a budget of {tier.capacity_bytes}", f"allow less with {knob}"
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BudgetError(
             f"{tier.name}: no memory for {num_bytes} bytes of {kind}; {held}. Other tensors or processes have the "
-            f"rest: free memory, or {less} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"rest: free memory, or {less} ({words})",
+            tier=tier.name,
+            needed_bytes=tier.ledger.total_bytes + num_bytes,
+            budget_bytes=tier.capacity_bytes,
         ) from None
 
 

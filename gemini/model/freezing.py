@@ -182,7 +182,7 @@ class Freezing:
             for chunk, (trainable, kept) in zip(executor.chunks, facts, strict=True):
                 chunk.trainable, chunk.kept = trainable, kept
             if isinstance(error, BudgetError):
-                raise BudgetError(f"{shown}. This does not fit: {error}") from None
+                raise error.reworded(f"{shown}. This does not fit: {error}") from None
             raise
         is_other = facts != [(chunk.trainable, chunk.kept) for chunk in executor.chunks]
         if is_other or homes[0] != homes[1]:

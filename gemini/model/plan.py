@@ -120,7 +120,7 @@ class Planner:
             f"{largest.name or 'The model'} is compiled, so that all of its chunks are needed at once: compile smaller "
             "modules inside it, such as its blocks, one by one"
         )
-        return BudgetError(f"{error}. {advice}", tier=error.tier, needed_bytes=error.needed_bytes)
+        return error.reworded(f"{error}. {advice}")
 
     def _packings(self, chunk_numel: int | None) -> Iterator[Packing]:
         packer = Packer(self.inputs, self._strategy, self._world_size)
@@ -150,6 +150,7 @@ def check_host_room(plan: Plan) -> None:
             f"{host_bytes} bytes. Allow more with host_memory=, or let more rest on the device or on other ranks",
             tier="host",
             needed_bytes=needed,
+            budget_bytes=host_bytes,
         )
 
 
@@ -164,4 +165,4 @@ def _least(refused: list[BudgetError], is_searched: bool) -> BudgetError:
         return error
     tried = f". {len(refused)} chunk sizes were tried: none needs less"
     advice = tried if is_searched else ", or make chunk_size= smaller"
-    return BudgetError(f"{error}{advice}", tier=error.tier, needed_bytes=needed)
+    return error.reworded(f"{error}{advice}")

@@ -142,6 +142,7 @@ def check_fits(demand: Demand, placement: Placement, budget_bytes: int | None, p
             f"Allow more with model_data_memory= or device_memory=",
             tier="device",
             needed_bytes=needed,
+            budget_bytes=budget_bytes,
         )
 
 
