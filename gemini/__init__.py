@@ -26,6 +26,7 @@ from gemini.model.external import register_external_parameter, unregister_extern
 from gemini.model.gathered import GatheredParameters
 from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module
 from gemini.model.sharded_model import ShardedModel
+from gemini.model.specs import specs_of
 from gemini.model.zero_init import ZeroInitContext
 from gemini.optimizer.full_access import (
     safe_get_full_fp32_param,
@@ -43,7 +44,9 @@ from gemini.optimizer.full_access import (
 )
 from gemini.optimizer.hashing import state_hash
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.placement.plan import Plan, plan_model
 from gemini.placement.policy import PlacementPolicy, check_fits, slots_for, spend_rest
 from gemini.settings import Settings
 from optim import CPUAdam, HybridAdam, clip_grad_norm_
@@ -65,6 +68,7 @@ __all__ = [
     "ChunkShardStrategy",
     "Demand",
     "DivergenceError",
+    "FreeBytes",
     "GatheredParameters",
     "GeminiError",
     "HybridAdam",
@@ -73,6 +77,7 @@ __all__ = [
     "ParameterSpec",
     "Placement",
     "PlacementPolicy",
+    "Plan",
     "RankLostError",
     "ReleasedParameterError",
     "RemoteRankError",
@@ -93,6 +98,7 @@ __all__ = [
     "estimate_memory",
     "get_dist_logger",
     "launch_from_torch",
+    "plan_model",
     "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -108,6 +114,7 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "set_leaf_module",
     "slots_for",
+    "specs_of",
     "spend_rest",
     "state_hash",
     "unregister_external_parameter",

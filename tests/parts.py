@@ -453,7 +453,8 @@ def too_tight(rank: int, world_size: int) -> None:
     held = [pair.held(kind) for kind in ("param", "grad", "optim")]
     pair.flag(True, "layers.1.", "layers.2.")
     for _ in range(2):
-        with pytest.raises(BudgetError, match=r"unfrozen: layers\.1\.weight, .*does not fit: device: .*model_data_mem") as e:
+        refusal = r"unfrozen: layers\.1\.weight, .*does not fit: device: .*model_data_mem"
+        with pytest.raises(BudgetError, match=refusal) as e:
             pair.loss(pair.model, 1, rank)
         assert e.value.tier == "device" and e.value.needed_bytes > e.value.budget_bytes == least, "in other words"
     assert [pair.held(kind) for kind in ("param", "grad", "optim")] == held

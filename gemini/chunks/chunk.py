@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gemini.memory.slot import KeptSlot, Slot
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind, Tier
-from sharding import Piece, ShardLayout, Unit
+from sharding import Piece, ShardLayout
 
 
 class ChunkState(Enum):
@@ -92,6 +92,7 @@ class Chunk:
     gradient_dtype: torch.dtype  # of the reduced gradient at rest
     sum_dtype: torch.dtype  # of sums of several unreduced gradients between ranks
     widens: bool = False  # the reduced gradient becomes fp32 when a second micro-batch is added
+    narrows: bool = False  # a gradient is rounded when it comes to rest
     splits_master: bool = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
     lends_home: bool = False  # the parameter home may hold the reduced gradient between backward and step
     parameters: list[ManagedParameter] = field(default_factory=list)
@@ -178,11 +179,6 @@ class Chunk:
         """The home is not the payload any more."""
         self.state, self.payload, self.resident_views = ChunkState.RELEASED, None, ()
 
-    @property
-    def narrows(self) -> bool:
-        """A gradient is rounded when it comes to rest."""
-        return torch.promote_types(self.gradient_dtype, self.dtype) is not self.gradient_dtype
-
     def lendable(self) -> Tensor:
         """(optim_numel,) the part of the parameter home that this rank steps; it lies in one run where it is lent."""
         flat = self.homes[Kind.PARAM].flat
@@ -214,8 +210,3 @@ class Chunk:
     def views_of(self, payload: Tensor) -> tuple[Tensor, ...]:
         """A view of `payload` for every parameter."""
         return tuple(torch.as_strided(payload, m.shape, m.stride, m.offset) for m in self.parameters)
-
-
-def one_rank(layout: ShardLayout) -> ShardLayout:
-    """The layout of a rank that holds the whole payload."""
-    return ShardLayout((Unit(0, layout.numel),) if layout.numel else (), 1)

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from gemini.memory.tier import MemoryTier
-
-_ALIGNMENT_BYTES = 256
+from gemini.placement.scratch import round_to_alignment
 
 
 class Scratch:
@@ -44,8 +43,3 @@ class Scratch:
         assert start + num_bytes <= self.num_bytes, "scratch is smaller than the placement's scratch_bytes"
         self._used_bytes += round_to_alignment(num_bytes)
         return self.fill()[start : start + num_bytes].view(dtype)
-
-
-def round_to_alignment(num_bytes: int) -> int:
-    """Bytes that a scratch tensor takes up."""
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

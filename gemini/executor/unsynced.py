@@ -17,10 +17,10 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, Home
 from gemini.executor.exchange import Exchange
 from gemini.executor.gradient_store import ChunkGradient
-from gemini.executor.scratch import round_to_alignment
 from gemini.memory.tier import copy
 from gemini.placement.demand import Tier
-from optim import HALF_DTYPES
+from gemini.placement.scratch import tile_bytes
+from gemini.settings import dtype_of
 from sharding import ALIGNMENT, ShardLayout, Unit
 
 
@@ -99,28 +99,11 @@ class UnsyncedSums:
             gradient.unsynced.flat[offset : offset + numel].zero_()
 
 
-def smallest_sum_bytes(chunk: Chunk, stage: int) -> int:
-    """The scratch that reducing an unsynced sum takes at least."""
-    return _tile_bytes(chunk, stage, torch.float32 if chunk.widens else chunk.gradient_dtype, ALIGNMENT)
-
-
 def _largest_tile(chunk: Chunk, stage: int, rest: torch.dtype, num_bytes: int) -> int:
     """Elements of every rank's shard that can be exchanged at once with scratch of `num_bytes`."""
-    smallest, next_one = (_tile_bytes(chunk, stage, rest, tiles * ALIGNMENT) for tiles in (1, 2))
+    dtypes = dtype_of(chunk.sum_dtype), dtype_of(rest)
+    smallest, next_one = (tile_bytes(*dtypes, stage, chunk.layout.world_size, tiles * ALIGNMENT) for tiles in (1, 2))
     return (1 + (num_bytes - smallest) // (next_one - smallest)) * ALIGNMENT
-
-
-def _tile_bytes(chunk: Chunk, stage: int, rest: torch.dtype, numel: int) -> int:
-    """What is sent and received, the mean, the fp32 sum it is rounded from, and, at stage 0, all ranks' means."""
-    world_size, summed = chunk.layout.world_size, chunk.sum_dtype
-    if summed in HALF_DTYPES:
-        summed = torch.float32
-    pieces = [world_size * numel * chunk.sum_dtype.itemsize] * 2 + [numel * rest.itemsize]
-    if rest is not summed:
-        pieces.append(numel * summed.itemsize)
-    if stage == 0:
-        pieces.append(world_size * numel * rest.itemsize)
-    return sum(round_to_alignment(piece) for piece in pieces)
 
 
 def _spans(chunk: Chunk, rank: int, start: int, numel: int) -> Iterator[tuple[int, int, int]]:

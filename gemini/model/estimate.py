@@ -12,11 +12,9 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from gemini.model.operators import find_operators
-from gemini.model.plan import Plan, Planner
-from gemini.model.precision import weights_of
-from gemini.placement.budget import FreeBytes
+from gemini.model.specs import specs_of
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.plan import Plan, plan_model
 from gemini.settings import Options, Settings, Strategy
 
 _SLOT_KINDS = ("slots", "gradient slots", "scratch")
@@ -86,10 +84,7 @@ def estimate_memory(
     others = "model", "world_size", "settings"
     settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
     module = _module_of(model)
-    operators = find_operators(module, gathers=settings.stage == 3 and world_size > 1)
-    weights = weights_of(module, settings)
-    planner = Planner(module, operators, weights, settings, rank=0, world_size=world_size, device=torch.device("meta"))
-    _, plan = planner.plan(FreeBytes())
+    plan = plan_model(specs_of(module, settings, world_size), settings, world_size)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     return MemoryEstimate(num_parameters, _on(Tier.DEVICE, plan), _on(Tier.HOST, plan))
 

@@ -14,7 +14,7 @@ weights. `ShardedOptimizer.discard_state()` gives the rest up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,8 +23,9 @@ from gemini.errors import BudgetError, GeminiError
 from gemini.executor.executor import Executor
 from gemini.executor.masters import master_from_weights
 from gemini.executor.rehoming import Rehoming, StateOwner
-from gemini.model.plan import Plan
 from gemini.placement.demand import Kind
+from gemini.placement.plan import Plan, replan
+from gemini.placement.specs import OperatorSpec
 
 _ALIKE = "All ranks must freeze and unfreeze the same parameters at the same step"
 _COMPILED_ALIKE = "All ranks must compile the same modules before the same forward"
@@ -38,12 +39,9 @@ class Freezing:
         executor: Executor,
         managed: list[ManagedParameter],
         plan: Plan,
-        replan: Callable[[list[bool]], Plan],
     ) -> None:
-        """replan: the plan for chunks as they say they are trainable, and the parameters' flags; may raise."""
         self._executor = executor
         self._managed = managed
-        self._replan = replan
         self._flags = [each.requires_grad for each in managed]
         self.plan = plan
         self.owner: StateOwner | None = None
@@ -101,7 +99,7 @@ class Freezing:
                 self.owner.discard(each)
         self._change_chunks(self._flags, shown, {})
 
-    def replan(self, shown: str) -> None:
+    def replan(self, shown: str, operators: tuple[OperatorSpec, ...]) -> None:
         """Decide, agree on and carry out a plan for operators that have changed; what is trained has not. Collective.
 
         Raises what `settle` raises.
@@ -112,7 +110,7 @@ class Freezing:
         if any(chunk.pins for chunk in executor.chunks):
             raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
         executor.gradients.forget()
-        self._change_chunks(self._flags, shown, {}, "change of what is compiled", _COMPILED_ALIKE)
+        self._change_chunks(self._flags, shown, {}, "change of what is compiled", _COMPILED_ALIKE, operators)
         executor.gradients.reset_order()
         executor.fetcher.next_use.forget()
 
@@ -161,31 +159,31 @@ class Freezing:
         wanted: Mapping[int, frozenset[Kind]],
         change: str = "change of what is trained",
         remedy: str = _ALIKE,
+        operators: tuple[OperatorSpec, ...] | None = None,
     ) -> None:
         """Decide and agree on the new plan, then carry it out. `wanted`: states that frozen chunks get, by index."""
         executor, before = self._executor, self.plan
-        facts = [(chunk.trainable, chunk.kept) for chunk in executor.chunks]
         trained = {each.chunk.index for each, flag in zip(self._managed, flags, strict=True) if flag}
+        kept = {
+            chunk.index: self._left_by_training(chunk) | wanted.get(chunk.index, frozenset())
+            for chunk in executor.chunks
+            if chunk.index not in trained
+        }
         try:
-            for chunk in executor.chunks:
-                chunk.trainable = chunk.index in trained
-                kept = self._left_by_training(chunk) | wanted.get(chunk.index, frozenset())
-                chunk.kept = frozenset() if chunk.trainable else kept
-            plan = self._replan(flags)
+            plan = replan(before, flags, kept, operators)
             homes = (before.demand, before.placement), (plan.demand, plan.placement)
             rehoming = Rehoming(executor, *homes)
             rehoming.check_room(self.owner)
-            words = f"{shown}; model data budget of {plan.budget_bytes} bytes, {plan.placement.num_slots} slots"
-            data = f"{plan.hash} {shown}".encode()
-            executor.communicator.agree(data, change, words, remedy)
-        except BaseException as error:
-            for chunk, (trainable, kept) in zip(executor.chunks, facts, strict=True):
-                chunk.trainable, chunk.kept = trainable, kept
-            if isinstance(error, BudgetError):
-                raise error.reworded(f"{shown}. This does not fit: {error}") from None
-            raise
-        is_other = facts != [(chunk.trainable, chunk.kept) for chunk in executor.chunks]
-        if is_other or homes[0] != homes[1]:
+        except BudgetError as error:
+            raise error.reworded(f"{shown}. This does not fit: {error}") from None
+        words = f"{shown}; model data budget of {plan.budget_bytes} bytes, {plan.placement.num_slots} slots"
+        executor.communicator.agree(f"{plan.hash} {shown}".encode(), change, words, remedy)
+        is_other = homes[0] != homes[1]
+        for chunk in executor.chunks:
+            now = chunk.index in trained, kept.get(chunk.index, frozenset())
+            is_other = is_other or now != (chunk.trainable, chunk.kept)
+            chunk.trainable, chunk.kept = now
+        if is_other:
             with executor.tearing():
                 rehoming.carry_out(self.owner)
         executor.communicator.plan_hash = plan.hash

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
 from gemini.executor.moment import Phase
@@ -22,6 +21,7 @@ from gemini.model.freezing import Freezing
 from gemini.model.hooks import Hooks
 from gemini.model.link import link_of
 from gemini.model.operators import FoundOperator, find_operators
+from gemini.model.specs import operator_specs
 
 
 class OperatorTable:
@@ -36,9 +36,7 @@ class OperatorTable:
         freezing: Freezing,
         hooks: Hooks,
     ) -> None:
-        """found: what `find_operators(root, gathers)` returned; a new plan is made from this list, whose content this
-        table replaces."""
-        self._found = found
+        """found: what `find_operators(root, gathers)` returned, of which the plan was made."""
         self._gathers = gathers
         self._executor = executor
         self._freezing = freezing
@@ -46,7 +44,7 @@ class OperatorTable:
         self.compiler = OuterCompiler()
         self._numbers: dict[nn.Module, int] = {}  # of operators in the moment table, those that are none now too
         self.operators: list[Operator] = []
-        self._attach(root)
+        self._attach(root, found)
 
     def settle(self, root: nn.Module) -> None:
         """Bring the operators in line with what is compiled, if that has changed. Collective then.
@@ -76,8 +74,9 @@ class OperatorTable:
         """Find the operators again and plan for them. Collective."""
         self._executor.check_idle("compiling a module")
         self._executor.moments.set(0, Phase.FORWARD)
-        before = list(self._found)
         found = find_operators(root, self._gathers)
+        by_name = {weight.name: place for place, weight in enumerate(self._freezing.plan.spec.weights)}
+        places: dict[nn.Parameter, int] = {}
         for each in found:
             for parameter in each.parameters:
                 link = link_of(parameter)
@@ -86,25 +85,21 @@ class OperatorTable:
                         f"{each.name or 'the model'} was compiled or replaced and has parameters that were not in the "
                         "model when it was wrapped: change the module before ShardedModel(...)"
                     )
-        self._found[:] = found
-        try:
-            with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
-                self._freezing.replan(f"compiled: {', '.join(_names(found)) or 'nothing'}")
-        except BaseException:
-            self._found[:] = before
-            raise
-        self._attach(root)
+                places[parameter] = by_name[link.managed.name]
+        with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
+            shown = f"compiled: {', '.join(_names(found)) or 'nothing'}"
+            self._freezing.replan(shown, operator_specs(found, places))
+        self._attach(root, found)
 
-    def _attach(self, root: nn.Module) -> None:
+    def _attach(self, root: nn.Module, found: list[FoundOperator]) -> None:
         """Hooks on the operators that there are now, and none elsewhere."""
         numbers, moments = self._numbers, self._executor.moments
         if not numbers:  # the first ones are in the moment table since it was made
-            numbers.update((each.module, place + 1) for place, each in enumerate(self._found))
+            numbers.update((each.module, place + 1) for place, each in enumerate(found))
         hooked = []
-        for each in self._found:
+        for each, indices in zip(found, self._freezing.plan.use_order, strict=True):
             if each.module not in numbers:
                 numbers[each.module] = moments.add(each.name)
-            indices = sorted({_managed(parameter).chunk.index for parameter in each.parameters})
             chunks = tuple(self._executor.chunks[index] for index in indices)
             operator = Operator(numbers[each.module], each.name, chunks, each.routes, each.is_compiled)
             hooked.append((each.module, operator))
@@ -141,9 +136,3 @@ def _compiled_modules(root: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 def _names(found: list[FoundOperator]) -> list[str]:
     return [each.name or "the model" for each in found if each.is_compiled]
-
-
-def _managed(parameter: nn.Parameter) -> ManagedParameter:
-    link = link_of(parameter)
-    assert link is not None
-    return link.managed

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gemini.executor.executor import Executor
 from gemini.memory.host import HostTier
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
+from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from gemini.model.plan import Plan
 
 
 def memory_table(tiers: tuple[MemoryTier, HostTier], plan: Plan, executor: Executor, traffic: Traffic) -> str:

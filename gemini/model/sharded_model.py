@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Unpack
 
 import torch.distributed as dist
@@ -45,14 +44,15 @@ from gemini.model.operators import FoundOperator, find_operators, parameter_plac
 from gemini.model.parametrization import is_parametrized
 from gemini.model.plain_copy import PlainCopies
 from gemini.model.plain_view import PlainView
-from gemini.model.plan import Plan, Planner
 from gemini.model.precision import ModulePrecision, weights_of
 from gemini.model.released import ReleasedParameter
 from gemini.model.report import memory_table
 from gemini.model.saved_tensors import SavedTensors
+from gemini.model.specs import describe, model_spec
 from gemini.model.state_hooks import StateHooks
 from gemini.model.unasked import guard_placeholders
-from gemini.model.wrap import describe
+from gemini.model.wrap import make_chunks
+from gemini.placement.plan import Plan, plan_model
 from gemini.settings import Options, Settings, Strategy
 
 
@@ -110,21 +110,13 @@ class ShardedModel(PlainView):
         try:
             with communicator.publishing():
                 wrapping.stores = stores_of(module, communicator.ranks)
-                planner = Planner(
-                    module,
-                    operators,
-                    weights,
-                    settings,
-                    rank=communicator.rank,
-                    world_size=communicator.world_size,
-                    device=device_tier.device,
-                )
-                given = settings.shared()
+                spec, given = model_spec(module, operators, weights), settings.shared()
                 built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
-                compiled = [operator.name for operator in operators if operator.is_compiled]
-                words = describe(given, planner.inputs, built, compiled)
-                communicator.agree(repr((given, planner.inputs, built, compiled)).encode(), "the model", words)
-                chunks, first = planner.plan(read_free(settings, module, communicator, device_tier.device))
+                communicator.agree(repr((given, spec, built)).encode(), "the model", describe(given, spec, built))
+                free = read_free(settings, module, communicator, device_tier.device)
+                first = plan_model(spec, settings, communicator.world_size, free)
+                by_name = dict(module.named_parameters())
+                chunks = make_chunks(first.packing.chunks, by_name, operators, device_tier.device, communicator.rank)
                 wrapping.chunks = chunks
                 had = f"model data budget of {first.budget_bytes} bytes, {first.placement.num_slots} slots"
                 communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had)
@@ -138,8 +130,7 @@ class ShardedModel(PlainView):
                 self._optimizer: object | None = None
                 for store in wrapping.stores:
                     store.release_all()  # what was edited is home before anything moves
-                replan = partial(planner.replan, chunks, first)
-                self._build(chunks, operators, gathers, communicator, weights, first, replan, wrapping.moves)
+                self._build(chunks, operators, gathers, communicator, weights, first, wrapping.moves)
                 communicator.wait_for_all("model is wrapped")
                 close_empty(wrapping.stores, communicator)
         except BaseException as error:
@@ -157,7 +148,6 @@ class ShardedModel(PlainView):
         communicator: Communicator,
         weights: ModulePrecision,
         plan: Plan,
-        replan: Callable[[list[bool]], Plan],
         moves: Moves,
     ) -> None:
         """Take memory, move the weights in, install hooks."""
@@ -183,7 +173,7 @@ class ShardedModel(PlainView):
         saved_tensors = SavedTensors(self.executor)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
         self._places: list[tuple[str, int]] = []  # of parameters, when they were last checked
-        self.freezing = Freezing(self.executor, self._managed, plan, replan)
+        self.freezing = Freezing(self.executor, self._managed, plan)
         for managed in self._managed:
             managed.parameter._gemini = Link(managed, self.executor, saved_tensors)  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter

@@ -1,0 +1,68 @@
+"""From a module to its specs: what planning sees of it. Reads shapes, dtypes and flags; works on "meta" too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from gemini.model.operators import FoundOperator, find_operators
+from gemini.model.precision import ModulePrecision, weights_of
+from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
+from gemini.settings import Settings, dtype_of
+
+
+def specs_of(module: nn.Module, settings: Settings, world_size: int) -> ModelSpec:
+    """The specs of a module that `settings` and so many ranks are for. Local.
+
+    Raises ValueError for keys of `dtype={...}` that choose no module, or two dtypes for one weight.
+
+        >>> settings = Settings(stage=2, chunk_size=4096)
+        >>> spec = specs_of(torch.nn.Linear(8, 8), settings, world_size=4)
+        >>> plan_model(spec, settings, world_size=4).device_bytes
+    """
+    gathers = settings.stage == 3 and world_size > 1
+    return model_spec(module, find_operators(module, gathers), weights_of(module, settings))
+
+
+def model_spec(module: nn.Module, operators: Sequence[FoundOperator], weights: ModulePrecision) -> ModelSpec:
+    """The specs of a module whose operators and dtypes are known."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    parameters = list(dict.fromkeys(parameter for operator in operators for parameter in operator.parameters))
+    specs = tuple(
+        WeightSpec(names[each], tuple(each.shape), dtype_of(weights.parameters[each]), each.requires_grad)
+        for each in parameters
+    )
+    return ModelSpec(specs, operator_specs(operators, {each: place for place, each in enumerate(parameters)}))
+
+
+def operator_specs(operators: Sequence[FoundOperator], places: Mapping[nn.Parameter, int]) -> tuple[OperatorSpec, ...]:
+    """places: of all parameters, in `ModelSpec.weights`."""
+    return tuple(
+        OperatorSpec(
+            each.name,
+            tuple(places[parameter] for parameter in each.parameters),
+            each.ancestors,
+            each.is_chosen,
+            # embeddings that renormalise rows in their forward
+            edits_weights=getattr(each.module, "max_norm", None) is not None,
+            is_compiled=each.is_compiled,
+        )
+        for each in operators
+    )
+
+
+def describe(arguments: Sequence[str], spec: ModelSpec, built: Sequence[str]) -> str:
+    """What ranks must have in common, one line each, so that an error can show the first that differs."""
+    compiled = [operator.name for operator in spec.operators if operator.is_compiled]
+    return "\n".join(
+        [
+            *arguments,
+            *(
+                f"parameter {each.name!r} of shape {each.shape}, (dtype, trainable) = {each.dtype.name, each.trainable}"
+                for each in spec.weights
+            ),
+            f"built in a ZeroInitContext: {', '.join(built) or 'nothing'}",
+            f"compiled: {', '.join(compiled) or 'nothing'}",
+        ]
+    )

@@ -1,0 +1,109 @@
+"""What is fixed about a model's chunks: which weights each one holds, how it is divided, and in which dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gemini.placement.chunk_size import SearchReport, candidates
+from gemini.placement.dtypes import ChunkDtypes
+from gemini.placement.packing import PackedChunk, Packer, PackingInput
+from gemini.placement.specs import ModelSpec, WeightSpec
+from gemini.settings import Settings
+from sharding import ParameterSpec, ShardLayout, Unit, resolve_strategy
+
+
+@dataclass(frozen=True)
+class ChunkFacts:
+    """One chunk, equal on all ranks."""
+
+    index: int
+    names: tuple[str, ...]  # of its weights
+    offsets: tuple[int, ...]  # elements, of each weight in the payload
+    oversize: bool  # larger than a regular chunk: it needs a slot of the second size
+    layout: ShardLayout
+    home_layout: ShardLayout  # of the parameter home: `layout`, or one rank's where every rank holds it whole
+    optim_layout: ShardLayout  # likewise, of the reduced gradient, master and optimizer state
+    dtypes: ChunkDtypes
+    lends_home: bool  # the parameter home may hold the reduced gradient between backward and step
+    splits_master: bool  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
+    is_chosen: bool  # data decides which of its weights are used, on every rank its own
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.layout.numel * self.dtypes.weight.itemsize
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a model is cut into chunks, and what the search for the chunk size says of it."""
+
+    chunks: tuple[ChunkFacts, ...]
+    chunk_bytes: int
+    searched: SearchReport | None  # None for a size that the user gave
+
+
+def packings(spec: ModelSpec, settings: Settings, world_size: int) -> Iterator[Packing]:
+    """With the chunk size that `settings` give, or with all that are worth a try, the cheapest first.
+
+    Raises ValueError if the shard strategy loses or repeats a weight.
+    """
+    inputs = [[_packing_input(weight) for weight in row] for row in spec.first_uses()]
+    packer = Packer(inputs, resolve_strategy(settings.shard_strategy), world_size)
+    facts = _FactsOf(spec, settings)
+    if settings.chunk_size is None:
+        for found, cuts in candidates(packer, world_size):
+            yield Packing(facts.of(packer.seal(cuts)), found.chunk_bytes, found)
+        return
+    itemsizes = [item.itemsize for row in inputs for item in row]
+    chunk_bytes = settings.chunk_size * max(sorted(set(itemsizes)), key=itemsizes.count)
+    yield Packing(facts.of(packer.seal(packer.cut(chunk_bytes))), chunk_bytes, None)
+
+
+def _packing_input(weight: WeightSpec) -> PackingInput:
+    spec = ParameterSpec(weight.name, weight.numel, weight.shape)
+    return PackingInput(spec, (weight.dtype.name, weight.trainable), weight.dtype.itemsize)
+
+
+class _FactsOf:
+    """Makes facts of packed chunks."""
+
+    def __init__(self, spec: ModelSpec, settings: Settings) -> None:
+        self._settings = settings
+        self._by_name = {weight.name: weight for weight in spec.weights}
+        self._chosen = {spec.weights[place].name for o in spec.operators if o.is_chosen for place in o.weights}
+        self._edited = {spec.weights[place].name for o in spec.operators if o.edits_weights for place in o.weights}
+
+    def of(self, packed_chunks: tuple[PackedChunk, ...]) -> tuple[ChunkFacts, ...]:
+        return tuple(self._facts(index, packed) for index, packed in enumerate(packed_chunks))
+
+    def _facts(self, index: int, packed: PackedChunk) -> ChunkFacts:
+        settings, layout, whole = self._settings, packed.layout, whole_layout(packed.layout)
+        dtypes = settings.chunk_dtypes(self._by_name[packed.names[0]].dtype)
+        home_layout = layout if settings.stage == 3 else whole
+        optim_layout = layout if settings.stage >= 1 else whole
+        # Reuse needs the updated elements to be contiguous in the parameter home. At stages 1 and 2 with several units
+        # per chunk they are not.
+        is_contiguous = home_layout.world_size == optim_layout.world_size or len(layout.units) == 1
+        fits = dtypes.weight.is_half and dtypes.rest == dtypes.weight
+        lends_home = settings.reuse_fp16_shard and fits and is_contiguous
+        # A split master does not see what a forward writes to the weight itself.
+        is_edited = not self._edited.isdisjoint(packed.names)
+        return ChunkFacts(
+            index,
+            packed.names,
+            packed.offsets,
+            packed.oversize,
+            layout,
+            home_layout,
+            optim_layout,
+            dtypes,
+            lends_home,
+            splits_master=dtypes.weight.name == "bfloat16" and not lends_home and not is_edited,
+            is_chosen=not self._chosen.isdisjoint(packed.names),
+        )
+
+
+def whole_layout(layout: ShardLayout) -> ShardLayout:
+    """The layout of a rank that holds the whole payload."""
+    return ShardLayout((Unit(0, layout.numel),) if layout.numel else (), 1)

@@ -1,0 +1,111 @@
+"""What chunks ask of memory on one rank: bytes of each state, slots, scratch. From facts to a `Demand`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+from gemini.placement.chunk_facts import ChunkFacts
+from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind
+from gemini.placement.scratch import scratch_bytes
+from gemini.placement.specs import ModelSpec, OperatorSpec
+
+
+def uses_of(chunks: Sequence[ChunkFacts], spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    """The chunks that each operator uses, by index, in the order of `spec.operators`."""
+    chunk_of = {name: chunk.index for chunk in chunks for name in chunk.names}
+    places = [chunk_of[weight.name] for weight in spec.weights]
+    return tuple(tuple(sorted({places[weight] for weight in operator.weights})) for operator in spec.operators)
+
+
+def demand_of(
+    chunks: Sequence[ChunkFacts],
+    spec: ModelSpec,
+    trained: Iterable[bool],
+    kept: Mapping[int, frozenset[Kind]],
+    stage: int,
+    world_size: int,
+) -> Demand:
+    """What the chunks need. trained: of every weight, in order of chunks. kept: states that frozen chunks have."""
+    flags = iter(trained)
+    trainable = [chunk for chunk in chunks if any(list(islice(flags, len(chunk.names))))]
+    indices = {chunk.index for chunk in trainable}  # membership only
+    demands = tuple(
+        _chunk_demand(chunk, chunk.index in indices, kept.get(chunk.index, frozenset()), stage, world_size)
+        for chunk in chunks
+    )
+    return Demand(
+        demands,
+        (_largest(chunks), _largest(chunks, oversize=True)),
+        min_slots(chunks, spec.operators, uses_of(chunks, spec)),
+        (_largest(trainable), _largest(trainable, oversize=True)),
+        (2, 1),  # or as many as there are users: a chunk without elements is one
+        scratch_bytes(trainable, stage, world_size),
+    )
+
+
+def _chunk_demand(
+    chunk: ChunkFacts, is_trained: bool, kept: frozenset[Kind], stage: int, world_size: int
+) -> ChunkDemand:
+    dtypes, optim_numel = chunk.dtypes, chunk.optim_layout.shard_numel
+    home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * dtypes.weight.itemsize}
+    if is_trained:
+        home_bytes[Kind.GRAD] = _gradient_home_numel(chunk, stage) * dtypes.rest.itemsize
+    if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
+        home_bytes[Kind.MASTER] = (2 if chunk.splits_master else 4) * optim_numel
+    if is_trained or Kind.OPTIM in kept:
+        home_bytes[Kind.OPTIM] = OPTIM_STATES * max(4, dtypes.weight.itemsize) * optim_numel
+    is_sharded = chunk.home_layout.world_size > 1
+    # With one rank, fp32 micro-batches accumulate in the gradient home itself. Several ranks, and gradients that rest
+    # in another dtype or in 16 bits, need a slot: the new gradient must not overwrite the running sum.
+    accumulates_at_home = world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight
+    return ChunkDemand(
+        chunk.payload_bytes,
+        home_bytes,
+        chunk.oversize,
+        needs_slot=is_sharded,
+        needs_gradient_slot=not accumulates_at_home,
+        may_keep_slot=is_sharded and len(chunk.layout.units) == 1,
+        is_frozen=not is_trained,
+    )
+
+
+def _gradient_home_numel(chunk: ChunkFacts, stage: int) -> int:
+    """Elements of a gradient's own home: whole at stages 0 and 1, else this rank's shard; none in a shared one."""
+    if chunk.lends_home:
+        return 0
+    optim_numel = chunk.optim_layout.shard_numel
+    if stage >= 2 or chunk.layout.world_size == 1 or chunk.dtypes.rest != chunk.dtypes.weight:
+        return optim_numel
+    several_units = stage == 1 and len(chunk.layout.units) > 1
+    return chunk.layout.numel + (optim_numel if several_units else 0)
+
+
+def _largest(chunks: Sequence[ChunkFacts], oversize: bool = False) -> int:
+    return max((chunk.payload_bytes for chunk in chunks if chunk.oversize is oversize), default=0)
+
+
+def min_slots(
+    chunks: Sequence[ChunkFacts], operators: Sequence[OperatorSpec], uses: Sequence[Sequence[int]]
+) -> tuple[int, int]:
+    """Slots of both sizes that the busiest moment needs before there is a trace.
+
+    The largest union of the chunks of all operators on one path of the module tree, and one more where there are
+    enough chunks: a recomputation inside a node, or a function that borrows a parameter, holds one beside them.
+    """
+    need, now = [0, 0], [0, 0]  # by size; now: of the path that ends at the operator at hand
+    users: Counter[int] = Counter()  # chunk -> operators on the path that use it
+    path: list[Sequence[int]] = []
+    for operator, own in zip(operators, uses, strict=True):  # parents first, so a path grows and shrinks at its end
+        while len(path) > len(operator.ancestors):
+            for index in path.pop():
+                users[index] -= 1
+                now[chunks[index].oversize] -= not users[index]
+        path.append(own)
+        for index in own:
+            now[chunks[index].oversize] += not users[index]
+            users[index] += 1
+        need = [max(pair) for pair in zip(need, now, strict=True)]
+    totals = [sum(chunk.oversize is oversize for chunk in chunks) for oversize in (False, True)]
+    return min(need[0] + 1, totals[0]), min(need[1], totals[1])

@@ -1,0 +1,197 @@
+"""The plan of a model: how it is cut into chunks, where their states rest, and what the least budget is.
+
+`plan_model` is a pure function: the same specs, settings, number of ranks and free bytes give the same plan, in any
+process. It reads no memory and asks no other rank. `ShardedModel` carries out the plan that it makes of its module,
+`estimate_memory` adds up the plan's bytes, and a change of what is trained follows from `replan`.
+
+Without a chunk size from the user the cheapest one that the budgets allow is taken, so that what fits with some size is
+never refused.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from gemini.errors import BudgetError
+from gemini.placement.budget import Budget, FreeBytes
+from gemini.placement.chunk_facts import Packing, packings
+from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
+from gemini.placement.needs import demand_of, uses_of
+from gemini.placement.policy import resolve_policy
+from gemini.placement.specs import ModelSpec, OperatorSpec
+from gemini.settings import Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided for every rank. A value: a change of what is trained makes another one."""
+
+    spec: ModelSpec
+    settings: Settings
+    world_size: int
+    budget: Budget
+    packing: Packing
+    trained: tuple[bool, ...]  # of every weight, in the order of the chunks
+    demand: Demand
+    placement: Placement
+    hash: int  # 32 bits of all that decides the order of collectives, which ranks compare
+    is_first: bool = True  # made before wrapping, so that the chunk size was still to be chosen
+
+    @property
+    def policy(self) -> str:
+        """The name of the placement policy."""
+        return resolve_policy(self.settings.tensor_placement_policy).name
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Model data that the device may hold on each rank. None: no bound."""
+        return self.budget.device
+
+    @property
+    def device_bytes(self) -> int:
+        """Model data that the device holds at its peak on each rank."""
+        return self.placement.device_bytes(self.demand)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes at rest on the host on each rank."""
+        return self.placement.host_bytes(self.demand)
+
+    @cached_property
+    def use_order(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks that each operator uses, by index, in the order in which a first forward is expected."""
+        return uses_of(self.packing.chunks, self.spec)
+
+    @cached_property
+    def minimum_bytes(self) -> int | None:
+        """The least `model_data_memory` with which there is a plan, on a host that has room for the rest.
+
+        Of any chunk size where the settings leave it open; for chunks that exist already, with those. None if the
+        policy is the user's and refuses without a number.
+        """
+        if self.is_first:
+            return _minimum_bytes(self.spec, self.settings, self.world_size)
+        return _least_device_bytes(self.settings, self.demand)
+
+
+def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
+    """The plan of every one of `world_size` ranks. Local, and equal on all ranks that bring equal arguments.
+
+    spec: of the module, see `gemini.specs_of`. free: what is free where `settings` name no budget; without it there is
+    no bound.
+
+    Raises BudgetError with the bytes that are needed: the least over all chunk sizes, if those are searched.
+    """
+    budget = Budget.of(settings, free or FreeBytes())
+    refused: list[BudgetError] = []
+    for packing in packings(spec, settings, world_size):
+        try:
+            plan = _place(spec, settings, world_size, budget, packing, _trained_at_first(spec, packing), {})
+            _check_host_room(plan)
+        except BudgetError as error:
+            refused.append(error)
+            continue
+        return plan
+    raise _advised(_least(refused, is_searched=settings.chunk_size is None), spec) from None
+
+
+def replan(
+    before: Plan,
+    trained: Sequence[bool],
+    kept: Mapping[int, frozenset[Kind]],
+    operators: tuple[OperatorSpec, ...] | None = None,
+) -> Plan:
+    """The plan for the same chunks when other weights are trained, or other operators are found.
+
+    trained: of every weight, in the order of the chunks. kept: states that frozen chunks still have, by chunk index.
+    Raises BudgetError; room on the host is the business of those who know what is there by now.
+    """
+    spec = before.spec if operators is None else replace(before.spec, operators=operators)
+    try:
+        plan = _place(spec, before.settings, before.world_size, before.budget, before.packing, trained, kept)
+    except BudgetError as error:
+        raise _advised(error, spec) from None
+    return replace(plan, is_first=False)
+
+
+def _place(
+    spec: ModelSpec,
+    settings: Settings,
+    world_size: int,
+    budget: Budget,
+    packing: Packing,
+    trained: Sequence[bool],
+    kept: Mapping[int, frozenset[Kind]],
+) -> Plan:
+    demand = demand_of(packing.chunks, spec, trained, kept, settings.stage, world_size)
+    placement = resolve_policy(settings.tensor_placement_policy).place(demand, budget.device)
+    chunks = [(chunk.names, chunk.offsets, chunk.layout) for chunk in packing.chunks]
+    placed = placement.num_slots, placement.homes, sorted(placement.kept)
+    decided = repr((chunks, placed, settings.shared(), tuple(trained)))
+    hash_ = zlib.crc32(decided.encode())
+    return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_)
+
+
+def _trained_at_first(spec: ModelSpec, packing: Packing) -> list[bool]:
+    trainable = {weight.name: weight.trainable for weight in spec.weights}
+    return [trainable[name] for chunk in packing.chunks for name in chunk.names]
+
+
+def _minimum_bytes(spec: ModelSpec, settings: Settings, world_size: int) -> int | None:
+    """The least that the device needs with any chunk size that may be chosen."""
+    found = []
+    for packing in packings(spec, settings, world_size):
+        trained = _trained_at_first(spec, packing)
+        demand = demand_of(packing.chunks, spec, trained, {}, settings.stage, world_size)
+        found.append(_least_device_bytes(settings, demand))
+    return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)
+
+
+def _least_device_bytes(settings: Settings, demand: Demand) -> int | None:
+    """What the policy asks for when there is nothing."""
+    try:
+        return resolve_policy(settings.tensor_placement_policy).place(demand, 0).device_bytes(demand)
+    except BudgetError as error:
+        return error.needed_bytes
+
+
+def _check_host_room(plan: Plan) -> None:
+    """Raises BudgetError if the host cannot take what moves in; the optimizer takes its own room later."""
+    needed = plan.placement.host_bytes(plan.demand, WRAPPED_KINDS)
+    if plan.budget.host is not None and needed > plan.budget.host:
+        raise BudgetError(
+            f"host: {needed} bytes of parameters, gradients and masters do not fit into the budget of "
+            f"{plan.budget.host} bytes. Allow more with host_memory=, or let more rest on the device or on other ranks",
+            tier="host",
+            needed_bytes=needed,
+            budget_bytes=plan.budget.host,
+        )
+
+
+def _advised(error: BudgetError, spec: ModelSpec) -> BudgetError:
+    """The refusal, with what a compiled module has to do with it."""
+    compiled = [operator for operator in spec.operators if operator.is_compiled]
+    if not compiled or error.tier != "device":
+        return error
+    largest = max(compiled, key=lambda operator: sum(spec.weights[place].numel for place in operator.weights))
+    return error.reworded(
+        f"{error}. {largest.name or 'The model'} is compiled, so that all of its chunks are needed at once: compile "
+        "smaller modules inside it, such as its blocks, one by one"
+    )
+
+
+def _least(refused: list[BudgetError], is_searched: bool) -> BudgetError:
+    """The refusal that asks for least, over all chunk sizes; the host's least where some sizes fit the device."""
+    known = [(error.needed_bytes, error) for error in refused if error.needed_bytes is not None]
+    if not known:  # a policy of the user's, with words of its own
+        return refused[0]
+    on_host = [(needed, error) for needed, error in known if error.tier == "host"]
+    _, error = min(on_host or known, key=lambda one: one[0])
+    if on_host:
+        return error
+    tried = f". {len(refused)} chunk sizes were tried: none needs less"
+    advice = tried if is_searched else ", or make chunk_size= smaller"
+    return error.reworded(f"{error}{advice}")

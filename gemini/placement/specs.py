@@ -1,0 +1,52 @@
+"""Specs: a model as planning sees it. Names, shapes, dtypes and operators; no module and no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from gemini.placement.dtypes import Dtype
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One distinct parameter; tied parameters are one."""
+
+    name: str  # the first of its names
+    shape: tuple[int, ...]
+    dtype: Dtype  # in its chunk
+    trainable: bool  # its `requires_grad` when the model is wrapped
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class OperatorSpec:
+    """A module whose weights are fetched and released together."""
+
+    name: str
+    weights: tuple[int, ...]  # places in `ModelSpec.weights`; a tied weight is in every operator that uses it
+    ancestors: tuple[int, ...]  # places in `ModelSpec.operators` of those on the call stack around this one
+    is_chosen: bool = False  # data decides whether it is used, on every rank its own
+    edits_weights: bool = False  # its forward may write to its weights
+    is_compiled: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All operators, parents before children, and all weights, in order of their first operator."""
+
+    weights: tuple[WeightSpec, ...]
+    operators: tuple[OperatorSpec, ...]
+
+    def first_uses(self) -> list[list[WeightSpec]]:
+        """Every weight once: row by row, those that an operator is the first to use."""
+        taken: set[int] = set()  # membership only
+        rows = []
+        for operator in self.operators:
+            own = [place for place in dict.fromkeys(operator.weights) if place not in taken]
+            taken.update(own)
+            rows.append([self.weights[place] for place in own])
+        return rows
