@@ -72,26 +72,17 @@ def ours(
     Without a budget the device keeps what it has room for: a copy of every weight, gathered. With the smallest one that
     is accepted it keeps what must be there. The budget is set; what is measured does not depend on it being kept.
     """
-    from gemini import BudgetError, ShardedModel, ShardedOptimizer
+    from gemini import Settings, ShardedModel, ShardedOptimizer, estimate_memory
     from optim import HybridAdam
 
-    def wrapped(budget_bytes: int | None) -> ShardedModel:
-        module = build(num_layers, width, torch.bfloat16)
-        return ShardedModel(
-            module,
-            device="emulated",
-            tensor_placement_policy=placement,
-            model_data_memory=budget_bytes,
-            chunk_size=num_parameters(2, width),  # the same at every size of the model, and with it slots and scratch
-        )
-
-    budget_bytes = None
-    if smallest_budget:
-        try:
-            wrapped(0)
-        except BudgetError as error:
-            budget_bytes = int(str(error).split("needs ")[1].split()[0])
-    model = wrapped(budget_bytes)
+    module = build(num_layers, width, torch.bfloat16)
+    settings = Settings(
+        device="emulated",
+        tensor_placement_policy=placement,
+        chunk_size=num_parameters(2, width),  # the same at every size of the model, and with it slots and scratch
+    )
+    least = estimate_memory(module, settings=settings).plan.minimum_bytes if smallest_budget else None
+    model = ShardedModel(module, settings=settings, model_data_memory=least)
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=LEARNING_RATE), clip_grad_norm=1.0)
 
     def step() -> None:

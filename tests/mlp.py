@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini import BudgetError, ShardedModel, ShardedOptimizer
+from gemini import ShardedModel, ShardedOptimizer, estimate_memory
 from optim import HybridAdam
 
 WIDTH = 16
@@ -63,12 +64,16 @@ def loss_of(model: nn.Module, step: int = 0, dtype: torch.dtype | None = None) -
 
 
 def smallest_budget(make: Callable[[], nn.Module] = Mlp, **arguments: Any) -> int:
-    """The least model_data_memory that is accepted, as the error itself says."""
-    try:
-        ShardedModel(build(make), device="emulated", model_data_memory=0, **arguments)
-    except BudgetError as error:
-        return int(str(error).split("needs ")[1].split()[0])
-    raise AssertionError("a budget of 0 bytes was accepted")
+    """The least model_data_memory that is accepted on all ranks there are."""
+    return minimum_bytes(build(make), **arguments)
+
+
+def minimum_bytes(module: nn.Module, **arguments: Any) -> int:
+    """Of model data on the device; arguments: of ShardedModel."""
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    least = estimate_memory(module, world_size=world_size, **arguments).plan.minimum_bytes
+    assert least is not None
+    return least
 
 
 def wrap(place: str = "smallest", make: Callable[[], nn.Module] = Mlp, **arguments: Any) -> ShardedModel:

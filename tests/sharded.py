@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gemini import ShardedModel, ShardedOptimizer
+from tests.mlp import minimum_bytes
 from tests.models import ModelCase
 from tests.reference import Recipe, Run, make_optimizer
 
@@ -106,17 +107,11 @@ def train_sharded(
 
 
 def smallest_budget(case: ModelCase, recipe: Recipe, **wrap: Any) -> int:
-    """The least model_data_memory that ShardedModel accepts for the auto policy, as its own error says."""
-    from gemini import BudgetError
-
+    """The least model_data_memory that ShardedModel accepts."""
     half = recipe.dtype in (torch.bfloat16, torch.float16)
     wrap.setdefault("chunk_size", case.chunk_numel)
     module = case.build(torch.float32 if half else recipe.dtype)
-    try:
-        ShardedModel(module, device="emulated", dtype=recipe.dtype if half else None, model_data_memory=0, **wrap)
-    except BudgetError as error:
-        return int(str(error).split("needs ")[1].split()[0])
-    raise AssertionError("a budget of 0 bytes was accepted")
+    return minimum_bytes(module, dtype=recipe.dtype if half else None, **wrap)
 
 
 def _watch_slots(model: ShardedModel, slots_of: dict[int, set[int]]) -> None:

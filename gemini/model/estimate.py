@@ -6,7 +6,7 @@ optimizer and one micro-batch a step. Activations are not in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
@@ -33,6 +33,7 @@ class MemoryEstimate:
     num_parameters: int
     device: dict[str, int]
     host: dict[str, int]
+    plan: Plan = field(repr=False)  # that `ShardedModel` would carry out; `plan.explain()` says it in words
 
     @property
     def device_bytes(self) -> int:
@@ -86,7 +87,7 @@ def estimate_memory(
     module = _module_of(model)
     plan = plan_model(specs_of(module, settings, world_size), settings, world_size)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    return MemoryEstimate(num_parameters, _on(Tier.DEVICE, plan), _on(Tier.HOST, plan))
+    return MemoryEstimate(num_parameters, _on(Tier.DEVICE, plan), _on(Tier.HOST, plan), plan)
 
 
 def _on(tier: Tier, plan: Plan) -> dict[str, int]:

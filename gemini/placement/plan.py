@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gemini.errors import BudgetError
+from gemini.placement import explain
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.chunk_facts import Packing, packings
 from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
 from gemini.placement.needs import demand_of, uses_of
 from gemini.placement.policy import resolve_policy
 from gemini.placement.specs import ModelSpec, OperatorSpec
-from gemini.settings import Settings
+from gemini.settings import Options, Settings
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,31 @@ class Plan:
         if self.is_first:
             return _minimum_bytes(self.spec, self.settings, self.world_size)
         return _least_device_bytes(self.settings, self.demand)
+
+    def explain(self) -> str:
+        """What was chosen and why, what lies where and moves in a step, and the minimum, in plain sentences."""
+        settings, demand = self.settings, self.demand
+        others = {}
+        if self.is_first:
+            changes: dict[str, Options] = {
+                "chunk_size=None": {"chunk_size": None},
+                "tensor_placement_policy='auto'": {"tensor_placement_policy": "auto"},
+            }
+            for words, change in changes.items():
+                others[words] = _minimum_bytes(self.spec, replace(settings, **change), self.world_size)
+        slot_bytes = [
+            sum(demand.slot_bytes[demand.chunks[index].oversize] for index in chunks) for chunks in self.use_order
+        ]
+        at = max(range(len(slot_bytes)), key=slot_bytes.__getitem__)
+        lines = [
+            *explain.chunks_in_words(self.packing, settings.stage, self.world_size, self.policy),
+            *explain.states_in_words(demand, self.placement, self.budget),
+            *explain.moves_in_words(demand, self.placement, self.world_size),
+            *explain.minimum_in_words(
+                self.minimum_bytes, others, self.spec.operators[at].name or "the model", slot_bytes[at]
+            ),
+        ]
+        return "\n".join(lines)
 
 
 def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:

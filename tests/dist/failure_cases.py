@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gemini import (
-    BudgetError,
     DivergenceError,
     GeminiError,
     RemoteRankError,
@@ -28,6 +27,7 @@ from gemini.executor import watch
 from gemini.placement.demand import Demand, Placement, Tier
 from gemini.placement.policy import slots_for
 from optim import HybridAdam
+from tests.mlp import minimum_bytes
 
 WIDTH = 32
 CHUNK = WIDTH * WIDTH + 512  # a weight and a bias, and a shard ends on a multiple of 256 elements
@@ -115,11 +115,7 @@ def build(seed: int = 0) -> Net:
 
 
 def smallest_budget(options: dict[str, Any]) -> int:
-    try:
-        ShardedModel(build(), **{**options, "model_data_memory": 0})
-    except BudgetError as error:
-        return int(str(error).split("needs ")[1].split()[0])
-    raise AssertionError("a budget of 0 bytes was accepted")
+    return minimum_bytes(build(), **options)
 
 
 def batch(rank: int, step: int) -> Tensor:

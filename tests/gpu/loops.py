@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import gemini
-from gemini import BudgetError, ShardedModel, ShardedOptimizer
+from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
 from tests import hf_models, mlp
+from tests.mlp import minimum_bytes
 
 STATE_BYTES = 16  # a parameter: fp32 weight, gradient, moments; or bf16 weight and gradient, fp32 master, moments
 MAX_NORM = 0.05  # below the subjects' norms, so that clipping changes bits
@@ -112,11 +113,7 @@ def wrap(
 
 
 def smallest_budget(subject: Subject, options: dict[str, Any]) -> int:
-    try:
-        ShardedModel(subject.build(), model_data_memory=0, **options)
-    except BudgetError as error:
-        return int(str(error).split("needs ")[1].split()[0])
-    raise AssertionError("a budget of 0 bytes was accepted")
+    return minimum_bytes(subject.build(), **options)
 
 
 def emulated(device: torch.device) -> torch.device | str:

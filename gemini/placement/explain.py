@@ -1,0 +1,125 @@
+"""A plan in words: what was chosen and why, what moves in a step, the minimum and what would lower it.
+
+Numbers in, plain sentences out, one to a line. Byte counts are exact and of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gemini.placement.budget import Budget
+from gemini.placement.chunk_facts import Packing
+from gemini.placement.chunk_size import BYTES_PER_COLLECTIVE
+from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.sizes import format_bytes
+
+_IN_WORDS = {
+    Kind.PARAM: "weights",
+    Kind.GRAD: "gradients",
+    Kind.MASTER: "fp32 masters",
+    Kind.OPTIM: "optimizer state",
+}
+
+
+def chunks_in_words(packing: Packing, stage: int, world_size: int, policy: str) -> Iterator[str]:
+    """What is cut into how many chunks, and why they have this size."""
+    num_weights = sum(len(chunk.names) for chunk in packing.chunks)
+    num_oversize = sum(chunk.oversize for chunk in packing.chunks)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    yield f"{num_weights} weights are planned for {ranks} at stage {stage} with tensor_placement_policy={policy!r}."
+    alone = f"; {num_oversize} of them are larger and hold one unit each" if num_oversize else ""
+    yield f"They lie in {len(packing.chunks)} chunks of up to {_bytes(packing.chunk_bytes)}{alone}."
+    found = packing.searched
+    if found is None:
+        yield "This chunk size was given with chunk_size=."
+        return
+    yield (
+        "The search took this chunk size as the cheapest that fits the budgets: "
+        f"{_bytes(found.padding_bytes)} of padding, {_bytes(found.gathered_bytes)} in slots at the busiest moment, and "
+        f"{found.num_collectives} collectives in a step, each counted as {_bytes(BYTES_PER_COLLECTIVE)}."
+    )
+
+
+def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Iterator[str]:
+    """What lies where, in bytes."""
+    for tier in Tier:
+        rest = {kind: _at_rest(demand, placement, kind, tier) for kind in Kind}
+        found = [f"{words} {_bytes(rest[kind])}" for kind, words in _IN_WORDS.items() if rest[kind]]
+        yield f"At rest on the {tier}: {', '.join(found) or 'nothing'}."
+    if placement.kept:
+        around = sum(demand.chunks[i].payload_bytes - demand.chunks[i].home_bytes[Kind.PARAM] for i in placement.kept)
+        yield f"{len(placement.kept)} chunks keep a slot around their weights on the device: {_bytes(around)} more."
+    for words, counts, sizes in (
+        ("slots", placement.num_slots, demand.slot_bytes),
+        ("gradient slots", placement.num_gradient_slots, demand.gradient_slot_bytes),
+    ):
+        found = [f"{count} {words} of {_bytes(size)}" for count, size in zip(counts, sizes, strict=True) if count]
+        if found:
+            yield f"The device has {' and '.join(found)}."
+    if demand.scratch_bytes:
+        yield f"Temporaries of reductions take {_bytes(demand.scratch_bytes)} of the device."
+    for tier, held, limit in (
+        (Tier.DEVICE, placement.device_bytes(demand), budget.device),
+        (Tier.HOST, placement.host_bytes(demand), budget.host),
+    ):
+        bound = "no budget was set" if limit is None else f"the budget is {_bytes(limit)}"
+        yield f"In all, the {tier} holds {_bytes(held)}; {bound}."
+
+
+def moves_in_words(demand: Demand, placement: Placement, world_size: int) -> Iterator[str]:
+    """What travels in a step of one micro-batch."""
+    chunks = list(zip(demand.chunks, placement.homes, strict=True))
+    from_host = [chunk for chunk, homes in chunks if homes[Kind.PARAM] is Tier.HOST]
+    gathered = [chunk for chunk, _ in chunks if chunk.needs_slot]
+    trained = [chunk for chunk, homes in chunks if Kind.GRAD in homes]
+    grads = _at_rest(demand, placement, Kind.GRAD, Tier.HOST)
+    apart = [homes for _, homes in chunks if homes.get(Kind.OPTIM, homes[Kind.PARAM]) is not homes[Kind.PARAM]]
+    found = []
+    if from_host:
+        num_bytes = sum(chunk.home_bytes[Kind.PARAM] for chunk in from_host)
+        found.append(f"Weights of {len(from_host)} chunks come from the host when they are used: {_bytes(num_bytes)}.")
+    if gathered:
+        num_bytes = sum(chunk.payload_bytes for chunk in gathered)
+        found.append(f"{len(gathered)} chunks are gathered from all ranks when they are used: {_bytes(num_bytes)}.")
+    if found:
+        found.append("Backward fetches again what has left its slot since forward.")
+    if world_size > 1 and trained:
+        num_bytes = sum(chunk.payload_bytes for chunk in trained)
+        found.append(f"Gradients of {len(trained)} chunks are exchanged with all ranks: {_bytes(num_bytes)}.")
+    if grads:
+        found.append(f"Reduced gradients go to the host: {_bytes(grads)}.")
+    if apart:
+        found.append(f"Of {len(apart)} chunks the optimizer state rests on the other tier: weights go there and back.")
+    yield from found or ["Nothing moves in a step."]
+
+
+def minimum_in_words(
+    minimum: int | None, others: Mapping[str, int | None], largest: str, largest_bytes: int
+) -> Iterator[str]:
+    """The least that the device must hold. others: the same with settings that are named by the key."""
+    if minimum is None:
+        yield "The policy does not say what its minimum is."
+        return
+    yield f"The minimum of model data on the device is {_bytes(minimum)}: with a smaller budget the model cannot train."
+    lower = {words: least for words, least in others.items() if least is not None and least < minimum}
+    for words, least in lower.items():
+        yield f"{words} would lower it to {_bytes(least)}."
+    if not lower:
+        yield (
+            "No other chunk size and no other policy lowers it. Smaller operators do, or 16-bit weights: "
+            f"{largest} is the largest, with {_bytes(largest_bytes)} in slots."
+        )
+
+
+def _at_rest(demand: Demand, placement: Placement, kind: Kind, tier: Tier) -> int:
+    return sum(
+        chunk.home_bytes[kind]
+        for chunk, homes in zip(demand.chunks, placement.homes, strict=True)
+        if homes.get(kind) is tier
+    )
+
+
+def _bytes(num_bytes: int) -> str:
+    """Exact, and readable where that is longer than a glance."""
+    short = format_bytes(num_bytes)
+    return f"{num_bytes} bytes" if short == f"{num_bytes} B" else f"{num_bytes} bytes ({short})"
