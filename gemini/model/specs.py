@@ -13,13 +13,20 @@ from gemini.settings import Settings, dtype_of
 
 
 def specs_of(module: nn.Module, settings: Settings, world_size: int) -> ModelSpec:
-    """The specs of a module that `settings` and so many ranks are for. Local.
+    """What `plan_model` must know of a module: names, shapes, dtypes and operators. Reads no values; local.
 
-    Raises ValueError for keys of `dtype={...}` that choose no module, or two dtypes for one weight.
+    Args:
+        module: on any device, "meta" included.
+        settings: for which the plan will be made; `dtype` and `stage` count here.
+        world_size: the number of ranks.
 
+    Raises ValueError if a key of `dtype={...}` chooses no module, or two keys give a tied parameter two dtypes.
+
+    Example:
         >>> settings = Settings(stage=2, chunk_size=4096)
         >>> spec = specs_of(torch.nn.Linear(8, 8), settings, world_size=4)
-        >>> plan_model(spec, settings, world_size=4).device_bytes
+        >>> len(spec.weights)
+        2
     """
     gathers = settings.stage == 3 and world_size > 1
     return model_spec(module, find_operators(module, gathers), weights_of(module, settings))

@@ -12,7 +12,12 @@ ACTIVATION_FRACTION = 0.3
 
 @dataclass(frozen=True)
 class FreeBytes:
-    """What the tiers of a rank have free, as ranks agreed on it. None: no bound, or settings that say it themselves."""
+    """What the tiers of a rank have free, as ranks agreed on it.
+
+    Args:
+        device: bytes, those of parameters that wrapping frees included. None: no bound, or settings name a budget.
+        host: bytes. None: likewise.
+    """
 
     device: int | None = None
     host: int | None = None

@@ -28,18 +28,33 @@ from gemini.settings import Options, Settings
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided for every rank. A value: a change of what is trained makes another one."""
+    """What was decided for a model: one value for all ranks. A change of what is trained makes another plan.
+
+    `model.plan` and `estimate_memory(...).plan` are plans; nobody else makes one by hand.
+
+    Args:
+        spec: the model as planning sees it.
+        settings: what the user chose.
+        world_size: the number of ranks.
+        budget: model data that a rank's device and host may hold, in bytes.
+        packing: the chunks, their size in bytes, and what the search for that size found.
+        trained: whether each weight is trained, in the order of the chunks.
+        demand: the bytes that each chunk needs on one rank.
+        placement: the tier of each state of each chunk, and the number of slots.
+        hash: 32 bits of all that decides the order of collectives, which ranks compare.
+        is_first: made for wrapping, so that another chunk size could still be chosen.
+    """
 
     spec: ModelSpec
     settings: Settings
     world_size: int
     budget: Budget
     packing: Packing
-    trained: tuple[bool, ...]  # of every weight, in the order of the chunks
+    trained: tuple[bool, ...]
     demand: Demand
     placement: Placement
-    hash: int  # 32 bits of all that decides the order of collectives, which ranks compare
-    is_first: bool = True  # made before wrapping, so that the chunk size was still to be chosen
+    hash: int
+    is_first: bool = True
 
     @property
     def policy(self) -> str:
@@ -104,12 +119,21 @@ class Plan:
 
 
 def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
-    """The plan of every one of `world_size` ranks. Local, and equal on all ranks that bring equal arguments.
+    """The plan of each of `world_size` ranks. A pure function: local, and equal for equal arguments.
 
-    spec: of the module, see `gemini.specs_of`. free: what is free where `settings` name no budget; without it there is
-    no bound.
+    Args:
+        spec: of the module, from `specs_of`.
+        settings: those that `spec` was made with.
+        world_size: the number of ranks.
+        free: what is free where `settings` name no budget. None: no bound there.
 
-    Raises BudgetError with the bytes that are needed: the least over all chunk sizes, if those are searched.
+    Raises BudgetError with the bytes that are needed: the least over all chunk sizes, if those are searched. Raises
+    ValueError if the shard strategy loses or repeats a parameter.
+
+    Example:
+        >>> settings = Settings(stage=2)
+        >>> spec = specs_of(torch.nn.Linear(64, 64), settings, world_size=4)
+        >>> plan_model(spec, settings, world_size=4).minimum_bytes
     """
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []
