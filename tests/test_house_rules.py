@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def written_files() -> Iterator[Path]:
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
         hidden = any(part.startswith(".") and part != ".ci" for part in parts)
-        built = parts[0] in {"build", "dist"} or any(part.endswith(".egg-info") for part in parts)
+        built = parts[0] in {"build", "dist", "site"} or any(part.endswith(".egg-info") for part in parts)
         built = built or "CMakeFiles" in parts or path.name in {"CMakeCache.txt", "CMakeInit.txt"}
         text = path.suffix in {".py", ".md", ".toml", ".txt", ".cpp", ".h", ".cu", ".sh"}
         if not hidden and not built and path.is_file() and (text or path.name in {"Makefile", "run"}):
@@ -167,6 +168,14 @@ def test_nothing_names_a_machine_or_is_left_open() -> None:
         if path != Path(__file__).resolve() and (MACHINE_PATHS.search(line) or OPEN_WORDS.search(line))
     ]
     assert not found, "\n".join(found)
+
+
+def test_nothing_that_tools_make_is_committed() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    tracked = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    done = subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not done.stdout, f"git rm --cached these, which .gitignore names:\n{done.stdout}"
 
 
 def test_every_mutant_changes_one_place() -> None:
