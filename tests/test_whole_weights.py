@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 
+from gemini import ShardedModel
 from tests import whole_weights
 from tests.mlp import build, inputs, loss_of, sharded, wrap
 
@@ -24,6 +25,14 @@ def test_a_traced_module_computes_with_the_weights_wherever_they_are() -> None:
     model(inputs(0))
     traced = torch.jit.trace(model.module, inputs(0))
     assert torch.equal(traced(inputs(1)), build()(inputs(1)))
+
+
+def test_a_model_wrapped_and_read_in_inference_mode_has_its_weights() -> None:
+    module, reference = build(), build()
+    with torch.inference_mode():
+        model = ShardedModel(module, device="emulated", tensor_placement_policy="cpu")
+        assert torch.equal(model(inputs(0)), reference(inputs(0)))
+        assert torch.equal(torch.asarray(model.layers[0].weight.detach()), reference.layers[0].weight)
 
 
 def test_a_gradient_is_data_for_a_new_tensor() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.placeholder import unguarded
+from gemini.chunks.placeholder import lift_guard, set_guard, unguarded
 from gemini.errors import ReleasedParameterError
 from gemini.executor.masters import follow_edits
 from gemini.executor.snapshots import Snapshots, has_split_master
@@ -57,11 +57,15 @@ class Binding:
                 managed.parameter.__class__ = nn.Parameter
         else:
             views = chunk.resident_views if chunk.slot is None else chunk.slot.views[chunk.index][1]
-            with torch.inference_mode(False), torch.no_grad(), unguarded():
-                for managed, view in zip(chunk.parameters, views, strict=True):
-                    parameter = managed.parameter
-                    parameter.__class__ = nn.Parameter  # first: setting .data of the other class would fetch
-                    parameter.data = view
+            with torch.inference_mode(False), torch.no_grad():
+                lift_guard()
+                try:
+                    for managed, view in zip(chunk.parameters, views, strict=True):
+                        parameter = managed.parameter
+                        parameter.__class__ = nn.Parameter  # first: setting .data of the other class would fetch
+                        parameter.data = view
+                finally:
+                    set_guard()
             self.versions[chunk.index] = [managed.parameter._version for managed in chunk.parameters]
         chunk.plain = True
         self.plain_chunks.append(chunk)
@@ -103,12 +107,16 @@ class Binding:
             return
         self.snapshots.forget(chunk)
         self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in self.versions[chunk.index]]
-        with torch.inference_mode(False), torch.no_grad(), unguarded():
-            for managed in chunk.parameters:
-                parameter = managed.parameter
-                parameter.__class__ = nn.Parameter
-                parameter.data = managed.placeholder
-                parameter.__class__ = self.released_class
+        with torch.inference_mode(False), torch.no_grad():
+            lift_guard()
+            try:
+                for managed in chunk.parameters:
+                    parameter = managed.parameter
+                    parameter.__class__ = nn.Parameter
+                    parameter.data = managed.placeholder
+                    parameter.__class__ = self.released_class
+            finally:
+                set_guard()
         chunk.bound = chunk.plain = False
 
     def start_anew(self) -> None:
