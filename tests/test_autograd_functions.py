@@ -97,11 +97,17 @@ def test_a_transform_gives_what_it_gives_of_the_plain_model_or_is_refused_by_nam
     assert_same(*(weights_of(model) for model, _ in both))
 
 
-def test_detached_weights_in_a_transform_are_refused_with_the_way_to_do_it() -> None:
-    model = wrap("cuda")
-    detached = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    with pytest.raises(GeminiError, match=r"layers.0.weight' is not possible.*clone\(\) it first"):
-        torch.func.grad(lambda given: torch.func.functional_call(model, given, (inputs(0),)).sum())(detached)
+def test_detached_weights_in_a_transform_have_the_plain_gradients_or_are_refused_by_name() -> None:
+    def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+        detached = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        found: dict[str, Tensor] = torch.func.grad(
+            lambda given: torch.func.functional_call(module, given, (inputs(0),)).square().sum()
+        )(detached)
+        return found
+
+    assert_same(gradients(wrap("cuda")), gradients(build()))
+    with pytest.raises(GeminiError, match=r"torch\.func\.grad .* through layers\.0\.weight"):
+        gradients(wrap("smallest"))
 
 
 def test_a_transform_inside_the_models_own_forward_works_where_all_is_resident() -> None:
