@@ -1,5 +1,7 @@
 """Wrapping that fails wherever memory is taken, and elsewhere: the module is as it was, and can be wrapped again."""
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +16,8 @@ from gemini.executor import watch
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.model import hooks, move_in
+from gemini.model.build_store import BuildStore
+from gemini.model.built_chunk import BuiltParameter
 from gemini.model.hooks import Hooks
 from gemini.model.operator_table import OperatorTable
 from gemini.model.state_hooks import StateHooks
@@ -68,6 +72,30 @@ def failing_in(owner: Any, name: str, number: int = 0) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def interrupted_in(functions: tuple[Callable[..., Any], ...], number: int) -> Iterator[list[int]]:
+    """Ctrl-C before a line of one of these functions, counted over all their calls; yields how many there were."""
+    codes = {inspect.unwrap(function).__code__ for function in functions}
+    count = [0]
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code not in codes:
+            return None
+        if event == "line":
+            count[0] += 1
+            if count[0] == number + 1:
+                sys.settrace(None)
+                raise KeyboardInterrupt(f"wrapping at {frame.f_code.co_name}")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
 def num_takes(**options: Any) -> int:
     with failing_at(-1) as count:
         ShardedModel(build(net), device="emulated", **options).close()
@@ -83,7 +111,7 @@ def fails_and_wraps_again(rank: int, failing_rank: int, failure: Any, is_built: 
         stack.enter_context(mock.patch.object(watch, "POLL_S", 0.05))  # the others look sooner for what has happened
         if rank == failing_rank:
             stack.enter_context(failure)
-        expects = NoMemory if rank == failing_rank else RemoteRankError
+        expects = (NoMemory, KeyboardInterrupt) if rank == failing_rank else RemoteRankError
         with pytest.raises(expects, match=r"take number|wrapping at") as found:
             ShardedModel(module, device="emulated", **options)
         notes = getattr(found.value, "__notes__", ())
@@ -134,3 +162,31 @@ def at_other_places(rank: int, world_size: int) -> None:
     ]
     for owner, name, number in places:
         fails_and_wraps_again(rank, 0, failing_in(owner, name, number), False, OPTIONS[1])
+
+
+# where a parameter changes hands while a module that was built on shards is wrapped
+HANDING_OVER: tuple[Callable[..., Any], ...] = (
+    BuildStore._bind,
+    BuildStore.let_go,
+    BuildStore.handing_over,
+    BuiltParameter.show_placeholder,
+    move_in._fill_from_store,
+    move_in._fill,
+)
+
+
+def interrupted_anywhere(rank: int, world_size: int, every: int) -> None:
+    """Ctrl-C at every so-manieth line of what moves parameters, of built modules and others."""
+    for start, (options, is_built) in enumerate((o, b) for o in OPTIONS[:2] for b in (True, False)):
+        with ZeroInitContext(enabled=is_built):
+            module = build(net)
+        with interrupted_in(HANDING_OVER, -1) as count:
+            ShardedModel(module, device="emulated", **options).close()
+        for number in range(start, count[0], every):
+            fails_and_wraps_again(rank, 0, interrupted_in(HANDING_OVER, number), is_built, options)
+
+
+def interrupted_on_one_rank(rank: int, world_size: int) -> None:
+    """On rank 0, before a chunk is gathered and after its values have moved; the other rank finds them all."""
+    for function, number in ((BuildStore._bind, 25), (BuildStore.let_go, 6)):
+        fails_and_wraps_again(rank, 0, interrupted_in((function,), number), True, OPTIONS[0])

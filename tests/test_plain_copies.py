@@ -221,6 +221,45 @@ def test_a_conversion_that_changes_something_is_refused(convert: Callable[[Any],
     assert_same(weights_of(model), dict(build(Convolves).state_dict()))
 
 
+def to_empty(module: nn.Module) -> None:
+    module.to_empty(device="cpu")
+
+
+def one_by_one(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = torch.empty_like(parameter)
+
+
+EMPTIES: dict[str, Callable[[nn.Module], object]] = {
+    "to_empty": to_empty,
+    "to_empty of a part": lambda module: to_empty(module.layers[1]),  # type: ignore[index, union-attr]
+    "one by one": one_by_one,
+}
+
+
+@pytest.mark.parametrize("kind", EMPTIES)
+@pytest.mark.parametrize("place", ["smallest", "cuda"])
+def test_a_wrapped_module_cannot_be_emptied(kind: str, place: str) -> None:
+    emptied_is_refused(0, 1, kind, place)
+
+
+def emptied_is_refused(rank: int, world_size: int, kind: str, place: str) -> None:
+    model, optimizer = sharded(place)
+    reference, plain_optimizer = plain()
+    with pytest.raises(UnsupportedError, match=r"would lose its values.*copy\.deepcopy\(model\)"):
+        EMPTIES[kind](model.module)
+    assert_same(weights_of(model), weights_of(reference))
+    for each in (model, reference):
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.data = torch.empty_like(parameter).fill_(0.5)  # written to, it has values
+    train_step(model, optimizer)
+    train_step(reference, plain_optimizer)
+    for name, value in weights_of(model).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=1e-4)
+    model.close()
+
+
 def test_a_tensor_converted_to_be_like_a_parameter_fetches_nothing() -> None:
     model = wrap(dtype=torch.bfloat16)
     before = model.executor.fetcher.next_use.position

@@ -34,10 +34,10 @@ class OperatorHooks:
 
     def add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., Any], may_lift: bool) -> None:
         """Install hooks around a module's forward, before and after the user's own."""
-        first = module.register_forward_pre_hook(before, prepend=True)
-        last = module.register_forward_hook(after, always_call=True, with_kwargs=True)
-        self._handles += first, last
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
         if may_lift:
+            first, last = self._handles[-2:]
             self._before.append(_Hook(module._forward_pre_hooks, first.id, before))
             self._after.append(_Hook(module._forward_hooks, last.id, after))
 

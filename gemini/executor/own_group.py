@@ -35,12 +35,19 @@ class _Part:
     def try_to_end(self, seconds: float) -> bool:
         """End this part of a group that all ranks have left, unless collectives stay open for so long. Local."""
         deadline = time.monotonic() + seconds
-        while not all(work.is_completed() for work in self.open):
+        while not all(map(_is_over, self.open)):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
         self.open.clear()
         _end(self.name, c10d._abort_process_group)  # unlike `destroy_process_group`, it is local on every backend
+        return True
+
+
+def _is_over(work: dist.Work) -> bool:
+    try:
+        return work.is_completed()
+    except RuntimeError:  # it failed: some backends raise what it failed with
         return True
 
 

@@ -1,7 +1,7 @@
 """Where the parameters of a model rest while it is built: sharded over the ranks, one chunk an operator.
 
-A chunk is gathered when something uses one of its parameters. What was written is then broadcast by rank 0, so that
-ranks agree although their random numbers differ, and goes back to the shards when another chunk is used.
+A chunk is gathered when something uses one of its parameters. What was written is then broadcast by rank 0, as random
+numbers differ by rank, and goes back to the shards when another chunk is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from gemini.executor.moment import Moments, Phase
 from gemini.model.built_chunk import BuiltChunk, BuiltLink, BuiltParameter, built_link_of, refusal
 from gemini.model.released import ReleasedParameter
 from gemini.placement.packing import PackingInput, pack
-from optim import round_master_
 from sharding import ParameterSpec, ShardStrategy, backends
 
 _WHOLE = 2**62  # bytes: an operator is one chunk, however large
@@ -187,6 +186,7 @@ class BuildStore:
     def _bind(self, chunk: BuiltChunk) -> None:
         """Memory for the payload, whose content is not there yet."""
         at_home = self.communicator.world_size == 1 and chunk.home.device == chunk.device
+        self._fetched.append(chunk)  # first: what is interrupted in here is released with the others
         chunk.payload = chunk.home if at_home else chunk.home.new_empty(chunk.layout.numel, device=chunk.device)
         chunk.valid = set(range(len(chunk.parameters))) if at_home else set()
         chunk.held = chunk.living()
@@ -194,7 +194,6 @@ class BuildStore:
             parameter.__class__ = nn.Parameter
             set_data(parameter, its.view(chunk.payload))
         chunk.refuse_lost_edits()
-        self._fetched.append(chunk)
 
     def _gather(self, chunk: BuiltChunk) -> None:
         assert chunk.payload is not None
@@ -297,25 +296,26 @@ class BuildStore:
         with torch.inference_mode(False), torch.no_grad():
             for chunk in sorted(self._chunks, key=lambda chunk: chunk.index):
                 if chunk.home.dtype in (torch.float32, torch.float16, torch.bfloat16) and chunk.home.dtype is not dtype:
-                    rounded = torch.empty_like(chunk.home, dtype=dtype)
-                    round_master_(rounded, chunk.home.float())
-                    chunk.home = rounded
-                    empty = placeholder(dtype, chunk.device)
-                    for its, parameter in chunk.living():
-                        its.placeholder = expanded(empty, its.shape)
-                        its.show_placeholder(parameter)
-                    chunk.versions = chunk.versions_now()
+                    chunk.round_to(dtype)
 
     @contextmanager
     def handing_over(self, its: BuiltParameter) -> Iterator[Tensor]:
         """(numel,) the parameter's values; afterwards it is an ordinary one without values. Collective."""
-        parameter = its.parameter
-        link = built_link_of(parameter)
-        assert link is not None
+        with self.values(its) as flat:
+            yield flat
+        self.let_go(its)
+
+    @contextmanager
+    def values(self, its: BuiltParameter) -> Iterator[Tensor]:
+        """(numel,) the parameter's values. Collective."""
         with self.fetched([its]):
             assert its.chunk.payload is not None
             yield its.region(its.chunk.payload)
-        if link.guard is not None:
+
+    def let_go(self, its: BuiltParameter) -> None:
+        """The parameter is an ordinary one, without values, from now on. Local; may be interrupted and called again."""
+        parameter, link = its.parameter, built_link_of(its.parameter)
+        if link is not None and link.guard is not None:
             link.guard.remove()
         its.chunk.held = [(other, p) for other, p in its.chunk.held if other is not its]
         parameter.__class__ = nn.Parameter

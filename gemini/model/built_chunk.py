@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gemini.chunks.placeholder import set_data
+from gemini.chunks.placeholder import expanded, placeholder, set_data
 from gemini.errors import GeminiError, ReleasedParameterError, UnsupportedError
 from gemini.executor.snapshots import shares_memory
 from gemini.model.link import ParameterLink, any_link_of
 from gemini.model.released import ReleasedParameter
+from optim import round_master_
 from sharding import ShardLayout
 
 if TYPE_CHECKING:
@@ -100,6 +101,17 @@ class BuiltChunk:
         with torch._C.DisableTorchFunctionSubclass():
             return {its.position: parameter._version for its, parameter in self.living()}
 
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Have weights of another dtype from now on. Local; nothing may be fetched."""
+        rounded = torch.empty_like(self.home, dtype=dtype)
+        round_master_(rounded, self.home.float())
+        self.home = rounded
+        empty = placeholder(dtype, self.device)
+        for its, parameter in self.living():
+            its.placeholder = expanded(empty, its.shape)
+            its.show_placeholder(parameter)
+        self.versions = self.versions_now()
+
     def newer(self) -> set[int]:
         """Positions of parameters that were written to since `versions`."""
         return {position for position, version in self.versions_now().items() if version != self.versions[position]}
@@ -116,6 +128,8 @@ class BuiltChunk:
 
 class BuiltLink(ParameterLink[BuiltParameter]):
     """The link of a parameter whose model is being built."""
+
+    may_be_emptied = True  # and then initialised
 
     def __init__(self, managed: BuiltParameter, store: BuildStore) -> None:
         self.managed = managed

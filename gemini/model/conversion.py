@@ -1,4 +1,4 @@
-"""Conversions that change nothing: `.to()`, `.float()` and the like of what has that dtype and device already."""
+"""Conversions: those that change nothing (`.float()` of what is fp32 already), and those that are refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+
+CONVERSION = (
+    ".to(), .cuda(), .half(), .to_empty() and the like cannot change a ShardedModel: give device= and dtype= to "
+    "ShardedModel(...). copy.deepcopy(model) is a plain module in host memory, which can be converted"
+)
+
+
+def unwritten(tensor: Tensor) -> Tensor:
+    """`tensor`, whose memory nobody has written to since it was allocated."""
+    if not tensor.is_inference():  # which counts no versions
+        tensor._gemini_unwritten = tensor._version  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_unwritten(tensor: Tensor) -> bool:
+    """No values have come to what `unwritten` was told of. Nor to tensors on the meta device, which have none."""
+    known: int | None = getattr(tensor, "_gemini_unwritten", None)
+    return tensor.is_meta or (known is not None and known == tensor._version)
 
 
 def changes_nothing(convert: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> bool:

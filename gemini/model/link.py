@@ -66,6 +66,7 @@ class ParameterLink(ABC, Generic[P]):
     """How to get at one parameter."""
 
     managed: P
+    may_be_emptied = False  # `.data` takes memory without values: values come later
 
     @property
     @abstractmethod

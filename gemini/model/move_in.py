@@ -61,7 +61,7 @@ def move_in(
         its.take((Kind.PARAM, Kind.MASTER), device, host, chunk.index in placement.kept)
         if all(built_link_of(managed.parameter) for managed in chunk.parameters):
             communicator.wait_for_all("room")  # as a broadcast does: no rank lets weights go that another cannot take
-            _fill_from_store(chunk, moves)
+            _fill_from_store(chunk, communicator, moves)
         else:
             _fill(chunk, communicator, device, moves)
         chunk.settle_at_home()
@@ -149,6 +149,7 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
             else:
                 with link.store.handing_over(link.managed) as flat:
                     payload[managed.offset : managed.offset + managed.numel].copy_(flat)
+                    originals[managed.index] = original
             originals[managed.index] = original
             set_data(managed.parameter, managed.placeholder)
         if communicator.world_size > 1:
@@ -156,11 +157,12 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
             moves.received.update(originals)
         for managed in chunk.parameters:
             _set_weights(managed, payload[managed.offset : managed.offset + managed.numel])
+        moves.originals |= originals
     except BaseException:
         for managed in chunk.parameters[: len(originals)]:
+            let_go(managed)
             restore(managed, originals[managed.index], payload)
         raise
-    moves.originals |= originals
 
 
 def original_of(managed: ManagedParameter) -> Original:
@@ -172,6 +174,13 @@ def original_of(managed: ManagedParameter) -> Original:
     return Original(built.chunk.home.dtype, built.chunk.device, link.store, built.name)
 
 
+def let_go(managed: ManagedParameter) -> None:
+    """A parameter whose values have moved leaves the store in which it was built, if it is there. Local."""
+    link = built_link_of(managed.parameter)
+    if link is not None:
+        link.store.let_go(link.managed)
+
+
 def restore(managed: ManagedParameter, original: Original, payload: Tensor) -> None:
     """The parameter gets memory of its own again, with its values in `payload`, a whole one of its chunk."""
     view = torch.as_strided(payload, managed.shape, managed.stride, managed.offset)
@@ -179,15 +188,23 @@ def restore(managed: ManagedParameter, original: Original, payload: Tensor) -> N
     set_data(managed.parameter, own.copy_(view))
 
 
-def _fill_from_store(chunk: Chunk, moves: Moves) -> None:
-    """Operator by operator: ranks have agreed on the values already. Collective."""
+def _fill_from_store(chunk: Chunk, communicator: Communicator, moves: Moves) -> None:
+    """Operator by operator: ranks have agreed on the values already. Collective.
+
+    They stay in the store, too, until every rank has the whole chunk at home.
+    """
+    originals = {}
     for managed in chunk.parameters:
-        link, original = built_link_of(managed.parameter), original_of(managed)
+        link = built_link_of(managed.parameter)
         assert link is not None
-        with link.store.handing_over(link.managed) as flat:
+        with link.store.values(link.managed) as flat:
             _set_weights(managed, flat)
+        originals[managed.index] = original_of(managed)
+    moves.originals |= originals
+    communicator.wait_for_all("chunk at home")
+    for managed in chunk.parameters:
+        let_go(managed)
         set_data(managed.parameter, managed.placeholder)
-        moves.originals[managed.index] = original
 
 
 def _set_weights(managed: ManagedParameter, flat: Tensor) -> None:

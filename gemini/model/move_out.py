@@ -23,7 +23,7 @@ from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
 from gemini.model.built_chunk import built_link_of, refusal
 from gemini.model.link import any_link_of
-from gemini.model.move_in import Moves, Original, restore
+from gemini.model.move_in import Moves, Original, let_go, restore
 from gemini.placement.demand import Kind, Tier
 
 LOST = "_gemini_lost"
@@ -117,6 +117,7 @@ class MovingOut:
                     self._broadcast(managed, original, source)
                     continue
                 assert original is not None
+                let_go(managed)
                 exact = Kind.MASTER in chunk.homes and original.dtype is not chunk.dtype
                 if exact not in payloads:
                     payloads[exact] = self._gather(chunk, exact)
@@ -139,7 +140,9 @@ class MovingOut:
         most, least, source = words.tolist()
         found: dict[int, int | None] = {}
         for each, high, low, who in zip(managed, most, least, source, strict=True):
-            if high == _MOVED:
+            if high == _MOVED and -low != _MOVED and built_link_of(each.parameter) is not None:
+                moves.originals.pop(each.index, None)  # no rank has let go of it: not all had the chunk at home
+            elif high == _MOVED:
                 if -low != _MOVED and not who:
                     raise _LostWeightsError(f"no rank has the whole of {each.name!r}")
                 found[each.index] = None if -low == _MOVED else world_size - who

@@ -13,14 +13,9 @@ from torch import Tensor, nn
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
 from gemini.model.compiled import is_mark
-from gemini.model.conversion import changes_nothing
+from gemini.model.conversion import CONVERSION, changes_nothing
 from gemini.model.plain_copy import PlainCopies
 from gemini.model.weights import load_part, load_whole_state_dict, whole_state_dict
-
-_CONVERSION = (
-    ".to(), .cuda(), .half() and the like cannot change a ShardedModel: give device= and dtype= to ShardedModel(...). "
-    "copy.deepcopy(model) is a plain module in host memory, which can be converted"
-)
 
 
 class PlainView(nn.Module):
@@ -137,7 +132,7 @@ class PlainView(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.to()`, `.float()`, `.cuda()` and the like: nothing, where they change nothing. Else UnsupportedError."""
         if not changes_nothing(fn, (*self.module.parameters(), *self.module.buffers())):
-            raise UnsupportedError(_CONVERSION)
+            raise UnsupportedError(CONVERSION)
         return self
 
     def share_memory(self) -> NoReturn:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemini.chunks.placeholder import unguarded
-from gemini.errors import ReleasedParameterError
+from gemini.errors import ReleasedParameterError, UnsupportedError
 from gemini.model.address import MovingAddress
 from gemini.model.compiled import refuse_traced
+from gemini.model.conversion import CONVERSION, is_unwritten, unwritten
 from gemini.model.edges import gradients
 from gemini.model.foreach import for_each_chunk
 from gemini.model.link import ParameterLink, any_link_of, detached_from
@@ -174,6 +175,8 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     if any_link_of(value) is link:
         return
     link.refuse_sharing(value)
+    if is_unwritten(value) and not link.may_be_emptied:
+        raise UnsupportedError(f"parameter {managed.name!r} would lose its values: {CONVERSION}")
     if value.shape != managed.shape or value.dtype != managed.dtype:
         link.replace_data(value)
         return
@@ -284,6 +287,11 @@ def _convert(func: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
+def _empty_like(*args: Any, **kwargs: Any) -> Tensor:
+    """As `module.to_empty()` calls it, and then sets `.data`."""
+    return unwritten(_use(torch.empty_like, args, kwargs))
+
+
 def _probe(value: Any) -> Any:
     """An element of the dtype and on the device of what fetches itself; anything else itself."""
     return value if _link_or_none(value) is None else torch.empty((), dtype=value.dtype, device=value.device)
@@ -313,6 +321,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.stride: _stride,
     _T.is_same_size: _is_same_size,
     torch.is_same_size: _is_same_size,
+    torch.empty_like: _empty_like,
     _T.is_contiguous: _is_contiguous,
     _T.data_ptr: _address,
     _T.untyped_storage: _refuse("untyped_storage", _ADDRESS),

@@ -22,6 +22,19 @@ def test_one_rank_that_fails_anywhere_else_does_too(ranks: RankPool) -> None:
     ranks(2).run(failing_wraps.at_other_places)
 
 
+def test_ctrl_c_while_weights_move_leaves_them_whole() -> None:
+    failing_wraps.interrupted_anywhere(0, 1, 41)
+
+
+def test_ctrl_c_on_one_rank_leaves_the_weights_of_a_built_module_on_all(ranks: RankPool) -> None:
+    ranks(2).run(failing_wraps.interrupted_on_one_rank)
+
+
+@pytest.mark.soak
+def test_ctrl_c_at_any_line_leaves_weights_whole() -> None:
+    failing_wraps.interrupted_anywhere(0, 1, 1)
+
+
 @pytest.mark.soak
 def test_one_of_three_ranks_runs_out_of_memory_at_any_time(ranks: RankPool) -> None:
     ranks(3).run(failing_wraps.at_every_take, timeout_s=600.0)
