@@ -173,7 +173,7 @@ def train(settings: Settings, rank: int = 0, world_size: int = 1) -> Result:
         tokens_per_s=speed,
         state_hash=gemini.state_hash(model, optimizer),
         sample=text,
-        num_evictions=model.executor.fetcher.num_evictions,
+        num_evictions=model.observer.counts["evict"],
         budget_bytes=model.plan.budget_bytes,
         peak_device_bytes=tiers["device"].peak_bytes,
         peak_host_bytes=tiers["host"].peak_bytes,

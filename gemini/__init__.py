@@ -28,6 +28,7 @@ from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module
 from gemini.model.sharded_model import ShardedModel
 from gemini.model.specs import specs_of
 from gemini.model.zero_init import ZeroInitContext
+from gemini.observe import Move, Observer
 from gemini.optimizer.full_access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -74,6 +75,8 @@ __all__ = [
     "HybridAdam",
     "Kind",
     "MemoryEstimate",
+    "Move",
+    "Observer",
     "ParameterSpec",
     "Placement",
     "PlacementPolicy",

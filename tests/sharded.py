@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini import ShardedModel, ShardedOptimizer
+from gemini import Move, ShardedModel, ShardedOptimizer
 from tests.mlp import minimum_bytes
 from tests.models import ModelCase
 from tests.reference import Recipe, Run, make_optimizer
@@ -93,13 +93,13 @@ def train_sharded(
     facts = Facts(
         len(executor.chunks),
         sum(chunk.oversize for chunk in executor.chunks),
-        executor.fetcher.num_evictions,
-        executor.fetcher.num_fetches,
+        model.observer.counts["evict"],
+        model.observer.counts["fetch"] + model.observer.counts["prefetch"],
         sum(len(slots) > 1 for slots in slots_of.values()),
         any(len({c.index for c in op.chunks}) > 1 for op in model.operators),
         model._tiers[0].ledger.peak_bytes,
         model.plan.budget_bytes,
-        executor.gradients.store.num_spills,
+        model.observer.counts["spill"],
         executor.gradients.store.peak_open,
         executor.communicator.collectives.bytes_sent,
     )
@@ -116,13 +116,12 @@ def smallest_budget(case: ModelCase, recipe: Recipe, **wrap: Any) -> int:
 
 def _watch_slots(model: ShardedModel, slots_of: dict[int, set[int]]) -> None:
     fetcher = model.executor.fetcher
-    log = fetcher._log
 
-    def watch(what: str, chunk: Any, source: str, target: str) -> None:
-        log(what, chunk, source, target)
-        if what == "fetch" and chunk.own_slot is None:
+    def watch(move: Move) -> None:
+        chunk = model.executor.chunks[move.chunk]
+        if move.what in ("fetch", "prefetch") and chunk.own_slot is None:
             slots_of.setdefault(chunk.index, set()).add(
                 next(i for i, s in enumerate(fetcher.pools[chunk.oversize].slots) if s.chunk == chunk.index)
             )
 
-    fetcher._log = watch
+    model.observer.listen(watch)

@@ -22,7 +22,7 @@ def test_a_checkpointed_model_has_the_bits_of_the_plain_one(way: str, place: str
     for model, optimizer in both:
         train(model, optimizer)
     assert_same(*(weights_of(model) for model, _ in both))
-    assert place == "cuda" or both[0][0].executor.fetcher.num_evictions > 0
+    assert place == "cuda" or both[0][0].observer.counts["evict"] > 0
 
 
 @pytest.mark.parametrize("place", PLACES)

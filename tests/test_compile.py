@@ -89,13 +89,13 @@ def test_a_compiled_model_trains_like_the_compiled_plain_module_and_is_compiled_
     assert_equal(got, wanted)
     assert counts == [plain_backend.num_graphs] * STEPS
     assert len(model.operators) == (1 if way in WHOLE else 1 + BLOCKS)
-    assert model.executor.fetcher.num_evictions > STEPS or way in WHOLE
+    assert model.observer.counts["evict"] > STEPS or way in WHOLE
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_backends_that_trace_backward_too_get_the_same_bits(backend: str) -> None:
     model = compare(lambda: compile_blocks(build(Net), backend=backend))
-    assert model.executor.fetcher.num_evictions > STEPS
+    assert model.observer.counts["evict"] > STEPS
 
 
 @pytest.mark.soak

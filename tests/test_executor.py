@@ -154,7 +154,7 @@ def test_changing_control_flow_re_records_the_trace() -> None:
         reference.zero_grad()
     for name, weight in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
-    assert model.executor.fetcher.num_evictions > 0
+    assert model.observer.counts["evict"] > 0
 
 
 def test_eviction_by_next_use_fetches_less_than_recency() -> None:
@@ -162,8 +162,8 @@ def test_eviction_by_next_use_fetches_less_than_recency() -> None:
     model, optimizer = wrap(build(), slots=4)
     counts = []
     for _ in range(4):
-        before = model.executor.fetcher.num_fetches
+        before = model.observer.num_fetches
         model(torch.randn(2, WIDTH)).sum().backward()
-        counts.append(model.executor.fetcher.num_fetches - before)
+        counts.append(model.observer.num_fetches - before)
         optimizer.step()
     assert counts[-1] <= 6 + (6 - 4), "all layers once, and again what four slots could not keep for backward"

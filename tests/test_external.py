@@ -54,7 +54,7 @@ def train(registers: bool, arguments: dict[str, Any]) -> None:
         mlp.train_step(model, optimizer, step)
         mlp.train_step(reference, its, step)
     assert_same(weights_of(model), weights_of(reference))
-    assert model.executor.fetcher.num_evictions > 0
+    assert model.observer.counts["evict"] > 0
     plain = [kind is nn.Parameter for kind in model.borrower.kinds]
     assert all(plain) if registers else not any(plain)
 

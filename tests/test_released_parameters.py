@@ -17,7 +17,7 @@ from tests.mlp import build, sharded, train_step, weight, wrap
 
 
 def num_fetches(model: ShardedModel) -> int:
-    return model.executor.fetcher.num_fetches
+    return model.observer.num_fetches
 
 
 # ---- questions that need no data -------------------------------------------------------------------------------

@@ -82,8 +82,8 @@ def test_the_memory_report_tells_what_is_where() -> None:
         assert word in report, word
     assert "policy auto" in report
     assert f"{LAYERS} chunks" in report
-    assert f"{model.executor.fetcher.num_fetches} fetches" in report
-    assert f"{model.executor.fetcher.num_evictions} evictions" in report
+    assert f"{model.observer.num_fetches} fetches" in report
+    assert f"{model.observer.counts['evict']} evictions" in report
     assert "host->device" in report
     assert "device->host" in report
     assert device.ledger.peak_bytes <= model.plan.budget_bytes

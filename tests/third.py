@@ -100,13 +100,13 @@ def run(rank: int, world_size: int, way: str, bounded: bool) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             optimizer.step()
         assert optimizer.last_step is not None and (optimizer.last_step.skipped is not None) is (step == 3)
-    ledger, fetcher = model._tiers[0].ledger, model.executor.fetcher
+    ledger = model._tiers[0].ledger
     facts = {
         "losses": [str(loss) for loss in losses],
         "hash": state_hash(model, optimizer),
         "budget": budget,
         "peak": ledger.peak_bytes,
-        "evictions": fetcher.num_evictions,
+        "evictions": model.observer.counts["evict"],
         "host": model._tiers[1].ledger.peak_bytes,
         "chunks": len(model.executor.chunks),
     }

@@ -8,6 +8,7 @@ gradient rests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from gemini.executor.gradient_store import ChunkGradient, GradientStore
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.tier import copy
+from gemini.observe import Moving
+
+
+@dataclass
+class _InFlight:
+    """A reduction that was started."""
+
+    gradient: ChunkGradient
+    gathered: Callable[[], Tensor]  # waits; the mean
+    backward: int
+    moving: Moving
 
 
 class Exchange:
@@ -30,26 +42,48 @@ class Exchange:
         self.communicator = communicator
         self.scratch = scratch
         self.stage = stage
-        self._in_flight: tuple[ChunkGradient, Callable[[], Tensor], int] | None = None
+        self._in_flight: _InFlight | None = None
 
     def start_reduction(self, gradient: ChunkGradient, backward: int) -> None:
         """Exchange the open payload; its mean is merged as one of backward number `backward`. Collective."""
-        assert gradient.payload is not None
         self.scratch.reset()
-        chunk, payload = gradient.chunk, gradient.payload
         if self.communicator.world_size == 1:
-            if chunk.narrows:
-                rounded = self.scratch.take(payload.numel(), chunk.gradient_dtype)
-                payload = rounded.copy_(payload)
-            self._merge(gradient, payload, backward)
-            self.store.close(gradient)
+            with self._moving(gradient, blocks=1):
+                self._merge_own(gradient, backward)
             return
+        moving = self._moving(gradient, blocks=2)
+        with moving:
+            gathered = self._launch(gradient)
+        self._in_flight = _InFlight(gradient, gathered, backward, moving)
+        if self.stage == 0:
+            self.finish_reduction()
+
+    def _moving(self, gradient: ChunkGradient, blocks: int) -> Moving:
+        chunk, home = gradient.chunk, gradient.resting.tier
+        ends = home if gradient.slot is None else "gradient slot", home
+        where = self.communicator.moments.here
+        return self.store.observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
+
+    def _merge_own(self, gradient: ChunkGradient, backward: int) -> None:
+        """One rank's gradient is the mean."""
+        chunk, payload = gradient.chunk, gradient.payload
+        assert payload is not None
+        if chunk.narrows:
+            rounded = self.scratch.take(payload.numel(), chunk.gradient_dtype)
+            payload = rounded.copy_(payload)
+        self._merge(gradient, payload, backward)
+        self.store.close(gradient)
+
+    def _launch(self, gradient: ChunkGradient) -> Callable[[], Tensor]:
+        """Send the payload to the other ranks; what is returned waits for the mean. Collective."""
+        chunk, payload = gradient.chunk, gradient.payload
+        assert payload is not None
         self.homes.before_reduction(chunk)
         rests_as_is = chunk.gradient_dtype is chunk.dtype
-        whole = gradient.payload
+        whole = payload
         if self.stage == 0 and not rests_as_is:
             whole = self.scratch.take(chunk.numel, chunk.gradient_dtype)
-        in_place = gradient.payload is gradient.whole or self.stage == 0
+        in_place = payload is gradient.whole or self.stage == 0
         if in_place and len(chunk.layout.units) == 1:
             begin = chunk.layout.slices(chunk.rank)[0].payload_start
             out = whole[begin : begin + chunk.layout.shard_numel]
@@ -67,19 +101,16 @@ class Exchange:
             self.communicator.all_gather(whole, out, chunk.layout, chunk.index)
             return whole
 
-        self._in_flight = gradient, gathered, backward
-        if self.stage == 0:
-            self.finish_reduction()
+        return gathered
 
     def finish_reduction(self) -> None:
         """Wait for the reduction in flight, if any, and merge its result. Local: launches nothing but at stage 0."""
         if self._in_flight is None:
             return
-        gradient, gathered, backward = self._in_flight
-        self._in_flight = None
-        with torch.inference_mode(False), torch.no_grad():
-            self._merge(gradient, gathered(), backward)
-            self.store.close(gradient)
+        flight, self._in_flight = self._in_flight, None
+        with torch.inference_mode(False), torch.no_grad(), flight.moving:
+            self._merge(flight.gradient, flight.gathered(), flight.backward)
+            self.store.close(flight.gradient)
 
     def make_room(self, gradient: ChunkGradient) -> None:
         """Memory for a reduced gradient that comes from no backward. Every rank does it at the same point."""

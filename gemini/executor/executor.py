@@ -298,7 +298,7 @@ class Executor:
     def before_chunk_update(self, chunk: Chunk) -> None:
         """The chunk's home will have new values: a payload in a slot is stale. Before, since both may be one memory."""
         if chunk.state is ChunkState.GATHERED:
-            self.fetcher.release(chunk, wipes=True)
+            self.fetcher.release(chunk)
 
     def after_chunk_update(self, chunk: Chunk) -> None:
         """The chunk's home has new values: a payload at home has a new version."""

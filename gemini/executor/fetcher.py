@@ -18,19 +18,19 @@ from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import BudgetError, SlotError
 from gemini.executor.binding import Binding
 from gemini.executor.communicator import Communicator
+from gemini.executor.slot_errors import slot_is_held, slots_are_in_use
 from gemini.executor.victims import Victims
 from gemini.memory.host import HostTier
 from gemini.memory.ledger import Traffic
 from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, settle
 from gemini.memory.tier import MemoryTier, copy
+from gemini.observe import Moving, Observer
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import NextUse
 
 _SETTLE_S = 2.0  # a gloo worker drops its references within tens of ms; anything longer is a view that someone keeps
 
 _TOUCHES_AHEAD = 8  # far enough that a gather of some ms is over, near enough that its slot does not stand idle
-
-Log = Callable[[str, Chunk, str, str], None]  # (what, chunk, from, to)
 
 
 @dataclass
@@ -40,6 +40,7 @@ class _Arrival:
     chunk: Chunk
     slot: Slot
     payload: Tensor
+    moving: Moving
     finish: Callable[[], None]
 
 
@@ -54,7 +55,7 @@ class Fetcher:
         communicator: Communicator,
         traffic: Traffic,
         binding: Binding,
-        log: Log,
+        observer: Observer,
     ) -> None:
         self.chunks = chunks
         self.device = device
@@ -72,14 +73,11 @@ class Fetcher:
         }
         self._ahead: _Arrival | None = None  # on its way before it was asked for
         self._left: list[KeptSlot] = []  # replaced, but still held by views
-        self.num_fetches = 0
-        self.num_ahead = 0  # of them, started before they were asked for
-        self.num_evictions = 0
         self.on_first_use: Callable[[], None] = lambda: None  # called before the first slot is used
         self.on_touch: Callable[[], None] = lambda: None  # called before every touch of a chunk that can leave
         self.take_back: Callable[[Chunk], None] = lambda chunk: None  # the parameters get their home back
         self.on_gather: Callable[[Chunk], None] = lambda chunk: None  # called before every gather
-        self._log = log
+        self.observer = observer
 
     def open_pools(self, regular: tuple[int, int], oversize: tuple[int, int]) -> None:
         """(bytes, count) of both slot sizes."""
@@ -129,7 +127,6 @@ class Fetcher:
                 if chunk.lent:
                     self.take_back(chunk)
                 self._ahead = self._depart(chunk, slot, ahead=True)
-                self.num_ahead += 1
 
     def settle(self) -> None:
         """What was fetched ahead has arrived. Local: launches nothing."""
@@ -155,15 +152,17 @@ class Fetcher:
             self.slot_by_storage[slot.storage] = slot
         payload = cached[0]
         slot.chunk = chunk.index
-        return _Arrival(chunk, slot, payload, self._start_gather(chunk, payload, ahead))
+        what, home = "prefetch" if ahead else "fetch", chunk.homes[Kind.PARAM].tier
+        moving = self.observer.moving(what, chunk.index, home, "slot", chunk.payload_bytes, self.where, blocks=2)
+        with moving:
+            return _Arrival(chunk, slot, payload, moving, self._start_gather(chunk, payload, ahead))
 
     def _arrive(self, arrival: _Arrival) -> None:
-        arrival.finish()
         chunk = arrival.chunk
-        chunk.slot, chunk.payload, chunk.state = arrival.slot, arrival.payload, ChunkState.GATHERED
-        self.num_fetches += 1
-        self.victims.note(chunk)
-        self._log("fetch", chunk, chunk.homes[Kind.PARAM].tier, "slot")
+        with arrival.moving:
+            arrival.finish()
+            chunk.slot, chunk.payload, chunk.state = arrival.slot, arrival.payload, ChunkState.GATHERED
+            self.victims.note(chunk)
 
     def _start_gather(self, chunk: Chunk, payload: Tensor, ahead: bool) -> Callable[[], None]:
         """payload <- the whole content, from this rank's home and the other ranks'. Collective if sharded."""
@@ -193,15 +192,15 @@ class Fetcher:
             self.settle()
             victim = self.victims.first(pool, chunk.oversize)
             if victim is None:
-                raise SlotError(self._no_slot(chunk, pool))
+                has_budget = self.device.capacity_bytes is not None
+                raise slots_are_in_use(self.where(), chunk, pool, self.chunks, has_budget)
         if victim is None:
             return None
         if ahead and self.next_use.next_use(victim.index) <= self.next_use.next_use(chunk.index):
             return None
         slot = victim.slot
         assert slot is not None
-        self.num_evictions += 1
-        if self.release(victim):
+        if self.release(victim, chunk):
             return slot
         slot = self._replaced(chunk, victim)
         assert slot is not None
@@ -217,57 +216,47 @@ class Fetcher:
             raise self._held(f"{whose} must leave its slot for chunk {chunk.index} ({chunk.names()})") from None
 
     def _held(self, what: str) -> SlotError:
-        budget = self.device.capacity_bytes
-        place = "the memory that the device has left" if budget is None else f"{budget} bytes"
-        more = "free memory there" if budget is None else "allow more with model_data_memory= or device_memory="
-        return SlotError(
-            f"{self.where()}: {what}, but a view of one of its parameters is still alive, and there is no spare slot "
-            f"in {place}. Do not keep views of parameters (or .data of them) beyond their operator, or {more}"
-        )
-
-    def _no_slot(self, chunk: Chunk, pool: SlotPool) -> str:
-        users = "; ".join(
-            f"chunk {s.chunk} ({self.chunks[s.chunk].names()})" for s in pool.slots if s.chunk is not None
-        )
-        if self.device.capacity_bytes is None:  # a built-in policy gives every chunk a slot then
-            more = "Nothing limits model data here: let place() of tensor_placement_policy= give more num_slots"
-        else:
-            more = f"Allow {pool.num_bytes} bytes more with model_data_memory= or device_memory="
-        return (
-            f"{self.where()} needs chunk {chunk.index} ({chunk.names()}), but all {len(pool.slots)} slots of "
-            f"{pool.num_bytes} bytes are in use at this moment by {users}. {more}, or make chunk_size= smaller"
-        )
+        return slot_is_held(self.where(), what, self.device.capacity_bytes)
 
     def where(self) -> str:
-        return self.communicator.moments.describe(self.communicator.moments.now)
+        return self.communicator.moments.here()
 
-    def release(self, chunk: Chunk, wipes: bool = False) -> bool:
+    def release(self, chunk: Chunk, successor: Chunk | None = None) -> bool:
         """Take a gathered chunk out of its slot. False if the slot is held by a view, which then has it alone.
 
-        wipes: poison what is left, where a tier can.
+        successor: who needs the slot and overwrites what is left there. Without one it is poisoned, where a tier can.
         """
-        assert chunk.state is ChunkState.GATHERED and chunk.slot is not None and self.pools is not None
+        assert chunk.state is ChunkState.GATHERED and chunk.slot is not None
+        slot = chunk.slot
+        what = "release" if successor is None else "evict"
+        reason = self.where if successor is None else f"room for chunk {successor.index}"
+        home = chunk.homes[Kind.PARAM].tier
+        moving = self.observer.moving(what, chunk.index, "slot", home, chunk.payload_bytes, reason)
+        with moving:
+            settles = self._leave(chunk, slot)
+            if settles and successor is None:
+                slot.wipe()
+        return settles
+
+    def _leave(self, chunk: Chunk, slot: Slot) -> bool:
+        assert self.pools is not None
         self.binding.write_back(chunk)
         self.binding.unbind(chunk)
         # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage; with a higher
         # version a save that bypassed our hooks is autograd's own error instead of a wrong gradient
         chunk.bump_versions()
-        slot = chunk.slot
         chunk.slot, chunk.payload, chunk.state = None, None, ChunkState.RELEASED
         if slot is chunk.own_slot:
             slot.chunk = None
         else:
             self.pools[chunk.oversize].vacate(slot)
-        self._log("release", chunk, "slot", chunk.homes[Kind.PARAM].tier)
-        if not self.settles(slot):
-            if slot is chunk.own_slot:
-                self._keep_another(chunk)
-            else:
-                self.pools[chunk.oversize].set_aside(slot)
-            return False
-        if wipes:
-            slot.wipe()
-        return True
+        if self.settles(slot):
+            return True
+        if slot is chunk.own_slot:
+            self._keep_another(chunk)
+        else:
+            self.pools[chunk.oversize].set_aside(slot)
+        return False
 
     def settles(self, memory: Slot | SharedStorage) -> bool:
         """Nobody holds the memory, or only a collective that is over."""
@@ -293,7 +282,7 @@ class Fetcher:
         self.settle()
         for chunk in self.chunks:
             if chunk.state is ChunkState.GATHERED:
-                self.release(chunk, wipes=True)
+                self.release(chunk)
 
     def start_anew(self) -> None:
         """After a failed step: every slot is empty and nothing is expected, equally on all ranks."""

@@ -19,6 +19,7 @@ from gemini.errors import BudgetError
 from gemini.memory.ledger import Traffic
 from gemini.memory.slot import Slot, SlotPool
 from gemini.memory.tier import MemoryTier, copy
+from gemini.observe import Observer
 from gemini.placement.demand import Kind, Tier
 
 
@@ -109,14 +110,14 @@ class ChunkGradient:
 class GradientStore:
     """Gradient slots and the memory behind every `ChunkGradient`."""
 
-    def __init__(self, device: MemoryTier, host: MemoryTier, traffic: Traffic) -> None:
+    def __init__(self, device: MemoryTier, host: MemoryTier, traffic: Traffic, observer: Observer) -> None:
         self.device = device
         self.host = host
         self.traffic = traffic
+        self.observer = observer
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
         self.pools: tuple[SlotPool, SlotPool] | None = None
         self.finish_reduction: Callable[[], None] = lambda: None  # the one in flight holds a slot
-        self.num_spills = 0
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not on the way to the other ranks
 
@@ -202,10 +203,7 @@ class GradientStore:
         gradient.slot = slot
         gradient.payload, gradient.views = slot.views[chunk.index]
         if gradient.spilled is not None:
-            copy(gradient.payload.view(torch.uint8), gradient.spilled, self.device, self.host, self.traffic)
-            self.device.synchronize()
-            self.host.give(gradient.spilled, "spilled gradients")
-            gradient.spilled = None
+            self._unspill(gradient, gradient.payload, gradient.spilled)
         else:
             if resume:
                 gradient.resumed = True
@@ -262,10 +260,10 @@ class GradientStore:
         open_chunks = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
         # complete ones wait for their turn; of the others the first in the model gets its next gradient last
         victim = max(open_chunks, key=lambda g: (g.num_fired == g.expected, -g.chunk.index))
-        return self._spill(victim)
+        return self._spill(victim, wanted)
 
-    def _spill(self, victim: ChunkGradient) -> Slot:
-        """Move an open payload to the host, unreduced. Local to this rank: no collective."""
+    def _spill(self, victim: ChunkGradient, wanted: ChunkGradient) -> Slot:
+        """Move an open payload to the host, unreduced: `wanted` needs its slot. Local to this rank: no collective."""
         assert victim.slot is not None and victim.payload is not None and self.pools is not None
         try:
             buffer = self.host.take(victim.chunk.payload_bytes, "spilled gradients")
@@ -274,14 +272,24 @@ class GradientStore:
                 f"no gradient slot is free and the host cannot take an open gradient of chunk {victim.chunk.index} "
                 f"({victim.chunk.names()}): {error}"
             ) from None
-        copy(buffer, victim.payload.view(torch.uint8), self.host, self.device, self.traffic)
-        self.device.synchronize()
-        self.num_spills += 1
+        index, ends = victim.chunk.index, ("gradient slot", self.host.name)
+        why = f"room for the gradient of chunk {wanted.chunk.index}"
+        with self.observer.moving("spill", index, *ends, buffer.nbytes, why):
+            copy(buffer, victim.payload.view(torch.uint8), self.host, self.device, self.traffic)
+            self.device.synchronize()
         slot = victim.slot
         victim.spilled, victim.slot, victim.payload, victim.views = buffer, None, None, ()
         victim.expect_nothing()
         self.pools[victim.chunk.oversize].vacate(slot)
         return slot
+
+    def _unspill(self, gradient: ChunkGradient, payload: Tensor, spilled: Tensor) -> None:
+        index, ends = gradient.chunk.index, (self.host.name, "gradient slot")
+        with self.observer.moving("unspill", index, *ends, spilled.nbytes, "gradients of it, or its reduction"):
+            copy(payload.view(torch.uint8), spilled, self.device, self.host, self.traffic)
+            self.device.synchronize()
+        self.host.give(spilled, "spilled gradients")
+        gradient.spilled = None
 
     def widen(self, gradient: ChunkGradient) -> None:
         """From the second micro-batch on a 16-bit shard is added up in fp32; its room is kept for later steps."""

@@ -45,6 +45,10 @@ class Moments:
     def set(self, operator: int, phase: Phase) -> None:
         self.now = operator * len(Phase) + phase
 
+    def here(self) -> str:
+        """The current moment in words."""
+        return self.describe(self.now)
+
     def describe(self, moment: int) -> str:
         operator, phase = divmod(moment, len(Phase))
         name = self.operators[operator] if operator < len(self.operators) else f"operator {operator}"

@@ -17,6 +17,7 @@ from gemini.errors import BudgetError
 from gemini.executor.executor import Executor
 from gemini.executor.masters import master_from_weights
 from gemini.memory.tier import copy
+from gemini.observe import Moving
 from gemini.placement.demand import Demand, Kind, Placement, Tier
 
 
@@ -142,13 +143,20 @@ class Rehoming:
             if (chunk.homes[Kind.PARAM].tier is not target or keeps != had_slot) and moves_in == (
                 target is Tier.DEVICE and not had_slot
             ):
-                self._move_parameters(chunk, target, keeps)
+                with self._migrating(chunk, Kind.PARAM, target):
+                    self._move_parameters(chunk, target, keeps)
             master = chunk.homes.get(Kind.MASTER)
             if master is not None and master.tier is not homes[Kind.MASTER]:
                 if moves_in == (homes[Kind.MASTER] is Tier.DEVICE):
-                    self._move(chunk, Kind.MASTER, homes[Kind.MASTER])
+                    with self._migrating(chunk, Kind.MASTER, homes[Kind.MASTER]):
+                        self._move(chunk, Kind.MASTER, homes[Kind.MASTER])
             if owner is not None and owner.has(chunk) and moves_in == (homes[Kind.OPTIM] is Tier.DEVICE):
                 owner.move(chunk, homes[Kind.OPTIM])
+
+    def _migrating(self, chunk: Chunk, kind: Kind, target: Tier) -> Moving:
+        before = chunk.homes[kind]
+        why = f"another placement of its {kind.value}"
+        return self._fetcher.observer.moving("migrate", chunk.index, before.tier, target, before.buffer.nbytes, why)
 
     def _move_parameters(self, chunk: Chunk, target: Tier, keeps: bool) -> None:
         fetcher = self._fetcher

@@ -66,7 +66,7 @@ class SharedHomes:
         if chunk.pins or self._fetcher.is_coming(chunk):
             self._used_after.add(chunk.index)
         elif chunk.state is ChunkState.GATHERED and chunk.index not in self._used_after:
-            self._fetcher.release(chunk, wipes=True)
+            self._fetcher.release(chunk)
 
     def _on_gather(self, chunk: Chunk) -> None:
         if chunk.index in self._reduced:

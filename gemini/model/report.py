@@ -32,14 +32,15 @@ def memory_table(tiers: tuple[MemoryTier, HostTier], plan: Plan, executor: Execu
         f"pinned; {format_bytes(host.staging.mapped_bytes)} for temporaries"
     )
     budget = "unlimited" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    fetcher = executor.fetcher
+    observer = executor.fetcher.observer
+    counts = observer.counts
     lines.append(
         f"policy {plan.policy}, model data budget {budget}, {len(plan.packing.chunks)} chunks of up to "
         f"{format_bytes(plan.packing.chunk_bytes)}"
     )
     lines.append(
-        f"{fetcher.num_fetches} fetches, {fetcher.num_ahead} of them ahead, {fetcher.num_evictions} evictions, "
-        f"{executor.gradients.store.num_spills} gradients moved to the host unreduced"
+        f"{observer.num_fetches} fetches, {counts['prefetch']} of them ahead, {counts['evict']} "
+        f"evictions, {counts['spill']} gradients moved to the host unreduced"
     )
     for link, num_bytes in sorted(traffic.bytes_by_link.items()):
         lines.append(f"{link}: {format_bytes(num_bytes)}")

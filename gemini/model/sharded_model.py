@@ -21,7 +21,6 @@ from gemini.executor.gradients import Gradients
 from gemini.executor.last_words import publish_exit
 from gemini.executor.leftovers import Becomes
 from gemini.executor.moment import Moments
-from gemini.executor.move_log import log_line
 from gemini.executor.operator import Operator
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
@@ -52,6 +51,7 @@ from gemini.model.specs import describe, model_spec
 from gemini.model.state_hooks import StateHooks
 from gemini.model.unasked import guard_placeholders
 from gemini.model.wrap import make_chunks
+from gemini.observe import Observer
 from gemini.placement.plan import Plan, plan_model
 from gemini.settings import Options, Settings, Strategy
 
@@ -125,6 +125,7 @@ class ShardedModel(PlainView):
                 self._show(module)
                 self.settings = settings
                 self._traffic = Traffic()
+                self.observer = Observer()
                 self._tiers: tuple[MemoryTier, HostTier] = (device_tier, host_tier)
                 self._chunks: list[Chunk] = chunks
                 self._optimizer: object | None = None
@@ -156,9 +157,9 @@ class ShardedModel(PlainView):
         move_buffers_in(self.module, communicator, device, moves)
         move_in(chunks, placement, demand, communicator, device, host, moves)
         binding = Binding(chunks, device, host, self._traffic, ReleasedParameter)
-        fetcher = Fetcher(chunks, device, host, communicator, self._traffic, binding, log_line)
+        fetcher = Fetcher(chunks, device, host, communicator, self._traffic, binding, self.observer)
         fetcher.open_pools(*zip(demand.slot_bytes, placement.num_slots, strict=True))
-        store = GradientStore(device, host, self._traffic)
+        store = GradientStore(device, host, self._traffic, self.observer)
         store.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
         trainable = [chunk for chunk in chunks if chunk.trainable]
         for chunk in trainable:

@@ -267,4 +267,4 @@ def tuned_sentence_encoder(rank: int, world_size: int, directory: str) -> dict[s
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": losses, "fetches": model.executor.fetcher.num_fetches}
+    return {"losses": losses, "fetches": model.observer.num_fetches}

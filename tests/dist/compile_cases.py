@@ -66,7 +66,7 @@ def trains(
         its.step()
         its.zero_grad()
         assert_same(weights_of(trained), weights_of(reference))
-    num_evictions = model.executor.fetcher.num_evictions
+    num_evictions = model.observer.counts["evict"]
     model.close()
     return num_evictions
 
@@ -84,7 +84,7 @@ def recompiles(rank: int, world_size: int) -> list[int]:
         model(inputs(rank, step, False)).square().mean().backward()
         optimizer.step()
         counts.append(backend.num_graphs)
-    assert model.executor.fetcher.num_evictions > STEPS
+    assert model.observer.counts["evict"] > STEPS
     model.close()
     return counts
 

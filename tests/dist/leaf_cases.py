@@ -110,7 +110,7 @@ def routes(rank: int, world_size: int, way: str, budget: str | None) -> int:
         its.step()
         its.zero_grad()
         assert_same(weights_of(model), weights_of(reference))
-    num_evictions = model.executor.fetcher.num_evictions
+    num_evictions = model.observer.counts["evict"]
     model.close()
     return num_evictions
 

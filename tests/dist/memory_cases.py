@@ -92,7 +92,7 @@ def live_tensors_within_budget(rank: int, world_size: int, budget: int) -> dict[
         "storages": largest,
         "ledger": ledger.peak_bytes,
         "budget": budget,
-        "evictions": model.executor.fetcher.num_evictions,
+        "evictions": model.observer.counts["evict"],
     }
 
 

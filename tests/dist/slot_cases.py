@@ -85,7 +85,7 @@ def detours(rank: int, world_size: int, budget: str | int | None) -> dict[str, i
         if step in (5, 6):
             weight = model.layers[2].weight * 1
             assert torch.equal(weight, reference.layers[2].weight)
-        ahead.append(model.executor.fetcher.num_ahead)
+        ahead.append(model.observer.counts["prefetch"])
     assert_same(weights_of(model), weights_of(reference))
     placement = model.plan.placement
     return {"ahead": ahead[-1] - ahead[-2], "kept": len(placement.kept), "slots": placement.num_slots[0]}

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini import BudgetError, ShardedModel, estimate_memory
+from gemini import BudgetError, Move, ShardedModel, estimate_memory
 
 _LAUNCHES = {  # by what they do: torch's names for it in several versions
     "broadcast": ("broadcast",),
@@ -89,14 +89,13 @@ class Moves:
 
     def __init__(self, model: ShardedModel) -> None:
         self._digest = hashlib.sha256()
-        fetcher = model.executor.fetcher
-        log = fetcher._log
+        whats = {"fetch": "fetch", "prefetch": "fetch", "release": "release", "evict": "release"}
 
-        def note(what: str, chunk: Any, source: str, target: str) -> None:
-            self._digest.update(f"{what} {chunk.index} {source} {target}\n".encode())
-            log(what, chunk, source, target)
+        def note(move: Move) -> None:
+            if move.what in whats:
+                self._digest.update(f"{whats[move.what]} {move.chunk} {move.source} {move.target}\n".encode())
 
-        fetcher._log = note
+        model.observer.listen(note)
 
     def hash(self) -> str:
         return self._digest.hexdigest()[:10]
@@ -120,12 +119,11 @@ def bytes_sent(model: ShardedModel) -> int:
 
 def work_counts(model: ShardedModel) -> dict[str, Any]:
     """What has been moved, sent and held since the model was wrapped."""
-    executor = model.executor
-    fetcher, store = executor.fetcher, executor.gradients.store
+    executor, moves = model.executor, model.observer
     counts: dict[str, Any] = {
-        "fetches": [fetcher.num_fetches, fetcher.num_ahead],
-        "evictions": fetcher.num_evictions,
-        "spills": [store.num_spills, store.peak_open],
+        "fetches": [moves.num_fetches, moves.counts["prefetch"]],
+        "evictions": moves.counts["evict"],
+        "spills": [moves.counts["spill"], executor.gradients.store.peak_open],
         "links": {link: num_bytes for link, num_bytes in sorted(model._traffic.bytes_by_link.items()) if num_bytes},
     }
     for tier in model._tiers:

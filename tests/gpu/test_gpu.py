@@ -38,7 +38,7 @@ def test_training_gives_the_plain_loops_bits(
     outcome, model = loops.train_sharded(subject, device, dtype, place)
     assert_same_bits(outcome, plain(subject, device, dtype, 4))
     if place != "half":  # what fits on the device, or has a slot for every chunk, is never evicted
-        assert (model.executor.fetcher.num_evictions > 0) == (place == "smallest")
+        assert (model.observer.counts["evict"] > 0) == (place == "smallest")
     if place in ("cpu", "smallest"):
         assert model._traffic.bytes_by_link["host->device"] > 0
 
@@ -228,7 +228,7 @@ def test_the_allocators_figures_stay_inside_the_budget(part: int, cuda: torch.de
         grew = _step(model, optimizer, x)
         assert grew <= activation_bytes + 4 * LAYER_BYTES, "forward and backward took model data beyond the budget"
         assert device_tier.ledger.peak_bytes <= budget
-    assert (model.executor.fetcher.num_evictions > 0) == (part == 4) or part == 2
+    assert (model.observer.counts["evict"] > 0) == (part == 4) or part == 2
 
 
 def test_nothing_is_reserved_or_taken_after_warm_up(cuda: torch.device) -> None:

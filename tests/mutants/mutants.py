@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "a stale payload survives the step",
         "gemini/executor/executor.py",
-        "        if chunk.state is ChunkState.GATHERED:\n            self.fetcher.release(chunk, wipes=True)\n",
-        "        if False:\n            self.fetcher.release(chunk, wipes=True)\n",
+        "        if chunk.state is ChunkState.GATHERED:\n            self.fetcher.release(chunk)\n",
+        "        if False:\n            self.fetcher.release(chunk)\n",
         f"{ONE_RANK}[chain]",
     ),
     Mutant(
@@ -177,8 +177,8 @@ MUTANTS = [
     Mutant(
         "a spilled gradient is lost",
         "gemini/executor/gradient_store.py",
-        "            copy(gradient.payload.view(torch.uint8), gradient.spilled, self.device, self.host, self.traffic)",
-        "            gradient.payload.zero_()",
+        "            copy(payload.view(torch.uint8), spilled, self.device, self.host, self.traffic)",
+        "            payload.zero_()",
         f"{ONE_RANK}[experts]",
     ),
     Mutant(
@@ -436,8 +436,8 @@ MUTANTS = [
     Mutant(
         "a kept slot is updated under a view",
         "gemini/executor/fetcher.py",
-        "                self._keep_another(chunk)",
-        "                pass",
+        "            self._keep_another(chunk)",
+        "            pass",
         "tests/dist/test_slots.py::test_a_view_that_outlives_a_step_keeps_the_old_weights",
     ),
     Mutant(
@@ -646,9 +646,16 @@ MUTANTS = [
     Mutant(
         "a kept slot is not left for its gradient",
         "gemini/executor/shared_homes.py",
-        "            self._fetcher.release(chunk, wipes=True)",
+        "            self._fetcher.release(chunk)",
         "            pass",
         f"{HALF_RANKS}::test_bytes_of_every_rank",
+    ),
+    Mutant(
+        "a move that failed counts as made",
+        "gemini/observe.py",
+        "if self.blocks == 0 and error is None:",
+        "if self.blocks == 0:",
+        "tests/test_observe.py::test_a_move_that_fails_is_not_noted",
     ),
     Mutant(
         "gradients travel as they are",

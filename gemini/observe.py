@@ -1,0 +1,144 @@
+"""Moves: one event for everything that travels between tiers, slots and ranks, for whoever wants to see it.
+
+The objects that move data ask for a `Moving` and work inside it. What listens is this: `counts`, which
+`memory_report()` prints; a range in a profile of `torch.profiler`, so that a trace reads like the design; one line per
+move on stderr with GEMINI_LOG=1; and what users add with `listen`. Bytes that a tier holds, and bytes on each link, are
+counted elsewhere, where memory is taken and copied (memory/ledger.py): an event says why, a ledger says how much.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from types import TracebackType
+
+import torch
+from torch.autograd.profiler import record_function
+
+_profiler_enabled = torch._C._autograd._profiler_enabled
+
+Reason = str | Callable[[], str]
+"""Words, or what makes them: most moves are seen by nobody, and words cost more than counting does."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move of a chunk's data on this rank.
+
+    Attributes:
+        what: "fetch", or "prefetch" where it was started before it was asked for: a payload comes into a slot.
+            "release": a payload leaves its slot, or "evict" where another chunk needs the slot. "reduce": a gradient
+            is exchanged with the other ranks and merged into its home. "spill" and "unspill": an open gradient goes
+            to the host unreduced, and comes back. "migrate": a state moves to another tier for good.
+        chunk: the chunk's index in `model.plan.packing.chunks`.
+        source, target: "device" or "host" for the tier of a home, "slot" or "gradient slot".
+        num_bytes: of the chunk's payload or state, whole, on this rank; what crosses a link may be less.
+        ms: milliseconds that the calling thread spent on starting the move and on waiting for it. A copy that an
+            accelerator does later is not in it.
+        reason: who asked, in words.
+    """
+
+    what: str
+    chunk: int
+    source: str
+    target: str
+    num_bytes: int
+    ms: float
+    reason: str
+
+    def __str__(self) -> str:
+        where = f"{self.source} -> {self.target}"
+        return f"{self.what} chunk {self.chunk} {where} {self.num_bytes} B {self.ms:.3f} ms: {self.reason}"
+
+
+Listener = Callable[[Move], None]
+
+
+class Observer:
+    """The moves of one model on this rank."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()  # moves by `Move.what` since the model was made
+        self._listeners: list[Listener] = []
+        if os.environ.get("GEMINI_LOG", "") not in ("", "0"):
+            self.listen(_print)
+
+    @property
+    def num_fetches(self) -> int:
+        """Payloads that came into a slot, asked for or started before."""
+        return self.counts["fetch"] + self.counts["prefetch"]
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Have `listener` called with every move, by the thread that made it; returns what ends that. Local.
+
+        It must neither use the model nor raise: it is called in the middle of a step, on this rank alone.
+        """
+        self._listeners.append(listener)
+
+        def end() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return end
+
+    def moving(
+        self, what: str, chunk: int, source: str, target: str, num_bytes: int, reason: Reason, blocks: int = 1
+    ) -> Moving:
+        """A move that is about to be made: its work stands in a `with` block, or in several, and is noted after them.
+
+        A move that fails is not noted.
+        """
+        return Moving(self, what, chunk, source, target, num_bytes, reason, blocks)
+
+    def note(self, moving: Moving) -> None:
+        """A move was made."""
+        self.counts[moving.what] += 1
+        if self._listeners:
+            reason = moving.reason if isinstance(moving.reason, str) else moving.reason()
+            ends = moving.source, moving.target
+            move = Move(moving.what, moving.chunk, *ends, moving.num_bytes, moving.seconds * 1e3, reason)
+            for listener in tuple(self._listeners):
+                listener(move)
+
+
+@dataclass(slots=True)
+class Moving:
+    """A move that is being made. Time between its `with` blocks is not its own."""
+
+    observer: Observer
+    what: str
+    chunk: int
+    source: str
+    target: str
+    num_bytes: int
+    reason: Reason
+    blocks: int  # to come
+    seconds: float = 0.0
+    _start: float = 0.0
+    _range: record_function | None = None
+
+    def __enter__(self) -> Moving:
+        if _profiler_enabled():  # a range that nobody records costs as much as a small copy
+            self._range = record_function(f"gemini::{self.what} chunk {self.chunk}")
+            self._range.__enter__()
+        self._start = perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.seconds += perf_counter() - self._start
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+            self._range = None
+        self.blocks -= 1
+        if self.blocks == 0 and error is None:
+            self.observer.note(self)
+
+
+def _print(move: Move) -> None:
+    print(f"gemini: {move}", file=sys.stderr)
