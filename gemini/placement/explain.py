@@ -50,10 +50,11 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Ite
         around = sum(demand.chunks[i].payload_bytes - demand.chunks[i].home_bytes[Kind.PARAM] for i in placement.kept)
         yield f"{len(placement.kept)} chunks keep a slot around their weights on the device: {_bytes(around)} more."
     for words, counts, sizes in (
-        ("slots", placement.num_slots, demand.slot_bytes),
-        ("gradient slots", placement.num_gradient_slots, demand.gradient_slot_bytes),
+        ("slot", placement.num_slots, demand.slot_bytes),
+        ("gradient slot", placement.num_gradient_slots, demand.gradient_slot_bytes),
     ):
-        found = [f"{count} {words} of {_bytes(size)}" for count, size in zip(counts, sizes, strict=True) if count]
+        pairs = zip(counts, sizes, strict=True)
+        found = [f"{count} {words}{'s' * (count > 1)} of {_bytes(size)}" for count, size in pairs if count]
         if found:
             yield f"The device has {' and '.join(found)}."
     if demand.scratch_bytes:
@@ -106,8 +107,8 @@ def minimum_in_words(
         yield f"{words} would lower it to {_bytes(least)}."
     if not lower:
         yield (
-            "No other chunk size and no other policy lowers it. Smaller operators do, or 16-bit weights: "
-            f"{largest} is the largest, with {_bytes(largest_bytes)} in slots."
+            "No other chunk size and no other policy lowers it. Smaller operators do: the largest is "
+            f"{largest!r}, with {_bytes(largest_bytes)} in slots."
         )
 
 

@@ -483,6 +483,13 @@ MUTANTS = [
         "tests/test_parity_one_rank.py::test_one_byte_less_than_the_smallest_budget_is_refused",
     ),
     Mutant(
+        "the minimum is that of the chunk size that needs most",
+        "gemini/placement/plan.py",
+        "    return min((num_bytes for",
+        "    return max((num_bytes for",
+        "tests/pure/test_plan.py::test_the_minimum_is_exact",
+    ),
+    Mutant(
         "moments that are given up are remembered",
         "gemini/model/freezing.py",
         "                self.owner.discard(each)",

@@ -221,4 +221,4 @@ def test_an_explanation_says_what_would_lower_the_minimum() -> None:
         better = "chunk_size=None" if worse.chunk_size else "tensor_placement_policy='auto'"
         assert f"{better} would lower it to {lowest.minimum_bytes} bytes" in plan.explain()
     assert "No other chunk size and no other policy lowers it" in lowest.explain()
-    assert f"layer0 is the largest, with {lowest.demand.slot_bytes[0]} bytes" in lowest.explain()
+    assert f"the largest is 'layer0', with {lowest.demand.slot_bytes[0]} bytes" in lowest.explain()
