@@ -177,7 +177,7 @@ class Freezing:
         except BudgetError as error:
             raise error.reworded(f"{shown}. This does not fit: {error}") from None
         words = f"{shown}; model data budget of {plan.budget_bytes} bytes, {plan.placement.num_slots} slots"
-        executor.communicator.agree(f"{plan.hash} {shown}".encode(), change, words, remedy)
+        executor.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
         is_other = homes[0] != homes[1]
         for chunk in executor.chunks:
             now = chunk.index in trained, kept.get(chunk.index, frozenset())

@@ -555,7 +555,7 @@ MUTANTS = [
     Mutant(
         "ranks do not ask each other about what is unfrozen",
         "gemini/model/freezing.py",
-        '        executor.communicator.agree(f"{plan.hash} {shown}".encode(), change, words, remedy)',
+        '        executor.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)',
         "        pass",
         "tests/dist/test_parts.py::test_ranks_that_do_not_do_alike_are_told",
     ),
