@@ -5,10 +5,10 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.measured_bytes import resident_bytes
-from gemini import BudgetError
+from gemini import BudgetError, ZeroInitContext
 from gemini.memory.arena import Arena
 from gemini.memory.host import HostTier
 from gemini.memory.pinned import Pinning
@@ -123,3 +123,21 @@ def test_a_step_maps_no_memory_once_the_first_ones_are_done(dtype: torch.dtype |
         mapped.append((host.mapped_bytes, host.staging.mapped_bytes))
     assert len(set(mapped[1:])) == 1, mapped
     assert "host memory mapped" in model.memory_report()
+
+
+def test_weights_that_moved_into_a_model_that_is_built_on_shards_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the sizes of a transformer's weights, of which malloc would keep what was freed."""
+    monkeypatch.setattr("gemini.memory.freed._TRIM_BYTES", MIB)
+
+    def build(num_layers: int) -> nn.Module:
+        with ZeroInitContext(target_device="emulated"):
+            return nn.ModuleList(nn.Linear(700 + 64 * (i % 3), 700) for i in range(num_layers))
+
+    build(4)
+    before = resident_bytes()
+    module = build(32)
+    held = sum(parameter.numel() for parameter in module.parameters()) * 4
+    assert resident_bytes() - before < 1.15 * held + 8 * MIB
+    before = resident_bytes()
+    del module
+    assert before - resident_bytes() > 0.85 * held

@@ -179,6 +179,12 @@ def test_bytes_per_parameter_are_measured(tmp_path: Path, only: str, least: floa
     assert system["sizes"][0]["held"]["resident"] > system["sizes"][0]["held"]["storages"]
 
 
+@pytest.mark.soak
+def test_resident_memory_grows_by_at_most_14_point_3_bytes_a_parameter() -> None:
+    done = run("benchmarks.resident_memory")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_storages_are_counted_once_and_what_hides_in_gradients_too() -> None:
     before = storage_bytes()
     weight = torch.nn.Parameter(torch.zeros(2**20))

@@ -16,7 +16,7 @@ import ctypes
 import mmap
 import threading
 import weakref
-from bisect import insort
+from bisect import bisect
 from collections import deque
 
 import torch
@@ -114,17 +114,15 @@ class Extent:
         return self._used_end if self._keeps_pages else self.num_bytes - self.free_bytes
 
     def cut(self, num_bytes: int) -> Tensor | None:
-        """(num_bytes,) uint8, zeros, from the smallest free range that has room; None without one."""
+        """(num_bytes,) uint8, zeros, from the first free range that has room; None without one."""
         size = _aligned(num_bytes)
         with self._lock:
-            fitting = [(end - start, start) for start, end in self._free if end - start >= size]
-            if not fitting:
+            at = next((i for i, (start, end) in enumerate(self._free) if end - start >= size), None)
+            if at is None:
                 return None
-            room, start = min(fitting)
+            start, last = self._free[at]
             end = start + size
-            self._free.remove((start, start + room))
-            if room > size:
-                insort(self._free, (end, start + room))
+            self._free[at : at + 1] = [(end, last)] if end < last else []
             used_end, self._used_end = self._used_end, max(self._used_end, end)
             part = memoryview(self._memory)[start : start + num_bytes]
             weakref.finalize(part, self._return, start, end).atexit = False  # at the end the process takes all of it
@@ -149,15 +147,18 @@ class Extent:
 
     def _merge(self, start: int, end: int) -> None:
         """One more free range, joined with those that touch it; its pages go back to the system."""
-        before = next((each for each in self._free if each[1] == start), (start, start))
-        after = next((each for each in self._free if each[0] == end), (end, end))
-        self._free = [each for each in self._free if each not in (before, after)]
-        insort(self._free, (before[0], after[1]))
+        low = high = bisect(self._free, (start, end))  # where it belongs
+        first, last = start, end
+        if low > 0 and self._free[low - 1][1] == start:
+            low, first = low - 1, self._free[low - 1][0]
+        if high < len(self._free) and self._free[high][0] == end:
+            high, last = high + 1, self._free[high][1]
+        self._free[low:high] = [(first, last)]
         if self._keeps_pages or self.is_registered:
             return
         page = mmap.PAGESIZE
-        first = max(-(-before[0] // page), start // page) * page  # of the pages that became free as a whole
-        last = min(after[1] // page, -(-end // page)) * page
+        first = max(-(-first // page), start // page) * page  # of the pages that became free as a whole
+        last = min(last // page, -(-end // page)) * page
         if first < last:
             self._advise(mmap.MADV_DONTNEED, first, last - first)
 

@@ -18,8 +18,8 @@ from gemini.memory.pinned import Pinning, Registrar
 from gemini.memory.tier import allocating, check_capacity
 from gemini.placement.demand import Kind
 
-STAGING_BYTES = 2**20
-"""The least that is mapped for temporaries."""
+EXTENT_BYTES = 2**20
+"""The least that is mapped for what was not reserved."""
 _STATES = frozenset(Kind)
 _KNOB = "host_memory="
 
@@ -34,8 +34,8 @@ class HostTier:
         self.device = torch.device("cpu")
         self.capacity_bytes = capacity_bytes
         self.ledger = Ledger()
-        self.homes = Arena(None if runtime is None else Pinning(runtime))
-        self.staging = Arena(extent_bytes=STAGING_BYTES, keeps_pages=True)
+        self.homes = Arena(None if runtime is None else Pinning(runtime), EXTENT_BYTES)
+        self.staging = Arena(extent_bytes=EXTENT_BYTES, keeps_pages=True)
 
     @property
     def mapped_bytes(self) -> int:

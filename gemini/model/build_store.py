@@ -19,6 +19,7 @@ from gemini.chunks.placeholder import dense_stride, expanded, placeholder, set_d
 from gemini.errors import GeminiError
 from gemini.executor.communicator import Communicator
 from gemini.executor.moment import Moments, Phase
+from gemini.memory.freed import ShardMemory
 from gemini.model.built_chunk import BuiltChunk, BuiltLink, BuiltParameter, built_link_of, refusal
 from gemini.model.released import ReleasedParameter
 from gemini.placement.packing import PackingInput, pack
@@ -51,6 +52,7 @@ class BuildStore:
         self._chunks: weakref.WeakSet[BuiltChunk] = weakref.WeakSet()
         self._fetched: list[BuiltChunk] = []
         self._num_chunks = 0
+        self._memory = ShardMemory()
         self.is_closed = False
 
     # -- in
@@ -78,12 +80,10 @@ class BuildStore:
         device: torch.device,
         members: Sequence[tuple[str, nn.Parameter]],
     ) -> None:
-        world_size = self.communicator.world_size
-        specs = [ParameterSpec(name, parameter.numel(), tuple(parameter.shape)) for name, parameter in members]
-        inputs = [PackingInput(spec, "", dtype.itemsize) for spec in specs]
-        (packed,) = pack([inputs], self._strategy, _WHOLE, world_size)
+        inputs = [PackingInput(ParameterSpec(n, p.numel(), tuple(p.shape)), "", dtype.itemsize) for n, p in members]
+        (packed,) = pack([inputs], self._strategy, _WHOLE, self.communicator.world_size)
         numel = packed.layout.shard_numel
-        home = torch.zeros(numel, dtype=dtype, device=self._home_of(numel * dtype.itemsize))
+        home = self._memory.zeros(numel, dtype, self._home_of(numel * dtype.itemsize))
         chunk = BuiltChunk(self._num_chunks, number, packed.layout, home, device)
         self._num_chunks += 1
         empty = placeholder(dtype, device)
@@ -111,6 +111,7 @@ class BuildStore:
         self._take_rank_0s(chunk, flats)
         chunk.versions = chunk.versions_now()
         self._chunks.add(chunk)
+        self._memory.note(packed.layout.numel * dtype.itemsize)
 
     def _take_rank_0s(self, chunk: BuiltChunk, flats: list[Tensor]) -> None:
         """home <- rank 0's values of all parameters, which ranks have agreed on. Empties `flats`. Collective."""

@@ -17,6 +17,7 @@ from gemini.chunks.placeholder import dense_stride, set_data
 from gemini.errors import UnsupportedError
 from gemini.executor.communicator import Communicator
 from gemini.executor.masters import write_master
+from gemini.memory.freed import Freed
 from gemini.memory.host import HostTier
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
@@ -56,6 +57,7 @@ def move_in(
     """Rank 0's weights into every chunk's homes; the optimizer takes its own. Collective. Raises BudgetError."""
     host.reserve(placement.host_bytes(demand, WRAPPED_KINDS), "parameters, gradients and masters")
     room = [_Room(chunk, homes, its) for chunk, homes, its in zip(chunks, placement.homes, demand.chunks, strict=True)]
+    freed = Freed()
     for its in room:
         chunk = its.chunk
         its.take((Kind.PARAM, Kind.MASTER), device, host, chunk.index in placement.kept)
@@ -65,6 +67,7 @@ def move_in(
         else:
             _fill(chunk, communicator, device, moves)
         chunk.settle_at_home()
+        freed.note(chunk.payload_bytes)
     for its in room:
         its.take((Kind.GRAD,), device, host, False)
 

@@ -1,0 +1,47 @@
+"""Has malloc give back what it keeps of weights that moved into chunks.
+
+glibc serves blocks of up to 32 MiB from its heap once some were freed, and an aligned block, as torch's are, does not
+fit into the hole that an equal one has left. Weights that are freed one by one stay resident: 3 bytes a parameter were
+measured for a model built on shards (`benchmarks/resident_memory.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from gemini.memory.arena import Arena
+
+_TRIM_BYTES = 2**25  # trimming takes milliseconds
+_EXTENT_BYTES = 2**26  # address space; pages that are not touched take no memory
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+
+
+class Freed:
+    """Counts what was freed, and has malloc give it back from time to time."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def note(self, num_bytes: int) -> None:
+        """About so many bytes of tensors were freed, on whatever device."""
+        self._num_bytes += num_bytes
+        if self._num_bytes >= _TRIM_BYTES and _malloc_trim is not None:
+            self._num_bytes = 0
+            _malloc_trim(0)
+
+
+class ShardMemory(Freed):
+    """For the shards of a model under construction, whose own weights are freed operator by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arena = Arena(extent_bytes=_EXTENT_BYTES)
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(numel,) on `device`. On the host it goes back to the system when it is freed."""
+        if device.type == "cpu":
+            return self._arena.take(numel * dtype.itemsize).view(dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
