@@ -42,7 +42,10 @@ def whole_budget(module: nn.Module, world_size: int, **wrap: Any) -> int:
 
 
 class Launches:
-    """Calls of torch's collectives, those of tags included, and the bytes that they fill on this rank, by kind."""
+    """Calls of torch's collectives, by kind, and the bytes of floating-point tensors that they fill on this rank.
+
+    Tags, flags and texts that ranks compare are calls without bytes: how long a text is says nothing of the work.
+    """
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
@@ -67,7 +70,7 @@ class Launches:
             if not self._depth:
                 filled = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
                 self._calls[kind] += 1
-                self._bytes[kind] += 0 if filled is None else filled.nbytes
+                self._bytes[kind] += filled.nbytes if filled is not None and filled.is_floating_point() else 0
             self._depth += 1
             try:
                 return function(*args, **kwargs)
@@ -110,11 +113,6 @@ def plan_counts(model: ShardedModel) -> dict[str, Any]:
         "chunk_bytes": plan.packing.chunk_bytes,
         "slots": slots,  # of both sizes, of gradients of both sizes, kept ones
     }
-
-
-def bytes_sent(model: ShardedModel) -> int:
-    """By this rank to others, since the model was made."""
-    return model.executor.communicator.collectives.bytes_sent
 
 
 def work_counts(model: ShardedModel) -> dict[str, Any]:

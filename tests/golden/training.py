@@ -67,8 +67,7 @@ def _train(case: Case, rank: int, launches: measure.Launches) -> Result:
     optimizer = ShardedOptimizer(
         model, _optimizer(case, model.parameters()), clip_grad_norm=case.clip, initial_scale=2.0**10, hysteresis=1
     )
-    counts["wrapping"] = {kind: calls for kind, (calls, _) in launches.take().items()}  # texts that ranks compare vary
-    sent_before = measure.bytes_sent(model)
+    counts["wrapping"] = launches.take()
     losses: list[str] = []
     norms: list[str] = []
     frozen = _later_half([p for p in model.parameters() if p.requires_grad]) if case.freezes else []
@@ -86,7 +85,6 @@ def _train(case: Case, rank: int, launches: measure.Launches) -> Result:
             with torch.no_grad():
                 losses.append(hash_of([("evaluated", model_case.loss(model, model_case.batch(7, rank, case.ranks)))]))
     counts |= {"moves": moves.hash(), "training": launches.take(), **measure.work_counts(model)}
-    counts["sent"] = measure.bytes_sent(model) - sent_before
     bits = {"losses": losses, "norms": norms, **_state(model, optimizer)}
     model.close()
     return {"bits": bits, "counts": counts}
