@@ -70,7 +70,7 @@ def test_an_operators_forward_makes_the_calls_that_it_makes_in_plain_pytorch() -
     assert per_layer(lambda layers: calls_of(wrapped(layers)[0])) == plain
 
 
-def test_a_gradient_costs_three_python_calls() -> None:
+def test_a_gradient_costs_one_python_call() -> None:
     def calls_of(layers: int) -> int:
         model, optimizer = wrapped(layers)
         loss_of(model).backward()
@@ -78,7 +78,7 @@ def test_a_gradient_costs_three_python_calls() -> None:
         loss = loss_of(model)
         return python_calls(loss.backward)
 
-    assert per_layer(calls_of) <= 2 * 3  # a weight and a bias
+    assert per_layer(calls_of) <= 2 * 1.2  # a weight and a bias, and what a chunk more costs
 
 
 def test_a_step_with_two_param_groups_makes_no_calls_for_a_parameter() -> None:

@@ -97,6 +97,7 @@ class Chunk:
     lends_home: bool = False  # the parameter home may hold the reduced gradient between backward and step
     parameters: list[ManagedParameter] = field(default_factory=list)
     kept: frozenset[Kind] = frozenset()  # of a frozen chunk: states that its training left, see model/freezing.py
+    is_fine: bool = False  # of so many small parameters that what is done for each of them decides its speed
     is_chosen: bool = False  # which of its parameters are used follows from data, on every rank from its own
     homes: dict[Kind, Home] = field(default_factory=dict)
 

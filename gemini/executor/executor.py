@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import GeminiError
+from gemini.executor.arrivals import Waiting
 from gemini.executor.calls import Call, other_thread
 from gemini.executor.communicator import Communicator
 from gemini.executor.failures import Failures
@@ -263,6 +264,17 @@ class Executor:
                 self.begin_backward()
             self.gradients.on_gradient(self.chunks[index], position, grad)
         except BaseException as error:
+            self.publish(error)
+            raise
+
+    def wait_for_gradients(self, index: int, waiting: Waiting) -> bool:
+        """A gradient of chunk `index` is in `.grad`, as `waiting` says. False if it may not wait there."""
+        try:
+            if not self.gradients.in_backward:
+                self.begin_backward()
+            return self.gradients.wait(self.chunks[index], waiting)
+        except BaseException as error:
+            self.gradients.arrivals.drop()
             self.publish(error)
             raise
 

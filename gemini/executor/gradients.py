@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.errors import UnsupportedError
+from gemini.executor.arrivals import Arrivals, Waiting
 from gemini.executor.communicator import Communicator
 from gemini.executor.completion import Completion
 from gemini.executor.exchange import Exchange
@@ -45,6 +45,7 @@ class Gradients:
         self.exchange = exchange
         self.unsynced = UnsyncedSums(exchange)
         self.leftovers = Leftovers(exchange, self.unsynced)
+        self.arrivals = Arrivals(exchange)
         self.trainable = list(trainable)
         self.position = position  # touches so far in this pass
         self.predicted = predicted  # the pass is as recorded so far
@@ -81,57 +82,42 @@ class Gradients:
 
     def on_gradient(self, chunk: Chunk, position: int, grad: Tensor) -> None:
         """Take over a gradient of the chunk, of the parameter at `position`."""
+        self._arrived(self.arrivals.take(chunk, position, grad, self.num_backwards))
+
+    def wait(self, chunk: Chunk, waiting: Waiting) -> bool:
+        """A gradient of a chunk of many small parameters is in `.grad`, and noted. False if it may not wait there."""
         gradient = self.store.gradients.get(chunk.index)
-        view = None if gradient is None else gradient.expects[position]
-        if gradient is None or view is None:
-            with torch.no_grad():
-                gradient = self._add(chunk, position, grad)
-        else:  # the common path: a copy and some flags
-            view.copy_(grad)
-            gradient.expects[position] = None
-            gradient.fired[position] = gradient.got[position] = 1
-            gradient.num_fired += 1
+        if not waiting.due and (gradient is None or not self.arrivals.begin(gradient, self.num_backwards)):
+            return False
+        longest = self.arrivals.longest()
+        if longest is not None:
+            self._collect(longest)
+        if len(waiting.positions) >= waiting.due:
+            self._collect(chunk.index)
+        return True
+
+    def _collect(self, index: int) -> None:
+        """Take over the gradients of chunk `index` that wait."""
+        gradient = self.store.gradients[index]
+        if self.arrivals.collect(gradient, self.num_backwards):
+            self._arrived(gradient)
+
+    def collect_all(self) -> None:
+        """Take over all gradients that wait: they are about to be read, reduced or discarded. Local."""
+        for index in self.arrivals.all_waiting():
+            self._collect(index)
+
+    def _arrived(self, gradient: ChunkGradient) -> None:
+        index = gradient.chunk.index
         if self.follows_points:
-            self.reduction.last_fire[chunk.index] = self.position()
+            self.reduction.last_fire[index] = self.position()
             if gradient.num_fired >= gradient.expected:
-                self.completion.note(chunk.index)
-        if chunk.index in self._reduced:
+                self.completion.note(index)
+        if index in self._reduced:
             self._off_plan = gradient.in_pieces = True
         elif gradient.num_fired == gradient.expected:
-            self.reduction.fired.append(chunk.index)
+            self.reduction.fired.append(index)
             self._complete(gradient)
-
-    def _add(self, chunk: Chunk, position: int, grad: Tensor) -> ChunkGradient:
-        """Take over a gradient that opens its chunk, comes in pieces or adds to a whole home."""
-        managed = chunk.parameters[position]
-        if not managed.requires_grad:
-            raise UnsupportedError(
-                f"{managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"
-            )
-        gradient = self.store.gradients[chunk.index]
-        if gradient.reducing:
-            self.exchange.finish_reduction()
-        if gradient.payload is None:
-            self.store.open(gradient, self._resumes(gradient))
-        view = gradient.views[position]
-        if gradient.fired[position]:
-            gradient.in_pieces = True
-        if gradient.fired[position] or (gradient.adds_to_home and gradient.got[position]):
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-        gradient.num_fired += not gradient.fired[position]
-        gradient.fired[position] = gradient.got[position] = 1
-        gradient.expects[position] = None
-        return gradient
-
-    def _resumes(self, gradient: ChunkGradient) -> bool:
-        """One rank adds to what this step has already; 16-bit sums of several micro-batches are made in fp32."""
-        if self.communicator.world_size > 1 or not gradient.merged or gradient.use_wide:
-            return False
-        chunk = gradient.chunk
-        rests_in_full = chunk.dtype.itemsize >= 4 and chunk.gradient_dtype is chunk.dtype
-        return rests_in_full or gradient.merged_in == self.num_backwards
 
     def _complete(self, gradient: ChunkGradient) -> None:
         if gradient.direct and gradient.slot is None:
@@ -171,6 +157,7 @@ class Gradients:
 
     def end_backward(self) -> None:
         """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
+        self.collect_all()
         self.in_backward = False
         gradients = [self.store.gradients[chunk.index] for chunk in self.trainable]
         if not self.synchronizes:
@@ -255,6 +242,7 @@ class Gradients:
     def reduce(self, gradient: ChunkGradient) -> None:
         """Mean over ranks of a chunk's open gradient (zeros if this rank has none), into its home. Collective."""
         with torch.inference_mode(False), torch.no_grad():
+            self._collect(gradient.chunk.index)
             self.exchange.finish_reduction()
             self._reduced.add(gradient.chunk.index)
             self.completion.end(gradient.chunk.index)
@@ -298,6 +286,7 @@ class Gradients:
         gradient = self.store.gradients.get(managed.chunk.index)
         if gradient is None:
             return
+        self.collect_all()
         position = managed.position
         gradient.got[position] = gradient.agreed[position] = 0
         gradient.had[position] = 0
@@ -335,6 +324,7 @@ class Gradients:
         stay: parameters whose gradients stay, by chunk index, then by position.
         """
         self.exchange.forget()
+        self.arrivals.drop()
         self.is_scaled = False
         self.num_forgotten += 1
         self.num_backwards = 0

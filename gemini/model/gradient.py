@@ -105,6 +105,8 @@ def has_gradient(link: Link) -> bool:
             gradients.catch_up()
     elif gradients.awaits_reduction:
         raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
+    else:
+        gradients.collect_all()
     gradient = gradients.store.gradients.get(managed.chunk.index)
     return gradient is not None and bool(gradient.agreed[managed.position])
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gemini.chunks.chunk import ManagedParameter
-from gemini.errors import UnsupportedError
+from gemini.executor.arrivals import Waiting, graph_refused
 from gemini.executor.executor import Executor
 from gemini.executor.operator import Operator
 from gemini.executor.operator_hooks import OperatorHooks
@@ -86,9 +86,13 @@ class Hooks:
     def watch(self, parameters: list[ManagedParameter]) -> None:
         """Be called with every gradient of these."""
         executor = weakref.ref(self._executor)
+        arrivals = self._executor.gradients.arrivals
         for managed in parameters:
-            if managed.chunk.dtype.is_floating_point or managed.chunk.dtype.is_complex:
-                hook = _on_gradient(executor, managed.chunk.index, managed.position)
+            chunk = managed.chunk
+            if chunk.dtype.is_floating_point or chunk.dtype.is_complex:
+                hook = _on_gradient(executor, chunk.index, managed.position)
+                if chunk.is_fine:
+                    hook = _note_gradient(executor, chunk.index, managed.position, arrivals.waiting_of(chunk), hook)
                 self._handles.append(hook_last(managed.parameter, hook))
 
     def take_over(self, handles: list[RemovableHandle]) -> None:
@@ -188,10 +192,7 @@ def _on_gradient(executor: weakref.ref[Executor], index: int, position: int) -> 
         if grad is None:  # backward came by without one
             return
         if grad.requires_grad:
-            raise UnsupportedError(
-                f"backward(create_graph=True) reached parameter {_name_of(parameter)!r}: gradients of managed "
-                "parameters carry no graph. Use torch.autograd.grad for the penalty's inputs"
-            )
+            raise graph_refused(_name_of(parameter))
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         its_executor = executor()
@@ -203,6 +204,27 @@ def _on_gradient(executor: weakref.ref[Executor], index: int, position: int) -> 
             its_executor.on_gradient(index, position, grad)
 
     return on_gradient
+
+
+def _note_gradient(
+    executor: weakref.ref[Executor], index: int, position: int, waiting: Waiting, take: Callable[[Tensor], None]
+) -> Callable[[Tensor], None]:
+    """The gradient waits in `.grad` if it may, else `take` takes it. See [Note: Waiting gradients]. Holds no model."""
+    positions = waiting.positions
+
+    def note_gradient(parameter: Tensor) -> None:
+        positions.append(position)
+        if len(positions) < waiting.due:
+            return
+        its_executor = executor()
+        assert its_executor is not None, "a parameter keeps its executor alive"
+        with unseen():
+            waits = its_executor.wait_for_gradients(index, waiting)
+        if not waits:
+            positions.pop()
+            take(parameter)
+
+    return note_gradient
 
 
 def _name_of(parameter: Tensor) -> str:

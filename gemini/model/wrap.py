@@ -50,6 +50,7 @@ def make_chunks(
             splits_master=its.splits_master,
             lends_home=its.lends_home,
             is_chosen=its.is_chosen,
+            is_fine=its.is_fine,
         )
         empty = empties.get(kind)
         if empty is None:

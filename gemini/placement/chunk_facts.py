@@ -13,6 +13,12 @@ from gemini.settings import Settings
 from sharding import ParameterSpec, ShardLayout, Unit, resolve_strategy
 
 
+FINE_COUNT = 32
+"""Parameters that a chunk has at least for calls that are saved to be worth other ways."""
+FINE_NUMEL = 4096
+"""Elements that its parameters have at most, on average, for calls to cost more than what they move."""
+
+
 @dataclass(frozen=True)
 class ChunkFacts:
     """One chunk, equal on all ranks."""
@@ -27,6 +33,7 @@ class ChunkFacts:
     dtypes: ChunkDtypes
     lends_home: bool  # the parameter home may hold the reduced gradient between backward and step
     splits_master: bool  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
+    is_fine: bool  # of so many small parameters that what is done for each of them decides its speed
     is_chosen: bool  # data decides which of its weights are used, on every rank its own
 
     @property
@@ -88,6 +95,7 @@ class _FactsOf:
         fits = dtypes.weight.is_half and dtypes.rest == dtypes.weight
         lends_home = settings.reuse_fp16_shard and fits and is_contiguous
         # A split master does not see what a forward writes to the weight itself.
+        numel = sum(self._by_name[name].numel for name in packed.names)
         is_edited = not self._edited.isdisjoint(packed.names)
         return ChunkFacts(
             index,
@@ -100,6 +108,7 @@ class _FactsOf:
             dtypes,
             lends_home,
             splits_master=dtypes.weight.name == "bfloat16" and not lends_home and not is_edited,
+            is_fine=len(packed.names) >= FINE_COUNT and numel <= FINE_NUMEL * len(packed.names),
             is_chosen=not self._chosen.isdisjoint(packed.names),
         )
 

@@ -148,10 +148,24 @@ MUTANTS = [
     ),
     Mutant(
         "a second gradient overwrites the first",
-        "gemini/executor/gradients.py",
+        "gemini/executor/arrivals.py",
         "            view.add_(grad)\n",
         "            view.copy_(grad)\n",
         f"{ONE_RANK}[checkpoint_shared_reentrant]",
+    ),
+    Mutant(
+        "a gradient waits although it is added to what an earlier micro-batch has left",
+        "gemini/executor/arrivals.py",
+        "        if self.exchange.communicator.world_size == 1 and adds_to_home:\n",
+        "        if False:\n",
+        "tests/test_small_parameters.py",
+    ),
+    Mutant(
+        "gradients that wait when a backward ends stay there",
+        "gemini/executor/gradients.py",
+        "        self.collect_all()\n        self.in_backward = False\n",
+        "        self.in_backward = False\n",
+        "tests/test_small_parameters.py",
     ),
     Mutant(
         "pieces of a gradient are added to the sum of micro-batches one by one",

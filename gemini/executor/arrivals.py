@@ -1,0 +1,185 @@
+"""Gradients that autograd has made, on their way into the open payload of their chunk. All of it is local.
+
+[Note: Waiting gradients] A hook that copies one gradient costs as much as the backward of a tiny operator. So the
+gradients of a chunk of many small parameters wait in `.grad`, where autograd puts them, until the chunk has all that it
+expects, and are then copied by one call. Gradients of at most two chunks wait at the same time: that many bytes are
+held beyond the gradient slots. A parameter's gradient that comes again meanwhile (of a region that reentrant
+checkpointing recomputes) is added by autograd itself, to the same bits. Where one rank adds gradients to what an
+earlier backward of the step has left in the home, they do not wait: (a + b) + c has other bits than a + (b + c).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import repeat
+from types import NoneType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk
+from gemini.errors import UnsupportedError
+from gemini.executor.exchange import Exchange
+from gemini.executor.gradient_store import ChunkGradient
+
+_GRAD: Any = Tensor.grad
+_grad_of = _GRAD.__get__
+_set_grad = _GRAD.__set__
+_has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
+_layout_of: Callable[[Tensor], torch.layout] = cast(Any, Tensor).layout.__get__
+_STRIDED = {torch.strided}
+_MAX_WAITING = 2
+
+
+class Waiting:
+    """Which gradients of one chunk wait. Hooks of parameters hold it, so it refers to no tensor and no model."""
+
+    __slots__ = ("due", "positions")
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []  # of parameters in the chunk, in order of arrival
+        self.due = 0  # with so many of them the chunk has to be looked at
+
+
+class Arrivals:
+    """Gradients that come to the chunks of one model."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.store = exchange.store
+        self._waiting: dict[int, Waiting] = {}  # by chunk index
+        self._begun: list[int] = []  # chunks of which gradients wait, longest first
+
+    def waiting_of(self, chunk: Chunk) -> Waiting:
+        """What the hooks of the chunk's parameters note their gradients in, for good."""
+        return self._waiting.setdefault(chunk.index, Waiting())
+
+    def begin(self, gradient: ChunkGradient, backward: int) -> bool:
+        """A gradient of a chunk of which none waits has come in backward number `backward`. False if it may not wait.
+
+        With create_graph=True (grad mode is on) it does not: that is refused by the parameter's name.
+        """
+        if gradient.num_fired or gradient.is_open or torch.is_grad_enabled():
+            return False
+        adds_to_home = gradient.merged and (gradient.direct or self.resumes(gradient, backward))
+        if self.exchange.communicator.world_size == 1 and adds_to_home:
+            return False
+        self._waiting[gradient.chunk.index].due = gradient.expected
+        self._begun.append(gradient.chunk.index)
+        return True
+
+    def longest(self) -> int | None:
+        """The chunk whose gradients have waited longest, if more wait than may."""
+        return self._begun[0] if len(self._begun) > _MAX_WAITING else None
+
+    def all_waiting(self) -> list[int]:
+        """Chunks of which gradients wait."""
+        return list(self._begun)
+
+    def collect(self, gradient: ChunkGradient, backward: int) -> bool:
+        """Take over the chunk's gradients that wait; False if none does."""
+        chunk = gradient.chunk
+        if chunk.index not in self._begun:
+            return False
+        self._begun.remove(chunk.index)
+        waiting = self._waiting[chunk.index]
+        arrived, waiting.due = waiting.positions.copy(), 0
+        waiting.positions.clear()
+        positions = arrived if len(set(arrived)) == len(arrived) else list(dict.fromkeys(arrived))
+        if positions is not arrived:
+            gradient.in_pieces = True
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            parameters = [chunk.parameters[position].parameter for position in positions]
+            grads = list(map(_grad_of, parameters))
+            deque(map(_set_grad, parameters, repeat(None)), 0)
+            if NoneType in map(type, grads):  # a hook of the user's has dropped one
+                positions = [position for position, grad in zip(positions, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            if any(map(_has_graph, grads)):
+                raise graph_refused(chunk.parameters[positions[list(map(_has_graph, grads)).index(True)]].name)
+            if not _STRIDED.issuperset(map(_layout_of, grads)):
+                grads = [grad.to_dense() if grad.layout is not torch.strided else grad for grad in grads]
+            if gradient.num_fired or not all(gradient.trained):
+                for position, grad in zip(positions, grads, strict=True):
+                    self.add(chunk, position, grad, backward)
+                return True
+            self._open(gradient, backward)
+            views = gradient.views
+            torch._foreach_copy_([views[position] for position in positions], grads)
+        fired, got = gradient.fired, gradient.got
+        for position in positions:
+            fired[position] = got[position] = 1
+        gradient.num_fired = len(positions)
+        gradient.expect()
+        return True
+
+    def take(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
+        """Take over one dense gradient, of the parameter at `position`."""
+        gradient = self.store.gradients.get(chunk.index)
+        view = None if gradient is None else gradient.expects[position]
+        if gradient is None or view is None:
+            with torch.no_grad():
+                return self.add(chunk, position, grad, backward)
+        # the common path: a copy and some flags
+        view.copy_(grad)
+        gradient.expects[position] = None
+        gradient.fired[position] = gradient.got[position] = 1
+        gradient.num_fired += 1
+        return gradient
+
+    def add(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
+        """Take over a gradient that opens its chunk, comes in pieces or adds to a whole home."""
+        managed = chunk.parameters[position]
+        if not managed.requires_grad:
+            raise UnsupportedError(
+                f"{managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"
+            )
+        gradient = self.store.gradients[chunk.index]
+        self._open(gradient, backward)
+        view = gradient.views[position]
+        if gradient.fired[position]:
+            gradient.in_pieces = True
+        if gradient.fired[position] or (gradient.adds_to_home and gradient.got[position]):
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        gradient.num_fired += not gradient.fired[position]
+        gradient.fired[position] = gradient.got[position] = 1
+        gradient.expects[position] = None
+        return gradient
+
+    def _open(self, gradient: ChunkGradient, backward: int) -> None:
+        if gradient.reducing:
+            self.exchange.finish_reduction()
+        if gradient.payload is None:
+            self.store.open(gradient, self.resumes(gradient, backward))
+
+    def resumes(self, gradient: ChunkGradient, backward: int) -> bool:
+        """One rank adds to what this step has already; 16-bit sums of several micro-batches are made in fp32."""
+        if self.exchange.communicator.world_size > 1 or not gradient.merged or gradient.use_wide:
+            return False
+        chunk = gradient.chunk
+        rests_in_full = chunk.dtype.itemsize >= 4 and chunk.gradient_dtype is chunk.dtype
+        return rests_in_full or gradient.merged_in == backward
+
+    def drop(self) -> None:
+        """Whatever waits is discarded: autograd would add the next gradients to it."""
+        self._begun.clear()
+        for index, waiting in self._waiting.items():
+            if waiting.positions and index in self.store.gradients:
+                chunk = self.store.gradients[index].chunk
+                with torch._C.DisableTorchFunctionSubclass():
+                    for position in waiting.positions:
+                        _set_grad(chunk.parameters[position].parameter, None)
+            waiting.positions.clear()
+            waiting.due = 0
+
+
+def graph_refused(name: str) -> UnsupportedError:
+    """Of the parameter `name`, whose gradient has one."""
+    return UnsupportedError(
+        f"backward(create_graph=True) reached parameter {name!r}: gradients of managed "
+        "parameters carry no graph. Use torch.autograd.grad for the penalty's inputs"
+    )
