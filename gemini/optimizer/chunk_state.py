@@ -147,7 +147,8 @@ class ChunkOptimizerState:
             return Runs(runs, (), is_complete=True)
         runs = [run for (group, *_), positions in alike for run in self._runs_of(positions, group)]
         here = {position for run in runs for position in run.positions}
-        return Runs(runs, tuple(position for position in active if position not in here), is_complete=False)
+        elsewhere = (tuple(each for each in positions if each not in here) for _, positions in alike)
+        return Runs(runs, tuple(filter(None, elsewhere)), is_complete=False)
 
     def _runs_of(self, positions: list[int], group: int) -> list[Run]:
         """Runs of the parameters at `positions`: one with spans where the update takes them."""
@@ -207,7 +208,7 @@ class Runs:
     """Of one update of a chunk."""
 
     runs: list[Run]
-    absent: tuple[int, ...]  # positions that are updated, but have no element on this rank
+    absent: tuple[tuple[int, ...], ...]  # positions that are updated, but have no element on this rank, by scalars
     is_complete: bool  # all elements of this rank are updated, paddings included
 
 

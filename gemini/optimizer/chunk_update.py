@@ -140,17 +140,17 @@ class ChunkUpdates:
             if chunk.home_layout.world_size < chunk.optim_layout.world_size:
                 executor.fetcher.spread(chunk)
 
-    def _count_elsewhere(self, state: ChunkOptimizerState, absent: Sequence[int]) -> None:
+    def _count_elsewhere(self, state: ChunkOptimizerState, absent: Sequence[tuple[int, ...]]) -> None:
         """Parameters that lie wholly in other ranks' shards count their steps here too, so that all ranks agree."""
         dtype = state.dtype
-        for position in absent:
-            run_state = state.empty_run(position)
-            group_number = state.groups[position]
+        for positions in absent:
+            run_state = state.empty_run(positions[0])
+            group_number = state.groups[positions[0]]
             assert group_number is not None
             none = torch.zeros(0, dtype=dtype)
             group = self._param_groups[group_number]
             made = self._update.update(none, none.clone(), run_state, group, GradientFactors())
-            state.keep_scalars([((position,), run_state.scalars, tuple(made))])
+            state.keep_scalars([(positions, run_state.scalars, tuple(made))])
 
     def _where(self, chunk: Chunk, state: ChunkOptimizerState) -> Tier:
         """Where its optimizer state is; without one, the device if everything that the update touches is there."""
