@@ -7,9 +7,11 @@ memory holds each of its states on this rank. It moves nothing: the executor doe
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from gemini.memory.slot import KeptSlot, Slot
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind, Tier
 from sharding import Piece, ShardLayout
+
+_version_of: Callable[[Tensor], int] = cast(Any, Tensor)._version.__get__
 
 
 class ChunkState(Enum):
@@ -109,6 +113,7 @@ class Chunk:
     bound: bool = False  # parameters' data are views of the payload
     plain: bool = False  # parameters are of class nn.Parameter
     pins: int = 0  # operators, functions and autograd nodes that use the payload now
+    stays: bool = False  # from its gather to its next update: see [Note: Staying chunks] in executor/staying.py
     num_updates: int = 0  # optimizer steps so far: a graph from before one must not be run
     num_bumps: int = 0  # how often we ourselves raised the version counters of all parameters
     lent: bool = False  # the parameter home holds the reduced gradient now, see executor/shared_homes.py
@@ -116,6 +121,16 @@ class Chunk:
     @cached_property
     def _offsets(self) -> list[int]:
         return [managed.offset for managed in self.parameters]
+
+    @cached_property
+    def raw(self) -> list[nn.Parameter]:
+        """By position."""
+        return [managed.parameter for managed in self.parameters]
+
+    def versions(self) -> list[int]:
+        """The version counters of all parameters, by position."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(map(_version_of, self.raw))
 
     def num_edits(self, element: int) -> int:
         """In-place operations so far on the parameter that payload element `element` belongs to, but for a constant."""
@@ -126,7 +141,12 @@ class Chunk:
     def bump_versions(self) -> None:
         """Raise all parameters' version counters: what autograd saved of them without our hooks is stale."""
         self.num_bumps += 1
-        torch.autograd.graph.increment_version([managed.parameter for managed in self.parameters])
+        torch.autograd.graph.increment_version(self.raw)
+
+    @property
+    def may_leave(self) -> bool:
+        """It is gathered, and its payload may leave its slot, or move, before the next update."""
+        return self.state is ChunkState.GATHERED and not self.stays
 
     @property
     def numel(self) -> int:

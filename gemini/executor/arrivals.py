@@ -36,11 +36,12 @@ _MAX_WAITING = 2
 class Waiting:
     """Which gradients of one chunk wait. Hooks of parameters hold it, so it refers to no tensor and no model."""
 
-    __slots__ = ("due", "positions")
+    __slots__ = ("arrived", "due", "positions")
 
-    def __init__(self) -> None:
-        self.positions: list[int] = []  # of parameters in the chunk, in order of arrival
+    def __init__(self, chunk: Chunk) -> None:
+        self.arrived: list[int] = []  # ids of parameters, in order of arrival
         self.due = 0  # with so many of them the chunk has to be looked at
+        self.positions = {id(parameter): position for position, parameter in enumerate(chunk.raw)}
 
 
 class Arrivals:
@@ -54,7 +55,9 @@ class Arrivals:
 
     def waiting_of(self, chunk: Chunk) -> Waiting:
         """What the hooks of the chunk's parameters note their gradients in, for good."""
-        return self._waiting.setdefault(chunk.index, Waiting())
+        if chunk.index not in self._waiting:
+            self._waiting[chunk.index] = Waiting(chunk)
+        return self._waiting[chunk.index]
 
     def begin(self, gradient: ChunkGradient, backward: int) -> bool:
         """A gradient of a chunk of which none waits has come in backward number `backward`. False if it may not wait.
@@ -85,13 +88,14 @@ class Arrivals:
             return False
         self._begun.remove(chunk.index)
         waiting = self._waiting[chunk.index]
-        arrived, waiting.due = waiting.positions.copy(), 0
-        waiting.positions.clear()
+        arrived, waiting.due = list(map(waiting.positions.__getitem__, waiting.arrived)), 0
+        waiting.arrived.clear()
         positions = arrived if len(set(arrived)) == len(arrived) else list(dict.fromkeys(arrived))
         if positions is not arrived:
             gradient.in_pieces = True
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            parameters = [chunk.parameters[position].parameter for position in positions]
+            raw = chunk.raw
+            parameters = [raw[position] for position in positions]
             grads = list(map(_grad_of, parameters))
             deque(map(_set_grad, parameters, repeat(None)), 0)
             if NoneType in map(type, grads):  # a hook of the user's has dropped one
@@ -106,6 +110,8 @@ class Arrivals:
                     self.add(chunk, position, grad, backward)
                 return True
             self._open(gradient, backward)
+            if not gradient.direct:
+                self.store.clear(gradient)
             views = gradient.views
             torch._foreach_copy_([views[position] for position in positions], grads)
         fired, got = gradient.fired, gradient.got
@@ -168,12 +174,12 @@ class Arrivals:
         """Whatever waits is discarded: autograd would add the next gradients to it."""
         self._begun.clear()
         for index, waiting in self._waiting.items():
-            if waiting.positions and index in self.store.gradients:
-                chunk = self.store.gradients[index].chunk
+            if waiting.arrived and index in self.store.gradients:
+                raw = self.store.gradients[index].chunk.raw
                 with torch._C.DisableTorchFunctionSubclass():
-                    for position in waiting.positions:
-                        _set_grad(chunk.parameters[position].parameter, None)
-            waiting.positions.clear()
+                    for each in waiting.arrived:
+                        _set_grad(raw[waiting.positions[each]], None)
+            waiting.arrived.clear()
             waiting.due = 0
 
 

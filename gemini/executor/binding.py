@@ -53,8 +53,11 @@ class Binding:
         if chunk.plain:
             return
         if chunk.bound:
-            for managed in chunk.parameters:
-                managed.parameter.__class__ = nn.Parameter
+            for parameter in chunk.raw:
+                parameter.__class__ = nn.Parameter
+            if chunk.index in self._edits_when_left:  # it was outdated, and has been gathered since
+                self.rebase_versions(chunk)
+                self._refuse_lost_edits(chunk)
         else:
             views = chunk.resident_views if chunk.slot is None else chunk.slot.views[chunk.index][1]
             with torch.inference_mode(False), torch.no_grad():
@@ -66,7 +69,7 @@ class Binding:
                         parameter.data = view
                 finally:
                     set_guard()
-            self.versions[chunk.index] = [managed.parameter._version for managed in chunk.parameters]
+            self.versions[chunk.index] = chunk.versions()
         chunk.plain = True
         self.plain_chunks.append(chunk)
         if not chunk.bound:
@@ -97,8 +100,8 @@ class Binding:
 
     def _cover(self, chunk: Chunk) -> None:
         if chunk.plain:
-            for managed in chunk.parameters:
-                managed.parameter.__class__ = self.released_class
+            for parameter in chunk.raw:
+                parameter.__class__ = self.released_class
             chunk.plain = False
 
     def unbind(self, chunk: Chunk) -> None:
@@ -118,6 +121,14 @@ class Binding:
             finally:
                 set_guard()
         chunk.bound = chunk.plain = False
+
+    def outdate(self, chunk: Chunk) -> None:
+        """The payload of a bound chunk becomes stale: its parameters fetch themselves, and stay views of it."""
+        if chunk.plain:
+            self.cover_chunk(chunk)
+        self.snapshots.forget(chunk)
+        if chunk.bound:
+            self._edits_when_left[chunk.index] = [v - chunk.num_bumps for v in self.versions[chunk.index]]
 
     def start_anew(self) -> None:
         """`cover` after a failure, which may have interrupted `bind` or `unbind` half way."""
@@ -146,14 +157,11 @@ class Binding:
     def write_back(self, chunk: Chunk) -> None:
         """Bring edits of the payload to the home and the master. See [Note: Edits]."""
         positions = self.edited.pop(chunk.index, set())
-        if chunk.bound:
-            recorded = self.versions[chunk.index]
-            with torch._C.DisableTorchFunctionSubclass():
-                for position, managed in enumerate(chunk.parameters):
-                    version = managed.parameter._version
-                    if version != recorded[position]:
-                        recorded[position] = version
-                        positions.add(position)
+        if chunk.bound and chunk.payload is not None:
+            recorded, now = self.versions[chunk.index], chunk.versions()
+            if now != recorded:
+                positions.update(i for i, (one, other) in enumerate(zip(recorded, now, strict=True)) if one != other)
+                self.versions[chunk.index] = now
         if positions and chunk.payload is not None:
             with torch.inference_mode(False), torch.no_grad():
                 for position in sorted(positions):
@@ -170,8 +178,7 @@ class Binding:
     def rebase_versions(self, chunk: Chunk) -> None:
         """The versions of now are those of an unedited chunk."""
         if chunk.bound:
-            with torch._C.DisableTorchFunctionSubclass():
-                self.versions[chunk.index] = [managed.parameter._version for managed in chunk.parameters]
+            self.versions[chunk.index] = chunk.versions()
 
     def write_back_all(self, chunks: Iterable[Chunk] | None = None) -> None:
         """`write_back` of every chunk that has a payload."""

@@ -108,16 +108,15 @@ class Communicator:
         self.start_all_gather(payload, shard, layout, chunk)()
 
     def start_all_gather(
-        self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int, ahead: bool = False
+        self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int, lane: int = 0
     ) -> Callable[[], None]:
         """Start to fill `payload`; call what it returns before payload or shard is touched. Collective.
 
-        ahead: other all-gathers will be started before it is finished, but none of them ahead.
+        lane: all-gathers that are under way at once have one each.
         """
         tag = self._next("all-gather", chunk)
         with self._agreeing():
-            use = "all_gather ahead" if ahead else "all_gather"
-            launched = self.collectives.start_all_gather(payload, shard, layout, tag, use=use)
+            launched = self.collectives.start_all_gather(payload, shard, layout, tag, use=f"all_gather {lane}")
         return self._finishing(launched)
 
     def start_reduce_scatter(

@@ -27,6 +27,7 @@ from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradients import Gradients
 from gemini.executor.moment import Phase
 from gemini.executor.operator import Operator
+from gemini.executor.staying import Staying
 from gemini.executor.underway import Underway
 from gemini.memory.modes import unseen
 
@@ -54,17 +55,16 @@ class Executor:
         self.settle_flags: Callable[[], None] = lambda: None  # of parameters: memory follows them
         self.settle_unfrozen: Callable[[], None] = lambda: None  # if one was unfrozen: a graph is about to be built
         self.flags_touched = False  # since they were settled; a plain parameter's flag may change without it
-        self.is_resident = False  # every chunk of the model is, until another placement
+        self._staying = Staying(self.chunks, fetcher)
         self.note_placement()
         fetcher.on_touch = gradients.before_touch
         fetcher.on_first_use = self._take_room
         gradients.exchange.homes.unpin_done = self._nodes.follow
 
     def note_placement(self) -> None:
-        """Homes were given to the chunks: see which stay where they are. A home that is lent does not."""
-        self.is_resident = all(
-            chunk.state is ChunkState.RESIDENT and not (chunk.lends_home and chunk.trainable) for chunk in self.chunks
-        )
+        """Homes were given to the chunks: see which stay where they are."""
+        self.is_resident = self._staying.note_placement()  # none leaves between forward and update
+        self.gradients.note_placement(self.is_resident)
 
     def _take_room(self) -> None:
         """Once the model is used: all slots and buffers together, before one that is held takes another's place."""
@@ -116,8 +116,7 @@ class Executor:
             self.communicator.leave_pass()
         self.fetcher.in_step = True
         if self.is_resident:
-            for chunk in self.chunks:
-                self.binding.bind(chunk)
+            self._staying.make_plain()
 
     def end_forward(self) -> bool:
         """The model's forward ended, with or without an exception. False if it had not begun."""
@@ -170,7 +169,7 @@ class Executor:
             return
         if self.is_recomputing():
             for chunk in chunks:
-                if chunk.plain and chunk.state is ChunkState.GATHERED and chunk not in self._underway.leaf:
+                if chunk.plain and chunk.may_leave and chunk not in self._underway.leaf:
                     self.binding.cover_chunk(chunk)
         elif not self.calls.by_thread:
             self.binding.cover()
@@ -270,8 +269,7 @@ class Executor:
     def wait_for_gradients(self, index: int, waiting: Waiting) -> bool:
         """A gradient of chunk `index` is in `.grad`, as `waiting` says. False if it may not wait there."""
         try:
-            if not self.gradients.in_backward:
-                self.begin_backward()
+            self.begin_backward()
             return self.gradients.wait(self.chunks[index], waiting)
         except BaseException as error:
             self.gradients.arrivals.drop()
@@ -309,8 +307,10 @@ class Executor:
 
     def before_chunk_update(self, chunk: Chunk) -> None:
         """The chunk's home will have new values: a payload in a slot is stale. Before, since both may be one memory."""
-        if chunk.state is ChunkState.GATHERED:
+        if chunk.may_leave:
             self.fetcher.release(chunk)
+        elif chunk.state is ChunkState.GATHERED:
+            self._staying.outdate(chunk)
 
     def after_chunk_update(self, chunk: Chunk) -> None:
         """The chunk's home has new values: a payload at home has a new version."""

@@ -113,6 +113,19 @@ class Fetcher:
         assert chunk.payload is not None
         return chunk.payload
 
+    def fetch_all(self, chunks: Sequence[Chunk]) -> None:
+        """Fetch released chunks with slots of their own, all of them on their way at once. Collective."""
+        self.settle()
+        self.on_first_use()
+        arrivals = []
+        with torch.inference_mode(False), torch.no_grad():
+            for lane, chunk in enumerate(chunks):
+                self.next_use.touch(chunk.index)
+                assert chunk.own_slot is not None
+                arrivals.append(self._depart(chunk, chunk.own_slot, lane))
+            for arrival in arrivals:
+                self._arrive(arrival)
+
     def fetch_ahead(self) -> None:
         """Start to gather what will be used next, if a slot is free for it by then. Collective."""
         if self._ahead is not None or self.communicator.world_size == 1:
@@ -126,7 +139,7 @@ class Fetcher:
             if slot is not None:
                 if chunk.lent:
                     self.take_back(chunk)
-                self._ahead = self._depart(chunk, slot, ahead=True)
+                self._ahead = self._depart(chunk, slot, lane=1, what="prefetch")
 
     def settle(self) -> None:
         """What was fetched ahead has arrived. Local: launches nothing."""
@@ -139,7 +152,7 @@ class Fetcher:
         """The chunk's payload is on its way into a slot."""
         return self._ahead is not None and self._ahead.chunk is chunk
 
-    def _depart(self, chunk: Chunk, slot: Slot, ahead: bool = False) -> _Arrival:
+    def _depart(self, chunk: Chunk, slot: Slot, lane: int = 0, what: str = "fetch") -> _Arrival:
         self.on_gather(chunk)
         if self._left:
             self._close_left()
@@ -152,10 +165,10 @@ class Fetcher:
             self.slot_by_storage[slot.storage] = slot
         payload = cached[0]
         slot.chunk = chunk.index
-        what, home = "prefetch" if ahead else "fetch", chunk.homes[Kind.PARAM].tier
+        home = chunk.homes[Kind.PARAM].tier
         moving = self.observer.moving(what, chunk.index, home, "slot", chunk.payload_bytes, self.where, blocks=2)
         with moving:
-            return _Arrival(chunk, slot, payload, moving, self._start_gather(chunk, payload, ahead))
+            return _Arrival(chunk, slot, payload, moving, self._start_gather(chunk, payload, lane))
 
     def _arrive(self, arrival: _Arrival) -> None:
         chunk = arrival.chunk
@@ -164,19 +177,19 @@ class Fetcher:
             chunk.slot, chunk.payload, chunk.state = arrival.slot, arrival.payload, ChunkState.GATHERED
             self.victims.note(chunk)
 
-    def _start_gather(self, chunk: Chunk, payload: Tensor, ahead: bool) -> Callable[[], None]:
+    def _start_gather(self, chunk: Chunk, payload: Tensor, lane: int) -> Callable[[], None]:
         """payload <- the whole content, from this rank's home and the other ranks'. Collective if sharded."""
         home = chunk.homes[Kind.PARAM]
         if chunk.home_layout.world_size == 1:
             copy(payload, home.flat, self.device, self.tier(home.tier), self.traffic)
             return lambda: None
         if home.tier is Tier.DEVICE:
-            return self.communicator.start_all_gather(payload, home.flat, chunk.layout, chunk.index, ahead)
+            return self.communicator.start_all_gather(payload, home.flat, chunk.layout, chunk.index, lane)
         for piece in chunk.layout.slices(self.communicator.rank):
             target = payload[piece.payload_start : piece.payload_start + piece.numel]
             source = home.flat[piece.shard_start : piece.shard_start + piece.numel]
             copy(target, source, self.device, self.host, self.traffic)
-        return self.communicator.start_all_gather(payload, None, chunk.layout, chunk.index, ahead)
+        return self.communicator.start_all_gather(payload, None, chunk.layout, chunk.index, lane)
 
     def _free_slot(self, chunk: Chunk, ahead: bool = False) -> Slot | None:
         """A slot for the chunk. ahead: None if that would evict something that is used before the chunk is."""
@@ -283,6 +296,8 @@ class Fetcher:
         for chunk in self.chunks:
             if chunk.state is ChunkState.GATHERED:
                 self.release(chunk)
+            elif chunk.stays:
+                self.binding.unbind(chunk)
 
     def start_anew(self) -> None:
         """After a failed step: every slot is empty and nothing is expected, equally on all ranks."""
@@ -314,18 +329,6 @@ class Fetcher:
         for slot in self._left:
             slot.close()
         self._left = []
-
-    def spread(self, chunk: Chunk) -> None:
-        """Whole weights of which every rank has updated its slices become whole again. Collective."""
-        home = chunk.homes[Kind.PARAM]
-        with torch.no_grad():
-            if home.tier is Tier.DEVICE:
-                self.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
-                return
-            payload = self.fetch(chunk)
-            self.communicator.all_gather(payload, None, chunk.layout, chunk.index)
-            copy(home.flat, payload, self.host, self.device, self.traffic)
-            self.device.synchronize()
 
     def staged_copy(self, staged: Tensor, source: Tensor, to: Tier, of: MemoryTier) -> Tensor:
         """`source` on tier `to`, in `staged` if that is the host; who reads it there finds it."""

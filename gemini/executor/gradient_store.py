@@ -49,6 +49,7 @@ class ChunkGradient:
     num_writes: int = 0  # how often a user changed the reduced gradient, ever
     merged: bool = False  # the shard holds a gradient of this step
     merged_in: int = -1  # the backward that was merged first
+    is_clean: bool = False  # what no gradient wrote to since the payload was opened is zero
     resumed: bool = False  # the payload began with what the home holds; gradients are added to that
     direct: bool = False  # one rank, whole gradient at home: what is written there is reduced already
     in_pieces: bool = False  # some backward brought a parameter's gradient more than once
@@ -212,7 +213,7 @@ class GradientStore:
 
     def complete(self, gradient: ChunkGradient) -> None:
         """Zeros where no gradient was written since the payload was opened: paddings and unused parameters."""
-        if gradient.resumed or gradient.payload is None:
+        if gradient.resumed or gradient.is_clean or gradient.payload is None:
             return
         for start, end in gradient.gaps:
             gradient.payload[start:end].zero_()
@@ -220,6 +221,12 @@ class GradientStore:
             for fired, view in zip(gradient.fired, gradient.views, strict=True):
                 if not fired:
                     view.zero_()
+
+    def clear(self, gradient: ChunkGradient) -> None:
+        """Zeros all over a payload that nothing was written to yet, where `complete` would zero many paddings."""
+        if not gradient.resumed and gradient.payload is not None:
+            gradient.payload.zero_()
+            gradient.is_clean = True
 
     def _may_write_home(self, gradient: ChunkGradient) -> bool:
         """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
@@ -244,7 +251,7 @@ class GradientStore:
         gradient.slot = None
         gradient.payload = gradient.spilled = None
         gradient.views = ()
-        gradient.resumed = gradient.reducing = False
+        gradient.resumed = gradient.reducing = gradient.is_clean = False
         gradient.fired = bytearray(len(gradient.fired))
         gradient.num_fired = 0
 

@@ -49,7 +49,7 @@ class Gradients:
         self.trainable = list(trainable)
         self.position = position  # touches so far in this pass
         self.predicted = predicted  # the pass is as recorded so far
-        self.gathers_in_backward = exchange.stage == 3 and communicator.world_size > 1
+        self.gathers_in_backward = False  # until there is a placement
         self.follows_points = communicator.world_size > 1  # when what arrives decides when all ranks reduce it
         self.reduction = ReductionOrder([chunk.index for chunk in self.trainable])
         self.completion = Completion(store, communicator)
@@ -64,6 +64,10 @@ class Gradients:
         self._next_in_order = 0
         self._off_plan = False  # something came late or early: record again
         store.finish_reduction = exchange.finish_reduction
+
+    def note_placement(self, is_resident: bool) -> None:
+        """is_resident: no payload leaves between forward and update."""
+        self.gathers_in_backward = self.exchange.stage == 3 and self.follows_points and not is_resident
 
     # -- local
 
@@ -92,7 +96,7 @@ class Gradients:
         longest = self.arrivals.longest()
         if longest is not None:
             self._collect(longest)
-        if len(waiting.positions) >= waiting.due:
+        if len(waiting.arrived) >= waiting.due:
             self._collect(chunk.index)
         return True
 

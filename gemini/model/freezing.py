@@ -14,9 +14,11 @@ weights. `ShardedOptimizer.discard_state()` gives the rest up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError, GeminiError
@@ -27,6 +29,7 @@ from gemini.placement.demand import Kind
 from gemini.placement.plan import Plan, replan
 from gemini.placement.specs import OperatorSpec
 
+_requires_grad: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _ALIKE = "All ranks must freeze and unfreeze the same parameters at the same step"
 _COMPILED_ALIKE = "All ranks must compile the same modules before the same forward"
 
@@ -42,6 +45,7 @@ class Freezing:
     ) -> None:
         self._executor = executor
         self._managed = managed
+        self._parameters = [each.parameter for each in managed]
         self._flags = [each.requires_grad for each in managed]
         self.plan = plan
         self.owner: StateOwner | None = None
@@ -116,7 +120,7 @@ class Freezing:
 
     def _flags_now(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [each.parameter.requires_grad for each in self._managed]
+            return list(map(_requires_grad, self._parameters))
 
     def _gradients_wait(self) -> bool:
         """A backward since the last step has reached trained parameters."""

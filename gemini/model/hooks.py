@@ -16,6 +16,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,12 +88,15 @@ class Hooks:
         """Be called with every gradient of these."""
         executor = weakref.ref(self._executor)
         arrivals = self._executor.gradients.arrivals
+        of_fine = {
+            managed.chunk.index: _note_gradients(executor, managed.chunk.index, arrivals.waiting_of(managed.chunk))
+            for managed in parameters
+            if managed.chunk.is_fine
+        }
         for managed in parameters:
             chunk = managed.chunk
             if chunk.dtype.is_floating_point or chunk.dtype.is_complex:
-                hook = _on_gradient(executor, chunk.index, managed.position)
-                if chunk.is_fine:
-                    hook = _note_gradient(executor, chunk.index, managed.position, arrivals.waiting_of(chunk), hook)
+                hook = of_fine.get(chunk.index) or _on_gradient(executor, chunk.index, managed.position)
                 self._handles.append(hook_last(managed.parameter, hook))
 
     def take_over(self, handles: list[RemovableHandle]) -> None:
@@ -184,45 +188,46 @@ def _on_gradient(executor: weakref.ref[Executor], index: int, position: int) -> 
 
     Holds nothing of the model: autograd keeps the hook where the garbage collector does not look for cycles.
     """
+    return partial(_take_gradient, executor, index, position)
 
-    def on_gradient(parameter: Tensor) -> None:
-        with _WithoutTorchFunction():
-            grad = _grad_of(parameter)
-            _set_grad(parameter, None)
-        if grad is None:  # backward came by without one
-            return
-        if grad.requires_grad:
-            raise graph_refused(_name_of(parameter))
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        its_executor = executor()
-        assert its_executor is not None, "a parameter keeps its executor alive"
-        if num_modes():
-            with unseen():
-                its_executor.on_gradient(index, position, grad)
-        else:  # not even a context that does nothing, for every parameter
+
+def _take_gradient(executor: weakref.ref[Executor], index: int, position: int, parameter: Tensor) -> None:
+    with _WithoutTorchFunction():
+        grad = _grad_of(parameter)
+        _set_grad(parameter, None)
+    if grad is None:  # backward came by without one
+        return
+    if grad.requires_grad:
+        raise graph_refused(_name_of(parameter))
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    its_executor = executor()
+    assert its_executor is not None, "a parameter keeps its executor alive"
+    if num_modes():
+        with unseen():
             its_executor.on_gradient(index, position, grad)
+    else:  # not even a context that does nothing, for every parameter
+        its_executor.on_gradient(index, position, grad)
 
-    return on_gradient
 
+def _note_gradients(executor: weakref.ref[Executor], index: int, waiting: Waiting) -> Callable[[Tensor], None]:
+    """Of all parameters of chunk `index`: a gradient waits in `.grad` if it may. See [Note: Waiting gradients].
 
-def _note_gradient(
-    executor: weakref.ref[Executor], index: int, position: int, waiting: Waiting, take: Callable[[Tensor], None]
-) -> Callable[[Tensor], None]:
-    """The gradient waits in `.grad` if it may, else `take` takes it. See [Note: Waiting gradients]. Holds no model."""
-    positions = waiting.positions
+    One hook for all: what thousands of them would have of their own is in no cache when it is needed. Holds no model.
+    """
+    arrived = waiting.arrived
 
     def note_gradient(parameter: Tensor) -> None:
-        positions.append(position)
-        if len(positions) < waiting.due:
+        arrived.append(id(parameter))
+        if len(arrived) < waiting.due:
             return
         its_executor = executor()
         assert its_executor is not None, "a parameter keeps its executor alive"
         with unseen():
             waits = its_executor.wait_for_gradients(index, waiting)
         if not waits:
-            positions.pop()
-            take(parameter)
+            arrived.pop()
+            _take_gradient(executor, index, waiting.positions[id(parameter)], parameter)
 
     return note_gradient
 

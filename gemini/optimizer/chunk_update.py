@@ -15,6 +15,7 @@ import torch
 
 from gemini.chunks.chunk import Chunk
 from gemini.executor.executor import Executor
+from gemini.executor.spreading import spread
 from gemini.optimizer.chunk_state import ChunkOptimizerState, Run
 from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors
 from gemini.optimizer.launches import Launches
@@ -138,7 +139,7 @@ class ChunkUpdates:
             executor.gradients.exchange.homes.give_back(chunk)  # where this rank had nothing to update
             executor.after_chunk_update(chunk)
             if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-                executor.fetcher.spread(chunk)
+                spread(executor.fetcher, chunk)
 
     def _count_elsewhere(self, state: ChunkOptimizerState, absent: Sequence[tuple[int, ...]]) -> None:
         """Parameters that lie wholly in other ranks' shards count their steps here too, so that all ranks agree."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gemini.errors import GeminiError
 from gemini.executor.masters import whole_master
+from gemini.executor.spreading import spread
 from gemini.model.gradient import factors_of, scaled
 from gemini.model.link import Link, link_of
 from gemini.model.reduced_gradient import ReducedGradient
@@ -308,4 +309,4 @@ def _set_weights(link: Link, parts: Sequence[Tensor]) -> None:
         view.close(complete=True)
         executor.after_chunk_update(chunk)
         if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-            executor.fetcher.spread(chunk)
+            spread(executor.fetcher, chunk)

@@ -18,6 +18,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
 from gemini.executor.masters import set_master, whole_master
+from gemini.executor.spreading import spread
 from gemini.model.link import link_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.model.weights import gather_optimizer_state
@@ -158,7 +159,7 @@ def _load_masters(executor: Executor, chunk: Chunk, given: list[tuple[ManagedPar
     if chunk.splits_master:
         executor.after_chunk_update(chunk)
         if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-            executor.fetcher.spread(chunk)
+            spread(executor.fetcher, chunk)
 
 
 def _check(

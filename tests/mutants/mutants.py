@@ -44,9 +44,23 @@ MUTANTS = [
     Mutant(
         "a stale payload survives the step",
         "gemini/executor/executor.py",
-        "        if chunk.state is ChunkState.GATHERED:\n            self.fetcher.release(chunk)\n",
+        "        if chunk.may_leave:\n            self.fetcher.release(chunk)\n",
         "        if False:\n            self.fetcher.release(chunk)\n",
         f"{ONE_RANK}[chain]",
+    ),
+    Mutant(
+        "chunks that stay are not gathered after an update",
+        "gemini/executor/executor.py",
+        "            self._staying.outdate(chunk)\n",
+        "            pass\n",
+        "tests/dist/test_small_parameters.py",
+    ),
+    Mutant(
+        "a slot for many small gradients keeps what it held",
+        "gemini/executor/gradient_store.py",
+        "            gradient.payload.zero_()\n            gradient.is_clean",
+        "            gradient.is_clean",
+        "tests/dist/test_small_parameters.py",
     ),
     Mutant(
         "nodes do not pin what they have unpacked",
@@ -457,7 +471,7 @@ MUTANTS = [
     Mutant(
         "stage 2 does not gather what others updated",
         "gemini/optimizer/chunk_update.py",
-        "            executor.fetcher.spread(chunk)",
+        "            spread(executor.fetcher, chunk)",
         "            pass",
         PAIRS,
     ),

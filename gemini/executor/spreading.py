@@ -1,0 +1,23 @@
+"""Whole weights of which every rank has updated a part, as at stages 1 and 2."""
+
+from __future__ import annotations
+
+import torch
+
+from gemini.chunks.chunk import Chunk
+from gemini.executor.fetcher import Fetcher
+from gemini.memory.tier import copy
+from gemini.placement.demand import Kind, Tier
+
+
+def spread(fetcher: Fetcher, chunk: Chunk) -> None:
+    """Whole weights of which every rank has updated its slices become whole again. Collective."""
+    home = chunk.homes[Kind.PARAM]
+    with torch.no_grad():
+        if home.tier is Tier.DEVICE:
+            fetcher.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
+            return
+        payload = fetcher.fetch(chunk)
+        fetcher.communicator.all_gather(payload, None, chunk.layout, chunk.index)
+        copy(home.flat, payload, fetcher.host, fetcher.device, fetcher.traffic)
+        fetcher.device.synchronize()

@@ -1,0 +1,65 @@
+"""Chunks that stay: gathered at the root's forward, all together, and used from then on as if they were at home.
+
+[Note: Staying chunks] With several ranks at stage 3 a chunk may keep a slot of its own. What it needs then is a gather
+after each update, and what surrounds its operators (hooks, pins, handles, parameters that become plain and fetch
+themselves again) only says when. For operators on tiny parameters that costs more than the gather: some 15 us a
+parameter, in which gloo moves 16 KiB. So where every chunk is at home, or keeps a slot and holds many small
+parameters, the root gathers all that updates have made stale. Then nothing leaves before the next update, and
+[Note: Resident models] applies. Parameters stay views of the slot for good. An update raises their version counters,
+as it does where a parameter is at home, so a graph from before it is refused by autograd, and a view that a user keeps
+shows new weights after the next gather, as in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.executor.fetcher import Fetcher
+
+
+class Staying:
+    """The chunks of one model that stay, if all of them do or are at home."""
+
+    def __init__(self, chunks: Sequence[Chunk], fetcher: Fetcher) -> None:
+        self._all = chunks
+        self._fetcher = fetcher
+        self._chunks: list[Chunk] = []
+
+    def note_placement(self) -> bool:
+        """Chunks have new homes. Whether none leaves between forward and update; equal on all ranks."""
+        all_stay = all(_is_at_home(chunk) or _may_stay(chunk) for chunk in self._all)
+        for chunk in self._all:
+            chunk.stays = all_stay and not _is_at_home(chunk)
+        self._chunks = [chunk for chunk in self._all if chunk.stays]
+        return all_stay
+
+    def make_plain(self) -> None:
+        """Gather what updates have made stale, and make all parameters plain. Collective."""
+        stale = [chunk for chunk in self._chunks if chunk.state is ChunkState.RELEASED]
+        if stale:
+            self._fetcher.fetch_all(stale)
+        for chunk in self._all:
+            self._fetcher.binding.bind(chunk)
+
+    def outdate(self, chunk: Chunk) -> None:
+        """The chunk, which was gathered, is about to be updated: whoever uses it next gathers it again. Local."""
+        binding, slot = self._fetcher.binding, chunk.own_slot
+        assert slot is not None and chunk.slot is slot
+        binding.write_back(chunk)
+        binding.outdate(chunk)
+        chunk.bump_versions()  # see [Note: Version bump]
+        binding.rebase_versions(chunk)
+        chunk.slot, chunk.payload, chunk.state = None, None, ChunkState.RELEASED
+        slot.chunk = None
+        if chunk.bound and slot.num_holders() <= len(chunk.parameters):  # else a view shows it until the next gather
+            slot.wipe()
+
+
+def _is_at_home(chunk: Chunk) -> bool:
+    """For good: a home that is lent is not."""
+    return chunk.state is ChunkState.RESIDENT and not (chunk.lends_home and chunk.trainable)
+
+
+def _may_stay(chunk: Chunk) -> bool:
+    return chunk.is_fine and chunk.own_slot is not None and not chunk.lends_home
