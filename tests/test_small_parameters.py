@@ -41,8 +41,8 @@ def loss_of(model: nn.Module, step: int, dtype: torch.dtype | None = None, **how
     return loss
 
 
-def pairs(dtype: torch.dtype | None = None) -> list[tuple[Any, Any]]:
-    model = ShardedModel(mlp.build(Chain), device="emulated", chunk_size=CHUNK_NUMEL, dtype=dtype)
+def pairs(dtype: torch.dtype | None = None, **arguments: Any) -> list[tuple[Any, Any]]:
+    model = ShardedModel(mlp.build(Chain), device="emulated", chunk_size=CHUNK_NUMEL, dtype=dtype, **arguments)
     assert all(chunk.is_fine for chunk in model.executor.chunks), "this file is about such chunks"
     assert len(model.executor.chunks) == 2
     plain = mlp.build(Chain)
@@ -58,9 +58,12 @@ def raw_grads(model: nn.Module) -> int:
 
 @mlp.both_dtypes
 @pytest.mark.parametrize("again", ["", "inside", "outside"])
-def test_any_layers_in_any_micro_batches_train_as_in_plain_pytorch(again: str, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_any_layers_in_any_micro_batches_train_as_in_plain_pytorch(
+    budget: str | None, again: str, dtype: torch.dtype | None
+) -> None:
     """Unused ones, pieces that nested backwards bring, and the sums of several backwards of fp32 gradients."""
-    both = pairs(dtype)
+    both = pairs(dtype, model_data_memory=budget)
     for step in range(5):
         micro_batches = 1 if dtype is not None else 1 + step % 3
         for model, optimizer in both:
@@ -96,11 +99,11 @@ def test_a_gradient_of_negative_zero_keeps_its_sign() -> None:
     assert torch.equal(torch.signbit(got), torch.signbit(wanted))
 
 
-def test_gradients_of_at_most_two_chunks_wait() -> None:
+def test_under_a_budget_gradients_of_at_most_two_chunks_wait() -> None:
     """The chunks' layers take turns, so that none is complete before the end."""
     module = mlp.build(Chain)
     order = [layer for pair in zip(module.layers[:25], module.layers[25:], strict=True) for layer in pair]
-    model = ShardedModel(module, device="emulated", chunk_size=34 * 256)
+    model = ShardedModel(module, device="emulated", chunk_size=34 * 256, model_data_memory="1GiB")
     names = {parameter: name for name, parameter in model.named_parameters()}
     chunks = {managed.name: chunk.index for chunk in model.executor.chunks for managed in chunk.parameters}
     most = 0
@@ -187,3 +190,35 @@ def test_a_gradient_that_is_read_while_others_wait_is_not_missing() -> None:
     mlp.layer_of(model, 20).register_full_backward_hook(lambda *_: found.append(last.grad is not None))
     loss_of(model, 0).backward()
     assert found == [True]
+
+
+def test_gradients_that_wait_after_a_backward_are_added_to_by_a_graph_that_does_not_reach_the_output() -> None:
+    """Of such a backward the model hears from its gradients' hooks only."""
+    both = pairs()
+    for step in range(3):
+        for model, optimizer in both:
+            inside: list[Tensor] = []
+            handle = mlp.layer_of(model, 30).register_forward_hook(lambda *its, inside=inside: inside.append(its[2]))
+            loss = loss_of(model, step)
+            if step != 1:
+                loss.backward(retain_graph=True)
+            inside[0].square().sum().backward()
+            if step == 2:
+                loss_of(model, 5).backward()
+            handle.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+    mlp.assert_same_models(both)
+
+
+def test_zeros_are_left_of_gradients_that_wait() -> None:
+    both = pairs()
+    for step in range(3):
+        for model, optimizer in both:
+            loss_of(model, step, used=slice(step, None)).backward()
+            if step == 1:
+                optimizer.zero_grad(set_to_none=False)
+                loss_of(model, step, used=slice(5, None)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    mlp.assert_same_models(both)

@@ -3,13 +3,16 @@
 [Note: Waiting gradients] A hook that copies one gradient costs as much as the backward of a tiny operator. So the
 gradients of a chunk of many small parameters wait in `.grad`, where autograd puts them, until the chunk has all that it
 expects, and are then copied by one call. Gradients of at most two chunks wait at the same time: that many bytes are
-held beyond the gradient slots. A parameter's gradient that comes again meanwhile (of a region that reentrant
-checkpointing recomputes) is added by autograd itself, to the same bits. Where one rank adds gradients to what an
-earlier backward of the step has left in the home, they do not wait: (a + b) + c has other bits than a + (b + c).
+held beyond the gradient slots. On one rank without a budget they wait after the backward too, up to 32 MiB: nobody
+needs them before the step, or whatever else reads or adds to them. A parameter's gradient that comes again meanwhile
+(of a region that reentrant checkpointing recomputes) is added by autograd itself, to the same bits. Where one rank adds
+gradients to what an earlier backward of the step has left in the home, they do not wait: (a + b) + c has other bits
+than a + (b + c).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from itertools import repeat
@@ -31,6 +34,7 @@ _has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _layout_of: Callable[[Tensor], torch.layout] = cast(Any, Tensor).layout.__get__
 _STRIDED = {torch.strided}
 _MAX_WAITING = 2
+_MAX_LATE_BYTES = 2**25
 
 
 class Waiting:
@@ -52,6 +56,7 @@ class Arrivals:
         self.store = exchange.store
         self._waiting: dict[int, Waiting] = {}  # by chunk index
         self._begun: list[int] = []  # chunks of which gradients wait, longest first
+        self._late: list[int] = []  # those that may wait after the backward
 
     def waiting_of(self, chunk: Chunk) -> Waiting:
         """What the hooks of the chunk's parameters note their gradients in, for good."""
@@ -69,24 +74,47 @@ class Arrivals:
         adds_to_home = gradient.merged and (gradient.direct or self.resumes(gradient, backward))
         if self.exchange.communicator.world_size == 1 and adds_to_home:
             return False
-        self._waiting[gradient.chunk.index].due = gradient.expected
-        self._begun.append(gradient.chunk.index)
+        index = gradient.chunk.index
+        if self._may_be_late(gradient):
+            self._waiting[index].due = sys.maxsize
+            self._late.append(index)
+        else:
+            self._waiting[index].due = gradient.expected
+            self._begun.append(index)
         return True
+
+    def _may_be_late(self, gradient: ChunkGradient) -> bool:
+        if not gradient.direct or self.store.device.capacity_bytes is not None:
+            return False
+        chunks = (self.store.gradients[index].chunk for index in self._late)
+        return sum(chunk.payload_bytes for chunk in (gradient.chunk, *chunks)) <= _MAX_LATE_BYTES
+
+    def end_backward(self) -> None:
+        """The next gradient of a chunk of which some wait is one of another backward."""
+        for index in self._late:
+            self._waiting[index].due = len(self._waiting[index].arrived) + 1
+
+    def collect_late(self, backward: int, is_over: bool) -> None:
+        """Take over the gradients of backward number `backward`, which may be over, that may wait after it."""
+        for gradient in [self.store.gradients[index] for index in self._late]:
+            if self.collect(gradient, backward) and is_over:
+                self.settle(gradient, backward)
 
     def longest(self) -> int | None:
         """The chunk whose gradients have waited longest, if more wait than may."""
         return self._begun[0] if len(self._begun) > _MAX_WAITING else None
 
     def all_waiting(self) -> list[int]:
-        """Chunks of which gradients wait."""
+        """Chunks of which gradients wait, but for those that may do so after the backward."""
         return list(self._begun)
 
     def collect(self, gradient: ChunkGradient, backward: int) -> bool:
         """Take over the chunk's gradients that wait; False if none does."""
         chunk = gradient.chunk
-        if chunk.index not in self._begun:
+        its = next((some for some in (self._begun, self._late) if chunk.index in some), None)
+        if its is None:
             return False
-        self._begun.remove(chunk.index)
+        its.remove(chunk.index)
         waiting = self._waiting[chunk.index]
         arrived, waiting.due = list(map(waiting.positions.__getitem__, waiting.arrived)), 0
         waiting.arrived.clear()
@@ -101,6 +129,8 @@ class Arrivals:
             if NoneType in map(type, grads):  # a hook of the user's has dropped one
                 positions = [position for position, grad in zip(positions, grads, strict=True) if grad is not None]
                 grads = [grad for grad in grads if grad is not None]
+            if not grads:
+                return False
             if any(map(_has_graph, grads)):
                 raise graph_refused(chunk.parameters[positions[list(map(_has_graph, grads)).index(True)]].name)
             if not _STRIDED.issuperset(map(_layout_of, grads)):
@@ -170,9 +200,20 @@ class Arrivals:
         rests_in_full = chunk.dtype.itemsize >= 4 and chunk.gradient_dtype is chunk.dtype
         return rests_in_full or gradient.merged_in == backward
 
+    def settle(self, gradient: ChunkGradient, backward: int) -> None:
+        """A gradient that was written to its home directly is at rest; what no gradient wrote to becomes zero."""
+        if not gradient.merged:
+            gradient.merged, gradient.merged_in = True, backward
+            if not all(gradient.fired):
+                for fired, view in zip(gradient.fired, gradient.views, strict=True):
+                    if not fired:
+                        view.zero_()
+        self.store.close(gradient)
+
     def drop(self) -> None:
         """Whatever waits is discarded: autograd would add the next gradients to it."""
         self._begun.clear()
+        self._late.clear()
         for index, waiting in self._waiting.items():
             if waiting.arrived and index in self.store.gradients:
                 raw = self.store.gradients[index].chunk.raw

@@ -72,6 +72,7 @@ class Gradients:
     # -- local
 
     def begin_backward(self) -> None:
+        self.collect_late()
         self.in_backward = True
         self.num_backwards += 1
         self.reduction.begin()
@@ -108,8 +109,16 @@ class Gradients:
 
     def collect_all(self) -> None:
         """Take over all gradients that wait: they are about to be read, reduced or discarded. Local."""
+        self._collect_begun()
+        self.collect_late()
+
+    def _collect_begun(self) -> None:
         for index in self.arrivals.all_waiting():
             self._collect(index)
+
+    def collect_late(self) -> None:
+        """Take over gradients that may wait after their backward. Local."""
+        self.arrivals.collect_late(self.num_backwards, is_over=not self.in_backward)
 
     def _arrived(self, gradient: ChunkGradient) -> None:
         index = gradient.chunk.index
@@ -161,8 +170,9 @@ class Gradients:
 
     def end_backward(self) -> None:
         """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
-        self.collect_all()
+        self._collect_begun()
         self.in_backward = False
+        self.arrivals.end_backward()
         gradients = [self.store.gradients[chunk.index] for chunk in self.trainable]
         if not self.synchronizes:
             for gradient in gradients:
@@ -175,7 +185,7 @@ class Gradients:
         if self.communicator.world_size == 1:
             for gradient in gradients:
                 if gradient.direct and gradient.payload is not None and gradient.slot is None:
-                    self._settle(gradient)
+                    self.arrivals.settle(gradient, self.num_backwards)
                 elif gradient.is_open:
                     self.reduce(gradient)
             self._expect_what_came(gradients)
@@ -215,15 +225,6 @@ class Gradients:
             gradient.is_behind = False
         self.awaits_reduction = False
         return bool(agreed[0])
-
-    def _settle(self, gradient: ChunkGradient) -> None:
-        """A gradient that was written to its home directly is at rest; what no gradient wrote to becomes zero."""
-        if not gradient.merged:
-            gradient.merged, gradient.merged_in = True, self.num_backwards
-            for position, fired in enumerate(gradient.fired):
-                if not fired:
-                    gradient.views[position].zero_()
-        self.store.close(gradient)
 
     def _expect_what_came(self, gradients: list[ChunkGradient]) -> None:
         """A chunk is complete with the gradients it got last time: unused parameters do not keep it open.
@@ -265,7 +266,7 @@ class Gradients:
         if self.communicator.world_size > 1:
             self.unsynced.keep(gradient)
         elif gradient.direct and gradient.slot is None and gradient.payload is not None:
-            self._settle(gradient)
+            self.arrivals.settle(gradient, self.num_backwards)
         else:
             self.reduce(gradient)
 
@@ -273,6 +274,7 @@ class Gradients:
 
     def catch_up(self) -> None:
         """Before gradients are read or used: do what was put off. Collective, if backwards ran under no_sync()."""
+        self.collect_late()
         if self.awaits_reduction:
             self._reduce_the_rest("unsynced gradients")
         if self.has_zeros:
@@ -281,6 +283,7 @@ class Gradients:
 
     def start_at_zero(self, gradient: ChunkGradient, managed: ManagedParameter) -> None:
         """`managed` has a gradient now that no backward made, and that is about to be written. Every rank does it."""
+        self.collect_late()
         self.num_backwards = max(self.num_backwards, 1)
         self.leftovers.fill(gradient, self.num_backwards)
         gradient.got[managed.position] = gradient.agreed[managed.position] = 1
@@ -328,6 +331,8 @@ class Gradients:
         stay: parameters whose gradients stay, by chunk index, then by position.
         """
         self.exchange.forget()
+        if becomes is not Becomes.NONE:
+            self.collect_late()
         self.arrivals.drop()
         self.is_scaled = False
         self.num_forgotten += 1

@@ -226,7 +226,7 @@ def _note_gradients(executor: weakref.ref[Executor], index: int, waiting: Waitin
         with unseen():
             waits = its_executor.wait_for_gradients(index, waiting)
         if not waits:
-            arrived.pop()
+            del arrived[-1:]  # it may be gone, with those of an earlier backward that have waited so far
             _take_gradient(executor, index, waiting.positions[id(parameter)], parameter)
 
     return note_gradient
