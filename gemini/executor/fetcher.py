@@ -330,13 +330,5 @@ class Fetcher:
             slot.close()
         self._left = []
 
-    def staged_copy(self, staged: Tensor, source: Tensor, to: Tier, of: MemoryTier) -> Tensor:
-        """`source` on tier `to`, in `staged` if that is the host; who reads it there finds it."""
-        target = staged if to is Tier.HOST else torch.empty_like(source, device=self.device.device)
-        copy(target, source, self.tier(to), of, self.traffic)
-        if to is Tier.HOST:
-            self.device.synchronize()
-        return target
-
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host

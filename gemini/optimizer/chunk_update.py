@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
 from gemini.executor.executor import Executor
+from gemini.executor.fetcher import Fetcher
 from gemini.executor.spreading import spread
+from gemini.memory.tier import MemoryTier, copy
 from gemini.optimizer.chunk_state import ChunkOptimizerState, Run
 from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors
 from gemini.optimizer.launches import Launches
@@ -114,7 +117,7 @@ class ChunkUpdates:
         if is_grad_staged:
             staged = self._staging.take("gradient", chunk.optim_numel, grad.dtype)
             from_tier = fetcher.tier(gradient.reduced_tier())
-            grad = fetcher.staged_copy(staged, grad, tier, from_tier)
+            grad = _staged_copy(fetcher, staged, grad, tier, from_tier)
         updated: list[tuple[tuple[int, ...], dict[str, Any], tuple[str, ...]]] = []
         for run in runs:
             end = run.start + run.numel
@@ -160,3 +163,12 @@ class ChunkUpdates:
         tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
         tiers.add(self._executor.gradients.store.gradients[chunk.index].reduced_tier())
         return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
+
+
+def _staged_copy(fetcher: Fetcher, staged: Tensor, source: Tensor, to: Tier, of: MemoryTier) -> Tensor:
+    """`source` on tier `to`, in `staged` if that is the host; who reads it there finds it."""
+    target = staged if to is Tier.HOST else torch.empty_like(source, device=fetcher.device.device)
+    copy(target, source, fetcher.tier(to), of, fetcher.traffic)
+    if to is Tier.HOST:
+        fetcher.device.synchronize()
+    return target

@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         "gradients that wait when a backward ends stay there",
         "gemini/executor/gradients.py",
-        "        self.collect_all()\n        self.in_backward = False\n",
+        "        self._collect_begun()\n        self.in_backward = False\n",
         "        self.in_backward = False\n",
         "tests/test_small_parameters.py",
     ),
@@ -970,8 +970,10 @@ MUTANTS = [
     Mutant(
         "weights that nobody edited are written home",
         "gemini/executor/binding.py",
-        "                    if version != recorded[position]:",
-        "                    if True:",
+        "            if now != recorded:\n"
+        "                positions.update(i for i, (one, other) in enumerate(zip(recorded, now, strict=True)) if one != other)"
+        "\n",
+        "            if True:\n                positions.update(range(len(now)))\n",
         f"{GOLDEN}[1]",
     ),
 ]
