@@ -12,7 +12,6 @@ from gemini.placement.specs import ModelSpec, WeightSpec
 from gemini.settings import Settings
 from sharding import ParameterSpec, ShardLayout, Unit, resolve_strategy
 
-
 FINE_COUNT = 32
 """Parameters that a chunk has at least for calls that are saved to be worth other ways."""
 FINE_NUMEL = 4096

@@ -970,9 +970,8 @@ MUTANTS = [
     Mutant(
         "weights that nobody edited are written home",
         "gemini/executor/binding.py",
-        "            if now != recorded:\n"
-        "                positions.update(i for i, (one, other) in enumerate(zip(recorded, now, strict=True)) if one != other)"
-        "\n",
+        "            if now != recorded:\n                positions.update(i for i, (one, other) in"
+        " enumerate(zip(recorded, now, strict=True)) if one != other)\n",
         "            if True:\n                positions.update(range(len(now)))\n",
         f"{GOLDEN}[1]",
     ),
