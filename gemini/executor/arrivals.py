@@ -140,8 +140,9 @@ class Arrivals:
                     self.add(chunk, position, grad, backward)
                 return True
             self._open(gradient, backward)
-            if not gradient.direct:
-                self.store.clear(gradient)
+            if not gradient.direct and not gradient.resumed and gradient.payload is not None:
+                gradient.payload.zero_()  # of many small parameters, paddings are too many to zero one by one
+                gradient.is_clean = True
             views = gradient.views
             torch._foreach_copy_([views[position] for position in positions], grads)
         fired, got = gradient.fired, gradient.got

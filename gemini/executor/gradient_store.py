@@ -205,10 +205,9 @@ class GradientStore:
         gradient.payload, gradient.views = slot.views[chunk.index]
         if gradient.spilled is not None:
             self._unspill(gradient, gradient.payload, gradient.spilled)
-        else:
-            if resume:
-                gradient.resumed = True
-                copy(gradient.payload, gradient.shard, self.device, self.tier(gradient.resting.tier), self.traffic)
+        elif resume:
+            gradient.resumed = True
+            copy(gradient.payload, gradient.shard, self.device, self.tier(gradient.resting.tier), self.traffic)
         gradient.expect()
 
     def complete(self, gradient: ChunkGradient) -> None:
@@ -221,12 +220,6 @@ class GradientStore:
             for fired, view in zip(gradient.fired, gradient.views, strict=True):
                 if not fired:
                     view.zero_()
-
-    def clear(self, gradient: ChunkGradient) -> None:
-        """Zeros all over a payload that nothing was written to yet, where `complete` would zero many paddings."""
-        if not gradient.resumed and gradient.payload is not None:
-            gradient.payload.zero_()
-            gradient.is_clean = True
 
     def _may_write_home(self, gradient: ChunkGradient) -> bool:
         """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
