@@ -1,59 +1,155 @@
-"""How much Python a model of many parameters costs: calls are counted, as time is noisy."""
+"""How much Python a model of many parameters costs: executed lines are counted, as time is noisy.
 
+Lines are counted function by function. What looks at all chunks for each chunk then shows as a function whose lines
+grow fourfold with twice the layers, however small its share of the whole is.
+"""
+
+import copy
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemini import ShardedModel, ShardedOptimizer
+from gemini import GatheredParameters, ShardedModel, ShardedOptimizer, safe_get_full_fp32_param
 from tests.mlp import adam
 
 WIDTH = 8
 CHUNK_NUMEL = 256  # each parameter is a chunk
+_ROOT = Path(__file__).parents[1]
+_OURS = tuple(str(_ROOT / package) for package in ("gemini", "sharding", "optim"))
+
+Lines = Counter[str]  # by function
 
 
-def num_calls(function: Callable[[], Any]) -> int:
-    """Of Python functions, resumed generators and C functions."""
-    count = 0
+def lines_of(function: Callable[[], Any]) -> Lines:
+    """Lines of our own Python that a call executes in this thread, those of comprehensions each time around."""
+    counts: Counter[Any] = Counter()
 
-    def note(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
+    def note(frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        counts[frame.f_code] += 1
+        return note
 
-    sys.setprofile(note)
+    before = sys.gettrace()
+    sys.settrace(note)
     try:
         function()
     finally:
-        sys.setprofile(None)
-    return count
+        sys.settrace(before)
+    lines: Lines = Counter()
+    for code, count in counts.items():
+        lines[f"{Path(code.co_filename).relative_to(_ROOT)}:{code.co_firstlineno} {code.co_name}"] += count
+    return lines
 
 
-def calls_by_phase(num_layers: int, **arguments: Any) -> dict[str, int]:
-    """Of wrapping a chain of linear layers and training it for two steps."""
-    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
-    made: list[Any] = []
+def growing(few: Lines, many: Lines) -> dict[str, tuple[int, int]]:
+    """Functions whose lines more than double from one model to one of twice the layers.
 
-    def wrap() -> None:
-        made.append(ShardedModel(module, device="emulated", **arguments))
-
-    def optimize() -> None:
-        made.append(ShardedOptimizer(made[0], adam(made[0].parameters())))
-
-    def train() -> None:
-        made[0](torch.ones(2, WIDTH)).square().mean().backward()
-        made[1].step()
-        made[1].zero_grad()
-
-    phases = {"wrap": wrap, "optimizer": optimize, "first step": train, "second step": train}
-    counts = {name: num_calls(phase) for name, phase in phases.items()}
-    made[0].close()
-    return counts
+    A bisection over chunks takes one step more, what the collector of garbage calls runs at any time, and views of a
+    chunk are made once for every slot that it comes to.
+    """
+    return {name: (few[name], count) for name, count in many.items() if count > 2.5 * few[name] + 150}
 
 
-def growth(num_layers: int, **arguments: Any) -> dict[str, float]:
-    """By phase: calls for twice as many layers over those for `num_layers`."""
-    calls_by_phase(num_layers, **arguments)  # imports, caches
-    few, many = (calls_by_phase(count, **arguments) for count in (num_layers, 2 * num_layers))
-    return {phase: many[phase] / few[phase] for phase in few}
+class Session:
+    """A chain of linear layers, and what users do with it, by phase."""
+
+    def __init__(self, num_layers: int, **arguments: Any) -> None:
+        self.module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
+        if arguments.pop("tied", False):
+            for one, other in zip(self.module[::2], self.module[1::2], strict=True):
+                other.weight = one.weight
+        self.arguments = arguments
+
+    def wrap(self) -> None:
+        self.model = ShardedModel(self.module, device="emulated", **self.arguments)
+
+    def make_optimizer(self) -> None:
+        self.optimizer = ShardedOptimizer(self.model, adam(self.model.parameters()))
+        self.parameters = list(self.model.parameters())
+
+    def backward(self) -> None:
+        self.model(torch.ones(2, WIDTH)).square().mean().backward()
+
+    def train(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> None:
+        self.state = self.model.state_dict()
+        self.state_of_module = self.module.state_dict()
+        self.state_of_optimizer = self.optimizer.state_dict()
+
+    def load_state_dict(self) -> None:
+        self.model.load_state_dict(self.state)
+        self.optimizer.load_state_dict(self.state_of_optimizer)
+
+    def load_into_module(self) -> None:
+        self.module.load_state_dict(self.state_of_module)
+
+    def use_each_parameter(self) -> None:
+        for parameter in self.parameters:
+            parameter.norm()
+            safe_get_full_fp32_param(parameter)
+            dict(self.optimizer.state[parameter])
+            with GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+                parameter.mul_(1.5)
+
+    def use_each_gradient(self) -> None:
+        self.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def freeze_and_train(self) -> None:
+        for parameter in self.parameters[::2]:
+            parameter.requires_grad_(False)
+        self.train()
+        for parameter in self.parameters[::2]:
+            parameter.requires_grad_(True)
+        self.train()
+
+    def copy(self) -> None:
+        copy.deepcopy(self.model)
+
+    def close(self) -> None:
+        self.model.close()
+
+
+USES = (
+    "state_dict",
+    "load_state_dict",
+    "load_into_module",
+    "use_each_parameter",
+    "use_each_gradient",
+    "freeze_and_train",
+    "copy",
+)
+
+
+def lines_by_phase(num_layers: int, uses: Iterable[str] = USES, **arguments: Any) -> dict[str, Lines]:
+    """Of wrapping a chain of linear layers, three steps of training, and `uses`."""
+    session = Session(num_layers, **arguments)
+    phases = ("wrap", "make_optimizer", "train", "train", "train", *uses, "close")
+    return {f"{number} {phase}": lines_of(getattr(session, phase)) for number, phase in enumerate(phases)}
+
+
+def growing_phases(num_layers: int, uses: Iterable[str] = USES, **arguments: Any) -> dict[str, Any]:
+    """By phase, functions whose lines grow faster than the layers."""
+    lines_by_phase(4, uses, **_scaled(arguments, 4))  # imports, caches
+    few, many = (lines_by_phase(count, uses, **_scaled(arguments, count)) for count in (num_layers, 2 * num_layers))
+    found = {phase: growing(few[phase], many[phase]) for phase in few}
+    return {phase: functions for phase, functions in found.items() if functions}
+
+
+def _scaled(arguments: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """`bytes_per_layer` as a budget, and the other arguments."""
+    rest = dict(arguments)
+    per_layer = rest.pop("bytes_per_layer", None)
+    return rest if per_layer is None else {**rest, "model_data_memory": 4096 + per_layer * num_layers}

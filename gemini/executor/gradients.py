@@ -299,7 +299,7 @@ class Gradients:
         gradient.had[position] = 0
         self.leftovers.clear(gradient, [managed])
         # with several ranks, what this one got says nothing about the others
-        if self.communicator.world_size == 1 and not any(any(g.got) for g in self.store.gradients.values()):
+        if self.communicator.world_size == 1 and not self.leftovers.are_any():
             self.end(Becomes.USED)
 
     def reset_order(self) -> None:

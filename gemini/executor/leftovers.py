@@ -40,6 +40,8 @@ class Leftovers:
         self.store = exchange.store
         self.homes = exchange.homes
         self.unsynced = unsynced
+        self._searched: list[int] = []  # chunk indices, for a gradient that is left
+        self._place = 0  # of the search in it
 
     def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
         """A step used the gradients, or they are discarded or set to zero.
@@ -62,6 +64,21 @@ class Leftovers:
             for flags, its_after in zip((gradient.had, gradient.got, gradient.agreed), after, strict=True):
                 flags[:] = bytes(old if does else new for old, new, does in zip(flags, its_after, stays, strict=True))
         self.homes.end_step()
+
+    def are_any(self) -> bool:
+        """This rank has a gradient of some parameter.
+
+        The search goes on where the one before it found a gradient, so that a loop which discards the gradients of all
+        parameters, one after the other, takes time in proportion to them.
+        """
+        for _ in range(2):  # what is left of the last search, then all
+            while self._place < len(self._searched):
+                gradient = self.store.gradients.get(self._searched[self._place])
+                if gradient is not None and any(gradient.got):
+                    return True
+                self._place += 1
+            self._searched, self._place = list(self.store.gradients), 0
+        return False
 
     def clear(self, gradient: ChunkGradient, some: Sequence[ManagedParameter]) -> None:
         """What comes later of some of the chunk's parameters is added to zeros."""

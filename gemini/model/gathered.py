@@ -85,17 +85,17 @@ class GatheredParameters:
         with self._stack, torch.no_grad():
             for link in self._links:
                 link.settle_data()
-            changed = [link for link, before in zip(self._links, self._before, strict=True) if _differs(link, before)]
+            pairs = zip(self._links, self._before, strict=True)
+            changed = [(link, before) for link, before in pairs if _differs(link, before)]
             if error is not None or self._modifier is None:
-                for link, before in zip(self._links, self._before, strict=True):
-                    if link in changed:
-                        link.undo(before)
+                for link, before in changed:
+                    link.undo(before)
             elif self._modifier is not None:
                 for link in self._links:
                     link.spread(self._modifier)
             self._before = []
             if error is None and self._modifier is None and changed:
-                names = ", ".join(repr(link.managed.name) for link in changed)
+                names = ", ".join(repr(link.managed.name) for link, _ in changed)
                 raise UnsupportedError(
                     f"GatheredParameters(...) without modifier_rank= was left with changes to {names}, which are "
                     "undone. Name the rank whose changes count, such as modifier_rank=0"

@@ -227,8 +227,9 @@ class Link(ParameterLink[ManagedParameter]):
         executor.check_idle("GatheredParameters")
         with ExitStack() as stack:
             self._touch(links, stack)
-            executor.binding.write_back_all()
-            for chunk in {link.managed.chunk.index: link.managed.chunk for link in links}.values():
+            chunks = {link.managed.chunk.index: link.managed.chunk for link in links}.values()
+            executor.binding.write_back_all(chunks)
+            for chunk in chunks:
                 for managed in chunk.parameters:
                     executor.binding.before_write(managed)
             yield

@@ -24,6 +24,7 @@ from gemini.executor.moment import Moments
 from gemini.executor.operator import Operator
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
+from gemini.memory.collector import uncollected
 from gemini.memory.host import HostTier
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
@@ -79,6 +80,7 @@ class ShardedModel(PlainView):
         >>> model = ShardedModel(torch.nn.Linear(8, 8), stage=2, device="emulated")
     """
 
+    @uncollected()
     def __init__(
         self,
         module: nn.Module,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
+
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.fetcher import Fetcher
 from gemini.optimizer.chunk_state import ChunkOptimizerState
@@ -29,11 +31,17 @@ class ChunkStates:
         self._param_groups = param_groups
         self._group_of = dict(group_of)
         self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; frozen ones may be among them
+        self._fp16: dict[int, Chunk] = {}  # those of them in fp16
 
     @property
     def trained(self) -> list[Chunk]:
         """The chunks that a step updates, in order."""
         return [state.chunk for state in self.by_chunk.values() if state.chunk.trainable]
+
+    @property
+    def trains_fp16(self) -> bool:
+        """A step updates weights in fp16. Asked at every look at a gradient, so not of every chunk."""
+        return any(chunk.trainable for chunk in self._fp16.values())
 
     def ungrouped(self) -> dict[int, list[bool]]:
         """By chunk index, then by position: parameters that no group has, of chunks with some."""
@@ -57,6 +65,8 @@ class ChunkStates:
         self._take(state)
         comes_last = all(index < chunk.index for index in islice(reversed(self.by_chunk), 1))
         self.by_chunk[chunk.index] = state
+        if chunk.dtype is torch.float16:
+            self._fp16[chunk.index] = chunk
         if not comes_last:  # one that was unfrozen
             ordered = sorted(self.by_chunk.items())
             self.by_chunk.clear()
@@ -77,6 +87,7 @@ class ChunkStates:
     def drop(self, chunk: Chunk) -> None:
         """A chunk's state is given up, and its memory with it."""
         state = self.by_chunk.pop(chunk.index)
+        self._fp16.pop(chunk.index, None)
         state.give(list(state.flats), self._fetcher)
 
     def move(self, chunk: Chunk, tier: Tier) -> None:

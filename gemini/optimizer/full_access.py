@@ -35,7 +35,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     link = _begin("safe_get_full_fp32_param", param)
     managed, executor = link.managed, link.executor
     with executor.publishing(), torch.no_grad():
-        executor.binding.write_back_all()
+        executor.binding.write_back_all([managed.chunk])
         master = whole_master(managed.chunk)
         if master is not None:
             return _shaped(gather_optimizer_state(executor, managed.chunk, master), link)

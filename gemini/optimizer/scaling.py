@@ -21,7 +21,7 @@ class Scaling:
 
     @property
     def active(self) -> LossScale | None:
-        return self._scale if any(chunk.dtype is torch.float16 for chunk in self._states.trained) else None
+        return self._scale if self._states.trains_fp16 else None
 
     @property
     def value(self) -> float:

@@ -105,10 +105,13 @@ def load_optimizer_state(
             its_state = states.by_chunk.get(managed.chunk.index)
             if its_state is not None:
                 _load_entry(executor, its_state, managed, saved["state"].get(number))
-        for chunk in executor.chunks:
-            given = [(m, masters[n]) for n, m in by_number.items() if m.chunk is chunk and n in masters]
-            if given and Kind.MASTER in chunk.homes:
-                _load_masters(executor, chunk, given)
+        given: dict[int, list[tuple[ManagedParameter, Tensor]]] = {}  # by chunk index
+        for number, managed in by_number.items():
+            if number in masters:
+                given.setdefault(managed.chunk.index, []).append((managed, masters[number]))
+        for index, of_chunk in sorted(given.items()):
+            if Kind.MASTER in executor.chunks[index].homes:
+                _load_masters(executor, executor.chunks[index], of_chunk)
 
 
 def _wanted(

@@ -34,7 +34,7 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
         if link is None:
             raise KeyError("not a parameter of the ShardedModel")
         state = self._states.by_chunk.get(link.managed.chunk.index)
-        position = link.managed.chunk.parameters.index(link.managed)
+        position = link.managed.position
         scalars = None if state is None else state.scalars[position]
         if state is None or scalars is None:
             return {}

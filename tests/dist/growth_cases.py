@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, set_leaf_module
-from tests.calls import CHUNK_NUMEL, WIDTH, num_calls
+from tests.calls import CHUNK_NUMEL, WIDTH, Lines, growing, growing_phases, lines_of
 from tests.mlp import adam
 
 
@@ -22,8 +22,8 @@ class Choice(nn.Module):
         return self.branches[self.rank % 2](x)  # type: ignore[no-any-return]
 
 
-def costs(rank: int, world_size: int, num_layers: int, chooses: bool) -> dict[str, int]:
-    """Of one step: Python calls, and what is sent beyond the second step's, which follows the record of the first."""
+def costs(rank: int, world_size: int, num_layers: int, chooses: bool) -> tuple[Lines, int]:
+    """Of the first step: lines by function, and bytes sent beyond the second step's, which follows its record."""
     layers = (Choice(rank) if chooses else nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
     module = nn.Sequential(*layers)
     if chooses:
@@ -37,18 +37,22 @@ def costs(rank: int, world_size: int, num_layers: int, chooses: bool) -> dict[st
         optimizer.step()
         optimizer.zero_grad()
 
-    found: list[tuple[int, int]] = []
+    found: list[tuple[Lines, int]] = []
     for _ in range(2):
         before = collectives.bytes_sent
-        calls = num_calls(step)
-        found.append((calls, collectives.bytes_sent - before))
+        lines = lines_of(step)
+        found.append((lines, collectives.bytes_sent - before))
     model.close()
-    (calls, sent), (_, followed) = found
-    return {"calls": calls, "sent to agree": sent - followed}
+    (lines, sent), (_, followed) = found
+    return lines, sent - followed
 
 
-def growth(rank: int, world_size: int, num_layers: int, chooses: bool) -> dict[str, Any]:
-    """Costs of twice as many layers over those of `num_layers`."""
+def first_step(rank: int, world_size: int, num_layers: int, chooses: bool) -> tuple[dict[str, Any], float]:
+    """Functions whose lines grow faster than the layers, and how many times as much is sent for twice of them."""
     costs(rank, world_size, 2, chooses)  # imports, caches
-    few, many = (costs(rank, world_size, count, chooses) for count in (num_layers, 2 * num_layers))
-    return {what: many[what] / few[what] for what in few}
+    (few, sent), (many, sent_for_many) = (costs(rank, world_size, n, chooses) for n in (num_layers, 2 * num_layers))
+    return growing(few, many), sent_for_many / sent
+
+
+def phases(rank: int, world_size: int, num_layers: int, uses: list[str], arguments: dict[str, Any]) -> dict[str, Any]:
+    return growing_phases(num_layers, uses, **arguments)

@@ -1,14 +1,28 @@
-"""The first step on several ranks takes time in proportion to the chunks, too."""
+"""On several ranks, too, time and what ranks tell one another grow in proportion to the chunks."""
+
+from typing import Any
 
 import pytest
 
+from tests.calls import CHUNK_NUMEL
 from tests.dist import growth_cases as cases
 from tests.dist.ranks import RankPool
 
-MAX_GROWTH = 2.3  # for twice the model: quadratic is 4
+USES = ["state_dict", "load_state_dict", "freeze_and_train", "copy"]
 
 
 @pytest.mark.parametrize("chooses", [False, True], ids=["ranks alike", "other branches"])
 def test_twice_the_layers_cost_twice_the_agreement(ranks: RankPool, chooses: bool) -> None:
-    for found in ranks(2).run(cases.growth, 20, chooses):
-        assert max(found.values()) < MAX_GROWTH, found
+    for found, growth_of_bytes in ranks(2).run(cases.first_step, 20, chooses):
+        assert found == {}
+        assert growth_of_bytes < 2.3, "for twice the layers; quadratic is 4"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"bytes_per_layer": 2 * 1024}, {"tensor_placement_policy": "cuda"}], ids=["slots", "on the device"]
+)
+def test_no_function_runs_more_than_twice_as_often_for_twice_the_layers(
+    ranks: RankPool, arguments: dict[str, Any]
+) -> None:
+    for found in ranks(2).run(cases.phases, 12, USES, {"chunk_size": CHUNK_NUMEL, **arguments}):
+        assert found == {}

@@ -422,8 +422,8 @@ MUTANTS = [
     Mutant(
         "a change without a modifier is not undone",
         "gemini/model/gathered.py",
-        "                        link.undo(before)",
-        "                        pass",
+        "                    link.undo(before)",
+        "                    pass",
         "tests/test_access.py",
     ),
     Mutant(
@@ -932,9 +932,16 @@ MUTANTS = [
         "tests/test_shared_storage.py::test_parameters_of_the_same_memory_are_one_under_two_names[cuda]",
     ),
     Mutant(
+        "every victim is looked for among all slots",
+        "gemini/executor/victims.py",
+        "queue.epoch != next_use.epoch or ",
+        "True or ",
+        "tests/test_many_parameters.py",
+    ),
+    Mutant(
         "a state dict of the wrapped module holds lazy tensors",
         "gemini/model/state_hooks.py",
-        "                    state[name] = self._whole(value, state)\n",
+        "                    state[name] = self._whole(value, name, state)\n",
         "                    pass\n",
         "tests/test_state_dicts.py::test_a_saved_state_dict_of_the_module_holds_tensors_that_load_anywhere",
     ),
