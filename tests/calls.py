@@ -5,6 +5,7 @@ grow fourfold with twice the layers, however small its share of the whole is.
 """
 
 import copy
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from gemini import GatheredParameters, ShardedModel, ShardedOptimizer, safe_get_full_fp32_param
+from gemini.memory.collector import uncollected
 from tests.mlp import adam
 
 WIDTH = 8
@@ -35,12 +37,14 @@ def lines_of(function: Callable[[], Any]) -> Lines:
         counts[frame.f_code] += 1
         return note
 
+    gc.collect()  # of models before this one, whose ends would be counted at any place
     before = sys.gettrace()
-    sys.settrace(note)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
+    with uncollected():
+        sys.settrace(note)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
     lines: Lines = Counter()
     for code, count in counts.items():
         lines[f"{Path(code.co_filename).relative_to(_ROOT)}:{code.co_firstlineno} {code.co_name}"] += count
@@ -50,8 +54,7 @@ def lines_of(function: Callable[[], Any]) -> Lines:
 def growing(few: Lines, many: Lines) -> dict[str, tuple[int, int]]:
     """Functions whose lines more than double from one model to one of twice the layers.
 
-    A bisection over chunks takes one step more, what the collector of garbage calls runs at any time, and views of a
-    chunk are made once for every slot that it comes to.
+    A bisection over chunks takes one step more, and views of a chunk are made once for every slot that it comes to.
     """
     return {name: (few[name], count) for name, count in many.items() if count > 2.5 * few[name] + 150}
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.executor.leftovers import Becomes
-from gemini.memory.collector import uncollected
 from gemini.model.link import link_of
 from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm, checked_model
 from gemini.optimizer.chunk_states import ChunkStates
@@ -68,7 +67,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
-    @uncollected()
     def __init__(
         self,
         model: nn.Module,
@@ -225,14 +223,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return 1.0 / self.loss_scale, self._clipping.coefficient(self.loss_scale) if is_ours else 1.0
 
     def before_gradient_write(self) -> None:
-<<<<<<< HEAD
         """Apply a requested clip before a gradient is changed by hand. For gemini itself. Local; raises nothing."""
-        self._clipping.take_effect(self.loss_scale, self._chunk_states.ungrouped())
-=======
-        """A gradient is about to be changed by hand: what `clip_grad_norm_()` asked for takes effect before. Local."""
         if self._clipping.summary is not None:
             self._clipping.take_effect(self.loss_scale, self._chunk_states.ungrouped())
->>>>>>> ecac803 (Let every use of a model of many parameters take time in proportion)
 
     def _summarize(self, norm_type: float) -> GradientSummary:
         """What all ranks must know. Who cannot update says so before it, while nobody has changed anything."""
