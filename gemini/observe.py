@@ -59,7 +59,13 @@ Listener = Callable[[Move], None]
 
 
 class Observer:
-    """The moves of one model on this rank."""
+    """The moves of one model on this rank; local: no rank is told. A `ShardedModel` has it as `observer`.
+
+    Example:
+        >>> seen = []
+        >>> model = ShardedModel(torch.nn.Linear(8, 8), device="emulated")
+        >>> end = model.observer.listen(seen.append)
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()  # moves by `Move.what` since the model was made
@@ -75,7 +81,9 @@ class Observer:
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Have `listener` called with every move, by the thread that made it; returns what ends that. Local.
 
-        It must neither use the model nor raise: it is called in the middle of a step, on this rank alone.
+        Args:
+            listener: is given the `Move`. It must neither use the model nor raise: it is called in the middle of a
+                step, on this rank alone.
         """
         self._listeners.append(listener)
 
@@ -90,12 +98,21 @@ class Observer:
     ) -> Moving:
         """A move that is about to be made: its work stands in a `with` block, or in several, and is noted after them.
 
-        A move that fails is not noted.
+        Called by what moves data. A move that fails is not noted. Local.
+
+        Args:
+            what, chunk, source, target, num_bytes: as of `Move`; num_bytes in bytes.
+            reason: who asked, in words or as what makes them.
+            blocks: the number of `with` blocks.
         """
         return Moving(self, what, chunk, source, target, num_bytes, reason, blocks)
 
     def note(self, moving: Moving) -> None:
-        """A move was made."""
+        """A move was made: count it, and tell the listeners. Local.
+
+        Args:
+            moving: what `moving` returned.
+        """
         self.counts[moving.what] += 1
         if self._listeners:
             reason = moving.reason if isinstance(moving.reason, str) else moving.reason()

@@ -70,7 +70,8 @@ def smallest_budget(make: Callable[[], nn.Module] = Mlp, **arguments: Any) -> in
 
 def minimum_bytes(module: nn.Module, **arguments: Any) -> int:
     """Of model data on the device; arguments: of ShardedModel."""
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    group = arguments.pop("process_group", None)  # estimates ask nobody, and are told how many ranks there are
+    world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     least = estimate_memory(module, world_size=world_size, **arguments).plan.minimum_bytes
     assert least is not None
     return least

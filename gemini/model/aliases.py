@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +50,21 @@ class _Extent:
         return bool(of(other).any())
 
 
-def tie_aliases(module: nn.Module) -> None:
-    """Make one parameter of those that have the same memory; warns if they are trained.
+class Tie(NamedTuple):
+    """A parameter gave way to another one that has the same memory."""
+
+    owner: nn.Module
+    leaf: str  # its name in its owner
+    parameter: nn.Parameter
+    names: tuple[str, str]  # in the model, of the parameter that stayed and of this one
+
+    def undo(self) -> None:
+        """The owner has its own parameter again."""
+        setattr(self.owner, self.leaf, self.parameter)
+
+
+def tie_aliases(module: nn.Module) -> list[Tie]:
+    """Make one parameter of those that have the same memory.
 
     Raises UnsupportedError with both names for what overlaps otherwise, and has changed nothing then.
     """
@@ -73,22 +88,27 @@ def tie_aliases(module: nn.Module) -> None:
                     )
             else:
                 reaching.append(extent)
+    made: list[Tie] = []
     if not ties:
-        return
-    names: list[tuple[str, str]] = []
+        return made
     for path, owner in module.named_modules():
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is not None and parameter in ties:
                 kept = ties[parameter]
                 setattr(owner, leaf, kept.tensor)
-                if parameter.requires_grad:
-                    names.append((kept.name, f"{path}.{leaf}" if path else leaf))
-    if names:
-        pairs = ", ".join(f"{one!r} and {other!r}" for one, other in names)
+                made.append(Tie(owner, leaf, parameter, (kept.name, f"{path}.{leaf}" if path else leaf)))
+    return made
+
+
+def warn_of_ties(ties: Sequence[Tie]) -> None:
+    """Say which trained parameters became one. Called by the constructor that the user calls."""
+    trained = [tie.names for tie in ties if tie.parameter.requires_grad]
+    if trained:
+        pairs = ", ".join(f"{one!r} and {other!r}" for one, other in trained)
         warnings.warn(
             f"{pairs} share their memory: each pair is one parameter under two names from now on, whose gradients are "
             "added up and stepped once. Two parameters of plain PyTorch would step that memory twice",
-            stacklevel=3,
+            stacklevel=4,  # beyond the constructor and what it is decorated with
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from gemini.model.aliases import tie_aliases
 from gemini.model.specs import specs_of
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.plan import Plan, plan_model
@@ -85,7 +86,13 @@ def estimate_memory(
     others = "model", "world_size", "settings"
     settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
     module = _module_of(model)
-    plan = plan_model(specs_of(module, settings, world_size), settings, world_size)
+    ties = tie_aliases(module)  # as wrapping does, but for the time of this call
+    try:
+        spec = specs_of(module, settings, world_size)
+    finally:
+        for tie in ties:
+            tie.undo()
+    plan = plan_model(spec, settings, world_size)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     return MemoryEstimate(num_parameters, _on(Tier.DEVICE, plan), _on(Tier.HOST, plan), plan)
 

@@ -66,7 +66,7 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
         warnings.warn(
             "reuse_fp16_shard=True does nothing here, as the model has no 16-bit weights, whose memory their "
             "gradients could reuse: give dtype=torch.float16 or torch.bfloat16, or leave it out",
-            stacklevel=3,
+            stacklevel=4,  # beyond estimate_memory, or the constructor and what it is decorated with
         )
     return found
 

@@ -28,7 +28,7 @@ from gemini.memory.collector import uncollected
 from gemini.memory.host import HostTier
 from gemini.memory.ledger import Traffic
 from gemini.memory.tier import MemoryTier
-from gemini.model.aliases import tie_aliases
+from gemini.model.aliases import tie_aliases, warn_of_ties
 from gemini.model.arguments import check_module, choose_tiers
 from gemini.model.budgets import read_free
 from gemini.model.built_chunk import built_link_of
@@ -95,7 +95,7 @@ class ShardedModel(PlainView):
         owner, others = type(self).__name__, ("module", "process_group", "settings")
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
         check_module(module)
-        tie_aliases(module)
+        warn_of_ties(tie_aliases(module))
         weights = weights_of(module, settings)
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")

@@ -134,6 +134,7 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
         >>> settings = Settings(stage=2)
         >>> spec = specs_of(torch.nn.Linear(64, 64), settings, world_size=4)
         >>> plan_model(spec, settings, world_size=4).minimum_bytes
+        62208
     """
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gemini import (
     DivergenceError,
     GeminiError,
+    Move,
     RemoteRankError,
     ShardedModel,
     ShardedOptimizer,
@@ -411,9 +412,13 @@ def kept_view(rank: int, world_size: int, from_step: int, to_step: int) -> tuple
 
 
 def _log_moves(model: ShardedModel) -> list[tuple[str, int]]:
-    fetcher = model.executor.fetcher
     moves: list[tuple[str, int]] = []
-    fetcher._log = lambda what, chunk, source, target: moves.append((what, chunk.index))
+
+    def note(move: Move) -> None:
+        if move.what in ("fetch", "prefetch", "evict", "release"):
+            moves.append((move.what, move.chunk))
+
+    model.observer.listen(note)
     return moves
 
 

@@ -177,7 +177,7 @@ def test_references_dropped_late_change_neither_evictions_nor_bits(ranks: RankPo
     disturbed = ranks(2).run(cases.late_references, True, timeout_s=60)
     assert calm[0][0] == calm[1][0] == disturbed[0][0] == disturbed[1][0]
     assert len({hash_ for _, hash_ in calm + disturbed}) == 1
-    assert any(what == "release" for what, _ in calm[0][0])
+    assert any(what == "evict" for what, _ in calm[0][0])
 
 
 @pytest.mark.parametrize(("from_step", "to_step"), [(1, 99), (1, 3)])

@@ -51,10 +51,10 @@ def test_evicted_memory_that_reads_as_nan_changes_nothing(
     release = Fetcher.release
     num_poisoned = 0
 
-    def poisoning(self: Fetcher, chunk: Chunk, wipes: bool = False) -> bool:
+    def poisoning(self: Fetcher, chunk: Chunk, successor: Chunk | None = None) -> bool:
         nonlocal num_poisoned
         slot = chunk.slot
-        free = release(self, chunk, wipes)
+        free = release(self, chunk, successor)
         if free and slot is not None and slot.buffer is not None:
             slot.buffer.fill_(0xFF)
             num_poisoned += 1
