@@ -59,7 +59,9 @@ Listener = Callable[[Move], None]
 
 
 class Observer:
-    """The moves of one model on this rank; local: no rank is told. A `ShardedModel` has it as `observer`.
+    """The moves of one model on this rank. A `ShardedModel` has it as `observer`.
+
+    Local: no other rank is told. Raises nothing of its own; what a listener raises goes through to whoever moved data.
 
     Example:
         >>> seen = []
@@ -98,7 +100,7 @@ class Observer:
     ) -> Moving:
         """A move that is about to be made: its work stands in a `with` block, or in several, and is noted after them.
 
-        Called by what moves data. A move that fails is not noted. Local.
+        Called by what moves data. A move that fails, whose `with` block raises, is not noted. Local.
 
         Args:
             what, chunk, source, target, num_bytes: as of `Move`; num_bytes in bytes.
@@ -108,7 +110,7 @@ class Observer:
         return Moving(self, what, chunk, source, target, num_bytes, reason, blocks)
 
     def note(self, moving: Moving) -> None:
-        """A move was made: count it, and tell the listeners. Local.
+        """A move was made: count it, and tell the listeners. Local. Raises what a listener raises.
 
         Args:
             moving: what `moving` returned.
