@@ -53,7 +53,10 @@ def _add(found: dict[int, int], tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
         return  # a wrapper's tensors are found on their own
     storage = tensor.untyped_storage()
-    address = storage.data_ptr()
+    try:
+        address = storage.data_ptr()
+    except RuntimeError:  # a fake or functional tensor of the compiler, which has no memory
+        return
     if storage.filename is None:
         found[address] = max(found.get(address, 0), storage.nbytes())
 
