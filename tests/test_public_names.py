@@ -44,7 +44,10 @@ def test_one_place_has_the_version() -> None:
 def test_a_file_that_hides_one_of_our_packages_is_named(name: str, tmp_path: Path) -> None:
     in_the_way = tmp_path / f"{name}.py"
     in_the_way.write_text("")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import gemini"
+    # an editable install's finder comes before sys.path, and would find our package whatever hides it there
+    finders = "[f for f in sys.meta_path if not type(f).__name__.startswith('ScikitBuild')]"
+    paths = [str(tmp_path), str(ROOT)]
+    code = f"import sys; sys.meta_path[:] = {finders}; sys.path[:0] = {paths!r}; import gemini"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert f"gemini needs its own package {name!r}, but Python finds {in_the_way}" in done.stderr
