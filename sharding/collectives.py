@@ -226,10 +226,6 @@ class Collectives:
         """Largest value over ranks, in place; with a tag as in `all_reduce_sum_`."""
         self._all_reduce(tensor, dist.ReduceOp.MAX, tag)
 
-    def all_reduce_min_(self, tensor: Tensor) -> None:
-        """Smallest value over ranks, in place."""
-        self._all_reduce(tensor, dist.ReduceOp.MIN)
-
     def broadcast_(self, tensor: Tensor, src: int = 0, tag: Tag | None = None) -> None:
         """Overwrite the tensor with that of rank `src` of the group. Its bytes are counted once, on `src`.
 
