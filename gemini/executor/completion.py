@@ -13,8 +13,8 @@ from hashlib import blake2b
 
 import torch
 
-from gemini.executor.communicator import Communicator
 from gemini.executor.gradient_store import ChunkGradient, GradientStore
+from gemini.ranks.communicator import Communicator
 
 _WHAT = "agreement on complete gradients"
 _DIGEST_WORDS = 2

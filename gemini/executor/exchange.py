@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemini.executor.communicator import Communicator
 from gemini.executor.gradient_store import ChunkGradient, GradientStore
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.tier import copy
 from gemini.observe import Moving
+from gemini.ranks.communicator import Communicator
 
 
 @dataclass

@@ -21,15 +21,15 @@ from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import GeminiError
 from gemini.executor.arrivals import Waiting
 from gemini.executor.calls import Call, other_thread
-from gemini.executor.communicator import Communicator
 from gemini.executor.failures import Failures
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradients import Gradients
-from gemini.executor.moment import Phase
 from gemini.executor.operator import Operator
 from gemini.executor.staying import Staying
 from gemini.executor.underway import Underway
 from gemini.memory.modes import unseen
+from gemini.ranks.communicator import Communicator
+from gemini.ranks.position import Phase
 
 _graph_task_id = torch._C._current_graph_task_id
 

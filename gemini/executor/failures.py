@@ -14,11 +14,11 @@ from torch import nn
 
 from gemini.errors import GeminiError, torn
 from gemini.executor.calls import backward_runs
-from gemini.executor.communicator import Communicator
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradients import Gradients
-from gemini.executor.last_words import words_of
 from gemini.executor.underway import Underway
+from gemini.ranks.communicator import Communicator
+from gemini.ranks.exit_report import words_of
 
 _PACKAGES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _graph_task_id = torch._C._current_graph_task_id

@@ -17,7 +17,6 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.errors import BudgetError, SlotError
 from gemini.executor.binding import Binding
-from gemini.executor.communicator import Communicator
 from gemini.executor.slot_errors import slot_is_held, slots_are_in_use
 from gemini.executor.victims import Victims
 from gemini.memory.host import HostTier
@@ -27,6 +26,7 @@ from gemini.memory.tier import MemoryTier, copy
 from gemini.observe import Moving, Observer
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import NextUse
+from gemini.ranks.communicator import Communicator
 
 _SETTLE_S = 2.0  # a gloo worker drops its references within tens of ms; anything longer is a view that someone keeps
 

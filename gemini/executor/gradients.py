@@ -15,14 +15,14 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.arrivals import Arrivals, Waiting
-from gemini.executor.communicator import Communicator
 from gemini.executor.completion import Completion
 from gemini.executor.exchange import Exchange
 from gemini.executor.gradient_store import ChunkGradient, GradientStore
 from gemini.executor.leftovers import Becomes, Leftovers
-from gemini.executor.moment import Phase
 from gemini.executor.unsynced import UnsyncedSums
 from gemini.placement.reduction_order import ReductionOrder
+from gemini.ranks.communicator import Communicator
+from gemini.ranks.position import Phase
 
 _GRAD: Any = Tensor.grad
 _set_grad = _GRAD.__set__

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gemini.executor.communicator import Communicator
 from gemini.memory import live
 from gemini.model.built_chunk import built_link_of
 from gemini.placement.budget import FreeBytes
+from gemini.ranks.communicator import Communicator
 from gemini.settings import Settings
 
 _UNBOUNDED = 2**62  # a reading of a device that has no bound

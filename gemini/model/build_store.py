@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from gemini.chunks.placeholder import dense_stride, expanded, placeholder, set_data
 from gemini.errors import GeminiError
-from gemini.executor.communicator import Communicator
-from gemini.executor.moment import Moments, Phase
 from gemini.memory.freed import ShardMemory
 from gemini.model.built_chunk import BuiltChunk, BuiltLink, BuiltParameter, built_link_of, refusal
 from gemini.model.released import ReleasedParameter
 from gemini.placement.packing import PackingInput, pack
+from gemini.ranks.communicator import Communicator
+from gemini.ranks.position import Moments, Phase
 from sharding import ParameterSpec, ShardStrategy, backends
 
 _WHOLE = 2**62  # bytes: an operator is one chunk, however large

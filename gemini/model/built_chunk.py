@@ -25,8 +25,8 @@ from optim import round_master_
 from sharding import ShardLayout
 
 if TYPE_CHECKING:
-    from gemini.executor.communicator import Communicator
     from gemini.model.build_store import BuildStore
+    from gemini.ranks.communicator import Communicator
 
 
 @dataclass(eq=False)

@@ -28,9 +28,9 @@ from optim import HALF_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gemini.executor.communicator import Communicator
     from gemini.executor.executor import Executor
     from gemini.model.saved_tensors import SavedTensors
+    from gemini.ranks.communicator import Communicator
 
 
 class Chunked(Protocol):

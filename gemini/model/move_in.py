@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.placeholder import dense_stride, set_data
 from gemini.errors import UnsupportedError
-from gemini.executor.communicator import Communicator
 from gemini.executor.masters import write_master
 from gemini.memory.freed import Freed
 from gemini.memory.host import HostTier
@@ -23,6 +22,7 @@ from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
 from gemini.model.built_chunk import built_link_of
 from gemini.placement.demand import WRAPPED_KINDS, ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.ranks.communicator import Communicator
 from optim import HALF_DTYPES, round_master_
 
 

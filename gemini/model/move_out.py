@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import GeminiError, RankLostError
-from gemini.executor.communicator import Communicator
 from gemini.executor.failures import clear_our_frames
 from gemini.executor.masters import whole_master
 from gemini.memory.tier import MemoryTier
@@ -25,6 +24,7 @@ from gemini.model.built_chunk import built_link_of, refusal
 from gemini.model.link import any_link_of
 from gemini.model.move_in import Moves, Original, let_go, restore
 from gemini.placement.demand import Kind, Tier
+from gemini.ranks.communicator import Communicator
 
 LOST = "_gemini_lost"
 """Marks a parameter whose values are gone: it must not be wrapped as if its placeholder were weights."""

@@ -14,7 +14,6 @@ from torch import nn
 
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
-from gemini.executor.moment import Phase
 from gemini.executor.operator import Operator
 from gemini.model.compiled import OuterCompiler, is_compiled
 from gemini.model.freezing import Freezing
@@ -22,6 +21,7 @@ from gemini.model.hooks import Hooks
 from gemini.model.link import link_of
 from gemini.model.operators import FoundOperator, find_operators
 from gemini.model.specs import operator_specs
+from gemini.ranks.position import Phase
 
 
 class OperatorTable:

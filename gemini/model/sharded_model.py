@@ -12,15 +12,12 @@ from torch import nn
 from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError
 from gemini.executor.binding import Binding
-from gemini.executor.communicator import Communicator
 from gemini.executor.exchange import Exchange
 from gemini.executor.executor import Executor
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.gradient_store import GradientStore
 from gemini.executor.gradients import Gradients
-from gemini.executor.last_words import publish_exit
 from gemini.executor.leftovers import Becomes
-from gemini.executor.moment import Moments
 from gemini.executor.operator import Operator
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
@@ -54,6 +51,9 @@ from gemini.model.unasked import guard_placeholders
 from gemini.model.wrap import make_chunks
 from gemini.observe import Observer
 from gemini.placement.plan import Plan, plan_model
+from gemini.ranks.communicator import Communicator
+from gemini.ranks.exit_report import publish_exit
+from gemini.ranks.position import Moments
 from gemini.settings import Options, Settings, Strategy
 
 

@@ -25,13 +25,13 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from gemini.errors import UnsupportedError
-from gemini.executor.last_words import publish_exit
 from gemini.memory.live import free_device_bytes
 from gemini.model.arguments import resolve_device
 from gemini.model.build_store import BuildStore
 from gemini.model.link import any_link_of
 from gemini.model.released import LazyDetach, ReleasedParameter
 from gemini.model.unasked import guard_placeholders
+from gemini.ranks.exit_report import publish_exit
 from gemini.settings import check_dtype
 from optim import round_master_
 from optim.hyperparameters import refuse_unknown_arguments

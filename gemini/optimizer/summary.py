@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
-from gemini.executor.communicator import Communicator
 from gemini.executor.executor import Executor
 from gemini.executor.gradient_store import ChunkGradient
 from gemini.optimizer.chunk_state import spans_of
+from gemini.ranks.communicator import Communicator
 from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
 from sharding import Piece
 

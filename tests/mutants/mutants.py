@@ -211,7 +211,7 @@ MUTANTS = [
     ),
     Mutant(
         "the sum over ranks is not divided",
-        "gemini/executor/communicator.py",
+        "gemini/ranks/communicator.py",
         "out, tag, mean=True,",
         "out, tag, mean=False,",
         f"{TWO_RANKS}[chain]",
@@ -232,21 +232,21 @@ MUTANTS = [
     ),
     Mutant(
         "ranks follow an agreement that they have left",
-        "gemini/executor/communicator.py",
+        "gemini/ranks/communicator.py",
         "return None if agreed else tag",
         "return None",
         "tests/dist/test_rank_failures.py::test_ranks_that_take_different_ways_all_name_both_and_use_nothing[3-ways0]",
     ),
     Mutant(
         "groups of dropped models are kept",
-        "gemini/executor/own_group.py",
+        "gemini/ranks/own_group.py",
         "part.is_left = part.is_left or all(",
         "part.is_left = part.is_left and all(",
         "tests/dist/test_dropped_models.py::test_models_made_and_dropped_in_turn_leave_at_most_one_process_group",
     ),
     Mutant(
         "a collective in flight holds the hooks of its model",
-        "gemini/executor/communicator.py",
+        "gemini/ranks/communicator.py",
         "            with unhooked():\n",
         "            if True:\n",
         "tests/dist/test_dropped_models.py::test_models_made_and_dropped_in_turn_leave_at_most_one_process_group",
@@ -260,10 +260,10 @@ MUTANTS = [
     ),
     Mutant(
         "an agreement overlooks the moment",
-        "gemini/executor/agreement.py",
+        "gemini/ranks/replay.py",
         "expected[position] == collective",
         "expected[position].chunk == collective.chunk",
-        "tests/pure/test_agreement.py",
+        "tests/pure/test_replay.py",
     ),
     Mutant(
         "an idle parameter moves",
@@ -870,7 +870,7 @@ MUTANTS = [
     ),
     Mutant(
         "a backend that only orders streams is not waited for",
-        "gemini/executor/watch.py",
+        "gemini/ranks/watchdog.py",
         "    while not work.is_completed():",
         "    while False:",
         "tests/dist/test_stream_ordered.py",
@@ -969,7 +969,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks compare tags that they have agreed on",
-        "gemini/executor/communicator.py",
+        "gemini/ranks/communicator.py",
         "        return None if agreed else tag",
         "        return tag",
         f"{GOLDEN}[2]",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gemini.executor.agreement import Agreement, Collective
+from gemini.ranks.replay import Agreement, Collective
 
 
 def collectives(chunks: Sequence[int]) -> list[Collective]:

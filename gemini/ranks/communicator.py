@@ -2,7 +2,7 @@
 
 [Note: Ranks agree] Chunks have one size, so two ranks that gather different chunks would exchange garbage without
 any error. Every collective therefore carries (plan hash, sequence number, chunk, moment) of every rank, and data
-whose tags differ is never used; or all ranks have agreed on it before (agreement.py).
+whose tags differ is never used; or all ranks have agreed on it before (replay.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gemini.errors import DivergenceError, UnsupportedError
-from gemini.executor.agreement import Agreement, Collective
-from gemini.executor.moment import Moments
-from gemini.executor.own_group import OwnGroup, dropped, end_dropped
-from gemini.executor.watch import ALL_ALIKE, RankWatch
 from gemini.memory.modes import unhooked
+from gemini.ranks.own_group import OwnGroup, dropped, end_dropped
+from gemini.ranks.position import Moments
+from gemini.ranks.replay import Agreement, Collective
+from gemini.ranks.watchdog import ALL_ALIKE, RankWatch
 from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
 _KINDS = (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError, torn
-from gemini.executor import last_words
+from gemini.ranks import exit_report
 
 POLL_S = 1.0
 DIVERGED_AFTER_S = 4.0
@@ -58,10 +58,10 @@ class RankWatch:
         together = tuple(self._ranks)
         self._prefix = f"gemini/watch/{_num_watches[together]}/{'-'.join(map(str, together))}"
         _num_watches[together] += 1
-        self._store = PrefixStore(self._prefix, last_words.default_store())
+        self._store = PrefixStore(self._prefix, exit_report.default_store())
         self._heard = -1  # the last generation of whose failure this rank knows
-        last_words.publish_exit()
-        last_words.watches.add(self)
+        exit_report.publish_exit()
+        exit_report.watches.add(self)
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class RankWatch:
         if isinstance(error, RemoteRankError):
             return
         try:
-            self._store.compare_set(self._key("error"), "", f"{self.rank}\n{last_words.words_of(error)}")
+            self._store.compare_set(self._key("error"), "", f"{self.rank}\n{exit_report.words_of(error)}")
             self._note_heard()
         except RuntimeError:  # the store's rank is gone, and with it everyone who could read the message
             return
@@ -133,7 +133,7 @@ class RankWatch:
     def tear(self, error: BaseException) -> None:
         """This rank failed half way through an update: no generation after this one can start clean."""
         try:
-            self._store.compare_set("torn", "", f"rank {self.rank}: {last_words.words_of(error)}")
+            self._store.compare_set("torn", "", f"rank {self.rank}: {exit_report.words_of(error)}")
         except RuntimeError:  # as above
             return
 
@@ -167,7 +167,7 @@ class RankWatch:
         """Before this process ends, which may hold the store: wait until every rank knows of the failure."""
         while self._heard == self.generation and time.monotonic() < deadline:
             if all(
-                self._store.check([self._key(f"heard/{rank}")]) or last_words.of(global_rank) is not None
+                self._store.check([self._key(f"heard/{rank}")]) or exit_report.of(global_rank) is not None
                 for rank, global_rank in enumerate(self._ranks)
             ):
                 return
@@ -236,9 +236,9 @@ class RankWatch:
 
     def _ended(self) -> tuple[int, str] | None:
         """(rank, why) of a rank whose process has ended."""
-        if last_words.any_ended():
+        if exit_report.any_ended():
             for rank, global_rank in enumerate(self._ranks):
-                words = last_words.of(global_rank)
+                words = exit_report.of(global_rank)
                 if rank != self.rank and words is not None:
                     return rank, words
         return None
@@ -269,7 +269,7 @@ class RankWatch:
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
         """The backend gave up: because a rank is gone, or because two ranks' collectives did not fit each other."""
-        deadline = time.monotonic() + last_words.LAST_WORDS_S
+        deadline = time.monotonic() + exit_report.LAST_WORDS_S
         self.failed = True
         try:
             self._say_where()
