@@ -52,7 +52,7 @@ class ManagedParameter:
     stride: tuple[int, ...]
     placeholder: Tensor = field(repr=False)  # expanded NaN of the true shape, on the compute device
     requires_grad: bool  # as of the last forward that built a graph
-    operator: int  # of the first operator that owns it, in the moment table
+    operator: int  # of the first operator that owns it, in the table of positions
     has_fractions: bool = False  # its fp32 master may hold more than its 16-bit weights; equal on all ranks
 
     @property

@@ -61,7 +61,7 @@ class Exchange:
     def _moving(self, gradient: ChunkGradient, blocks: int) -> Moving:
         chunk, home = gradient.chunk, gradient.resting.tier
         ends = home if gradient.slot is None else "gradient slot", home
-        where = self.communicator.moments.here
+        where = self.communicator.position.here
         return self.store.observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
 
     def _merge_own(self, gradient: ChunkGradient, backward: int) -> None:

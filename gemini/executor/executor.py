@@ -45,7 +45,7 @@ class Executor:
         self.binding = fetcher.binding
         self.gradients = gradients
         self.communicator = communicator
-        self.moments = communicator.moments
+        self.position = communicator.position
         self._underway = Underway(self.chunks, fetcher.victims)
         self.calls = self._underway.calls
         self._nodes = self._underway.nodes
@@ -102,7 +102,7 @@ class Executor:
 
     def _begin_forward(self) -> None:
         self.gradients.end_scaled()  # of a backward that failed before it reached the model
-        self.moments.set(0, Phase.FORWARD)
+        self.position.set(0, Phase.FORWARD)
         self.fetcher.settle()
         self.binding.write_back_all()
         if torch.is_grad_enabled():
@@ -141,7 +141,7 @@ class Executor:
         """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""
         operator, pinned = call.operator, call.pinned
         assert operator is not None
-        self.moments.set(operator.index, Phase.FORWARD)
+        self.position.set(operator.index, Phase.FORWARD)
         self._nodes.follow()
         fetcher = self.fetcher
         for chunk in operator.chunks:
@@ -182,8 +182,8 @@ class Executor:
         if not self.calls.num_forwards and not self.is_recomputing():
             self.recover()
         pinned = self._underway.begin_touch()
-        before = self.moments.now
-        self.moments.set(operator, Phase.TOUCH)
+        before = self.position.now
+        self.position.set(operator, Phase.TOUCH)
         if self.flags_touched:
             self._settle_outside()
         bound: list[Chunk] = []
@@ -198,7 +198,7 @@ class Executor:
             yield
         finally:
             self._underway.end_touch(pinned)
-            self.moments.now = before
+            self.position.now = before
             self._after_use(bound)
 
     def _settle_outside(self) -> None:
@@ -214,7 +214,7 @@ class Executor:
             return
         self.check_backward()
         self.gradients.begin_backward()
-        self.moments.set(0, Phase.BACKWARD)
+        self.position.set(0, Phase.BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def enter_leaf(self, operator: Operator) -> None:
@@ -227,7 +227,7 @@ class Executor:
             return
         self._underway.leave_leaf()
         self._nodes.lift()
-        self.moments.set(operator.index, Phase.BACKWARD)
+        self.position.set(operator.index, Phase.BACKWARD)
         fetched: list[Chunk] = []
         for chunk in operator.chunks:
             self.fetcher.fetch(chunk)
@@ -249,7 +249,7 @@ class Executor:
                 assert chunk.payload is not None
                 return chunk.payload
             self._underway.leave_leaf()
-        self.moments.set(operator, Phase.BACKWARD)
+        self.position.set(operator, Phase.BACKWARD)
         self._nodes.follow()
         payload = self.fetcher.fetch(chunk)
         self._nodes.pin(chunk)
@@ -283,7 +283,7 @@ class Executor:
         with self.publishing(), unseen():
             self._underway.leave_leaf()
             self._nodes.lift()
-            self.moments.set(0, Phase.BACKWARD)
+            self.position.set(0, Phase.BACKWARD)
             self.gradients.end_backward()
             self.fetcher.settle()
             self.fetcher.next_use.end_pass()
@@ -295,7 +295,7 @@ class Executor:
 
     def before_update(self) -> None:
         """Everything an update reads is at home: edits are written back. Collective."""
-        self.moments.set(0, Phase.STEP)
+        self.position.set(0, Phase.STEP)
         self.fetcher.settle()
         self.binding.write_back_all()
         self.binding.snapshots.forget_all(self.chunks)
@@ -346,5 +346,5 @@ class Executor:
         self.recover()
         if self.gradients.in_backward:
             raise inside
-        self.moments.set(0, Phase.TOUCH)
+        self.position.set(0, Phase.TOUCH)
         self.fetcher.device.synchronize()

@@ -29,7 +29,7 @@ _DROPPED = (
 
 
 class Failures:
-    """What one model does about failures. Where there are several ranks, RankWatch tells them."""
+    """What one model does about failures. Where there are several ranks, Watchdog tells them."""
 
     def __init__(self, underway: Underway, fetcher: Fetcher, gradients: Gradients, communicator: Communicator) -> None:
         self._underway = underway
@@ -81,7 +81,7 @@ class Failures:
         if self._communicator.watch is None:
             clear_our_frames()
             self._underway.forget_forward()
-            self._communicator.moments.now = 0
+            self._communicator.position.now = 0
             self._fetcher.start_anew()
 
     def abandon(self) -> None:
@@ -89,7 +89,7 @@ class Failures:
         clear_our_frames()
         self._underway.forget()
         self._gradients.start_anew()
-        self._communicator.moments.now = 0
+        self._communicator.position.now = 0
         self._fetcher.start_anew()
         self._gradients.in_backward = False  # last: what is interrupted in here is done again
 

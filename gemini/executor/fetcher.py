@@ -232,7 +232,7 @@ class Fetcher:
         return slot_is_held(self.where(), what, self.device.capacity_bytes)
 
     def where(self) -> str:
-        return self.communicator.moments.here()
+        return self.communicator.position.here()
 
     def release(self, chunk: Chunk, successor: Chunk | None = None) -> bool:
         """Take a gathered chunk out of its slot. False if the slot is held by a view, which then has it alone.

@@ -145,16 +145,16 @@ class Gradients:
 
     def _reduce_in_order(self) -> None:
         """Reduce what is complete and whose turn it is. Ranks may be at different operators here."""
-        order, moments = self.reduction.order, self.communicator.moments
-        before = moments.now
-        moments.set(0, Phase.BACKWARD)
+        order, position = self.reduction.order, self.communicator.position
+        before = position.now
+        position.set(0, Phase.BACKWARD)
         while self._next_in_order < len(order):
             gradient = self.store.gradients[order[self._next_in_order]]
             if not gradient.is_open or gradient.num_fired != gradient.expected:
                 break
             self.reduce(gradient)
             self._next_in_order += 1
-        moments.now = before
+        position.now = before
 
     def before_touch(self) -> None:
         """A point that all ranks share, if backward gathers parameters: reduce what is due."""

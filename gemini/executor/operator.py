@@ -9,7 +9,7 @@ from gemini.chunks.chunk import Chunk
 
 @dataclass(eq=False)
 class Operator:
-    """What is fetched together: a module's chunks. `index` is its place in the moment table.
+    """What is fetched together: a module's chunks. `index` is its place in the table of positions.
 
     routes: ranks may use different parts of it, so that backward, too, fetches it whole.
     is_compiled: ranks may have compiled it for other shapes, and their backwards may read its parameters in another

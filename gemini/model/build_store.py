@@ -22,7 +22,7 @@ from gemini.model.built_chunk import BuiltChunk, BuiltLink, BuiltParameter, buil
 from gemini.model.released import ReleasedParameter
 from gemini.placement.packing import PackingInput, pack
 from gemini.ranks.communicator import Communicator
-from gemini.ranks.position import Moments, Phase
+from gemini.ranks.position import Phase, StepPosition
 from sharding import ParameterSpec, ShardStrategy, backends
 
 _WHOLE = 2**62  # bytes: an operator is one chunk, however large
@@ -45,10 +45,10 @@ class BuildStore:
     ) -> None:
         self._strategy = strategy
         self._home_of = home_of
-        self._moments = Moments(["the model under construction"])
+        self._position = StepPosition(["the model under construction"])
         carries_cpu = process_group is None or "cpu" in backends(process_group)
         self._carrier = torch.device("cpu") if carries_cpu else accelerator
-        self.communicator = Communicator(process_group, self._moments, rank_timeout_s, self._carrier)
+        self.communicator = Communicator(process_group, self._position, rank_timeout_s, self._carrier)
         self._chunks: weakref.WeakSet[BuiltChunk] = weakref.WeakSet()
         self._fetched: list[BuiltChunk] = []
         self._num_chunks = 0
@@ -60,8 +60,8 @@ class BuildStore:
     def shard(self, operator: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Take the parameters of one operator with rank 0's values; their own memory is freed. Collective."""
         self._check_open(operator)
-        number = self._moments.add(operator)
-        self._moments.set(number, Phase.BUILD)
+        number = self._position.add(operator)
+        self._position.set(number, Phase.BUILD)
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in parameters:
             groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
@@ -153,12 +153,12 @@ class BuildStore:
         """Inside, the parameters are plain and whole. Collective, unless `overwrites`."""
         self._check_open(wanted[0].name)
         chunks = sorted(dict.fromkeys(its.chunk for its in wanted), key=lambda chunk: chunk.index)
-        before = self._moments.now
+        before = self._position.now
         with self.communicator.publishing():
             for chunk in [chunk for chunk in self._fetched if chunk not in chunks and not chunk.pins]:
                 self._release(chunk)
             for chunk in chunks:
-                self._moments.set(chunk.operator, Phase.TOUCH)
+                self._position.set(chunk.operator, Phase.TOUCH)
                 positions = {its.position for its in wanted if its.chunk is chunk}
                 self._fetch(chunk, positions, overwrites)
                 chunk.pins += 1
@@ -167,7 +167,7 @@ class BuildStore:
             if overwrites:
                 wanted[0].chunk.valid.add(wanted[0].position)
         finally:
-            self._moments.now = before
+            self._position.now = before
             for chunk in chunks:
                 chunk.pins -= 1
                 if not chunk.pins:
@@ -331,7 +331,7 @@ class BuildStore:
     @property
     def num_operators(self) -> int:
         """Operators that were taken so far, those that are gone included."""
-        return len(self._moments.operators) - 1
+        return len(self._position.operators) - 1
 
     @property
     def num_parameters(self) -> int:

@@ -80,7 +80,7 @@ class BuiltChunk:
     """
 
     index: int
-    operator: int  # in the moment table
+    operator: int  # in the table of positions
     layout: ShardLayout
     home: Tensor  # (layout.shard_numel,)
     device: torch.device  # where the parameters were made, and are used

@@ -42,7 +42,7 @@ class OperatorTable:
         self._freezing = freezing
         self._hooks = hooks
         self.compiler = OuterCompiler()
-        self._numbers: dict[nn.Module, int] = {}  # of operators in the moment table, those that are none now too
+        self._numbers: dict[nn.Module, int] = {}  # of operators in the table of positions, those that are none now too
         self.operators: list[Operator] = []
         self._attach(root, found)
 
@@ -73,7 +73,7 @@ class OperatorTable:
     def _change(self, root: nn.Module) -> None:
         """Find the operators again and plan for them. Collective."""
         self._executor.check_idle("compiling a module")
-        self._executor.moments.set(0, Phase.FORWARD)
+        self._executor.position.set(0, Phase.FORWARD)
         found = find_operators(root, self._gathers)
         by_name = {weight.name: place for place, weight in enumerate(self._freezing.plan.spec.weights)}
         places: dict[nn.Parameter, int] = {}
@@ -93,13 +93,13 @@ class OperatorTable:
 
     def _attach(self, root: nn.Module, found: list[FoundOperator]) -> None:
         """Hooks on the operators that there are now, and none elsewhere."""
-        numbers, moments = self._numbers, self._executor.moments
-        if not numbers:  # the first ones are in the moment table since it was made
+        numbers, position = self._numbers, self._executor.position
+        if not numbers:  # the first ones are in the table of positions since it was made
             numbers.update((each.module, place + 1) for place, each in enumerate(found))
         hooked = []
         for each, indices in zip(found, self._freezing.plan.use_order, strict=True):
             if each.module not in numbers:
-                numbers[each.module] = moments.add(each.name)
+                numbers[each.module] = position.add(each.name)
             chunks = tuple(self._executor.chunks[index] for index in indices)
             operator = Operator(numbers[each.module], each.name, chunks, each.routes, each.is_compiled)
             hooked.append((each.module, operator))

@@ -134,7 +134,7 @@ class SavedTensors:
         else:
             return None
         offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
-        updates, operator = chunk.num_updates, executor.moments.operator
+        updates, operator = chunk.num_updates, executor.position.operator
         edits = chunk.num_edits(offset_bytes // chunk.dtype.itemsize)
         return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, edits, operator)
 

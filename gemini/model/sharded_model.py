@@ -53,7 +53,7 @@ from gemini.observe import Observer
 from gemini.placement.plan import Plan, plan_model
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import publish_exit
-from gemini.ranks.position import Moments
+from gemini.ranks.position import StepPosition
 from gemini.settings import Options, Settings, Strategy
 
 
@@ -106,8 +106,8 @@ class ShardedModel(PlainView):
         num_ranks = 1 if process_group is None else process_group.size()
         gathers = settings.stage == 3 and num_ranks > 1
         operators = find_operators(module, gathers)
-        moments = Moments(["", *(operator.name for operator in operators)])
-        communicator = Communicator(process_group, moments, settings.rank_timeout, device_tier.device)
+        position = StepPosition(["", *(operator.name for operator in operators)])
+        communicator = Communicator(process_group, position, settings.rank_timeout, device_tier.device)
         wrapping = MovingOut(communicator, device_tier, host_tier)
         try:
             with communicator.publishing():

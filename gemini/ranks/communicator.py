@@ -1,7 +1,7 @@
 """The collectives of one model: each is tagged with what it is about, watched while it is waited for, and counted.
 
 [Note: Ranks agree] Chunks have one size, so two ranks that gather different chunks would exchange garbage without
-any error. Every collective therefore carries (plan hash, sequence number, chunk, moment) of every rank, and data
+any error. Every collective therefore carries (plan hash, sequence number, chunk, position) of every rank, and data
 whose tags differ is never used; or all ranks have agreed on it before (replay.py).
 """
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from gemini.errors import DivergenceError, UnsupportedError
 from gemini.memory.modes import unhooked
 from gemini.ranks.own_group import OwnGroup, dropped, end_dropped
-from gemini.ranks.position import Moments
-from gemini.ranks.replay import Agreement, Collective
-from gemini.ranks.watchdog import ALL_ALIKE, RankWatch
+from gemini.ranks.position import StepPosition
+from gemini.ranks.replay import Collective, ScheduleReplay
+from gemini.ranks.watchdog import ALL_ALIKE, Watchdog
 from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
 _KINDS = (
@@ -52,22 +52,22 @@ class Communicator:
     """Collectives of a process group of its own; `group=None` is one rank. Collective to create."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, moments: Moments, rank_timeout_s: float, device: torch.device
+        self, group: dist.ProcessGroup | None, position: StepPosition, rank_timeout_s: float, device: torch.device
     ) -> None:
-        self.moments = moments
+        self.position = position
         self.plan_hash = 0
         self._sequence = 0
         self._process = _process
-        self._doing = "start", 0, 0  # what, its chunk, its moment
-        self._agreement = Agreement()
+        self._doing = "start", 0, 0  # what, its chunk, its position
+        self._replay = ScheduleReplay()
         self._parent = group
         self._rank_timeout_s = rank_timeout_s
         self.device = device
         if group is not None:
             check_backend(group, device)
-        self.watch: RankWatch | None = None
+        self.watch: Watchdog | None = None
         if group is not None and group.size() > 1:
-            self.watch = RankWatch(group, rank_timeout_s, self._where, backends(group)[device.type] == "gloo")
+            self.watch = Watchdog(group, rank_timeout_s, self._where, backends(group)[device.type] == "gloo")
         self._own: OwnGroup | None = None  # a collective that a failure left open must not meet the user's next one
         self.collectives = self._connect()
         self._end_dropped()
@@ -89,7 +89,7 @@ class Communicator:
         """What comes until the pass ends is expected to be as in the last pass of this kind. Collective."""
         if not self.collectives.checks_tags_first:
             return
-        expected = self._agreement.begin(kind)
+        expected = self._replay.begin(kind)
         if expected is not None:
             tag = self._tag("agreement on the pass", expected & 0xFFFFFF)
             with self._agreeing():
@@ -97,11 +97,11 @@ class Communicator:
 
     def end_pass(self) -> None:
         """The running pass is complete. Local."""
-        self._agreement.end()
+        self._replay.end()
 
     def leave_pass(self) -> None:
         """What comes until the next pass is not part of any. Local."""
-        self._agreement.leave()
+        self._replay.leave()
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int) -> None:
         """Fill `payload` from all ranks' shards (this rank's own may already lie in place). Collective."""
@@ -210,7 +210,7 @@ class Communicator:
         if self.watch is not None:
             self.watch.next_generation()
             self._sequence = 0
-            self._agreement = Agreement()
+            self._replay = ScheduleReplay()
             self.collectives.abort()
             before = self._own
             self.collectives = self._connect()
@@ -272,8 +272,8 @@ class Communicator:
     def _next(self, what: str, chunk: int) -> Tag | None:
         """The tag of the next collective; None where ranks have agreed on it already."""
         tag = self._tag(what, chunk)
-        followed = self._agreement.follows
-        agreed = self._agreement.keeps(Collective(tag.chunk >> _KIND_SHIFT, chunk, tag.moment))
+        followed = self._replay.follows
+        agreed = self._replay.matches(Collective(tag.chunk >> _KIND_SHIFT, chunk, tag.moment))
         if followed and not agreed and self.watch is not None:
             self.watch.meet()
         return None if agreed else tag
@@ -282,8 +282,8 @@ class Communicator:
         self._refuse_forked()
         kind = _KINDS.index(what) if what in _KINDS else len(_KINDS)
         self._sequence += 1
-        self._doing = what, chunk, self.moments.now
-        return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << _KIND_SHIFT | chunk, self.moments.now)
+        self._doing = what, chunk, self.position.now
+        return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << _KIND_SHIFT | chunk, self.position.now)
 
     def _refuse_forked(self) -> None:
         """A child of this process has its sockets, but not the threads that serve them: it would wait for ever."""
@@ -308,13 +308,13 @@ class Communicator:
 
     def _where(self) -> tuple[int, str]:
         """(number of the last collective, what it is), the same on all ranks that take one way."""
-        what, chunk, moment = self._doing
+        what, chunk, position = self._doing
         words = f"{what} of chunk {chunk}" if what in _KINDS[:_NUM_OF_CHUNKS] else what
-        return self._sequence, f"{words}, {self.moments.describe(moment)} (collective {self._sequence})"
+        return self._sequence, f"{words}, {self.position.describe(position)} (collective {self._sequence})"
 
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
         words = "; ".join(
-            f"rank {rank} was at {self.moments.describe(tag.moment)} with the {_describe(tag)} (collective "
+            f"rank {rank} was at {self.position.describe(tag.moment)} with the {_describe(tag)} (collective "
             f"{tag.sequence}{'' if tag.plan_hash == self.plan_hash else ', another plan'})"
             for rank, tag in sorted(mismatch.found.items())
         )

@@ -1,4 +1,4 @@
-"""Moments: points in a step's schedule, as numbers that travel in tags and as words that stand in errors."""
+"""Positions: points in a step's schedule, as numbers that travel in tags and as words that stand in errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """What an operator is doing at a moment."""
+    """What an operator is doing at a position."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -25,8 +25,8 @@ _WORDS = {
 }
 
 
-class Moments:
-    """The current moment; operator 0 is the model itself."""
+class StepPosition:
+    """The current position; operator 0 is the model itself."""
 
     def __init__(self, operators: Sequence[str]) -> None:
         self.operators = list(operators)
@@ -34,7 +34,7 @@ class Moments:
 
     @property
     def operator(self) -> int:
-        """The operator of the current moment."""
+        """The operator of the current position."""
         return self.now // len(Phase)
 
     def add(self, operator: str) -> int:
@@ -46,10 +46,10 @@ class Moments:
         self.now = operator * len(Phase) + phase
 
     def here(self) -> str:
-        """The current moment in words."""
+        """The current position in words."""
         return self.describe(self.now)
 
-    def describe(self, moment: int) -> str:
-        operator, phase = divmod(moment, len(Phase))
+    def describe(self, position: int) -> str:
+        operator, phase = divmod(position, len(Phase))
         name = self.operators[operator] if operator < len(self.operators) else f"operator {operator}"
         return _WORDS[Phase(phase)].format(name or "the model")

@@ -4,8 +4,8 @@
 the collective itself does. But all ranks made the same collectives in the last pass, compared one by one, so all
 expect the same of this one. They compare what they expect at its start, and whatever is the expected one then goes
 without tags. A rank that is about to launch something else meets the others in the store first. If all ranks leave
-the agreement at the same point they go on together, with tags. If not, the others wait in a collective that this rank
-never joins, so no data is taken for other data, and the watch finds different intentions at one number of collective.
+the schedule at the same point they go on together, with tags. If not, the others wait in a collective that this rank
+never joins, so no data is taken for other data, and the watchdog finds different ways at one number of collective.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Collective(NamedTuple):
 
     kind: int
     chunk: int
-    moment: int
+    position: int
 
 
-class Agreement:
+class ScheduleReplay:
     """The collectives of the running pass against those of the last one of its kind."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Agreement:
         """What comes now, until the next pass begins, is not expected, and the running pass not remembered."""
         self.follows, self._kind = False, None
 
-    def keeps(self, collective: Collective) -> bool:
+    def matches(self, collective: Collective) -> bool:
         """Record what is made next. True if all ranks have agreed on it."""
         if self._kind is not None:
             self._made.append(collective)

@@ -1,4 +1,4 @@
-"""The watch: no rank waits for ever, and every rank learns why another one stopped.
+"""The watchdog: no rank waits for ever, and every rank learns why another one stopped.
 
 A rank that waits for a collective looks at the store once a second. If another rank has published an exception, or
 its process has ended, it raises `RemoteRankError` with that rank's message. If it has waited `DIVERGED_AFTER_S`, or
@@ -36,7 +36,7 @@ ALL_ALIKE = (
 _num_watches: Counter[tuple[int, ...]] = Counter()  # by the global ranks that take part
 
 
-class RankWatch:
+class Watchdog:
     """The watch of one process group. Collective to create: every rank makes its watches in the same order.
 
     blocks: the backend's `wait` holds up the host until the collective is over, as gloo's does. NCCL's only orders the

@@ -231,7 +231,7 @@ MUTANTS = [
         "tests/dist/test_sharding_collectives.py",
     ),
     Mutant(
-        "ranks follow an agreement that they have left",
+        "ranks follow a schedule that they have left",
         "gemini/ranks/communicator.py",
         "return None if agreed else tag",
         "return None",
@@ -259,7 +259,7 @@ MUTANTS = [
         "tests/dist/test_dropped_models.py::test_wraps_that_fail_give_their_process_groups_back",
     ),
     Mutant(
-        "an agreement overlooks the moment",
+        "a replay overlooks the position",
         "gemini/ranks/replay.py",
         "expected[position] == collective",
         "expected[position].chunk == collective.chunk",
@@ -303,8 +303,8 @@ MUTANTS = [
     Mutant(
         "what was fetched ahead survives a step",
         "gemini/executor/executor.py",
-        "        self.moments.set(0, Phase.STEP)\n        self.fetcher.settle()\n",
-        "        self.moments.set(0, Phase.STEP)\n",
+        "        self.position.set(0, Phase.STEP)\n        self.fetcher.settle()\n",
+        "        self.position.set(0, Phase.STEP)\n",
         "tests/dist/test_slots.py::test_what_was_fetched_ahead_in_vain_changes_nothing",
     ),
     Mutant(
