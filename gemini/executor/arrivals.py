@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
+from gemini.chunks.gradient import ChunkGradient, Content, GradState, ReducedState
 from gemini.errors import UnsupportedError
 from gemini.executor.exchange import Exchange
-from gemini.executor.gradient_store import ChunkGradient
 
 _GRAD: Any = Tensor.grad
 _grad_of = _GRAD.__get__
@@ -71,7 +71,7 @@ class Arrivals:
         """
         if gradient.num_fired or gradient.is_open or torch.is_grad_enabled():
             return False
-        adds_to_home = gradient.merged and (gradient.direct or self.resumes(gradient, backward))
+        adds_to_home = gradient.is_reduced and (gradient.in_place or self.resumes(gradient, backward))
         if self.exchange.communicator.world_size == 1 and adds_to_home:
             return False
         index = gradient.chunk.index
@@ -84,7 +84,7 @@ class Arrivals:
         return True
 
     def _may_be_late(self, gradient: ChunkGradient) -> bool:
-        if not gradient.direct or self.store.device.capacity_bytes is not None:
+        if not gradient.in_place or self.store.device.capacity_bytes is not None:
             return False
         chunks = (self.store.gradients[index].chunk for index in self._late)
         return sum(chunk.payload_bytes for chunk in (gradient.chunk, *chunks)) <= _MAX_LATE_BYTES
@@ -139,10 +139,7 @@ class Arrivals:
                 for position, grad in zip(positions, grads, strict=True):
                     self.add(chunk, position, grad, backward)
                 return True
-            self._open(gradient, backward)
-            if not gradient.direct and not gradient.resumed and gradient.payload is not None:
-                gradient.payload.zero_()  # of many small parameters, paddings are too many to zero one by one
-                gradient.is_clean = True
+            self._open(gradient, backward, zero=True)  # paddings of many small parameters are too many to zero singly
             views = gradient.views
             torch._foreach_copy_([views[position] for position in positions], grads)
         fired, got = gradient.fired, gradient.got
@@ -178,7 +175,7 @@ class Arrivals:
         view = gradient.views[position]
         if gradient.fired[position]:
             gradient.in_pieces = True
-        if gradient.fired[position] or (gradient.adds_to_home and gradient.got[position]):
+        if gradient.fired[position] or (gradient.content is Content.SUM and gradient.got[position]):
             view.add_(grad)
         else:
             view.copy_(grad)
@@ -187,24 +184,24 @@ class Arrivals:
         gradient.expects[position] = None
         return gradient
 
-    def _open(self, gradient: ChunkGradient, backward: int) -> None:
-        if gradient.reducing:
+    def _open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
+        if gradient.state is GradState.REDUCING:
             self.exchange.finish_reduction()
         if gradient.payload is None:
-            self.store.open(gradient, self.resumes(gradient, backward))
+            self.store.open(gradient, self.resumes(gradient, backward), zero)
 
     def resumes(self, gradient: ChunkGradient, backward: int) -> bool:
         """One rank adds to what this step has already; 16-bit sums of several micro-batches are made in fp32."""
-        if self.exchange.communicator.world_size > 1 or not gradient.merged or gradient.use_wide:
+        if self.exchange.communicator.world_size > 1 or gradient.reduced_state is not ReducedState.IN_SHARD:
             return False
         chunk = gradient.chunk
         rests_in_full = chunk.dtype.itemsize >= 4 and chunk.gradient_dtype is chunk.dtype
-        return rests_in_full or gradient.merged_in == backward
+        return rests_in_full or gradient.first_backward == backward
 
     def settle(self, gradient: ChunkGradient, backward: int) -> None:
         """A gradient that was written to its home directly is at rest; what no gradient wrote to becomes zero."""
-        if not gradient.merged:
-            gradient.merged, gradient.merged_in = True, backward
+        if not gradient.is_reduced:
+            gradient.become_reduced(ReducedState.IN_SHARD, backward)
             if not all(gradient.fired):
                 for fired, view in zip(gradient.fired, gradient.views, strict=True):
                     if not fired:

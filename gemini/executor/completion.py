@@ -13,7 +13,8 @@ from hashlib import blake2b
 
 import torch
 
-from gemini.executor.gradient_store import ChunkGradient, GradientStore
+from gemini.chunks.gradient import ChunkGradient
+from gemini.executor.gradient_store import GradientStore
 from gemini.ranks.communicator import Communicator
 
 _WHAT = "agreement on complete gradients"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemini.executor.gradient_store import ChunkGradient, GradientStore
+from gemini.chunks.gradient import ChunkGradient, Content, ReducedState
+from gemini.executor.gradient_store import GradientStore
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.tier import copy
@@ -124,25 +125,23 @@ class Exchange:
     def _merge(self, gradient: ChunkGradient, reduced: Tensor, backward: int) -> None:
         """shard <- reduced, or += where this step has a gradient already."""
         is_first = self.begin_merge(gradient, backward)
-        self.put(gradient, 0, reduced[: gradient.reduced().numel()], is_first or gradient.resumed)
+        self.put(gradient, 0, reduced[: gradient.reduced().numel()], is_first or gradient.content is Content.SUM)
 
     def begin_merge(self, gradient: ChunkGradient, backward: int, is_sum: bool = False) -> bool:
         """Make room for what is reduced of backward number `backward`; whether it is the step's first.
 
         is_sum: it is of several backwards already, and rests in fp32 from the first on.
         """
-        chunk, is_first = gradient.chunk, not gradient.merged
-        if is_sum or not (is_first or gradient.merged_in == backward):
-            self.store.widen(gradient)
-        if gradient.use_wide:
+        chunk, is_first = gradient.chunk, not gradient.is_reduced
+        if is_sum or not (is_first or gradient.first_backward == backward):
+            self.store.widen(gradient, backward)
+        if gradient.reduced_state is ReducedState.WIDE:
             self.homes.give_back(chunk)
         elif is_first:
             if is_sum:
                 self.homes.before_reduction(chunk)
             self.homes.make_room(gradient)
-        if is_first:
-            gradient.merged_in = backward
-        gradient.merged = True
+            gradient.become_reduced(ReducedState.IN_SHARD, backward)
         return is_first
 
     def put(self, gradient: ChunkGradient, start: int, reduced: Tensor, replaces: bool) -> None:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.chunks.gradient import ChunkGradient, GradState, UnsyncedState
 from gemini.executor.arrivals import Arrivals, Waiting
 from gemini.executor.completion import Completion
 from gemini.executor.exchange import Exchange
-from gemini.executor.gradient_store import ChunkGradient, GradientStore
+from gemini.executor.gradient_store import GradientStore
 from gemini.executor.leftovers import Becomes, Leftovers
 from gemini.executor.unsynced import UnsyncedSums
 from gemini.placement.reduction_order import ReductionOrder
@@ -133,7 +134,7 @@ class Gradients:
             self._complete(gradient)
 
     def _complete(self, gradient: ChunkGradient) -> None:
-        if gradient.direct and gradient.slot is None:
+        if gradient.in_place and gradient.state is GradState.AT_HOME:
             return
         if self.communicator.world_size == 1:
             if not gradient.in_pieces:  # which are added up in their own dtype first, as autograd does
@@ -178,13 +179,14 @@ class Gradients:
             for gradient in gradients:
                 if gradient.is_open:
                     self._keep_unsynced(gradient)
-                gradient.is_behind = self.communicator.world_size > 1
+                if self.communicator.world_size > 1 and not gradient.is_behind:
+                    gradient.become_unsynced(UnsyncedState.ELSEWHERE)
             self.awaits_reduction = self.communicator.world_size > 1
             self.reduction.note_unsynced(as_expected=self.predicted() or not self.gathers_in_backward)
             return
         if self.communicator.world_size == 1:
             for gradient in gradients:
-                if gradient.direct and gradient.payload is not None and gradient.slot is None:
+                if gradient.in_place and gradient.state is GradState.AT_HOME:
                     self.arrivals.settle(gradient, self.num_backwards)
                 elif gradient.is_open:
                     self.reduce(gradient)
@@ -209,7 +211,7 @@ class Gradients:
         all ranks and costs no collective of its own.
         """
         gradients = [self.store.gradients[chunk.index] for chunk in self.trainable]
-        own = bytearray([off, *(gradient.is_open or gradient.has_unsynced for gradient in gradients)])
+        own = bytearray([off, *(g.is_open or g.unsynced_state is UnsyncedState.HELD for g in gradients)])
         for gradient in gradients:
             own += gradient.got
         words = torch.frombuffer(own, dtype=torch.uint8).to(self.device)
@@ -222,7 +224,8 @@ class Gradients:
             start = end
             if agreed[number + 1]:
                 self.reduce(gradient)
-            gradient.is_behind = False
+            if gradient.is_behind:
+                gradient.become_unsynced(UnsyncedState.NONE)
         self.awaits_reduction = False
         return bool(agreed[0])
 
@@ -259,13 +262,11 @@ class Gradients:
             self.store.complete(gradient)
             self.exchange.start_reduction(gradient, self.num_backwards)
 
-    # -- no_sync
-
     def _keep_unsynced(self, gradient: ChunkGradient) -> None:
         """Put an open gradient by, unreduced. One rank has nothing to synchronize: no_sync() changes nothing. Local."""
         if self.communicator.world_size > 1:
             self.unsynced.keep(gradient)
-        elif gradient.direct and gradient.slot is None and gradient.payload is not None:
+        elif gradient.in_place and gradient.state is GradState.AT_HOME:
             self.arrivals.settle(gradient, self.num_backwards)
         else:
             self.reduce(gradient)

@@ -13,8 +13,8 @@ from enum import Enum
 import torch
 
 from gemini.chunks.chunk import ManagedParameter
+from gemini.chunks.gradient import ChunkGradient, ReducedState
 from gemini.executor.exchange import Exchange
-from gemini.executor.gradient_store import ChunkGradient
 from gemini.executor.unsynced import UnsyncedSums
 from gemini.placement.demand import Tier
 
@@ -60,7 +60,7 @@ class Leftovers:
             self.clear(gradient, [managed for managed, does in both if not does])
             if gradient.is_open:
                 self.store.close(gradient)
-            gradient.merged_in = 0  # what comes to it is of a later backward
+            gradient.outlive_step()
             for flags, its_after in zip((gradient.had, gradient.got, gradient.agreed), after, strict=True):
                 flags[:] = bytes(old if does else new for old, new, does in zip(flags, its_after, stays, strict=True))
         self.homes.end_step()
@@ -85,7 +85,7 @@ class Leftovers:
         gradient.num_writes += 1
         for managed in some:
             self.unsynced.discard(gradient, managed.offset, managed.numel)
-        if not gradient.merged:
+        if not gradient.is_reduced:
             return
         if gradient.reduced_tier() is Tier.HOST:
             self.store.device.synchronize()  # it may still be on its way there
@@ -102,11 +102,11 @@ class Leftovers:
 
     def fill(self, gradient: ChunkGradient, backward: int) -> None:
         """The chunk has a gradient of zeros, as if backward number `backward` had made it, unless it has another."""
-        if gradient.merged:
+        if gradient.is_reduced:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.exchange.make_room(gradient)
-            gradient.merged, gradient.merged_in = True, backward
+            gradient.become_reduced(ReducedState.IN_SHARD, backward)
             gradient.reduced().zero_()
 
     def before_update(self, stay: Mapping[int, Sequence[bool]]) -> None:
@@ -119,8 +119,8 @@ class Leftovers:
     def rescale(self, factor: float) -> None:
         """What has stayed is of losses times the loss scale, which is now `factor` times as large."""
         for gradient in self.store.gradients.values():
-            if gradient.merged:
-                self.store.widen(gradient)  # 16 bits may not hold the larger values
+            if gradient.is_reduced:
+                self.store.widen(gradient, gradient.first_backward)  # 16 bits may not hold the larger values
         self.multiply(factor, {})
 
     def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
@@ -128,7 +128,7 @@ class Leftovers:
         self.store.device.synchronize()  # some may still be on their way to the host
         with torch.inference_mode(False), torch.no_grad():
             for gradient in self.store.gradients.values():
-                if not gradient.merged:
+                if not gradient.is_reduced:
                     continue
                 chunk, reduced = gradient.chunk, gradient.reduced()
                 left = but.get(chunk.index)
@@ -145,7 +145,7 @@ def keeps(gradient: ChunkGradient, stays: Sequence[bool]) -> bool:
     """The chunk has, or may have, a gradient of a parameter that `stays` says, by position."""
     if gradient.is_behind and any(stays):
         return True
-    return gradient.merged and any(does and got for does, got in zip(stays, gradient.agreed, strict=False))
+    return gradient.is_reduced and any(does and got for does, got in zip(stays, gradient.agreed, strict=False))
 
 
 def _flags_after(gradient: ChunkGradient, becomes: Becomes) -> tuple[bytes, bytes, bytes]:

@@ -20,8 +20,9 @@ from collections.abc import Callable
 import torch
 
 from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.executor.fetcher import Fetcher
-from gemini.executor.gradient_store import ChunkGradient, GradientStore
+from gemini.executor.gradient_store import GradientStore
 from gemini.memory.slot import SharedStorage
 from gemini.memory.tier import copy
 from gemini.placement.demand import Kind

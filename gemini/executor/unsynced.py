@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, Home
+from gemini.chunks.gradient import ChunkGradient, UnsyncedState
 from gemini.executor.exchange import Exchange
-from gemini.executor.gradient_store import ChunkGradient
 from gemini.memory.tier import copy
 from gemini.placement.demand import Tier
 from gemini.placement.scratch import tile_bytes
@@ -45,11 +45,11 @@ class UnsyncedSums:
             dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
             buffer = store.host.take(chunk.numel * dtype.itemsize, "unsynced gradients")
             gradient.unsynced = Home(Tier.HOST, buffer, buffer.view(dtype))
-        if gradient.has_unsynced:
+        if gradient.unsynced_state is UnsyncedState.HELD:
             gradient.unsynced.flat.add_(local)
         else:
             gradient.unsynced.flat.copy_(local)
-        gradient.has_unsynced = True
+            gradient.become_unsynced(UnsyncedState.HELD)
         store.close(gradient)
 
     def reduce(self, gradient: ChunkGradient, backward: int) -> None:
@@ -78,11 +78,11 @@ class UnsyncedSums:
             for rank, row in enumerate(whole.view(world_size, numel)):
                 for at, payload_start, count in _spans(chunk, rank, start, numel):
                     exchange.put(gradient, payload_start, row[at : at + count], is_first)
-        gradient.has_unsynced = gradient.is_behind = False
+        gradient.become_unsynced(UnsyncedState.NONE)
 
     def _fill(self, rows: Tensor, gradient: ChunkGradient, start: int, numel: int) -> None:
         """rows: (world_size * numel,) <- elements [start, start + numel) of every rank's shard of the sum."""
-        if not gradient.has_unsynced:
+        if gradient.unsynced_state is not UnsyncedState.HELD:
             rows.zero_()
             return
         assert gradient.unsynced is not None
@@ -95,7 +95,8 @@ class UnsyncedSums:
 
     def discard(self, gradient: ChunkGradient, offset: int, numel: int) -> None:
         """Elements [offset, offset + numel) of the payload begin from zero. Local."""
-        if gradient.has_unsynced and gradient.unsynced is not None:
+        if gradient.unsynced_state is UnsyncedState.HELD:
+            assert gradient.unsynced is not None
             gradient.unsynced.flat[offset : offset + numel].zero_()
 
 

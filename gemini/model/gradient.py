@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import ManagedParameter
+from gemini.chunks.gradient import ChunkGradient, GradState
 from gemini.errors import GeminiError, UnsupportedError
-from gemini.executor.gradient_store import ChunkGradient
 from sharding import ALIGNMENT, Piece, ShardLayout, Unit, round_up
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class WholeGradient:
             self._check()
             executor.fetcher.device.synchronize()  # it may still be on its way to the host
             gradient = executor.gradients.store.gradients[managed.chunk.index]
-            if gradient.is_open or gradient.reducing or not gradient.merged:
+            if gradient.state is not GradState.CLOSED or not gradient.is_reduced:
                 raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
             whole = _on_device(_own_part(gradient, managed), self.link)
             if managed.chunk.optim_layout.world_size > 1:

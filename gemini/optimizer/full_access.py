@@ -211,7 +211,7 @@ def _gradient(link: Link) -> Tensor:
     with link.executor.publishing():
         link.executor.gradients.catch_up()
     gradient = link.executor.gradients.store.gradients.get(link.managed.chunk.index)
-    if gradient is None or not gradient.merged:
+    if gradient is None or not gradient.is_reduced:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")
     return gradient.reduced()
 

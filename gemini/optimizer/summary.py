@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
+from gemini.chunks.gradient import ChunkGradient
 from gemini.executor.executor import Executor
-from gemini.executor.gradient_store import ChunkGradient
 from gemini.optimizer.chunk_state import spans_of
 from gemini.ranks.communicator import Communicator
 from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
@@ -63,7 +63,7 @@ def summarize(
         if chunk.parameters:
             first = chunk.parameters[0].index
             words[first : first + len(gradient.got)] = gradient.got
-        if not gradient.merged:
+        if not gradient.is_reduced:
             continue
         flat = gradient.reduced()
         its = sums.setdefault(flat.device, _Sums(flat.device))

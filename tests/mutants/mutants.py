@@ -57,9 +57,9 @@ MUTANTS = [
     ),
     Mutant(
         "a slot for many small gradients keeps what it held",
-        "gemini/executor/arrivals.py",
-        "                gradient.payload.zero_()  # of many",
-        "                pass  # of many",
+        "gemini/executor/gradient_store.py",
+        "            payload.zero_()\n            content = Content.ZERO\n",
+        "            content = Content.ZERO\n",
         "tests/dist/test_small_parameters.py",
     ),
     Mutant(

@@ -1,0 +1,291 @@
+"""One chunk's gradient on this rank: its facts, its states and the memory that holds it. It moves nothing.
+
+[Note: Three states] A local gradient, a sum of reduced ones and a sum of unreduced ones can exist beside each other: in
+the second micro-batch of a step, or after backwards inside and outside `no_sync()`. So a chunk's gradient has three
+states, which are independent of each other: `GradState`, `ReducedState` and `UnsyncedState`. Each of them is written by
+one method, together with everything that belongs to it. A step that is not in `_NEXT` raises.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, Home
+from gemini.memory.slot import Slot
+from gemini.placement.demand import Kind, Tier
+
+
+class GradState(Enum):
+    """Where the local gradient is: what autograd made in this backward, on its way into the reduced gradient.
+
+    CLOSED: nowhere. No memory is held for it.
+    AT_HOME: open, in the chunk's gradient home, which is on the device and has room for a whole payload. No slot is
+        taken. With one rank it stays there; with several that memory holds the reduced gradient afterwards.
+    IN_SLOT: open, in a gradient slot of the device.
+    SPILLED: open, in temporary host memory, since another chunk needed the slot. Other ranks do not know of it.
+    REDUCING: still in its home or slot, which the collective reads. Nothing may write to it.
+    """
+
+    CLOSED = "closed"
+    AT_HOME = "open at home"
+    IN_SLOT = "open in a slot"
+    SPILLED = "spilled to the host"
+    REDUCING = "being reduced"
+
+
+class Content(Enum):
+    """What an open payload holds where no gradient was written to it since it was opened.
+
+    UNDEFINED: what was in that memory before. It must be set to zero before the payload is read as a whole.
+    ZERO: zeros.
+    SUM: the reduced gradient of this step. New gradients are added to it, and no addition follows.
+    """
+
+    UNDEFINED = "undefined"
+    ZERO = "zero"
+    SUM = "the sum so far"
+
+
+class ReducedState(Enum):
+    """Where the reduced gradient of this step is, of which this rank has the part that it steps.
+
+    NONE: there is none yet. Its memory is reserved and holds nothing of use; a lent parameter home (see
+        executor/shared_homes.py) holds the parameters.
+    IN_SHARD: in `shard`, in the dtype in which gradients rest: in a home of its own, or in the parameter home.
+    WIDE: in `wide`, in fp32: several micro-batches were added to a 16-bit gradient. `shard` holds nothing of use.
+    """
+
+    NONE = "none"
+    IN_SHARD = "in its shard"
+    WIDE = "in fp32"
+
+
+class UnsyncedState(Enum):
+    """Whether backwards under no_sync() have left something to be reduced. With one rank it is always NONE.
+
+    NONE: all that came was reduced.
+    ELSEWHERE: this rank has nothing left, other ranks may. The next reduction takes zeros from this rank.
+    HELD: `unsynced` on the host holds this rank's sum, a whole payload in fp32.
+    """
+
+    NONE = "none"
+    ELSEWHERE = "left on other ranks only"
+    HELD = "held on the host"
+
+
+_State = GradState | ReducedState | UnsyncedState
+_NEXT: dict[_State, tuple[_State, ...]] = {
+    GradState.CLOSED: (GradState.AT_HOME, GradState.IN_SLOT),
+    GradState.AT_HOME: (GradState.REDUCING, GradState.CLOSED),
+    GradState.IN_SLOT: (GradState.SPILLED, GradState.REDUCING, GradState.CLOSED),
+    GradState.SPILLED: (GradState.IN_SLOT, GradState.CLOSED),
+    GradState.REDUCING: (GradState.CLOSED,),
+    ReducedState.NONE: (ReducedState.IN_SHARD, ReducedState.WIDE),
+    ReducedState.IN_SHARD: (ReducedState.WIDE, ReducedState.NONE),
+    ReducedState.WIDE: (ReducedState.NONE,),
+    UnsyncedState.NONE: (UnsyncedState.ELSEWHERE, UnsyncedState.HELD),
+    UnsyncedState.ELSEWHERE: (UnsyncedState.HELD, UnsyncedState.NONE),
+    UnsyncedState.HELD: (UnsyncedState.NONE,),
+}
+
+
+class ChunkGradient:
+    """One trainable chunk's gradient on this rank."""
+
+    def __init__(self, chunk: Chunk, keeps_whole: bool) -> None:
+        """keeps_whole: the chunk's GRAD home, if it has one, has room for a whole payload."""
+        home, count = chunk.homes.get(Kind.GRAD), len(chunk.parameters)
+        keeps_whole = keeps_whole and chunk.gradient_dtype is chunk.dtype
+        whole = home.flat[: chunk.numel] if home is not None and keeps_whole and home.tier is Tier.DEVICE else None
+        is_alone = chunk.layout.world_size == 1
+
+        # facts
+        self.chunk: Final = chunk
+        self.whole: Final = whole  # (numel,) on the device: a payload of its own, no slot needed
+        self.whole_views: Final = () if whole is None else chunk.views_of(whole)
+        self.in_place: Final = whole is not None and is_alone  # what is written to `whole` is reduced already
+        self.gaps: Final = _gaps(chunk)  # (start, end) of the paddings, in payload elements
+
+        # memory, taken at the start or when it is needed for the first time, and kept from step to step
+        self.home = home  # its own; without one it rests in the parameter home, see executor/shared_homes.py
+        self.own_shard = None if home is None else _shard_of(home, chunk, keeps_whole)  # (optim_numel,)
+        self.wide: Home | None = None  # fp32, (optim_numel,)
+        self.unsynced: Home | None = None  # fp32 (fp64 for fp64), (numel,), on the host
+
+        # the local gradient: written by `become`, but for the flags of single parameters
+        self.state = GradState.CLOSED
+        self.content = Content.UNDEFINED
+        self.slot: Slot | None = None  # IN_SLOT, and REDUCING from there
+        self.payload: Tensor | None = None  # (numel,) parameter dtype, while on the device
+        self.views: tuple[Tensor, ...] = ()  # of the payload, by position
+        self.spilled: Tensor | None = None  # the payload's bytes, while SPILLED
+        self.fired = bytearray(count)  # by position: a gradient came since the payload was opened
+        self.num_fired = 0  # ones in `fired`
+        self.expects: list[Tensor | None] = [None] * count  # by position: see `expect`
+
+        # the reduced gradient and unreduced sums: written by `become_reduced` and `become_unsynced`
+        self.reduced_state = ReducedState.NONE
+        self.first_backward = 0  # the number of the backward that was reduced first
+        self.unsynced_state = UnsyncedState.NONE
+
+        # what came, by position
+        self.got = bytearray(count)  # a gradient came since the last step, on this rank
+        self.agreed = self.got if is_alone else bytearray(count)  # on any rank, as of the last reduction; on all ranks
+        self.had = bytearray(count)  # `agreed` of some step since gradients were last set to None
+        self.num_writes = 0  # how often a user changed the reduced gradient, ever
+
+        # what is expected
+        self.in_pieces = False  # some backward brought a parameter's gradient more than once
+        self.expect_all()
+
+    # -- transitions
+
+    def become(
+        self,
+        state: GradState,
+        *,
+        slot: Slot | None = None,
+        spilled: Tensor | None = None,
+        content: Content | None = None,
+    ) -> None:
+        """The local gradient is elsewhere. Raises RuntimeError for a step that no gradient makes.
+
+        slot: given if and only if it is IN_SLOT, with the chunk's views in it. spilled: the same for SPILLED.
+        content: what a payload that is opened holds; one that moves keeps what it has.
+        """
+        self._check(self.state, state)
+        if ((slot is None), (spilled is None)) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
+            raise RuntimeError(f"chunk {self.chunk.index}: a gradient that is {state.value} has other memory than that")
+        if state is GradState.REDUCING:
+            self.expects = [None] * len(self.fired)
+            self.state = state
+            return
+        if slot is not None:
+            self.payload, self.views = slot.views[self.chunk.index]
+        elif state is GradState.AT_HOME:
+            self.payload, self.views = self.whole, self.whole_views
+        else:
+            self.payload, self.views = None, ()
+        self.slot, self.spilled = slot, spilled
+        if content is not None:
+            self.content = content
+        if state is GradState.CLOSED:
+            self.content, self.fired, self.num_fired = Content.UNDEFINED, bytearray(len(self.fired)), 0
+        if self.payload is None:
+            self.expects = [None] * len(self.fired)
+        else:
+            self.expect()
+        self.state = state  # last: an interrupted transition can be made again
+
+    def become_reduced(self, state: ReducedState, backward: int = 0) -> None:
+        """The reduced gradient is elsewhere, or used up. Raises RuntimeError for a step that no gradient makes.
+
+        backward: the number of the one that the step's first reduced gradient is of.
+        """
+        self._check(self.reduced_state, state)
+        if self.reduced_state is ReducedState.NONE:
+            self.first_backward = backward
+        self.reduced_state = state
+
+    def outlive_step(self) -> None:
+        """A step has left the reduced gradient: what is added to it is of a later backward."""
+        self.first_backward = 0
+
+    def become_unsynced(self, state: UnsyncedState) -> None:
+        """Something was left to be reduced, or was reduced. Raises RuntimeError for a step that no gradient makes."""
+        self._check(self.unsynced_state, state)
+        self.unsynced_state = state
+
+    def _check(self, before: _State, after: _State) -> None:
+        if after not in _NEXT[before]:
+            raise RuntimeError(
+                f"chunk {self.chunk.index} ({self.chunk.names()}): its gradient is {before.value!r} and cannot become "
+                f"{after.value!r}. This is an error in gemini"
+            )
+
+    # -- what follows from the states
+
+    @property
+    def is_open(self) -> bool:
+        """There is a local gradient, and its reduction has not begun."""
+        return self.state is not GradState.CLOSED and self.state is not GradState.REDUCING
+
+    @property
+    def is_reduced(self) -> bool:
+        """There is a reduced gradient of this step."""
+        return self.reduced_state is not ReducedState.NONE
+
+    @property
+    def is_behind(self) -> bool:
+        """There were backwards under no_sync() since its last reduction. Equal on all ranks."""
+        return self.unsynced_state is not UnsyncedState.NONE
+
+    @property
+    def resting(self) -> Home:
+        """Where the reduced gradient rests: its own home, or the parameters'."""
+        return self.chunk.homes[Kind.PARAM] if self.home is None else self.home
+
+    @property
+    def shard(self) -> Tensor:
+        """(optim_numel,) the reduced gradient at rest."""
+        return self.chunk.lendable() if self.own_shard is None else self.own_shard
+
+    def reduced(self) -> Tensor:
+        """(optim_numel,) the gradient of this step, `chunk.gradient_dtype` or fp32."""
+        if self.reduced_state is ReducedState.WIDE:
+            assert self.wide is not None
+            return self.wide.flat
+        return self.shard
+
+    def reduced_tier(self) -> Tier:
+        """Where `reduced()` is."""
+        if self.reduced_state is ReducedState.WIDE:
+            assert self.wide is not None
+            return self.wide.tier
+        return self.resting.tier
+
+    # -- what is expected of autograd
+
+    def expect(self) -> None:
+        """The payload is open: the next gradients of these parameters are copied to the views that stand in `expects`.
+
+        Those of the others are added to what the view holds, or refused.
+        """
+        held = self.got if self.content is Content.SUM else self.fired
+        if not any(held) and all(self.trained):
+            self.expects = list(self.views)
+            return
+        rows = zip(self.fired, held, self.trained, self.views, strict=True)
+        self.expects = [
+            view if is_trained and not (fired or is_held) else None for fired, is_held, is_trained, view in rows
+        ]
+
+    def expect_all(self) -> None:
+        """The payload is complete with a gradient of every parameter. Called again after flags have changed."""
+        self.trained = bytes(managed.requires_grad for managed in self.chunk.parameters)
+        self.expected = len(self.trained)
+
+
+def _shard_of(home: Home, chunk: Chunk, keeps_whole: bool) -> Tensor:
+    """(optim_numel,) of the home: what this rank steps."""
+    if not keeps_whole or chunk.optim_layout.world_size == 1:
+        return home.flat[: chunk.optim_numel]
+    if len(chunk.layout.units) > 1:  # slices of several units do not lie together
+        return home.flat[chunk.numel :]
+    start = chunk.layout.slices(chunk.rank)[0].payload_start
+    return home.flat[start : start + chunk.optim_numel]
+
+
+def _gaps(chunk: Chunk) -> tuple[tuple[int, int], ...]:
+    """The parts of a payload that belong to no parameter."""
+    gaps, end = [], 0
+    for managed in sorted(chunk.parameters, key=lambda m: m.offset):
+        if managed.offset > end:
+            gaps.append((end, managed.offset))
+        end = max(end, managed.offset + managed.numel)
+    if end < chunk.numel:
+        gaps.append((end, chunk.numel))
+    return tuple(gaps)
