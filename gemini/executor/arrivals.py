@@ -25,7 +25,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient, Content, GradState, ReducedState
 from gemini.errors import UnsupportedError
-from gemini.executor.exchange import Exchange
+from gemini.executor.reduce import GradReducer
 
 _GRAD: Any = Tensor.grad
 _grad_of = _GRAD.__get__
@@ -51,7 +51,7 @@ class Waiting:
 class Arrivals:
     """Gradients that come to the chunks of one model."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: GradReducer) -> None:
         self.exchange = exchange
         self.store = exchange.store
         self._waiting: dict[int, Waiting] = {}  # by chunk index

@@ -14,7 +14,7 @@ from hashlib import blake2b
 import torch
 
 from gemini.chunks.gradient import ChunkGradient
-from gemini.executor.gradient_store import GradientStore
+from gemini.executor.grad_memory import GradMemory
 from gemini.ranks.communicator import Communicator
 
 _WHAT = "agreement on complete gradients"
@@ -24,7 +24,7 @@ _DIGEST_WORDS = 2
 class Completion:
     """Of one backward of one model, on several ranks."""
 
-    def __init__(self, store: GradientStore, communicator: Communicator) -> None:
+    def __init__(self, store: GradMemory, communicator: Communicator) -> None:
         self.store = store
         self.communicator = communicator
         self._changed: dict[int, None] = {}  # chunks whose gradient may have become complete, or more than that

@@ -23,7 +23,7 @@ from gemini.executor.arrivals import Waiting
 from gemini.executor.calls import Call, other_thread
 from gemini.executor.failures import Failures
 from gemini.executor.fetcher import Fetcher
-from gemini.executor.gradients import Gradients
+from gemini.executor.grads import GradStore
 from gemini.executor.operator import Operator
 from gemini.executor.staying import Staying
 from gemini.executor.underway import Underway
@@ -38,7 +38,7 @@ class Executor:
     """One model's executor on this rank."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], fetcher: Fetcher, gradients: Gradients, communicator: Communicator
+        self, chunks: Sequence[Chunk], fetcher: Fetcher, gradients: GradStore, communicator: Communicator
     ) -> None:
         self.chunks = list(chunks)
         self.fetcher = fetcher

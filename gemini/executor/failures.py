@@ -15,7 +15,7 @@ from torch import nn
 from gemini.errors import GeminiError, torn
 from gemini.executor.calls import backward_runs
 from gemini.executor.fetcher import Fetcher
-from gemini.executor.gradients import Gradients
+from gemini.executor.grads import GradStore
 from gemini.executor.underway import Underway
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
@@ -31,7 +31,7 @@ _DROPPED = (
 class Failures:
     """What one model does about failures. Where there are several ranks, Watchdog tells them."""
 
-    def __init__(self, underway: Underway, fetcher: Fetcher, gradients: Gradients, communicator: Communicator) -> None:
+    def __init__(self, underway: Underway, fetcher: Fetcher, gradients: GradStore, communicator: Communicator) -> None:
         self._underway = underway
         self._fetcher = fetcher
         self._gradients = gradients

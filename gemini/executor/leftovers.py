@@ -14,7 +14,7 @@ import torch
 
 from gemini.chunks.chunk import ManagedParameter
 from gemini.chunks.gradient import ChunkGradient, ReducedState
-from gemini.executor.exchange import Exchange
+from gemini.executor.reduce import GradReducer
 from gemini.executor.unsynced import UnsyncedSums
 from gemini.placement.demand import Tier
 
@@ -35,7 +35,7 @@ class Becomes(Enum):
 class Leftovers:
     """Of one model. All of it is local, and what it decides is equal on all ranks."""
 
-    def __init__(self, exchange: Exchange, unsynced: UnsyncedSums) -> None:
+    def __init__(self, exchange: GradReducer, unsynced: UnsyncedSums) -> None:
         self.exchange = exchange
         self.store = exchange.store
         self.homes = exchange.homes

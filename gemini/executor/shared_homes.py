@@ -22,7 +22,7 @@ import torch
 from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.chunks.gradient import ChunkGradient
 from gemini.executor.fetcher import Fetcher
-from gemini.executor.gradient_store import GradientStore
+from gemini.executor.grad_memory import GradMemory
 from gemini.memory.slot import SharedStorage
 from gemini.memory.tier import copy
 from gemini.placement.demand import Kind
@@ -32,7 +32,7 @@ from optim import round_master_
 class SharedHomes:
     """The homes of all chunks of one model that may be lent."""
 
-    def __init__(self, fetcher: Fetcher, store: GradientStore) -> None:
+    def __init__(self, fetcher: Fetcher, store: GradMemory) -> None:
         self._fetcher = fetcher
         self._store = store
         self._chunks: list[Chunk] = []

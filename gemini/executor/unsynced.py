@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, Home
 from gemini.chunks.gradient import ChunkGradient, UnsyncedState
-from gemini.executor.exchange import Exchange
+from gemini.executor.reduce import GradReducer
 from gemini.memory.tier import copy
 from gemini.placement.demand import Tier
 from gemini.placement.scratch import tile_bytes
@@ -27,7 +27,7 @@ from sharding import ALIGNMENT, ShardLayout, Unit
 class UnsyncedSums:
     """The sums of one model, on several ranks."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: GradReducer) -> None:
         self.exchange = exchange
         self.store = exchange.store
 

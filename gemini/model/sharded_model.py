@@ -12,13 +12,13 @@ from torch import nn
 from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError
 from gemini.executor.binding import Binding
-from gemini.executor.exchange import Exchange
 from gemini.executor.executor import Executor
 from gemini.executor.fetcher import Fetcher
-from gemini.executor.gradient_store import GradientStore
-from gemini.executor.gradients import Gradients
+from gemini.executor.grad_memory import GradMemory
+from gemini.executor.grads import GradStore
 from gemini.executor.leftovers import Becomes
 from gemini.executor.operator import Operator
+from gemini.executor.reduce import GradReducer
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.collector import uncollected
@@ -161,15 +161,15 @@ class ShardedModel(PlainView):
         binding = Binding(chunks, device, host, self._traffic, ReleasedParameter)
         fetcher = Fetcher(chunks, device, host, communicator, self._traffic, binding, self.observer)
         fetcher.open_pools(*zip(demand.slot_bytes, placement.num_slots, strict=True))
-        store = GradientStore(device, host, self._traffic, self.observer)
+        store = GradMemory(device, host, self._traffic, self.observer)
         store.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
         trainable = [chunk for chunk in chunks if chunk.trainable]
         for chunk in trainable:
             store.add(chunk, keeps_whole=self.settings.stage <= 1 or communicator.world_size == 1)
         next_use = fetcher.next_use
         homes = SharedHomes(fetcher, store)
-        exchange = Exchange(store, homes, communicator, Scratch(device, demand.scratch_bytes), self.settings.stage)
-        gradients = Gradients(
+        exchange = GradReducer(store, homes, communicator, Scratch(device, demand.scratch_bytes), self.settings.stage)
+        gradients = GradStore(
             store, exchange, communicator, trainable, lambda: next_use.position, lambda: next_use.follows
         )
         self.executor = Executor(chunks, fetcher, gradients, communicator)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from gemini.errors import GeminiError
-from gemini.executor.gradients import Gradients
+from gemini.executor.grads import GradStore
 from gemini.optimizer.summary import GradientSummary
 from optim import clip_coefficient
 
@@ -19,7 +19,7 @@ from optim import clip_coefficient
 class Clipping:
     """What is known of the gradients since the last step, and is to be done to them in the next one."""
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: GradStore) -> None:
         self.summary: GradientSummary | None = None
         self.requested: tuple[float, float] | None = None  # largest norm, norm type
         self._gradients = gradients

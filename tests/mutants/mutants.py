@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slot for many small gradients keeps what it held",
-        "gemini/executor/gradient_store.py",
+        "gemini/executor/grad_memory.py",
         "            payload.zero_()\n            content = Content.ZERO\n",
         "            content = Content.ZERO\n",
         "tests/dist/test_small_parameters.py",
@@ -176,35 +176,35 @@ MUTANTS = [
     ),
     Mutant(
         "gradients that wait when a backward ends stay there",
-        "gemini/executor/gradients.py",
+        "gemini/executor/grads.py",
         "        self._collect_begun()\n        self.in_backward = False\n",
         "        self.in_backward = False\n",
         "tests/test_small_parameters.py",
     ),
     Mutant(
         "pieces of a gradient are added to the sum of micro-batches one by one",
-        "gemini/executor/gradients.py",
+        "gemini/executor/grads.py",
         "            if not gradient.in_pieces:",
         "            if True:",
         "tests/test_half.py",
     ),
     Mutant(
         "micro-batches are not added",
-        "gemini/executor/exchange.py",
+        "gemini/executor/reduce.py",
         "            target.add_(staging)",
         "            target.copy_(staging)",
         PAIRS,
     ),
     Mutant(
         "gradient slots are not zeroed",
-        "gemini/executor/gradient_store.py",
+        "gemini/executor/grad_memory.py",
         "                if not fired:\n                    view.zero_()",
         "                pass",
         f"{TWO_RANKS}[sometimes_unused]",
     ),
     Mutant(
         "a spilled gradient is lost",
-        "gemini/executor/gradient_store.py",
+        "gemini/executor/grad_memory.py",
         "            copy(payload.view(torch.uint8), spilled, self.device, self.host, self.traffic)",
         "            payload.zero_()",
         f"{ONE_RANK}[experts]",
@@ -309,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
-        "gemini/executor/gradients.py",
+        "gemini/executor/grads.py",
         "            for index in self.reduction.order[self._next_in_order :]:",
         "            for index in ():",
         PAIRS,
@@ -351,7 +351,7 @@ MUTANTS = [
     ),
     Mutant(
         "zeros are what an earlier step has left there",
-        "gemini/executor/gradients.py",
+        "gemini/executor/grads.py",
         "            self.leftovers.write_zeros(self.num_backwards)\n",
         "",
         "tests/test_leftovers.py",
@@ -365,7 +365,7 @@ MUTANTS = [
     ),
     Mutant(
         "each rank knows of its own gradients only",
-        "gemini/executor/gradients.py",
+        "gemini/executor/grads.py",
         "            gradient.agreed[:] = agreed[start:end]\n",
         "            gradient.agreed[:] = gradient.got\n",
         "tests/dist/test_gradients.py::test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank",
@@ -484,7 +484,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are never freed after backward",
-        "gemini/executor/gradient_store.py",
+        "gemini/executor/grad_memory.py",
         "            self.pools[gradient.chunk.oversize].vacate(gradient.slot)\n",
         "            pass\n",
         f"{MEMORY}::test_at_most_two_gradients_are_open_in_a_sequential_model",
@@ -694,7 +694,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients travel as they are",
-        "gemini/executor/exchange.py",
+        "gemini/executor/reduce.py",
         "        if chunk.travel_dtype is not chunk.dtype:",
         "        if False:",
         f"{HALF_RANKS}::test_ranks_equal_plain[2]",
@@ -708,7 +708,7 @@ MUTANTS = [
     ),
     Mutant(
         "experts' gradients are expected as they came last time",
-        "gemini/executor/gradients.py",
+        "gemini/executor/grads.py",
         "if self.communicator.world_size == 1 or not gradient.chunk.is_chosen:",
         "if True:",
         "tests/dist/test_parity.py::test_experts_that_only_some_ranks_use_are_added_up_in_rank_order",

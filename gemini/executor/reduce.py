@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.gradient import ChunkGradient, Content, ReducedState
-from gemini.executor.gradient_store import GradientStore
+from gemini.executor.grad_memory import GradMemory
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.tier import copy
@@ -32,11 +32,11 @@ class _InFlight:
     moving: Moving
 
 
-class Exchange:
+class GradReducer:
     """Reduces one gradient at a time."""
 
     def __init__(
-        self, store: GradientStore, homes: SharedHomes, communicator: Communicator, scratch: Scratch, stage: int
+        self, store: GradMemory, homes: SharedHomes, communicator: Communicator, scratch: Scratch, stage: int
     ) -> None:
         self.store = store
         self.homes = homes
@@ -46,7 +46,7 @@ class Exchange:
         self._in_flight: _InFlight | None = None
 
     def start_reduction(self, gradient: ChunkGradient, backward: int) -> None:
-        """Exchange the open payload; its mean is merged as one of backward number `backward`. Collective."""
+        """GradReducer the open payload; its mean is merged as one of backward number `backward`. Collective."""
         self.scratch.reset()
         if self.communicator.world_size == 1:
             with self._moving(gradient, blocks=1):

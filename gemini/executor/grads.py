@@ -17,9 +17,9 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.gradient import ChunkGradient, GradState, UnsyncedState
 from gemini.executor.arrivals import Arrivals, Waiting
 from gemini.executor.completion import Completion
-from gemini.executor.exchange import Exchange
-from gemini.executor.gradient_store import GradientStore
+from gemini.executor.grad_memory import GradMemory
 from gemini.executor.leftovers import Becomes, Leftovers
+from gemini.executor.reduce import GradReducer
 from gemini.executor.unsynced import UnsyncedSums
 from gemini.placement.reduction_order import ReductionOrder
 from gemini.ranks.communicator import Communicator
@@ -29,13 +29,13 @@ _GRAD: Any = Tensor.grad
 _set_grad = _GRAD.__set__
 
 
-class Gradients:
+class GradStore:
     """Gradients of all trainable chunks of one model."""
 
     def __init__(
         self,
-        store: GradientStore,
-        exchange: Exchange,
+        store: GradMemory,
+        exchange: GradReducer,
         communicator: Communicator,
         trainable: Sequence[Chunk],
         position: Callable[[], int],

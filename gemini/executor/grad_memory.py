@@ -22,7 +22,7 @@ from gemini.observe import Observer
 from gemini.placement.demand import Kind, Tier
 
 
-class GradientStore:
+class GradMemory:
     """Gradient slots and the memory behind every `ChunkGradient`."""
 
     def __init__(self, device: MemoryTier, host: MemoryTier, traffic: Traffic, observer: Observer) -> None:
