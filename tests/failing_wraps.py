@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitContext
-from gemini.executor import watch
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.model import hooks, move_in
@@ -21,6 +20,7 @@ from gemini.model.built_chunk import BuiltParameter
 from gemini.model.hooks import Hooks
 from gemini.model.operator_table import OperatorTable
 from gemini.model.state_hooks import StateHooks
+from gemini.ranks import watchdog
 from tests.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, train_step, weights_of
 
 LAYERS = 3
@@ -102,13 +102,36 @@ def num_takes(**options: Any) -> int:
     return count[0]
 
 
-def fails_and_wraps_again(rank: int, failing_rank: int, failure: Any, is_built: bool, options: dict[str, Any]) -> None:
-    """One rank fails; then the module is plain, has its weights, trains, and can be wrapped with equal bits."""
-    with ZeroInitContext(enabled=is_built):
-        module = build(net)
+def plain() -> nn.Module:
+    module: nn.Module = build(net)
+    return module
+
+
+def wholly_built() -> nn.Module:
+    with ZeroInitContext():
+        module = plain()
+    return module
+
+
+def partly_built() -> nn.Module:
+    """Built on shards, but for the second layer and the biases of the others."""
+    module, others = wholly_built(), plain()
+    for number, (layer, other) in enumerate(zip(module.layers, others.layers, strict=True)):  # type: ignore[arg-type]
+        layer.bias = other.bias
+        if number == 1:
+            layer.weight = other.weight
+    return module
+
+
+def fails_and_wraps_again(
+    rank: int, failing_rank: int, failure: Any, make: Callable[[], nn.Module], options: dict[str, Any]
+) -> None:
+    """One rank fails; then the module is as it was, has its weights, trains, and can be wrapped with equal bits."""
+    module = make()
+    kinds = [type(parameter) for parameter in module.parameters()]
     expected = weights_of(build(net))
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(watch, "POLL_S", 0.05))  # the others look sooner for what has happened
+        stack.enter_context(mock.patch.object(watchdog, "POLL_S", 0.05))  # the others look sooner for what has happened
         if rank == failing_rank:
             stack.enter_context(failure)
         expects = (NoMemory, KeyboardInterrupt) if rank == failing_rank else RemoteRankError
@@ -118,12 +141,12 @@ def fails_and_wraps_again(rank: int, failing_rank: int, failure: Any, is_built: 
         assert not notes, notes
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
     assert_same(weights_of(module), expected)
+    assert [type(parameter) for parameter in module.parameters()] == kinds
     again = build(net)
-    if not is_built:
-        assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    if make is plain:
         for _ in range(2):
-            for plain in (module, again):
-                train_step(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+            for each in (module, again):
+                train_step(each, torch.optim.SGD(each.parameters(), lr=0.1))
         assert_same(weights_of(module), weights_of(again))
     results = []
     for each in (module, again):
@@ -145,10 +168,10 @@ OPTIONS: list[dict[str, Any]] = [
 
 def at_every_take(rank: int, world_size: int, every: int = 1) -> None:
     """On the last rank. every: only each so-manieth take."""
-    combinations = [(options, is_built) for options in OPTIONS for is_built in (False, True)]
-    for start, (options, is_built) in enumerate(combinations):
+    combinations = [(options, make) for options in OPTIONS for make in (plain, wholly_built)]
+    for start, (options, make) in enumerate(combinations):
         for number in range((3 * start + 1) % every, num_takes(**options), every):
-            fails_and_wraps_again(rank, world_size - 1, failing_at(number), is_built, options)
+            fails_and_wraps_again(rank, world_size - 1, failing_at(number), make, options)
 
 
 def at_other_places(rank: int, world_size: int) -> None:
@@ -161,32 +184,41 @@ def at_other_places(rank: int, world_size: int) -> None:
         (hooks, "hook_last", 2),
     ]
     for owner, name, number in places:
-        fails_and_wraps_again(rank, 0, failing_in(owner, name, number), False, OPTIONS[1])
+        fails_and_wraps_again(rank, 0, failing_in(owner, name, number), plain, OPTIONS[1])
+
+
+def partly_built_late(rank: int, world_size: int, every: int = 1) -> None:
+    """On the last rank, in each chunk of a module that was built in part, and when all has moved; and on rank 0."""
+    options = {"chunk_size": 2 * CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
+    last = num_takes(**options) - 1
+    for failing_rank in dict.fromkeys((world_size - 1, 0)):
+        failures = [failing_in(move_in, "_set_weights", number) for number in range(0, 2 * LAYERS, every)]
+        for failure in (*failures, failing_at(last), failing_in(Hooks, "watch")):
+            fails_and_wraps_again(rank, failing_rank, failure, partly_built, options)
 
 
 # where a parameter changes hands while a module that was built on shards is wrapped
 HANDING_OVER: tuple[Callable[..., Any], ...] = (
     BuildStore._bind,
     BuildStore.let_go,
-    BuildStore.handing_over,
     BuiltParameter.show_placeholder,
-    move_in._fill_from_store,
     move_in._fill,
+    move_in._fill_given,
 )
 
 
 def interrupted_anywhere(rank: int, world_size: int, every: int) -> None:
     """Ctrl-C at every so-manieth line of what moves parameters, of built modules and others."""
-    for start, (options, is_built) in enumerate((o, b) for o in OPTIONS[:2] for b in (True, False)):
-        with ZeroInitContext(enabled=is_built):
-            module = build(net)
+    makes = (wholly_built, plain, partly_built)
+    for start, (options, make) in enumerate((options, make) for options in OPTIONS[:2] for make in makes):
+        module = make()
         with interrupted_in(HANDING_OVER, -1) as count:
             ShardedModel(module, device="emulated", **options).close()
         for number in range(start, count[0], every):
-            fails_and_wraps_again(rank, 0, interrupted_in(HANDING_OVER, number), is_built, options)
+            fails_and_wraps_again(rank, 0, interrupted_in(HANDING_OVER, number), make, options)
 
 
 def interrupted_on_one_rank(rank: int, world_size: int) -> None:
     """On rank 0, before a chunk is gathered and after its values have moved; the other rank finds them all."""
     for function, number in ((BuildStore._bind, 25), (BuildStore.let_go, 6)):
-        fails_and_wraps_again(rank, 0, interrupted_in((function,), number), True, OPTIONS[0])
+        fails_and_wraps_again(rank, 0, interrupted_in((function,), number), wholly_built, OPTIONS[0])

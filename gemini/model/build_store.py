@@ -273,8 +273,7 @@ class BuildStore:
         parameter, (operator, _, name) = its.parameter, its.name.rpartition(".")
         with torch.no_grad():
             values = value.detach().clone()
-            with self.handing_over(its):
-                pass
+            self.let_go(its)
             set_data(parameter, values)
         del values
         self.shard(operator, [(name, parameter)])
@@ -298,13 +297,6 @@ class BuildStore:
             for chunk in sorted(self._chunks, key=lambda chunk: chunk.index):
                 if chunk.home.dtype in (torch.float32, torch.float16, torch.bfloat16) and chunk.home.dtype is not dtype:
                     chunk.round_to(dtype)
-
-    @contextmanager
-    def handing_over(self, its: BuiltParameter) -> Iterator[Tensor]:
-        """(numel,) the parameter's values; afterwards it is an ordinary one without values. Collective."""
-        with self.values(its) as flat:
-            yield flat
-        self.let_go(its)
 
     @contextmanager
     def values(self, its: BuiltParameter) -> Iterator[Tensor]:

@@ -61,11 +61,7 @@ def move_in(
     for its in room:
         chunk = its.chunk
         its.take((Kind.PARAM, Kind.MASTER), device, host, chunk.index in placement.kept)
-        if all(built_link_of(managed.parameter) for managed in chunk.parameters):
-            communicator.wait_for_all("room")  # as a broadcast does: no rank lets weights go that another cannot take
-            _fill_from_store(chunk, communicator, moves)
-        else:
-            _fill(chunk, communicator, device, moves)
+        _fill(chunk, communicator, device, moves)
         chunk.settle_at_home()
         freed.note(chunk.payload_bytes)
     for its in room:
@@ -136,34 +132,53 @@ class _Room:
 
 
 def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:
+    """Weights into the chunk's homes: those that were built on shards, then the others. Collective.
+
+    A store keeps its values until every rank has the whole chunk at home. Where a rank fails before that, no rank has
+    let any of them go: if one rank had, it would put the parameter back onto shards, which is collective, by itself.
+    """
+    given = [managed for managed in chunk.parameters if built_link_of(managed.parameter) is None]
+    built = [managed for managed in chunk.parameters if built_link_of(managed.parameter) is not None]
+    if built:
+        communicator.wait_for_all("room")  # as a broadcast does: no rank lets weights go that another cannot take
+    for managed in built:
+        link = built_link_of(managed.parameter)
+        assert link is not None
+        with link.store.values(link.managed) as flat:
+            _set_weights(managed, flat)
+    if given:
+        _fill_given(chunk, given, communicator, device, moves)
+    moves.originals.update((managed.index, original_of(managed)) for managed in built)
+    if built:
+        communicator.wait_for_all("chunk at home")
+    for managed in built:
+        let_go(managed)
+        set_data(managed.parameter, managed.placeholder)
+
+
+def _fill_given(
+    chunk: Chunk, given: list[ManagedParameter], communicator: Communicator, device: MemoryTier, moves: Moves
+) -> None:
     """From a payload that rank 0 broadcasts. Collective.
 
-    After a failure the parameters that have left their memory are views of the payload, if that still has their values.
+    After a failure the parameters that have left their memory get it again, with what the payload has of them.
     """
-    given = torch.float32 if chunk.dtype in HALF_DTYPES else chunk.dtype
-    payload = torch.zeros(chunk.numel, dtype=given, device=device.device)
+    dtype = torch.float32 if chunk.dtype in HALF_DTYPES else chunk.dtype
+    payload = torch.zeros(chunk.numel, dtype=dtype, device=device.device)
     originals: dict[int, Original] = {}
     try:
-        for managed in chunk.parameters:
-            view = torch.as_strided(payload, managed.shape, managed.stride, managed.offset)
-            original, link = original_of(managed), built_link_of(managed.parameter)
-            if link is None:
-                view.copy_(managed.parameter.detach())
-            else:
-                with link.store.handing_over(link.managed) as flat:
-                    payload[managed.offset : managed.offset + managed.numel].copy_(flat)
-                    originals[managed.index] = original
-            originals[managed.index] = original
+        for managed in given:
+            torch.as_strided(payload, managed.shape, managed.stride, managed.offset).copy_(managed.parameter.detach())
+            originals[managed.index] = original_of(managed)
             set_data(managed.parameter, managed.placeholder)
         if communicator.world_size > 1:
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
             moves.received.update(originals)
-        for managed in chunk.parameters:
+        for managed in given:
             _set_weights(managed, payload[managed.offset : managed.offset + managed.numel])
         moves.originals |= originals
     except BaseException:
-        for managed in chunk.parameters[: len(originals)]:
-            let_go(managed)
+        for managed in given[: len(originals)]:
             restore(managed, originals[managed.index], payload)
         raise
 
@@ -189,25 +204,6 @@ def restore(managed: ManagedParameter, original: Original, payload: Tensor) -> N
     view = torch.as_strided(payload, managed.shape, managed.stride, managed.offset)
     own = torch.empty_strided(managed.shape, managed.stride, dtype=original.dtype, device=original.device)
     set_data(managed.parameter, own.copy_(view))
-
-
-def _fill_from_store(chunk: Chunk, communicator: Communicator, moves: Moves) -> None:
-    """Operator by operator: ranks have agreed on the values already. Collective.
-
-    They stay in the store, too, until every rank has the whole chunk at home.
-    """
-    originals = {}
-    for managed in chunk.parameters:
-        link = built_link_of(managed.parameter)
-        assert link is not None
-        with link.store.values(link.managed) as flat:
-            _set_weights(managed, flat)
-        originals[managed.index] = original_of(managed)
-    moves.originals |= originals
-    communicator.wait_for_all("chunk at home")
-    for managed in chunk.parameters:
-        let_go(managed)
-        set_data(managed.parameter, managed.placeholder)
 
 
 def _set_weights(managed: ManagedParameter, flat: Tensor) -> None:

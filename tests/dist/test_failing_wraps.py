@@ -22,6 +22,10 @@ def test_one_rank_that_fails_anywhere_else_does_too(ranks: RankPool) -> None:
     ranks(2).run(failing_wraps.at_other_places)
 
 
+def test_one_rank_that_fails_late_leaves_a_module_that_was_built_in_part(ranks: RankPool) -> None:
+    ranks(2).run(failing_wraps.partly_built_late, 3)
+
+
 def test_ctrl_c_while_weights_move_leaves_them_whole() -> None:
     failing_wraps.interrupted_anywhere(0, 1, 41)
 
@@ -33,6 +37,11 @@ def test_ctrl_c_on_one_rank_leaves_the_weights_of_a_built_module_on_all(ranks: R
 @pytest.mark.soak
 def test_ctrl_c_at_any_line_leaves_weights_whole() -> None:
     failing_wraps.interrupted_anywhere(0, 1, 1)
+
+
+@pytest.mark.soak
+def test_one_of_three_ranks_fails_late_with_a_module_that_was_built_in_part(ranks: RankPool) -> None:
+    ranks(3).run(failing_wraps.partly_built_late, timeout_s=600.0)
 
 
 @pytest.mark.soak

@@ -289,8 +289,8 @@ MUTANTS = [
     Mutant(
         "masters come from rounded weights",
         "gemini/model/move_in.py",
-        "    given = torch.float32 if chunk.dtype in HALF_DTYPES else chunk.dtype\n",
-        "    given = chunk.dtype\n",
+        "    dtype = torch.float32 if chunk.dtype in HALF_DTYPES else chunk.dtype\n",
+        "    dtype = chunk.dtype\n",
         PAIRS,
     ),
     Mutant(
@@ -492,9 +492,16 @@ MUTANTS = [
     Mutant(
         "ranks let built weights go before all have room",
         "gemini/model/move_in.py",
-        '            communicator.wait_for_all("room")',
-        "            pass",
+        '        communicator.wait_for_all("room")',
+        "        pass",
         "tests/dist/test_failing_wraps.py::test_one_of_three_ranks_runs_out_of_memory_at_any_time",
+    ),
+    Mutant(
+        "ranks let built weights go before all have the chunk at home",
+        "gemini/model/move_in.py",
+        '        communicator.wait_for_all("chunk at home")',
+        "        pass",
+        "tests/dist/test_failing_wraps.py::test_one_rank_that_fails_late_leaves_a_module_that_was_built_in_part",
     ),
     Mutant(
         "every rank goes by its own reading of free memory",
