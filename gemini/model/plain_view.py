@@ -16,7 +16,7 @@ from gemini.model.compiled import is_mark
 from gemini.model.conversion import CONVERSION, changes_nothing
 from gemini.model.plain_copy import PlainCopies
 from gemini.model.weights import load_part, load_whole_state_dict, whole_state_dict
-from gemini.model.wrappers import DDP, PREPARED, is_prepared
+from gemini.model.wrappers import PREPARED, is_prepared
 
 
 class PlainView(nn.Module):
@@ -113,11 +113,6 @@ class PlainView(nn.Module):
         """torch calls it for the parts of a plain module that loads its state dict."""
         with self.executor.publishing():
             load_part(self.module, self.executor, state_dict, prefix, *rest[-3:])
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Asked by the constructor of `DistributedDataParallel`."""
-        raise UnsupportedError(DDP)
 
     def __getattr__(self, name: str) -> Any:
         if name == PREPARED and "executor" in vars(self) and is_prepared(self.executor.communicator.world_size):

@@ -27,6 +27,7 @@ from gemini.model.edges import gradients
 from gemini.model.foreach import for_each_chunk
 from gemini.model.link import ParameterLink, any_link_of, detached_from
 from gemini.model.metadata import METADATA
+from gemini.model.wrappers import cannot_take
 
 _T: Any = torch.Tensor
 
@@ -39,6 +40,16 @@ class ReleasedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
+
+    # asked by torch's wrappers before they take a parameter over
+
+    @property
+    def _fsdp_flattened(self) -> NoReturn:
+        raise cannot_take("FullyShardedDataParallel", _link(self).managed.name)
+
+    @property
+    def _fsdp_orig_uid(self) -> NoReturn:
+        raise cannot_take("fully_shard", _link(self).managed.name)
 
     # torch never asks __torch_function__ about these
 

@@ -49,6 +49,7 @@ from gemini.model.specs import describe, model_spec
 from gemini.model.state_hooks import StateHooks
 from gemini.model.unasked import guard_placeholders
 from gemini.model.wrap import make_chunks
+from gemini.model.wrappers import cannot_take, is_dtensor, refuse_ddp
 from gemini.observe import Observer
 from gemini.placement.plan import Plan, plan_model
 from gemini.ranks.communicator import Communicator
@@ -92,6 +93,7 @@ class ShardedModel(PlainView):
     ) -> None:
         publish_exit()
         guard_placeholders()
+        refuse_ddp()
         owner, others = type(self).__name__, ("module", "process_group", "settings")
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
         check_module(module)
@@ -243,6 +245,8 @@ class ShardedModel(PlainView):
                     "random, are rank 0's then"
                 )
             if known is None:
+                if is_dtensor(parameter):
+                    raise cannot_take("fully_shard, or what else makes DTensors,", name)
                 raise GeminiError(
                     f"parameter {name!r} was added or replaced after ShardedModel(...) and would not be trained: "
                     "change the module before it is wrapped, and values with model.load_state_dict() or in place. To "

@@ -1,15 +1,19 @@
-"""What trainers ask of a model before they wrap it once more, and what they are told."""
+"""What is asked before a model is wrapped once more, by trainers or by torch's own wrappers, and what they are told."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import UnsupportedError
+from gemini.model.link import any_link_of
 
-DDP = (
-    "DistributedDataParallel cannot wrap a ShardedModel, which reduces gradients between ranks itself: use the "
-    "ShardedModel as it is, with its own no_sync()"
-)
 PREPARED = "_is_accelerate_prepared"
 """The attribute by which `Accelerator.prepare`, and so `transformers.Trainer`, asks a model; afterwards it sets it."""
 
@@ -30,3 +34,34 @@ def is_prepared(world_size: int) -> bool:
     if state is not None and state.AcceleratorState._shared_state and state.AcceleratorState().mixed_precision != "no":
         raise UnsupportedError(_AUTOCAST)
     return True
+
+
+def cannot_take(wrapper: str, name: str) -> UnsupportedError:
+    """`wrapper` would take over a parameter that is sharded already."""
+    return UnsupportedError(
+        f"{wrapper} cannot take over parameter {name!r}, which a ShardedModel shards and whose gradient it reduces "
+        "between ranks itself: use the ShardedModel as it is, with its own no_sync(), and wrap only modules beside it"
+    )
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether torch has put a parameter of its own sharding there. Nothing is imported for the answer."""
+    dtensors = sys.modules.get("torch.distributed.tensor")
+    return dtensors is not None and isinstance(tensor, dtensors.DTensor)
+
+
+@functools.cache
+def refuse_ddp() -> RemovableHandle:
+    """Have torch ask when `DistributedDataParallel` gets its module, in this process and from the first model on.
+
+    At that moment it has not touched any parameter; the module may be any that contains a sharded one.
+    """
+    return register_module_module_registration_hook(_check_ddp)
+
+
+def _check_ddp(parent: nn.Module, name: str, module: Any) -> None:
+    if not isinstance(parent, DistributedDataParallel):
+        return
+    for name_of_parameter, parameter in module.named_parameters():
+        if any_link_of(parameter) is not None and name_of_parameter not in parent.parameters_to_ignore:
+            raise cannot_take("DistributedDataParallel", name_of_parameter)

@@ -1,4 +1,4 @@
-"""Trainers on several ranks train a sharded model as it is, and what would wrap it once more is refused."""
+"""Trainers on several ranks train a sharded model as it is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,6 @@ pytest.importorskip("accelerate")
     [
         trainer_cases.accelerate_trains_the_model_as_it_is,
         trainer_cases.mixed_precision_of_accelerate_is_refused,
-        trainer_cases.ddp_is_refused,
         trainer_cases.a_trainer_trains_the_model_as_it_is,
     ],
     ids=lambda case: case.__name__,

@@ -54,14 +54,6 @@ def mixed_precision_of_accelerate_is_refused(rank: int, world_size: int) -> None
     model.close()
 
 
-def ddp_is_refused(rank: int, world_size: int) -> None:
-    model, optimizer = sharded()
-    with pytest.raises(UnsupportedError, match="use the ShardedModel as it is"):
-        nn.parallel.DistributedDataParallel(model)
-    train_step(model, optimizer)
-    model.close()
-
-
 def _gpt2() -> nn.Module:
     model: nn.Module = gpt2().model  # type: ignore[union-attr]
     return model

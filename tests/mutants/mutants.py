@@ -989,4 +989,11 @@ MUTANTS = [
         "            if True:\n                positions.update(range(len(now)))\n",
         f"{GOLDEN}[1]",
     ),
+    Mutant(
+        "DDP may take over parameters of a sharded model that another module contains",
+        "gemini/model/wrappers.py",
+        "for name_of_parameter, parameter in module.named_parameters():",
+        "for name_of_parameter, parameter in module.named_parameters(recurse=False):",
+        "tests/test_torch_wrappers.py::test_wrappers_that_shard_or_reduce_themselves_are_refused_by_name",
+    ),
 ]

@@ -1,0 +1,102 @@
+"""torch's own wrappers around a sharded model, around its modules, and around a module that contains one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini import UnsupportedError
+from tests.mlp import WIDTH, inputs, sharded, train_step, weights_of
+
+
+class Outer(nn.Module):
+    """A module that contains a sharded model beside layers of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.inner(x))
+        return y
+
+
+def _ddp(module: nn.Module) -> nn.Module:
+    return DistributedDataParallel(module)
+
+
+def _ddp_that_does_not_broadcast(module: nn.Module) -> nn.Module:
+    return DistributedDataParallel(module, init_sync=False)
+
+
+def _fsdp(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def _fsdp_of_original_parameters(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _fully_shard(module: nn.Module) -> nn.Module:
+    fully_shard(module, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return module
+
+
+WRAPPERS: dict[Callable[[nn.Module], nn.Module], str] = {
+    _ddp: "DistributedDataParallel",
+    _ddp_that_does_not_broadcast: "DistributedDataParallel",
+    _fsdp: "FullyShardedDataParallel",
+    _fsdp_of_original_parameters: "FullyShardedDataParallel",
+    _fully_shard: "fully_shard",
+}
+PARTS: tuple[Callable[[Any], nn.Module], ...] = (
+    lambda model: model,
+    lambda model: model.module,
+    lambda model: model.module.layers[1],
+    Outer,
+)
+
+
+def every_wrapper_is_refused_by_its_name(rank: int, world_size: int, place: str, stage: int) -> None:
+    """The model trains on as if nobody had tried."""
+    for wrapper, name in WRAPPERS.items():
+        model, optimizer = sharded(place, stage=stage)
+        for part in PARTS if wrapper is not _fully_shard else PARTS[:1]:
+            _is_refused(wrapper, part(model), name)
+            train_step(model, optimizer)
+        model.close()
+    for part in PARTS[1:]:  # torch keeps a state of its own for a module that `fully_shard` has seen
+        model, optimizer = sharded(place, stage=stage)
+        _is_refused(_fully_shard, part(model), "fully_shard")
+        model.close()
+
+
+def _is_refused(wrapper: Callable[[nn.Module], nn.Module], module: nn.Module, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^{name}.* parameter '.*', .*: use the ShardedModel as it is") as told:
+        wrapper(module)(inputs(0))  # `fully_shard` of torch before 2.13 asks nothing: its use is refused
+    assert "\n" not in str(told.value)
+    assert ". " not in str(told.value)  # one sentence
+
+
+def modules_beside_a_sharded_model_may_be_wrapped(rank: int, world_size: int) -> None:
+    """DDP around a head, and around a module of which it is told to ignore the sharded model's parameters."""
+    model, optimizer = sharded()
+    outer = Outer(model)
+    ignored = [name for name, _ in outer.named_parameters() if name.startswith("inner.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(outer, ignored)
+    head = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    before = weights_of(model)
+    for forward in (DistributedDataParallel(outer), lambda x: head(model(x))):
+        forward(inputs(rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = weights_of(model)
+        assert all(not torch.equal(after[name], before[name]) for name in before)
+        before = after
+    model.close()
