@@ -9,7 +9,7 @@ rank_order_sum, backend, collectives.
 from .backend import backends, check_backend
 from .collectives import Collectives
 from .in_flight import InFlight
-from .layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, round_up
+from .layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, pieces_within, round_up
 from .rank_order_sum import SUM_TILE_NUMEL, Scratch
 from .strategy import (
     BucketTensorShardStrategy,
@@ -45,6 +45,7 @@ __all__ = [
     "check_backend",
     "check_units",
     "lay_out_unit",
+    "pieces_within",
     "resolve_strategy",
     "round_up",
 ]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .backend import backends, check_backend, control_device
 from .in_flight import InFlight
-from .layout import Piece, ShardLayout
+from .layout import ShardLayout
 from .rank_order_sum import Scratch, sum_rows
 from .tag import Tag
 from .tag_buffers import Announced, TagBuffers
@@ -105,8 +105,7 @@ class Collectives:
         for piece, unit in zip(layout.slices(self.rank), layout.units):
             if unit.numel == 0:
                 continue
-            source, start = (payload, piece.payload_start) if shard is None else (shard, piece.shard_start)
-            inputs.append(source[start : start + piece.numel])
+            inputs.append(payload[piece.in_payload] if shard is None else shard[piece.in_shard])
             outputs.append(payload[unit.start : unit.start + unit.numel])
         launched = self._gather_coalesced(outputs, inputs)
 
@@ -122,8 +121,8 @@ class Collectives:
         if len(layout.units) == 1:
             (own,) = layout.slices(self.rank)
             if shard is not None:
-                _part(payload, own).copy_(shard)
-            slices = [_part(payload, *layout.slices(rank)) for rank in range(self.world_size)]
+                payload[own.in_payload].copy_(shard)
+            slices = [payload[layout.slices(rank)[0].in_payload] for rank in range(self.world_size)]
             works = [
                 dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
                 for rank, part in enumerate(slices)
@@ -138,7 +137,7 @@ class Collectives:
         if not layout.numel:
             return InFlight()
         if shard is None:
-            shard = torch.cat([_part(payload, piece) for piece in layout.slices(self.rank)])
+            shard = torch.cat([payload[piece.in_payload] for piece in layout.slices(self.rank)])
         rows = payload.new_empty(self.world_size, layout.shard_numel)
         launched = self._gather(shard, rows.view(-1))
 
@@ -146,7 +145,7 @@ class Collectives:
             self.wait(launched)
             for unit, piece in zip(layout.units, layout.slices(0), strict=True):
                 region = payload[unit.start : unit.start + unit.numel].view(self.world_size, piece.numel)
-                region.copy_(rows[:, piece.shard_start : piece.shard_start + piece.numel])
+                region.copy_(rows[:, piece.in_shard])
 
         return InFlight(unpack, [launched])
 
@@ -303,7 +302,7 @@ class Collectives:
         rows = packed.view(self.world_size, layout.shard_numel)
         for unit, piece in units:
             region = payload[unit.start : unit.start + unit.numel].view(self.world_size, -1)
-            rows[:, piece.shard_start : piece.shard_start + piece.numel].copy_(region)
+            rows[:, piece.in_shard].copy_(region)
         return packed
 
     def _announce(self, tag: Tag | None, device: torch.device, use: str) -> Announced | None:
@@ -334,10 +333,6 @@ class Collectives:
             raise ValueError(
                 f"payload must be contiguous, 1-D, of at least {layout.numel} elements, got {tuple(payload.shape)}"
             )
-
-
-def _part(payload: Tensor, piece: Piece) -> Tensor:
-    return payload[piece.payload_start : piece.payload_start + piece.numel]
 
 
 def _check_flat(name: str, tensor: Tensor, numel: int) -> None:

@@ -12,7 +12,7 @@ block of a quantised state is cut by a border.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +35,20 @@ class Piece:
     payload_start: int
     shard_start: int
     numel: int
+
+    @property
+    def in_payload(self) -> slice:
+        """Its elements of a flat payload: `payload[piece.in_payload]`."""
+        return slice(self.payload_start, self.payload_start + self.numel)
+
+    @property
+    def in_shard(self) -> slice:
+        """Its elements of a flat shard: `shard[piece.in_shard]`."""
+        return slice(self.shard_start, self.shard_start + self.numel)
+
+    def from_start(self, start: int) -> Piece:
+        """The same elements, where what holds the payload begins with payload element `start`."""
+        return Piece(self.payload_start - start, self.shard_start, self.numel)
 
 
 @dataclass(frozen=True)
@@ -115,6 +129,15 @@ class ShardLayout:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not one of {self.world_size} ranks")
+
+
+def pieces_within(pieces: Iterable[Piece], start: int, numel: int) -> Iterator[Piece]:
+    """The parts of `pieces` that lie in elements [start, start + numel) of the shard."""
+    for piece in pieces:
+        first = max(start, piece.shard_start)
+        end = min(start + numel, piece.shard_start + piece.numel)
+        if first < end:
+            yield Piece(piece.payload_start + first - piece.shard_start, first, end - first)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gemini.chunks.place import ParamPlace
 from gemini.memory.slot import KeptSlot, Slot
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind, Tier
@@ -38,30 +39,42 @@ class ChunkState(Enum):
     RESIDENT = "resident"
 
 
-@dataclass(eq=False)
-class ManagedParameter:
+@dataclass(eq=False, kw_only=True)
+class ManagedParameter(ParamPlace):
     """A parameter and its place. `index` numbers the model's distinct parameters in the order of chunks."""
 
     index: int
-    name: str  # the first of its names in the plain module
     parameter: nn.Parameter
     chunk: Chunk
-    position: int  # in `chunk.parameters`
-    offset: int  # elements, in the payload
-    shape: torch.Size
-    stride: tuple[int, ...]
     placeholder: Tensor = field(repr=False)  # expanded NaN of the true shape, on the compute device
     requires_grad: bool  # as of the last forward that built a graph
     operator: int  # of the first operator that owns it, in the table of positions
     has_fractions: bool = False  # its fp32 master may hold more than its 16-bit weights; equal on all ranks
 
     @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.chunk.dtype
+
+    @property
+    def home_pieces(self) -> tuple[Piece, ...]:
+        """The parts that this rank's parameter home holds."""
+        return self._pieces(self.chunk.home_layout)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The parts that this rank steps; their `shard_start` counts in the optimizer's flat tensors."""
+        return self._pieces(self.chunk.optim_layout)
+
+    def _pieces(self, layout: ShardLayout) -> tuple[Piece, ...]:
+        return layout.pieces(self.chunk.rank if layout.world_size > 1 else 0, self.offset, self.numel)
+
+    def own_parts(self, shard: Tensor) -> list[Tensor]:
+        """Views of what this rank steps of the parameter, in `shard`: (optim_numel,)."""
+        return [shard[piece.in_shard] for piece in self.pieces]
+
+    def parts_of(self, flat: Tensor) -> list[Tensor]:
+        """The same elements as views of `flat`: (numel,), the whole parameter in the order of the payload."""
+        return [flat[piece.from_start(self.offset).in_payload] for piece in self.pieces]
 
     @property
     def owns_master(self) -> bool:
@@ -132,11 +145,14 @@ class Chunk:
         with torch._C.DisableTorchFunctionSubclass():
             return list(map(_version_of, self.raw))
 
+    def parameter_at(self, element: int) -> ManagedParameter:
+        """The parameter that payload element `element` belongs to, or the one before the padding that it is in."""
+        return self.parameters[bisect_right(self._offsets, element) - 1]
+
     def num_edits(self, element: int) -> int:
         """In-place operations so far on the parameter that payload element `element` belongs to, but for a constant."""
-        owner = self.parameters[bisect_right(self._offsets, element) - 1]
         with torch._C.DisableTorchFunctionSubclass():
-            return owner.parameter._version - self.num_bumps
+            return self.parameter_at(element).parameter._version - self.num_bumps
 
     def bump_versions(self) -> None:
         """Raise all parameters' version counters: what autograd saved of them without our hooks is stale."""
@@ -160,16 +176,6 @@ class Chunk:
         """Parameter names for messages, shortened."""
         names = [managed.name for managed in self.parameters]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    def home_pieces(self, managed: ManagedParameter) -> tuple[Piece, ...]:
-        """The parts of a parameter that this rank's parameter home holds."""
-        rank = self.rank if self.home_layout.world_size > 1 else 0
-        return self.home_layout.pieces(rank, managed.offset, managed.numel)
-
-    def optim_pieces(self, managed: ManagedParameter) -> tuple[Piece, ...]:
-        """The parts of a parameter that this rank steps; `shard_start` counts in the optimizer's flat tensors."""
-        rank = self.rank if self.optim_layout.world_size > 1 else 0
-        return self.optim_layout.pieces(rank, managed.offset, managed.numel)
 
     @property
     def optim_numel(self) -> int:
@@ -206,7 +212,7 @@ class Chunk:
         if self.home_layout.world_size == self.optim_layout.world_size:
             return flat[: self.optim_numel]
         (own,) = self.layout.slices(self.rank)
-        return flat[own.payload_start : own.payload_start + own.numel]
+        return flat[own.in_payload]
 
     def keep_slot(self, tier: MemoryTier) -> None:
         """Take a slot for good, and move the parameter home, if there is one, into it. Raises BudgetError."""
@@ -230,4 +236,4 @@ class Chunk:
 
     def views_of(self, payload: Tensor) -> tuple[Tensor, ...]:
         """A view of `payload` for every parameter."""
-        return tuple(torch.as_strided(payload, m.shape, m.stride, m.offset) for m in self.parameters)
+        return tuple(managed.view(payload) for managed in self.parameters)

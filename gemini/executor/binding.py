@@ -197,15 +197,14 @@ class Binding:
         home = chunk.homes[Kind.PARAM]
         before = self.snapshots.read(managed)
         if home.flat.data_ptr() != payload.data_ptr():
-            for piece in chunk.home_pieces(managed):
-                target = home.flat[piece.shard_start : piece.shard_start + piece.numel]
-                source = payload[piece.payload_start : piece.payload_start + piece.numel]
-                copy(target, source, self.device if home.tier is Tier.DEVICE else self.host, self.device, self.traffic)
+            tier = self.device if home.tier is Tier.DEVICE else self.host
+            for piece in managed.home_pieces:
+                copy(home.flat[piece.in_shard], payload[piece.in_payload], tier, self.device, self.traffic)
             self.device.synchronize()
         if Kind.MASTER in chunk.homes:
-            for number, piece in enumerate(chunk.optim_pieces(managed)):
-                weights = payload[piece.payload_start : piece.payload_start + piece.numel]
-                follow_edits(chunk, piece.shard_start, weights, None if before is None else before[number])
+            for number, piece in enumerate(managed.pieces):
+                was = None if before is None else before[number]
+                follow_edits(chunk, piece.shard_start, payload[piece.in_payload], was)
         if has_split_master(chunk):
             self.snapshots.renew(managed)
             if before is None:

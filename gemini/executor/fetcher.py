@@ -186,9 +186,7 @@ class Fetcher:
         if home.tier is Tier.DEVICE:
             return self.communicator.start_all_gather(payload, home.flat, chunk.layout, chunk.index, lane)
         for piece in chunk.layout.slices(self.communicator.rank):
-            target = payload[piece.payload_start : piece.payload_start + piece.numel]
-            source = home.flat[piece.shard_start : piece.shard_start + piece.numel]
-            copy(target, source, self.device, self.host, self.traffic)
+            copy(payload[piece.in_payload], home.flat[piece.in_shard], self.device, self.host, self.traffic)
         return self.communicator.start_all_gather(payload, None, chunk.layout, chunk.index, lane)
 
     def _free_slot(self, chunk: Chunk, ahead: bool = False) -> Slot | None:

@@ -91,8 +91,8 @@ class Leftovers:
             self.store.device.synchronize()  # it may still be on its way there
         reduced = gradient.reduced()
         for managed in some:
-            for piece in managed.chunk.optim_pieces(managed):
-                reduced[piece.shard_start : piece.shard_start + piece.numel].zero_()
+            for part in managed.own_parts(reduced):
+                part.zero_()
 
     def write_zeros(self, backward: int) -> None:
         """See [Note: Zeros]. Every rank calls it at the same point."""
@@ -136,8 +136,8 @@ class Leftovers:
                     reduced.mul_(factor)
                 else:
                     both = zip(chunk.parameters, left, strict=True)
-                    for piece in (p for managed, is_left in both if not is_left for p in chunk.optim_pieces(managed)):
-                        reduced[piece.shard_start : piece.shard_start + piece.numel].mul_(factor)
+                    for part in (part for managed, stays in both if not stays for part in managed.own_parts(reduced)):
+                        part.mul_(factor)
                 gradient.num_writes += 1
 
 

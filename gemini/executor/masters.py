@@ -12,14 +12,13 @@ with `max_norm`, which do so in every forward, have whole masters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.placement.demand import Kind
 from optim import HALF_DTYPES, absorb_edits_, join_master_, round_master_, split_master_
+from sharding import pieces_within
 
 
 def whole_master(chunk: Chunk) -> Tensor | None:
@@ -28,9 +27,9 @@ def whole_master(chunk: Chunk) -> Tensor | None:
     if master is None or not chunk.splits_master:
         return None if master is None else master.flat
     joined = torch.empty(chunk.optim_numel, dtype=torch.float32, device=master.flat.device)
-    for home_start, start, numel in _home_runs(chunk, 0, chunk.optim_numel):
-        weight = chunk.homes[Kind.PARAM].flat[home_start : home_start + numel].to(joined.device)
-        join_master_(joined[start : start + numel], weight, master.flat[start : start + numel])
+    for piece in chunk.home_slices():
+        weight = chunk.homes[Kind.PARAM].flat[piece.in_payload].to(joined.device)
+        join_master_(joined[piece.in_shard], weight, master.flat[piece.in_shard])
     return joined
 
 
@@ -41,31 +40,20 @@ def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
         master[start : start + values.numel()].copy_(values)
         return
     home = chunk.homes[Kind.PARAM].flat
-    for home_start, shard_start, numel in _home_runs(chunk, start, values.numel()):
-        part = values[shard_start - start : shard_start - start + numel].to(torch.float32).contiguous()
-        weight = torch.empty(numel, dtype=chunk.dtype, device=part.device)
-        remainder = torch.empty(numel, dtype=torch.int16, device=part.device)
+    for piece in pieces_within(chunk.home_slices(), start, values.numel()):
+        part = values.narrow(0, piece.shard_start - start, piece.numel).to(torch.float32).contiguous()
+        weight = torch.empty(piece.numel, dtype=chunk.dtype, device=part.device)
+        remainder = torch.empty(piece.numel, dtype=torch.int16, device=part.device)
         split_master_(weight, remainder, part)
-        home[home_start : home_start + numel].copy_(weight)
-        master[shard_start : shard_start + numel].copy_(remainder)
+        home[piece.in_payload].copy_(weight)
+        master[piece.in_shard].copy_(remainder)
 
 
 def set_master(managed: ManagedParameter, value: Tensor) -> None:
     """A parameter's master on this rank <- `value`, of its shape and any dtype."""
-    chunk = managed.chunk
     managed.has_fractions = True
-    laid_out = in_layout(value, managed)
-    flat = torch.as_strided(laid_out, (managed.numel,), (1,), laid_out.storage_offset())
-    for piece in chunk.optim_pieces(managed):
-        start = piece.payload_start - managed.offset
-        write_master(chunk, piece.shard_start, flat[start : start + piece.numel])
-
-
-def in_layout(value: Tensor, managed: ManagedParameter) -> Tensor:
-    """`value` with the parameter's strides."""
-    if value.stride() == managed.stride:
-        return value
-    return torch.empty_strided(managed.shape, managed.stride, dtype=value.dtype, device=value.device).copy_(value)
+    for piece, part in zip(managed.pieces, managed.parts_of(managed.laid_out(value)), strict=True):
+        write_master(managed.chunk, piece.shard_start, part)
 
 
 def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,7 +71,7 @@ def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
 def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
     """A copy of the parameter home's elements, (numel,)."""
     home = chunk.homes[Kind.PARAM].flat
-    runs = [home[home_start : home_start + part] for home_start, _, part in _home_runs(chunk, start, numel)]
+    runs = [home[piece.in_payload] for piece in pieces_within(chunk.home_slices(), start, numel)]
     return torch.cat(runs) if runs else home[:0].clone()
 
 
@@ -106,18 +94,9 @@ def master_from_weights(chunk: Chunk, only: ManagedParameter | None = None) -> N
     """The master of a chunk, or of one of its parameters, becomes what the 16-bit weights are. Local."""
     runs = [(0, chunk.optim_numel)]
     if only is not None:
-        runs = [(piece.shard_start, piece.numel) for piece in chunk.optim_pieces(only)]
+        runs = [(piece.shard_start, piece.numel) for piece in only.pieces]
     for start, numel in runs:
         if chunk.splits_master:
             chunk.homes[Kind.MASTER].flat[start : start + numel].zero_()
         else:
             write_master(chunk, start, weights_of(chunk, start, numel))
-
-
-def _home_runs(chunk: Chunk, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-    """(start in the parameter home, start as the optimizer counts, length) of the parts of [start, start + numel)."""
-    for piece in chunk.home_slices():
-        first = max(start, piece.shard_start)
-        end = min(start + numel, piece.shard_start + piece.numel)
-        if first < end:
-            yield piece.payload_start + first - piece.shard_start, first, end - first

@@ -45,7 +45,7 @@ class Snapshots:
         if not _payload_is_home(chunk):
             kept[position] = None
             return
-        pieces = chunk.optim_pieces(managed)
+        pieces = managed.pieces
         num_bytes = sum(piece.numel for piece in pieces) * chunk.dtype.itemsize
         try:
             buffer = self._host.take(num_bytes, KIND)
@@ -69,13 +69,13 @@ class Snapshots:
         kept = self._kept[chunk.index][managed.position]
         if kept is not None:
             return kept.parts
-        return [weights_of(chunk, piece.shard_start, piece.numel) for piece in chunk.optim_pieces(managed)]
+        return [weights_of(chunk, piece.shard_start, piece.numel) for piece in managed.pieces]
 
     def renew(self, managed: ManagedParameter) -> None:
         """The home has new weights: views of the payload may be written to again."""
         kept = self._kept.get(managed.chunk.index, {}).get(managed.position)
         if kept is not None:
-            for part, piece in zip(kept.parts, managed.chunk.optim_pieces(managed), strict=True):
+            for part, piece in zip(kept.parts, managed.pieces, strict=True):
                 part.copy_(weights_of(managed.chunk, piece.shard_start, piece.numel))
 
     def forget(self, chunk: Chunk) -> None:

@@ -9,8 +9,6 @@ fp32: it is exchanged in tiles that fit into the scratch of ordinary reductions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from gemini.memory.tier import copy
 from gemini.placement.demand import Tier
 from gemini.placement.scratch import tile_bytes
 from gemini.settings import dtype_of
-from sharding import ALIGNMENT, ShardLayout, Unit
+from sharding import ALIGNMENT, Piece, ShardLayout, Unit, pieces_within
 
 
 class UnsyncedSums:
@@ -76,8 +74,8 @@ class UnsyncedSums:
             whole = scratch.take(layout.numel, rest)
             communicator.all_gather(whole, out, layout, chunk.index)
             for rank, row in enumerate(whole.view(world_size, numel)):
-                for at, payload_start, count in _spans(chunk, rank, start, numel):
-                    exchange.put(gradient, payload_start, row[at : at + count], is_first)
+                for piece in pieces_within(chunk.layout.slices(rank), start, numel):
+                    exchange.put(gradient, piece.payload_start, row[_in_tile(piece, start)], is_first)
         gradient.become_unsynced(UnsyncedState.NONE)
 
     def _fill(self, rows: Tensor, gradient: ChunkGradient, start: int, numel: int) -> None:
@@ -88,9 +86,9 @@ class UnsyncedSums:
         assert gradient.unsynced is not None
         chunk, store, total = gradient.chunk, self.store, gradient.unsynced.flat
         for rank, row in enumerate(rows.view(-1, numel)):
-            for at, payload_start, count in _spans(chunk, rank, start, numel):
-                part = total[payload_start : payload_start + count].to(rows.dtype)
-                copy(row[at : at + count], part, store.device, store.host, store.traffic)
+            for piece in pieces_within(chunk.layout.slices(rank), start, numel):
+                part = total[piece.in_payload].to(rows.dtype)
+                copy(row[_in_tile(piece, start)], part, store.device, store.host, store.traffic)
         store.device.synchronize()  # the casts above are temporary, and the sum may be written to next
 
     def discard(self, gradient: ChunkGradient, offset: int, numel: int) -> None:
@@ -107,10 +105,6 @@ def _largest_tile(chunk: Chunk, stage: int, rest: torch.dtype, num_bytes: int) -
     return (1 + (num_bytes - smallest) // (next_one - smallest)) * ALIGNMENT
 
 
-def _spans(chunk: Chunk, rank: int, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-    """(place in the tile, place in the payload, elements) of each run of elements [start, start + numel) of a shard."""
-    for piece in chunk.layout.slices(rank):
-        first = max(start, piece.shard_start)
-        end = min(start + numel, piece.shard_start + piece.numel)
-        if first < end:
-            yield first - start, piece.payload_start + first - piece.shard_start, end - first
+def _in_tile(piece: Piece, start: int) -> slice:
+    """The piece's elements of a tile that begins with shard element `start`."""
+    return slice(piece.shard_start - start, piece.shard_start - start + piece.numel)

@@ -8,7 +8,6 @@ do not underflow; the loss scale comes back when they are written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from gemini.chunks.chunk import ManagedParameter
 from gemini.chunks.gradient import ChunkGradient, GradState
 from gemini.errors import GeminiError, UnsupportedError
-from sharding import ALIGNMENT, Piece, ShardLayout, Unit, round_up
+from sharding import ALIGNMENT, ShardLayout, Unit, round_up
 
 if TYPE_CHECKING:
     from gemini.model.link import Link
@@ -134,8 +133,7 @@ def assign(link: Link, value: Tensor) -> None:
         if not has_gradient(link):
             executor.communicator.agree(managed.name.encode(), "the parameter that is given a gradient", remedy=_ALIKE)
             executor.gradients.start_at_zero(gradient, managed)
-        laid_out = torch.empty_strided(managed.shape, managed.stride, dtype=value.dtype).copy_(value)
-        _write(link, torch.as_strided(laid_out, (managed.numel,), (1,)))
+        _write(link, managed.laid_out(value))
 
 
 _ALIKE = "All ranks must set the gradients of the same parameters"
@@ -156,8 +154,7 @@ def scaled(gradient: Tensor, inv_scale: float) -> Tensor:
 def _own_part(gradient: ChunkGradient, managed: ManagedParameter) -> Tensor:
     """A copy of the elements that this rank steps, 1-D, in the order in which they lie in memory."""
     flat = gradient.reduced()
-    parts = [flat[p.shard_start : p.shard_start + p.numel] for p in managed.chunk.optim_pieces(managed)]
-    return torch.cat(parts) if parts else flat[:0].clone()
+    return torch.cat([flat[:0], *managed.own_parts(flat)])
 
 
 def _on_device(tensor: Tensor, link: Link) -> Tensor:
@@ -181,8 +178,7 @@ def _joined(own: Tensor, link: Link) -> Tensor:
         communicator.all_gather(every, shard, layout, managed.chunk.index)
     taken = [rank * room for rank in range(ranks)]
     for rank, piece in pieces:
-        start = piece.payload_start - managed.offset
-        whole[start : start + piece.numel].copy_(every[taken[rank] : taken[rank] + piece.numel])
+        whole[piece.from_start(managed.offset).in_payload].copy_(every[taken[rank] :][: piece.numel])
         taken[rank] += piece.numel
     return whole
 
@@ -196,16 +192,11 @@ def _write(link: Link, flat: Tensor) -> None:
     if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
         # Ranks that write different values would otherwise step whole copies apart: each one's part counts, as at
         # the other stages.
-        own = _parts(flat, managed, chunk.layout.pieces(chunk.rank, managed.offset, managed.numel))
+        pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
+        own = [flat[piece.from_start(managed.offset).in_payload] for piece in pieces]
         flat = _joined(_on_device(torch.cat([flat[:0], *own]), link), link)
     inv_scale, _ = factors_of(link)
     gradient = executor.gradients.store.gradients[chunk.index]
-    shard, pieces = gradient.reduced(), chunk.optim_pieces(managed)
-    for piece, part in zip(pieces, _parts(flat, managed, pieces), strict=True):
-        shard[piece.shard_start : piece.shard_start + piece.numel].copy_(scaled(part, inv_scale))
+    for target, part in zip(managed.own_parts(gradient.reduced()), managed.parts_of(flat), strict=True):
+        target.copy_(scaled(part, inv_scale))
     gradient.num_writes += 1
-
-
-def _parts(flat: Tensor, managed: ManagedParameter, pieces: Sequence[Piece]) -> list[Tensor]:
-    starts = [piece.payload_start - managed.offset for piece in pieces]
-    return [flat[start : start + piece.numel] for start, piece in zip(starts, pieces, strict=True)]

@@ -241,12 +241,12 @@ class Link(ParameterLink[ManagedParameter]):
     def whole(self) -> Tensor:
         managed = self.managed
         assert managed.chunk.payload is not None
-        return torch.as_strided(managed.chunk.payload, managed.shape, managed.stride, managed.offset)
+        return managed.view(managed.chunk.payload)
 
     def spread(self, rank: int) -> None:
         managed = self.managed
         if self.communicator.world_size > 1:
-            flat = torch.as_strided(self.whole(), (managed.numel,), (1,))
+            flat = managed.laid_out(self.whole())
             self.communicator.broadcast_(flat, f"changes to {managed.name}", src=rank)
         self.executor.binding.mark_edited(managed)
         self.executor.binding.write_back(managed.chunk)

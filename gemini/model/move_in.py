@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.placeholder import dense_stride, set_data
 from gemini.errors import UnsupportedError
-from gemini.executor.masters import write_master
+from gemini.executor.masters import round_as_master, write_master
 from gemini.memory.freed import Freed
 from gemini.memory.host import HostTier
 from gemini.memory.tier import MemoryTier
@@ -23,7 +23,7 @@ from gemini.model.build_store import BuildStore
 from gemini.model.built_chunk import built_link_of
 from gemini.placement.demand import WRAPPED_KINDS, ChunkDemand, Demand, Kind, Placement, Tier
 from gemini.ranks.communicator import Communicator
-from optim import HALF_DTYPES, round_master_
+from optim import HALF_DTYPES
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ def _fill_given(
     originals: dict[int, Original] = {}
     try:
         for managed in given:
-            torch.as_strided(payload, managed.shape, managed.stride, managed.offset).copy_(managed.parameter.detach())
+            managed.view(payload).copy_(managed.parameter.detach())
             originals[managed.index] = original_of(managed)
             set_data(managed.parameter, managed.placeholder)
         if communicator.world_size > 1:
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
             moves.received.update(originals)
         for managed in given:
-            _set_weights(managed, payload[managed.offset : managed.offset + managed.numel])
+            _set_weights(managed, payload[managed.in_payload])
         moves.originals |= originals
     except BaseException:
         for managed in given[: len(originals)]:
@@ -201,7 +201,7 @@ def let_go(managed: ManagedParameter) -> None:
 
 def restore(managed: ManagedParameter, original: Original, payload: Tensor) -> None:
     """The parameter gets memory of its own again, with its values in `payload`, a whole one of its chunk."""
-    view = torch.as_strided(payload, managed.shape, managed.stride, managed.offset)
+    view = managed.view(payload)
     own = torch.empty_strided(managed.shape, managed.stride, dtype=original.dtype, device=original.device)
     set_data(managed.parameter, own.copy_(view))
 
@@ -210,14 +210,9 @@ def _set_weights(managed: ManagedParameter, flat: Tensor) -> None:
     """Homes <- this rank's elements of `flat` (numel,), the weights as given: the master is made before they round."""
     chunk = managed.chunk
     home = chunk.homes[Kind.PARAM].flat
-    for piece in chunk.home_pieces(managed):
-        start = piece.payload_start - managed.offset
-        values = flat[start : start + piece.numel]
-        if values.dtype is not chunk.dtype:
-            values = values.new_empty(piece.numel, dtype=chunk.dtype)
-            round_master_(values, flat[start : start + piece.numel].float())
-        home[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
+    for piece in managed.home_pieces:
+        values = flat[piece.from_start(managed.offset).in_payload]
+        home[piece.in_shard].copy_(round_as_master(values, chunk.dtype))
     if Kind.MASTER in chunk.homes:
-        for piece in chunk.optim_pieces(managed):
-            start = piece.payload_start - managed.offset
-            write_master(chunk, piece.shard_start, flat[start : start + piece.numel])
+        for piece, part in zip(managed.pieces, managed.parts_of(flat), strict=True):
+            write_master(chunk, piece.shard_start, part)

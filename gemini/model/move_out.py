@@ -153,9 +153,7 @@ class MovingOut:
         widest = torch.float64 if managed.dtype.is_floating_point else managed.dtype
         flat = torch.empty(managed.numel, dtype=widest, device=self._communicator.device)
         if self._communicator.rank == source:
-            dense = torch.empty_strided(managed.shape, managed.stride, dtype=flat.dtype, device=flat.device)
-            dense.copy_(managed.parameter.detach())
-            flat.copy_(torch.as_strided(dense, (managed.numel,), (1,)))
+            flat.copy_(managed.laid_out(managed.parameter.detach()))
         self._communicator.broadcast_(flat, f"weights of {managed.name}", source)
         if original is not None:
             restore_from = flat.new_zeros(managed.offset + managed.numel)
@@ -175,8 +173,7 @@ class MovingOut:
             return part[: chunk.numel]
         payload = torch.zeros(chunk.numel, dtype=part.dtype, device=self._communicator.device)
         for piece in layout.slices(chunk.rank):
-            target = payload[piece.payload_start : piece.payload_start + piece.numel]
-            target.copy_(part[piece.shard_start : piece.shard_start + piece.numel])
+            payload[piece.in_payload].copy_(part[piece.in_shard])
         self._communicator.all_gather(payload, None, chunk.layout, chunk.index)
         return payload
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
-from gemini.executor.masters import in_layout, round_as_master, set_master
+from gemini.executor.masters import round_as_master, set_master
 from gemini.model.link import link_of
 from gemini.placement.demand import Kind
 
@@ -65,7 +65,7 @@ def whole_parameters(executor: Executor, chunks: Iterable[Chunk], keep: bool = T
 def whole_parameter(executor: Executor, managed: ManagedParameter) -> Tensor:
     """A CPU copy of one parameter. Collective."""
     payload = executor.fetcher.fetch(managed.chunk)
-    return torch.as_strided(payload, managed.shape, managed.stride, managed.offset).to("cpu", copy=True)
+    return managed.view(payload).to("cpu", copy=True)
 
 
 def _copies(chunk: Chunk, payload: Tensor) -> dict[int, Tensor]:
@@ -150,13 +150,12 @@ def load_part(
 def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> None:
     payload = executor.fetcher.fetch(chunk)
     binding = executor.binding
-    for managed, view in zip(chunk.parameters, chunk.views_of(payload), strict=True):
+    for managed in chunk.parameters:
         if managed.index not in given:
             continue
-        value = in_layout(given[managed.index].detach(), managed)
+        value = given[managed.index].detach()
         binding.before_write(managed)
-        if view.numel():
-            view.copy_(round_as_master(value, chunk.dtype))
+        payload[managed.in_payload].copy_(round_as_master(managed.laid_out(value), chunk.dtype))
         binding.write_parameter(managed, payload)  # a master that rounds to this weight already stays as it is
         if Kind.MASTER in chunk.homes and value.dtype is not chunk.dtype and managed.owns_master:
             set_master(managed, value)

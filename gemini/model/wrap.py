@@ -59,17 +59,17 @@ def make_chunks(
             parameter = by_name[name]
             chunk.parameters.append(
                 ManagedParameter(
-                    index,
-                    name,
-                    parameter,
-                    chunk,
-                    len(chunk.parameters),
-                    offset,
-                    parameter.shape,
-                    dense_stride(parameter),
-                    expanded(empty, parameter.shape),
-                    parameter.requires_grad,
-                    first_operator[parameter],
+                    name=name,
+                    position=len(chunk.parameters),
+                    offset=offset,
+                    shape=parameter.shape,
+                    stride=dense_stride(parameter),
+                    index=index,
+                    parameter=parameter,
+                    chunk=chunk,
+                    placeholder=expanded(empty, parameter.shape),
+                    requires_grad=parameter.requires_grad,
+                    operator=first_operator[parameter],
                     has_fractions=trainable and kind in HALF_DTYPES and parameter.dtype is not kind,
                 )
             )

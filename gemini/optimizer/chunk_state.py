@@ -113,8 +113,8 @@ class ChunkOptimizerState:
         position = managed.position
         self.scalars[position], self.made[position] = None, ()
         for flat in self.flats.values():
-            for piece in self.chunk.optim_pieces(managed):
-                flat[piece.shard_start : piece.shard_start + piece.numel].zero_()
+            for part in managed.own_parts(flat):
+                part.zero_()
 
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states that a parameter has: Adam's from the start, a torch optimizer's once it has made them."""
@@ -233,7 +233,7 @@ def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tup
     found: list[tuple[int, int, tuple[int, ...]]] = []
     last = -2
     for position in positions:
-        for piece in chunk.optim_pieces(chunk.parameters[position]):
+        for piece in chunk.parameters[position].pieces:
             start, end = piece.shard_start, piece.shard_start + piece.numel
             if found and last in (position - 1, position) and start >= found[-1][0] + found[-1][1]:
                 first, _, its = found[-1]

@@ -78,7 +78,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     then. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_set_full_fp32_param", param)
-    _set_weights(link, _pieces_of(link, _rank_0s(link, value)))
+    _set_weights(link, link.managed.parts_of(_rank_0s(link, value)))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -90,7 +90,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """
     link = _begin("safe_set_full_grad", param)
     flat = _gradient(link)
-    _set_gradient(link, flat, _pieces_of(link, _rank_0s(link, value)))
+    _set_gradient(link, flat, link.managed.parts_of(_rank_0s(link, value)))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -101,7 +101,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """
     link = _begin("safe_set_full_optimizer_state", param)
     flat = _state(link, optim_state_key)
-    _write(link, flat, _pieces_of(link, _rank_0s(link, value)))
+    _write(link, flat, link.managed.parts_of(_rank_0s(link, value)))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
@@ -189,9 +189,7 @@ def _begin(what: str, param: nn.Parameter) -> Link:
 
 
 def _shaped(whole: Tensor, link: Link) -> Tensor:
-    managed = link.managed
-    view = torch.as_strided(whole, managed.shape, managed.stride, managed.offset)
-    return view.to(link.executor.fetcher.device.device, copy=True)
+    return link.managed.view(whole).to(link.executor.fetcher.device.device, copy=True)
 
 
 def _state(link: Link, key: str) -> Tensor:
@@ -226,22 +224,15 @@ def _rank_0s(link: Link, value: Tensor) -> Tensor:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             wanted = tuple(managed.shape)
             raise ValueError(f"the value for {managed.name!r} must be a tensor of shape {wanted}, found {found}")
-        laid_out = torch.empty_strided(managed.shape, managed.stride, dtype=dtype, device=device).copy_(value)
-        flat = torch.as_strided(laid_out, (managed.numel,), (1,))
+        flat = managed.laid_out(value, dtype, device).clone()
         if communicator.world_size > 1:
             communicator.broadcast_(flat, f"a value for {managed.name}")
     return flat
 
 
-def _pieces_of(link: Link, whole: Tensor) -> list[Tensor]:
-    managed = link.managed
-    starts = ((piece.payload_start - managed.offset, piece.numel) for piece in managed.chunk.optim_pieces(managed))
-    return [whole[start : start + numel] for start, numel in starts]
-
-
 def _checked_local(link: Link, value: Tensor) -> list[Tensor]:
     managed = link.managed
-    sizes = [piece.numel for piece in managed.chunk.optim_pieces(managed)]
+    sizes = [piece.numel for piece in managed.pieces]
     if not isinstance(value, Tensor) or value.shape != (sum(sizes),):
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
@@ -251,16 +242,14 @@ def _checked_local(link: Link, value: Tensor) -> list[Tensor]:
 
 
 def _local(link: Link, flat: Tensor) -> Tensor:
-    pieces = link.managed.chunk.optim_pieces(link.managed)
-    parts = [flat[piece.shard_start : piece.shard_start + piece.numel] for piece in pieces]
-    return torch.cat(parts) if parts else flat[:0].clone()
+    return torch.cat([flat[:0], *link.managed.own_parts(flat)])
 
 
 def _write(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
     """flat's elements of the parameter <- parts."""
     with torch.no_grad():
-        for piece, part in zip(link.managed.chunk.optim_pieces(link.managed), parts, strict=True):
-            flat[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
+        for target, part in zip(link.managed.own_parts(flat), parts, strict=True):
+            target.copy_(part)
 
 
 def _set_gradient(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:

@@ -144,7 +144,7 @@ class ShardView:
         """(first element, its part of the parameter home)."""
         flat = self._home.flat
         slices = self._chunk.home_slices()
-        return [(p.shard_start, flat[p.payload_start : p.payload_start + p.numel]) for p in slices]
+        return [(p.shard_start, flat[p.in_payload]) for p in slices]
 
     def _homes_on_tier(self, reads: bool) -> list[tuple[int, Tensor]]:
         """`_home_parts` on the update's tier. reads: the old values are needed."""

@@ -147,7 +147,7 @@ def _load_entry(
         if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
             if name not in chunk_state.flats:
                 chunk_state.take([name], executor.fetcher)
-            _write(chunk_state.chunk, managed, chunk_state.flats[name], value)
+            _write(managed, chunk_state.flats[name], value)
             chunk_state.note_made({position: (name,)})
         else:
             scalars[name] = _unscalar(name, value, chunk_state)
@@ -261,26 +261,13 @@ def _flat(state: ChunkOptimizerState, name: str) -> Tensor:
 
 
 def _view(whole: Tensor, managed: ManagedParameter) -> Tensor:
-    return torch.as_strided(whole, managed.shape, managed.stride, managed.offset)
+    return managed.view(whole)
 
 
-def _write(chunk: Chunk, managed: ManagedParameter, flat: Tensor, value: Tensor | None) -> None:
-    """flat's elements of `managed` <- `value` (None: zeros)."""
-    if value is not None:
-        value = _laid_out(value, managed, flat.dtype)
-    for piece in chunk.optim_pieces(managed):
-        target = flat[piece.shard_start : piece.shard_start + piece.numel]
-        if value is None:
-            target.zero_()
-        else:
-            start = piece.payload_start - managed.offset
-            target.copy_(value[start : start + piece.numel])
-
-
-def _laid_out(value: Tensor, managed: ManagedParameter, dtype: torch.dtype) -> Tensor:
-    """(numel,) on the CPU: the elements in the order in which they lie in the payload."""
-    laid_out = torch.empty_strided(managed.shape, managed.stride, dtype=dtype).copy_(value)
-    return torch.as_strided(laid_out, (managed.numel,), (1,))
+def _write(managed: ManagedParameter, flat: Tensor, value: Tensor) -> None:
+    """flat's elements of `managed` <- `value`."""
+    for target, part in zip(managed.own_parts(flat), managed.parts_of(managed.laid_out(value)), strict=True):
+        target.copy_(part)
 
 
 def scalar_of(name: str, value: Any) -> Any:

@@ -68,7 +68,7 @@ def summarize(
         flat = gradient.reduced()
         its = sums.setdefault(flat.device, _Sums(flat.device))
         for piece in _counted(chunk, gradient, ungrouped.get(chunk.index)):
-            part = flat[piece.shard_start : piece.shard_start + piece.numel]
+            part = flat[piece.in_shard]
             if several and chunk.widens:  # fp32 sums, and what needed no addition counts as one
                 part = part.float()
             its.add(chunk, piece, part, norm_type)
@@ -143,7 +143,7 @@ class _Sums:
         """Indices of the parameters with the pieces' first elements that are not finite."""
         found = torch.stack(self._first_bad).tolist() if self._first_bad else []
         pairs = zip(self._seen, found, strict=True)
-        return [_parameter_at(chunk, piece, first) for (chunk, piece), first in pairs if first >= 0]
+        return [chunk.parameter_at(piece.payload_start + first).index for (chunk, piece), first in pairs if first >= 0]
 
 
 def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | None) -> list[Piece]:
@@ -166,13 +166,6 @@ def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | 
     if several and chunk.optim_layout.world_size == 1:  # whole on every rank, and each counts its share
         return [Piece(piece.payload_start, piece.payload_start, piece.numel) for piece in pieces]
     return pieces
-
-
-def _parameter_at(chunk: Chunk, piece: Piece, element: int) -> int:
-    """Index of the parameter that element `element` of `piece` belongs to."""
-    at = piece.payload_start + element
-    owner = max((m for m in chunk.parameters if m.offset <= at and m.numel), key=lambda m: m.offset)
-    return owner.index
 
 
 def norm_tensor(norm: float, device: torch.device) -> Tensor:

@@ -758,8 +758,8 @@ MUTANTS = [
     Mutant(
         "loaded masters lose their remainders",
         "gemini/executor/masters.py",
-        "        master[shard_start : shard_start + numel].copy_(remainder)",
-        "        master[shard_start : shard_start + numel].zero_()",
+        "        master[piece.in_shard].copy_(remainder)",
+        "        master[piece.in_shard].zero_()",
         HALF,
     ),
     Mutant(

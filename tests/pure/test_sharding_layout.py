@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, round_up
+from sharding import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, pieces_within, round_up
 
 WORLD_SIZES = st.integers(1, 5)
 
@@ -147,3 +147,13 @@ def test_numbers_outside_the_layout_are_refused() -> None:
 
 def test_round_up() -> None:
     assert [round_up(n, 256) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
+
+
+def test_pieces_within_a_part_of_the_shard_are_cut_at_its_borders() -> None:
+    """Units of 1,024 and 512 elements on two ranks: rank 1's shard is payload [512, 1024) and [1280, 1536)."""
+    layout = ShardLayout((Unit(0, 1024), Unit(1024, 512)), 2)
+    cut = list(pieces_within(layout.slices(1), 500, 100))
+    assert cut == [Piece(1012, 500, 12), Piece(1280, 512, 88)]
+    payload, shard = list(range(1536)), [*range(512, 1024), *range(1280, 1536)]
+    assert [payload[piece.in_payload] for piece in cut] == [shard[piece.in_shard] for piece in cut]
+    assert cut[1].from_start(1000) == Piece(280, 512, 88)
