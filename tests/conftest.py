@@ -1,10 +1,13 @@
 """For all tests: one thread, the `ranks` fixture, and lines that tests want to be seen though they pass.
 
 One thread in the test process, as in the ranks: some kernels (layer norm's backward) sum in an order that the number
-of threads decides, and references are compared bit by bit. No deadline for an example of hypothesis: on a busy machine
-any of them may take long, which is no fault of the code.
+of threads decides, and references are compared bit by bit. The collector of garbage leaves alone what was there before
+the first test, such as the modules of transformers, which each collection would otherwise look through for half a
+second. No deadline for an example of hypothesis: on a busy machine any of them may take long, which is no fault of the
+code.
 """
 
+import gc
 from collections.abc import Iterator
 
 import hypothesis
@@ -25,6 +28,11 @@ def ranks() -> Iterator[RankPool]:
     yield pool
     codes = pool.stop()
     assert all(code == 0 for of_size in codes.values() for code in of_size), f"exit codes by world size: {codes}"
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,8 +4,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 from unittest import mock
 
@@ -36,17 +36,6 @@ def held(at_most: Held | None = None) -> Held:
 def assert_at_most(most: Held, what: str = "") -> None:
     found = held(most)
     assert found[0] <= most[0] and found[1] <= most[1], f"{what}: {found} descriptors and threads, not {most}"
-
-
-@contextmanager
-def quick_collections() -> Iterator[None]:
-    """The collector leaves alone what is there now, such as the modules of transformers: it is run often here."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def make(**options: Any) -> tuple[ShardedModel, ShardedOptimizer]:
@@ -80,7 +69,6 @@ def collect(*_: Any) -> None:
 # -- models
 
 
-@quick_collections()
 def made_and_dropped(rank: int, world_size: int, times: int) -> None:
     """One after the other: by `del`, by an exception that leaves the function that has them, or while being built."""
     without, one = of_one_model()
@@ -104,7 +92,6 @@ def made_and_dropped(rank: int, world_size: int, times: int) -> None:
     assert_at_most(without)
 
 
-@quick_collections()
 def dropped_on_one_rank_first(rank: int, world_size: int) -> None:
     """The others go on with theirs, and nobody notices; when they drop it too, it ends."""
     without, one = of_one_model()
@@ -134,7 +121,6 @@ def dropped_on_one_rank_first(rank: int, world_size: int) -> None:
     assert_at_most(without)
 
 
-@quick_collections()
 def collected_in_the_middle_of_anything(rank: int, world_size: int) -> None:
     """In a forward and a backward of another model, at other points on every rank, and in another thread."""
     without, _ = of_one_model()
@@ -161,7 +147,6 @@ def collected_in_the_middle_of_anything(rank: int, world_size: int) -> None:
     assert_at_most(without)
 
 
-@quick_collections()
 def dropped_after_a_failure(rank: int, world_size: int) -> None:
     """Rank 1 never joins a gather that the others have started: what is open there holds up nobody."""
     without, _ = of_one_model()
@@ -182,7 +167,6 @@ def dropped_after_a_failure(rank: int, world_size: int) -> None:
     assert_at_most(without)
 
 
-@quick_collections()
 def failures_that_every_rank_catches(rank: int, world_size: int) -> None:
     """A model that starts again after each has one process group, not one for every failure."""
     without, one = of_one_model()
@@ -248,7 +232,6 @@ def _built(rank: int) -> None:
     assert_same(weights_of(module), weights_of(build()))
 
 
-@quick_collections()
 def wraps_that_fail(rank: int, world_size: int, times: int) -> None:
     without, one = of_one_model()
     wraps: dict[Callable[[int], None], int] = {_too_small: times, _differing: 3, _on_one_rank: 3, _interrupted: 3}

@@ -1,0 +1,78 @@
+"""`@on_ranks(1, 2)`: one text of a test, which runs on one rank and on several.
+
+    @on_ranks(1, 2, soak=(3,))
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_what_a_user_does(rank: int, world_size: int, stage: int) -> None: ...
+
+On one rank the function runs in this process, without a process group. On several it runs on the warm gloo ranks of
+`tests/dist/ranks.py`, which import its module and take the function from there: what a test module does at import it
+does on every rank too. Other arguments are pickled on their way, so they are numbers, texts, settings or top-level
+functions, and no fixtures that change something in this process.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.ranks import RankPool
+
+Case = Callable[..., None]
+
+
+def on_ranks(*world_sizes: int, soak: Sequence[int] = (), timeout_s: float = 60.0) -> Callable[[Case], Case]:
+    """Parametrizes a test `case(rank, world_size, ...)` over world sizes, with ids such as `1rank` and `2ranks`.
+
+    Args:
+        world_sizes: on which the test runs; marks and other parameters stand above or below this decorator.
+        soak: world sizes that only `-m soak` runs.
+        timeout_s: of one case on several ranks, which are killed then.
+
+    Raises:
+        TypeError: the function does not begin with `rank` and `world_size`.
+    """
+    sizes = [pytest.param(size, id=_id_of(size)) for size in world_sizes]
+    sizes += [pytest.param(size, id=_id_of(size), marks=pytest.mark.soak) for size in soak]
+
+    def decorate(case: Case) -> Case:
+        parameters = list(inspect.signature(case).parameters.values())
+        if [parameter.name for parameter in parameters[:2]] != ["rank", "world_size"]:
+            raise TypeError(f"{case.__name__} must begin with the arguments rank and world_size")
+
+        @functools.wraps(case)
+        def test(ranks: RankPool, world_size: int, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            if world_size == 1:
+                torch.manual_seed(0)  # as every case on ranks starts
+                case(0, 1, **arguments)
+            else:
+                # the name of the test is the decorated function; ranks call the one that it was made of
+                name = f"{case.__module__}:{case.__qualname__}.case"
+                ranks(world_size).run(name, timeout_s=timeout_s, **arguments)
+
+        test.case = case  # type: ignore[attr-defined]
+        ranks = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([ranks, *parameters[1:]])  # type: ignore[attr-defined]
+        # `wraps` shares the list of marks. World sizes stand first in ids, wherever the decorator stands.
+        marks = [pytest.mark.parametrize("world_size", sizes).mark, *getattr(case, "pytestmark", ())]
+        test.pytestmark = marks  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each rank gives, in rank order, on every rank. Collective where there are several ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _id_of(world_size: int) -> str:
+    return "1rank" if world_size == 1 else f"{world_size}ranks"
