@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from gemini import BudgetError, DivergenceError, RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitContext
-from gemini.executor import watch
 from gemini.placement.demand import Demand, Placement
 from gemini.placement.policy import AutoPolicy
+from gemini.ranks import watchdog
 from tests.mlp import CHUNK_NUMEL, adam, assert_same, build, inputs, plain, train_step, weights_of
 
 Held = tuple[int, int]
@@ -155,7 +155,7 @@ def dropped_after_a_failure(rank: int, world_size: int) -> None:
         train_step(model, optimizer)
         if rank == 1:
             model.module.layers[number].register_forward_pre_hook(boom)
-        with mock.patch.object(watch, "POLL_S", 0.05), pytest.raises((Boom, RemoteRankError), match="in a forward"):
+        with mock.patch.object(watchdog, "POLL_S", 0.05), pytest.raises((Boom, RemoteRankError), match="in a forward"):
             model(inputs(0))
         if number % 2:
             model.close()
@@ -174,7 +174,7 @@ def failures_that_every_rank_catches(rank: int, world_size: int) -> None:
     train_step(model, optimizer)
     for _ in range(4):
         handle = model.module.layers[3].register_forward_pre_hook(boom)
-        with mock.patch.object(watch, "POLL_S", 0.05), pytest.raises((Boom, RemoteRankError), match="in a forward"):
+        with mock.patch.object(watchdog, "POLL_S", 0.05), pytest.raises((Boom, RemoteRankError), match="in a forward"):
             model(inputs(0))
         handle.remove()
         train_step(model, optimizer)
@@ -207,14 +207,14 @@ def _differing(rank: int) -> None:
 
 
 def _on_one_rank(rank: int) -> None:
-    with mock.patch.object(watch, "POLL_S", 0.05), pytest.raises((Boom, RemoteRankError), match=r"place\(\)"):
+    with mock.patch.object(watchdog, "POLL_S", 0.05), pytest.raises((Boom, RemoteRankError), match=r"place\(\)"):
         make(tensor_placement_policy=Refuses())
 
 
 def _interrupted(rank: int) -> None:
     """Ctrl-C on rank 0, in the middle of what ranks agree on."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(watch, "POLL_S", 0.05))
+        stack.enter_context(mock.patch.object(watchdog, "POLL_S", 0.05))
         if rank == 0:
             stack.enter_context(
                 mock.patch("gemini.model.sharded_model.make_chunks", side_effect=KeyboardInterrupt("Ctrl-C"))

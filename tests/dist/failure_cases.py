@@ -24,9 +24,9 @@ from gemini import (
     state_hash,
 )
 from gemini.executor import fetcher as fetcher_module
-from gemini.executor import watch
 from gemini.placement.demand import Demand, Placement, Tier
 from gemini.placement.policy import slots_for
+from gemini.ranks import watchdog
 from optim import HybridAdam
 from tests.mlp import minimum_bytes
 
@@ -88,7 +88,7 @@ class InBackward(torch.autograd.Function):
 
 def impatient() -> None:
     """A watch that decides within a second; the machine that runs the tests may still be slow."""
-    watch.POLL_S, watch.DIVERGED_AFTER_S, watch.UNCHANGED_S = 0.25, 0.5, 1.5
+    watchdog.POLL_S, watchdog.DIVERGED_AFTER_S, watchdog.UNCHANGED_S = 0.25, 0.5, 1.5
 
 
 def make(slots: int = 0, seed: int = 0, **options: Any) -> tuple[ShardedModel, ShardedOptimizer, Net]:

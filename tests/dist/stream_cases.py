@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sharding.collectives
 from gemini import RemoteRankError, state_hash
-from gemini.executor import communicator
+from gemini.ranks import communicator
 from sharding import Collectives
 from tests.dist.failure_cases import Boom, batch, boom, make, train_step
 
