@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from gemini import ShardedOptimizer
 from tests.hf_models import gpt2
-from tests.mlp import adam, assert_same, build, loss_of, plain, sharded, weights_of, wrap
+from tests.mlp import adam, assert_same, build, loss_of, plain, sharded, train_step, weights_of, wrap
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -78,3 +78,16 @@ def test_accelerate_prepares_trains_and_saves(tmp_path: Path) -> None:
         accelerator.save_model(model, tmp_path / "model")
         assert "model.safetensors" in os.listdir(tmp_path / "model")
     assert_same(*states)
+
+
+def test_one_process_that_accelerate_launched_trains_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate wraps a plain model in DDP there, as it does on several ranks."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import DistributedType, PartialState
+
+    model, optimizer = sharded()
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert not hasattr(model, "_is_accelerate_prepared")
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_CPU)
+    assert accelerator.prepare_model(model) is model
+    train_step(model, optimizer)

@@ -24,14 +24,25 @@ _AUTOCAST = (
 
 
 def is_prepared(world_size: int) -> bool:
-    """Whether `Accelerator.prepare` has nothing to do for a model: on several ranks it would wrap it in DDP.
+    """Whether `Accelerator.prepare` has nothing to do for a model: launched for ranks it would wrap it in DDP.
 
-    Raises UnsupportedError where it would also have put autocast around the model's forward.
+    Raises UnsupportedError where it would also have put autocast around the model's forward, and where Accelerate is
+    set to save and load models by another library's functions.
     """
-    if world_size == 1:
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.AcceleratorState._shared_state:
+        return world_size > 1
+    state = accelerate.AcceleratorState()
+    kind: str = state.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise UnsupportedError(
+            f"Accelerate is set to {kind}, whose functions cannot prepare, save or load a ShardedModel: choose its "
+            "plain training on several processes (accelerate launch --multi_gpu, or --cpu), and give stage= and the "
+            "budgets to ShardedModel(...)"
+        )
+    if world_size == 1 and (kind == "NO" or state.num_processes > 1):
         return False
-    state = sys.modules.get("accelerate.state")
-    if state is not None and state.AcceleratorState._shared_state and state.AcceleratorState().mixed_precision != "no":
+    if state.mixed_precision != "no":
         raise UnsupportedError(_AUTOCAST)
     return True
 

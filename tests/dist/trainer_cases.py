@@ -1,15 +1,18 @@
-"""Accelerate and `transformers.Trainer` on several ranks, and a wrapper that reduces gradients itself."""
+"""Accelerate and `transformers.Trainer` on several ranks."""
 
+import os
+import shutil
 import tempfile
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from gemini import ShardedOptimizer, UnsupportedError
 from tests.hf_models import gpt2
-from tests.mlp import build, loss_of, plain, sharded, train_step, weights_of, wrap
+from tests.mlp import assert_same, build, loss_of, plain, sharded, train_step, weights_of, wrap
 from tests.test_trainers import Tokens
 
 
@@ -50,6 +53,64 @@ def mixed_precision_of_accelerate_is_refused(rank: int, world_size: int) -> None
             accelerator.prepare(model, optimizer)
     finally:
         AcceleratorState._reset_state()
+    train_step(model, optimizer)
+    model.close()
+
+
+def accelerate_saves_a_state_from_which_training_goes_on(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
+    """In a new model with other weights, as a new process would make it: the bits of a training that went on."""
+    import accelerate
+
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    runs = []
+    for number in range(2):
+        model, optimizer = sharded(dtype=dtype)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        accelerator = accelerate.Accelerator(cpu=True)
+        prepared = accelerator.prepare(model, optimizer, schedule)
+        if number == 0:
+            for step in range(2):
+                _accelerated_step(accelerator, *prepared, step, dtype)
+            accelerator.save_state(folder[0])
+            accelerator.wait_for_everyone()
+        else:
+            _accelerated_step(accelerator, *prepared, 7, dtype)
+            accelerator.load_state(folder[0])
+        _accelerated_step(accelerator, *prepared, 2, dtype)
+        runs.append(weights_of(model) | {"exp_avg": optimizer.state_dict()["state"][0]["exp_avg"]})
+        model.close()
+    assert_same(*runs)
+    if rank == 0:
+        wanted = {name: value.shape for name, value in build().state_dict().items()}
+        saved = safetensors.torch.load_file(os.path.join(folder[0], "model.safetensors"))
+        assert {name: value.shape for name, value in saved.items()} == wanted
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+def _accelerated_step(
+    accelerator: Any, model: nn.Module, optimizer: Any, schedule: Any, step: int, dtype: torch.dtype | None
+) -> None:
+    accelerator.backward(loss_of(model, step, dtype))
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+
+
+def what_would_save_the_model_by_another_librarys_functions_is_refused(rank: int, world_size: int) -> None:
+    """Accelerate takes FSDP or DeepSpeed from its own configuration, on a GPU: here its state is set to them."""
+    import accelerate
+    from accelerate.state import DistributedType, PartialState
+
+    model, optimizer = sharded()
+    accelerator = accelerate.Accelerator(cpu=True)
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(PartialState._shared_state, "distributed_type", kind)
+            with pytest.raises(UnsupportedError, match=f"^Accelerate is set to {kind.value}.* choose its plain"):
+                accelerator.prepare_model(model)
     train_step(model, optimizer)
     model.close()
 
