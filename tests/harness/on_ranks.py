@@ -65,6 +65,11 @@ def on_ranks(*world_sizes: int, soak: Sequence[int] = (), timeout_s: float = 60.
     return decorate
 
 
+def in_soak(*values: Any) -> list[Any]:
+    """Values for `parametrize` that only `-m soak` runs."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
 def gathered(value: Any) -> list[Any]:
     """What each rank gives, in rank order, on every rank. Collective where there are several ranks."""
     if not dist.is_initialized():

@@ -1,13 +1,15 @@
-"""What is left of gradients after a step and zero_grad(), on one rank or several, beside the plain loop."""
+"""What is left of gradients after a step and zero_grad(), beside the plain loop."""
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import gemini
 from gemini import ShardedOptimizer, state_hash
 from tests import mlp
+from tests.harness.on_ranks import in_soak, on_ranks
 from tests.mlp import CHUNK_NUMEL, LAYERS, assert_same, weights_of
 from tests.parts import Pair
 
@@ -25,6 +27,8 @@ MORE: list[dict[str, Any]] = [
     {"stage": 0, "dtype": torch.bfloat16, "chunk_size": 4 * CHUNK_NUMEL},
     {"dtype": torch.bfloat16, "tensor_placement_policy": "cpu"},
 ]
+
+everywhere = pytest.mark.parametrize("wrap", [*WRAPS, *in_soak(*MORE)], ids=str)
 
 
 class Chosen(mlp.Mlp):
@@ -59,7 +63,11 @@ class Zeroing(Pair):
         self.its.zero_grad(set_to_none=False)
 
 
-def zeros(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(1, 2, soak=(3,))
+@everywhere
+def test_zeros_that_zero_grad_leaves_move_idle_parameters_by_their_moments(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """After zero_grad(set_to_none=False) what a backward does not reach moves by its moments, as in plain PyTorch."""
     pair = Zeroing(rank, world_size, wrap)
     pair.uses(0, 1, 2, 3)  # the last two never have a gradient
@@ -89,7 +97,9 @@ def zeros(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def zeros_of_unsynced(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", WRAPS[:2], ids=str)
+def test_ranks_agree_on_zeros_of_gradients_under_no_sync(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """Ranks agree on what each of them had a gradient of under no_sync() before it became zero."""
     pair = Zeroing(rank, world_size, {**wrap, "stage": 2})
     pair.model.module.uses = (rank,)
@@ -102,7 +112,11 @@ def zeros_of_unsynced(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def nothing(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("wrap", WRAPS[:3], ids=str)
+def test_a_step_without_a_gradient_reports_and_changes_nothing(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """A step without a gradient reports, returns what its closure does, and changes nothing."""
     pair = Pair(rank, world_size, wrap, mlp.Mlp)
     for number in (1, 3):
@@ -170,7 +184,11 @@ class Others(Pair):
                 parameter.grad = total
 
 
-def others(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(1, 2, soak=(3,))
+@everywhere
+def test_gradients_of_parameters_in_no_group_stay_for_another_optimizer(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """What no group has keeps its gradient after the step: an update by hand, or another optimizer, uses it."""
     pair = Others(rank, world_size, wrap)
     for step in range(2):
@@ -204,7 +222,11 @@ def others(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def bad_others(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("wrap", WRAPS[:3], ids=str)
+def test_a_bad_gradient_of_another_optimizer_neither_skips_the_step_nor_enters_its_norm(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """A gradient of somebody else that is not finite neither skips our step nor enters its norm."""
     pair = Others(rank, world_size, wrap)
     pair.backward(0)
@@ -218,7 +240,11 @@ def bad_others(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def clipped(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("wrap", WRAPS[:3], ids=str)
+def test_a_clip_is_of_the_optimizers_own_parameters_also_when_it_takes_effect_early(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """A clip is of our groups, also when it takes effect early, as before a gradient is changed by hand."""
     pair = Others(rank, world_size, wrap)
     pair.backward(0)
@@ -235,3 +261,27 @@ def clipped(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
             assert torch.equal(parameter.grad, plain[name].grad) or not pair.is_other(name)
     pair.optimizer.step()
     pair.model.close()
+
+
+def test_gradients_and_zeros_that_no_step_used_end_when_other_parameters_are_trained() -> None:
+    pair = Others(0, 1, {})
+    pair.backward(0)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad(set_to_none=False)
+    assert all(parameter.grad is not None for parameter in pair.model.parameters())
+    pair.model.layers[0].weight.requires_grad_(False)
+    mlp.loss_of(pair.model)
+    assert all(parameter.grad is None for parameter in pair.model.parameters())
+
+
+def test_the_same_gradient_moves_no_weight_twice() -> None:
+    """Here a step leaves None, where plain PyTorch leaves the gradients that it has used."""
+    model, optimizer = mlp.sharded()
+    mlp.train_step(model, optimizer)
+    mlp.loss_of(model, 1).backward()
+    optimizer.step()
+    before = weights_of(model)
+    optimizer.step()
+    assert_same(weights_of(model), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(optimizer.grad_norm, torch.zeros(()))
