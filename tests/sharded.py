@@ -100,7 +100,7 @@ def train_sharded(
         model._tiers[0].ledger.peak_bytes,
         model.plan.budget_bytes,
         model.observer.counts["spill"],
-        executor.gradients.store.peak_open,
+        executor.gradients.memory.peak_open,
         executor.communicator.collectives.bytes_sent,
     )
     return run, facts

@@ -106,6 +106,7 @@ class ChunkGradient:
         self.chunk: Final = chunk
         self.whole: Final = whole  # (numel,) on the device: a payload of its own, no slot needed
         self.whole_views: Final = () if whole is None else chunk.views_of(whole)
+        self.is_alone: Final = is_alone  # there is one rank: its gradient is the mean
         self.in_place: Final = whole is not None and is_alone  # what is written to `whole` is reduced already
         self.gaps: Final = _gaps(chunk)  # (start, end) of the paddings, in payload elements
 
@@ -218,6 +219,17 @@ class ChunkGradient:
         """There is a reduced gradient of this step."""
         return self.reduced_state is not ReducedState.NONE
 
+    def resumes(self, backward: int) -> bool:
+        """A payload that backward number `backward` opens begins with the reduced gradient, and is added to that.
+
+        One rank alone does so, since (a + b) + c, as autograd adds, has other bits than a + (b + c). 16-bit sums of
+        several micro-batches are made in fp32 instead.
+        """
+        if not self.is_alone or self.reduced_state is not ReducedState.IN_SHARD:
+            return False
+        rests_in_full = self.chunk.dtype.itemsize >= 4 and self.chunk.gradient_dtype is self.chunk.dtype
+        return rests_in_full or self.first_backward == backward
+
     @property
     def is_behind(self) -> bool:
         """There were backwards under no_sync() since its last reduction. Equal on all ranks."""
@@ -262,6 +274,10 @@ class ChunkGradient:
         self.expects = [
             view if is_trained and not (fired or is_held) else None for fired, is_held, is_trained, view in rows
         ]
+
+    def expect_what_came(self) -> None:
+        """The payload is complete with the gradients it got last time: unused parameters do not keep it open."""
+        self.expected = max(1, sum(self.got))
 
     def expect_all(self) -> None:
         """The payload is complete with a gradient of every parameter. Called again after flags have changed."""

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, Content, GradState, ReducedState
+from gemini.chunks.gradient import ChunkGradient, Content, GradState
 from gemini.errors import UnsupportedError
-from gemini.executor.reduce import GradReducer
+from gemini.executor.accumulate import Accumulation
+from gemini.executor.grad_memory import GradMemory
 
 _GRAD: Any = Tensor.grad
 _grad_of = _GRAD.__get__
@@ -51,9 +52,9 @@ class Waiting:
 class Arrivals:
     """Gradients that come to the chunks of one model."""
 
-    def __init__(self, exchange: GradReducer) -> None:
-        self.exchange = exchange
-        self.store = exchange.store
+    def __init__(self, memory: GradMemory, accumulation: Accumulation) -> None:
+        self._memory = memory
+        self._accumulation = accumulation
         self._waiting: dict[int, Waiting] = {}  # by chunk index
         self._begun: list[int] = []  # chunks of which gradients wait, longest first
         self._late: list[int] = []  # those that may wait after the backward
@@ -71,8 +72,7 @@ class Arrivals:
         """
         if gradient.num_fired or gradient.is_open or torch.is_grad_enabled():
             return False
-        adds_to_home = gradient.is_reduced and (gradient.in_place or self.resumes(gradient, backward))
-        if self.exchange.communicator.world_size == 1 and adds_to_home:
+        if gradient.is_reduced and (gradient.in_place or gradient.resumes(backward)):
             return False
         index = gradient.chunk.index
         if self._may_be_late(gradient):
@@ -84,9 +84,9 @@ class Arrivals:
         return True
 
     def _may_be_late(self, gradient: ChunkGradient) -> bool:
-        if not gradient.in_place or self.store.device.capacity_bytes is not None:
+        if not gradient.in_place or self._memory.device.capacity_bytes is not None:
             return False
-        chunks = (self.store.gradients[index].chunk for index in self._late)
+        chunks = (self._memory.gradients[index].chunk for index in self._late)
         return sum(chunk.payload_bytes for chunk in (gradient.chunk, *chunks)) <= _MAX_LATE_BYTES
 
     def end_backward(self) -> None:
@@ -96,9 +96,9 @@ class Arrivals:
 
     def collect_late(self, backward: int, is_over: bool) -> None:
         """Take over the gradients of backward number `backward`, which may be over, that may wait after it."""
-        for gradient in [self.store.gradients[index] for index in self._late]:
+        for gradient in [self._memory.gradients[index] for index in self._late]:
             if self.collect(gradient, backward) and is_over:
-                self.settle(gradient, backward)
+                self._memory.rest_in_place(gradient, backward)
 
     def longest(self) -> int | None:
         """The chunk whose gradients have waited longest, if more wait than may."""
@@ -151,7 +151,7 @@ class Arrivals:
 
     def take(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
         """Take over one dense gradient, of the parameter at `position`."""
-        gradient = self.store.gradients.get(chunk.index)
+        gradient = self._memory.gradients.get(chunk.index)
         view = None if gradient is None else gradient.expects[position]
         if gradient is None or view is None:
             with torch.no_grad():
@@ -170,7 +170,7 @@ class Arrivals:
             raise UnsupportedError(
                 f"{managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"
             )
-        gradient = self.store.gradients[chunk.index]
+        gradient = self._memory.gradients[chunk.index]
         self._open(gradient, backward)
         view = gradient.views[position]
         if gradient.fired[position]:
@@ -185,36 +185,17 @@ class Arrivals:
         return gradient
 
     def _open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
-        if gradient.state is GradState.REDUCING:
-            self.exchange.finish_reduction()
-        if gradient.payload is None:
-            self.store.open(gradient, self.resumes(gradient, backward), zero)
-
-    def resumes(self, gradient: ChunkGradient, backward: int) -> bool:
-        """One rank adds to what this step has already; 16-bit sums of several micro-batches are made in fp32."""
-        if self.exchange.communicator.world_size > 1 or gradient.reduced_state is not ReducedState.IN_SHARD:
-            return False
-        chunk = gradient.chunk
-        rests_in_full = chunk.dtype.itemsize >= 4 and chunk.gradient_dtype is chunk.dtype
-        return rests_in_full or gradient.first_backward == backward
-
-    def settle(self, gradient: ChunkGradient, backward: int) -> None:
-        """A gradient that was written to its home directly is at rest; what no gradient wrote to becomes zero."""
-        if not gradient.is_reduced:
-            gradient.become_reduced(ReducedState.IN_SHARD, backward)
-            if not all(gradient.fired):
-                for fired, view in zip(gradient.fired, gradient.views, strict=True):
-                    if not fired:
-                        view.zero_()
-        self.store.close(gradient)
+        if gradient.payload is None or gradient.state is GradState.REDUCING:
+            self._accumulation.make_way(gradient)
+            self._memory.open(gradient, backward, zero)
 
     def drop(self) -> None:
         """Whatever waits is discarded: autograd would add the next gradients to it."""
         self._begun.clear()
         self._late.clear()
         for index, waiting in self._waiting.items():
-            if waiting.arrived and index in self.store.gradients:
-                raw = self.store.gradients[index].chunk.raw
+            if waiting.arrived and index in self._memory.gradients:
+                raw = self._memory.gradients[index].chunk.raw
                 with torch._C.DisableTorchFunctionSubclass():
                     for each in waiting.arrived:
                         _set_grad(raw[waiting.positions[each]], None)

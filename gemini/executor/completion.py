@@ -24,9 +24,9 @@ _DIGEST_WORDS = 2
 class Completion:
     """Of one backward of one model, on several ranks."""
 
-    def __init__(self, store: GradMemory, communicator: Communicator) -> None:
-        self.store = store
-        self.communicator = communicator
+    def __init__(self, memory: GradMemory, communicator: Communicator) -> None:
+        self._memory = memory
+        self._communicator = communicator
         self._changed: dict[int, None] = {}  # chunks whose gradient may have become complete, or more than that
         self._told: dict[int, None] = {}  # chunks that this rank last said to be complete
         self._num_ranks: dict[int, int] = {}  # by chunk: ranks that last said so; equal on all ranks
@@ -57,14 +57,14 @@ class Completion:
         news = self._news()
         digest = array("q", blake2b(news.tobytes(), digest_size=8 * _DIGEST_WORDS).digest()).tolist()
         words = [*digest, *(~word for word in digest)]  # the largest of the complements is that of the smallest
-        both = torch.tensor(words, dtype=torch.int64, device=self.store.device.device)
-        self.communicator.all_reduce_max_(both, _WHAT)
+        both = torch.tensor(words, dtype=torch.int64, device=self._memory.device.device)
+        self._communicator.all_reduce_max_(both, _WHAT)
         agreed: list[int] = both.tolist()
-        world_size = self.communicator.world_size
+        world_size = self._communicator.world_size
         if all(agreed[i] == ~agreed[i + _DIGEST_WORDS] for i in range(_DIGEST_WORDS)):
             of_ranks = [news] * world_size
         else:
-            of_ranks = [array("q", sent) for sent in self.communicator.all_gather_bytes(news.tobytes(), _WHAT)]
+            of_ranks = [array("q", sent) for sent in self._communicator.all_gather_bytes(news.tobytes(), _WHAT)]
         for its_news in of_ranks:
             for word in its_news:
                 index, is_complete = divmod(word, 2)
@@ -74,7 +74,7 @@ class Completion:
 
     def _news(self) -> array[int]:
         """Two times the index of each chunk that has become complete or has ceased to be, plus 1 if it is complete."""
-        gradients = self.store.gradients
+        gradients = self._memory.gradients
         if self._asked:
             suspects = sorted(self._changed)
         else:  # passes may follow the record up to here, or an interrupted backward has left something

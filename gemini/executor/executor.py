@@ -59,12 +59,12 @@ class Executor:
         self.note_placement()
         fetcher.on_touch = gradients.before_touch
         fetcher.on_first_use = self._take_room
-        gradients.exchange.homes.unpin_done = self._nodes.follow
+        gradients.shared.unpin_done = self._nodes.follow
 
     def note_placement(self) -> None:
         """Homes were given to the chunks: see which stay where they are."""
         self.is_resident = self._staying.note_placement()  # none leaves between forward and update
-        self.gradients.note_placement(self.is_resident)
+        self.gradients.accumulation.note_placement(self.is_resident)
 
     def _take_room(self) -> None:
         """Once the model is used: all slots and buffers together, before one that is held takes another's place."""
@@ -72,8 +72,7 @@ class Executor:
             self.has_room = True
             with torch.inference_mode(False):
                 self.fetcher.take_slots()
-                self.gradients.store.take_slots()
-                self.gradients.exchange.scratch.fill()
+                self.gradients.take_memory()
 
     # -- forward
 

@@ -1,4 +1,4 @@
-"""Where gradients are: open payloads in gradient slots, reduced shards at home, unreduced ones on the host.
+"""The memory of gradients: open payloads in gradient slots, reduced shards at home, unreduced ones on the host.
 
 A chunk's gradient is *open* from its first to its last local gradient; then it is reduced and merged into its
 home. An open payload that must make room moves to the host as it is, by this rank alone, and comes back when it is
@@ -18,21 +18,24 @@ from gemini.errors import BudgetError
 from gemini.memory.ledger import Traffic
 from gemini.memory.slot import Slot, SlotPool
 from gemini.memory.tier import MemoryTier, copy
-from gemini.observe import Observer
+from gemini.observe import Moving, Observer
 from gemini.placement.demand import Kind, Tier
 
 
 class GradMemory:
     """Gradient slots and the memory behind every `ChunkGradient`."""
 
-    def __init__(self, device: MemoryTier, host: MemoryTier, traffic: Traffic, observer: Observer) -> None:
+    def __init__(
+        self, device: MemoryTier, host: MemoryTier, traffic: Traffic, observer: Observer, keeps_whole: bool
+    ) -> None:
+        """keeps_whole: this rank has whole gradients, and GRAD homes have room for whole payloads."""
         self.device = device
         self.host = host
         self.traffic = traffic
         self.observer = observer
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
         self.pools: tuple[SlotPool, SlotPool] | None = None
-        self.finish_reduction: Callable[[], None] = lambda: None  # the one in flight holds a slot
+        self._keeps_whole = keeps_whole
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not on the way to the other ranks
 
@@ -48,17 +51,14 @@ class GradMemory:
         for pool in self.pools or ():
             pool.fill()
 
-    def add(self, chunk: Chunk, keeps_whole: bool) -> None:
-        """A trainable chunk has a gradient. `keeps_whole`: its GRAD home, if it has one, holds a whole payload."""
-        self.gradients[chunk.index] = ChunkGradient(chunk, keeps_whole)
+    def add(self, chunk: Chunk) -> None:
+        """A trainable chunk has a gradient from now on."""
+        self.gradients[chunk.index] = ChunkGradient(chunk, self._keeps_whole)
 
-    def expect_all(self) -> None:
-        """Payloads are complete with a gradient of every parameter. Called after flags have changed."""
-        for gradient in self.gradients.values():
-            gradient.expect_all()
-
-    def remove_all(self) -> None:
-        """Between steps: no chunk has a gradient any more, and what was taken beside the homes is given back."""
+    def give_back(self) -> None:
+        """Between steps: no chunk has a gradient any more. Slots and what was taken beside the homes are given back."""
+        for pool in self.pools or ():
+            pool.close()
         for gradient in self.gradients.values():
             late = None if Kind.GRAD in gradient.chunk.homes else gradient.home  # of one that began without a home
             spares = (gradient.wide, Kind.GRAD), (late, Kind.GRAD), (gradient.unsynced, "unsynced gradients")
@@ -67,11 +67,17 @@ class GradMemory:
                     self.tier(spare.tier).give(spare.buffer, kind)
         self.gradients.clear()
 
-    def open(self, gradient: ChunkGradient, resume: bool = False, zero: bool = False) -> None:
+    def lacks_slot(self, gradient: ChunkGradient) -> bool:
+        """The gradient can only be opened in a slot, and none is free."""
+        if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
+            return False
+        assert self.pools is not None
+        return self.pools[gradient.chunk.oversize].free() is None
+
+    def open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
         """Make the payload writable: the whole home where that is free, else a slot, filled from a spill if any.
 
-        resume: go on from what was reduced before. One rank alone does so, since (a + b) + c, as autograd adds, has
-        other bits than a + (b + c). zero: fill it with zeros, but for a home in which gradients stay.
+        backward: the number of the one that opens it. zero: fill it with zeros, but for a home in which gradients stay.
         """
         if gradient.payload is not None:
             return
@@ -85,7 +91,7 @@ class GradMemory:
         else:
             slot = self._slot_for(gradient)
             payload, _ = slot.views[gradient.chunk.index]
-            if resume:
+            if gradient.resumes(backward):
                 copy(payload, gradient.shard, self.device, self.tier(gradient.resting.tier), self.traffic)
                 content = Content.SUM
         if zero and content is Content.UNDEFINED and not gradient.in_place:
@@ -104,10 +110,7 @@ class GradMemory:
             return
         for start, end in gradient.gaps:
             gradient.payload[start:end].zero_()
-        if gradient.num_fired < len(gradient.fired):
-            for fired, view in zip(gradient.fired, gradient.views, strict=True):
-                if not fired:
-                    view.zero_()
+        _zero_unwritten(gradient)
 
     def _may_write_home(self, gradient: ChunkGradient) -> bool:
         """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
@@ -117,6 +120,13 @@ class GradMemory:
         """The payload goes to the other ranks: it is not open any more."""
         self._num_open -= gradient.slot is not None
         gradient.become(GradState.REDUCING)
+
+    def rest_in_place(self, gradient: ChunkGradient, backward: int) -> None:
+        """A gradient that was written to its home is at rest. What no gradient wrote to becomes zero."""
+        if not gradient.is_reduced:
+            gradient.become_reduced(ReducedState.IN_SHARD, backward)
+            _zero_unwritten(gradient)
+        self.close(gradient)
 
     def close(self, gradient: ChunkGradient) -> None:
         """The payload's content is not needed any more."""
@@ -142,9 +152,6 @@ class GradMemory:
         assert self.pools is not None
         pool = self.pools[wanted.chunk.oversize]
         slot = pool.free()
-        if slot is None:
-            self.finish_reduction()
-            slot = pool.free()
         if slot is not None:
             return slot
         open_chunks = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
@@ -230,5 +237,19 @@ class GradMemory:
         if gradient.is_behind:
             gradient.become_unsynced(UnsyncedState.NONE)
 
+    def moving(self, gradient: ChunkGradient, where: Callable[[], str], blocks: int) -> Moving:
+        """Observes the reduction of the gradient, which takes `blocks` blocks of code."""
+        chunk, home = gradient.chunk, gradient.resting.tier
+        ends = home if gradient.slot is None else "gradient slot", home
+        return self.observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
+
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host
+
+
+def _zero_unwritten(gradient: ChunkGradient) -> None:
+    """Views of the open payload that no gradient was written to <- 0."""
+    if gradient.num_fired < len(gradient.fired):
+        for fired, view in zip(gradient.fired, gradient.views, strict=True):
+            if not fired:
+                view.zero_()

@@ -13,9 +13,10 @@ from enum import Enum
 import torch
 
 from gemini.chunks.chunk import ManagedParameter
-from gemini.chunks.gradient import ChunkGradient, ReducedState
-from gemini.executor.reduce import GradReducer
-from gemini.executor.unsynced import UnsyncedSums
+from gemini.chunks.gradient import ChunkGradient, UnsyncedState
+from gemini.executor.grad_homes import GradHomes
+from gemini.executor.grad_memory import GradMemory
+from gemini.executor.shared_homes import SharedHomes
 from gemini.placement.demand import Tier
 
 
@@ -35,11 +36,10 @@ class Becomes(Enum):
 class Leftovers:
     """Of one model. All of it is local, and what it decides is equal on all ranks."""
 
-    def __init__(self, exchange: GradReducer, unsynced: UnsyncedSums) -> None:
-        self.exchange = exchange
-        self.store = exchange.store
-        self.homes = exchange.homes
-        self.unsynced = unsynced
+    def __init__(self, memory: GradMemory, homes: GradHomes, shared: SharedHomes) -> None:
+        self._memory = memory
+        self._homes = homes
+        self._shared = shared
         self._searched: list[int] = []  # chunk indices, for a gradient that is left
         self._place = 0  # of the search in it
 
@@ -48,22 +48,22 @@ class Leftovers:
 
         stay: parameters whose gradients stay, by chunk index, then by position.
         """
-        for gradient in self.store.gradients.values():
+        for gradient in self._memory.gradients.values():
             stays = stay.get(gradient.chunk.index, ())
             after = _flags_after(gradient, becomes)
             if not keeps(gradient, stays):
-                self.store.forget(gradient)
+                self._memory.forget(gradient)
                 gradient.had[:], gradient.got[:], gradient.agreed[:] = after
-                self.homes.give_back(gradient.chunk)
+                self._shared.give_back(gradient.chunk)
                 continue
             both = zip(gradient.chunk.parameters, stays, strict=True)
             self.clear(gradient, [managed for managed, does in both if not does])
             if gradient.is_open:
-                self.store.close(gradient)
+                self._memory.close(gradient)
             gradient.outlive_step()
             for flags, its_after in zip((gradient.had, gradient.got, gradient.agreed), after, strict=True):
                 flags[:] = bytes(old if does else new for old, new, does in zip(flags, its_after, stays, strict=True))
-        self.homes.end_step()
+        self._shared.end_step()
 
     def are_any(self) -> bool:
         """This rank has a gradient of some parameter.
@@ -73,22 +73,24 @@ class Leftovers:
         """
         for _ in range(2):  # what is left of the last search, then all
             while self._place < len(self._searched):
-                gradient = self.store.gradients.get(self._searched[self._place])
+                gradient = self._memory.gradients.get(self._searched[self._place])
                 if gradient is not None and any(gradient.got):
                     return True
                 self._place += 1
-            self._searched, self._place = list(self.store.gradients), 0
+            self._searched, self._place = list(self._memory.gradients), 0
         return False
 
     def clear(self, gradient: ChunkGradient, some: Sequence[ManagedParameter]) -> None:
         """What comes later of some of the chunk's parameters is added to zeros."""
         gradient.num_writes += 1
-        for managed in some:
-            self.unsynced.discard(gradient, managed.offset, managed.numel)
+        if gradient.unsynced_state is UnsyncedState.HELD:
+            assert gradient.unsynced is not None
+            for managed in some:
+                gradient.unsynced.flat[managed.offset : managed.offset + managed.numel].zero_()
         if not gradient.is_reduced:
             return
         if gradient.reduced_tier() is Tier.HOST:
-            self.store.device.synchronize()  # it may still be on its way there
+            self._memory.device.synchronize()  # it may still be on its way there
         reduced = gradient.reduced()
         for managed in some:
             for part in managed.own_parts(reduced):
@@ -96,38 +98,29 @@ class Leftovers:
 
     def write_zeros(self, backward: int) -> None:
         """See [Note: Zeros]. Every rank calls it at the same point."""
-        for gradient in self.store.gradients.values():
+        for gradient in self._memory.gradients.values():
             if any(gradient.agreed):
-                self.fill(gradient, backward)
-
-    def fill(self, gradient: ChunkGradient, backward: int) -> None:
-        """The chunk has a gradient of zeros, as if backward number `backward` had made it, unless it has another."""
-        if gradient.is_reduced:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self.exchange.make_room(gradient)
-            gradient.become_reduced(ReducedState.IN_SHARD, backward)
-            gradient.reduced().zero_()
+                self._homes.fill(gradient, backward)
 
     def before_update(self, stay: Mapping[int, Sequence[bool]]) -> None:
         """Gradients that stay leave homes of parameters, which the step writes to. Raises BudgetError."""
         for index, stays in stay.items():
-            gradient = self.store.gradients.get(index)
+            gradient = self._memory.gradients.get(index)
             if gradient is not None and gradient.chunk.lent and keeps(gradient, stays):
-                self.homes.take_back(gradient.chunk)
+                self._shared.take_back(gradient.chunk)
 
     def rescale(self, factor: float) -> None:
         """What has stayed is of losses times the loss scale, which is now `factor` times as large."""
-        for gradient in self.store.gradients.values():
+        for gradient in self._memory.gradients.values():
             if gradient.is_reduced:
-                self.store.widen(gradient, gradient.first_backward)  # 16 bits may not hold the larger values
+                self._memory.widen(gradient, gradient.first_backward)  # 16 bits may not hold the larger values
         self.multiply(factor, {})
 
     def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
         """All reduced gradients times `factor`, without those that `but` says, by chunk index, then by position."""
-        self.store.device.synchronize()  # some may still be on their way to the host
+        self._memory.device.synchronize()  # some may still be on their way to the host
         with torch.inference_mode(False), torch.no_grad():
-            for gradient in self.store.gradients.values():
+            for gradient in self._memory.gradients.values():
                 if not gradient.is_reduced:
                     continue
                 chunk, reduced = gradient.chunk, gradient.reduced()

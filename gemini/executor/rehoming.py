@@ -104,14 +104,11 @@ class Rehoming:
         """
         self._fetcher.device.synchronize()  # no copy is on its way from or to what is given up
         gradients = self._executor.gradients
-        store, chunks = gradients.store, self._executor.chunks
+        chunks = self._executor.chunks
         self._executor.binding.write_back_all()
-        trained = [gradient.chunk for gradient in store.gradients.values()]
+        trained = [chunk for chunk in chunks if gradients.find(chunk) is not None]
         placed = list(zip(chunks, self._placement.homes, strict=True))
-        for pool in store.pools or ():
-            pool.close()
-        store.remove_all()
-        gradients.exchange.scratch.resize(self._demand.scratch_bytes)
+        gradients.give_back(self._demand.scratch_bytes)
         for chunk in trained:
             self._give(chunk, Kind.GRAD)
         for chunk, homes in placed:
@@ -124,12 +121,13 @@ class Rehoming:
             for slot in pool.resize(count):
                 self._fetcher.slot_by_storage.pop(slot.storage, None)
         self._move_all(owner, moves_in=True)
-        store.open_pools(*zip(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots, strict=True))
+        sizes = zip(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots, strict=True)
+        gradients.memory.open_pools(*sizes)
         for chunk, homes in placed:
             self._take_missing(chunk, homes, owner)
         self._fetcher.device.synchronize()
         self._fetcher.host.trim()
-        gradients.exchange.homes.renew()
+        gradients.shared.renew()
         gradients.reset_order()
         self._executor.note_placement()
         self._executor.has_room = False  # slots and buffers take theirs at the next use
@@ -203,12 +201,10 @@ class Rehoming:
 
     def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], owner: StateOwner | None) -> None:
         """Memory for the states that the chunk has a home for and that did not stay."""
-        gradients = self._executor.gradients
         if chunk.trainable:
             if not chunk.lends_home:
                 self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
-            keeps_whole = gradients.exchange.stage <= 1 or gradients.communicator.world_size == 1
-            gradients.store.add(chunk, keeps_whole=keeps_whole)
+            self._executor.gradients.memory.add(chunk)
         if Kind.MASTER in homes and Kind.MASTER not in chunk.homes:
             self._take(chunk, Kind.MASTER, homes[Kind.MASTER])
             master_from_weights(chunk)

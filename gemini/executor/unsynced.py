@@ -9,57 +9,64 @@ fp32: it is exchanged in tiles that fit into the scratch of ordinary reductions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, Home
 from gemini.chunks.gradient import ChunkGradient, UnsyncedState
-from gemini.executor.reduce import GradReducer
+from gemini.executor.grad_homes import GradHomes
+from gemini.executor.grad_memory import GradMemory
+from gemini.executor.scratch import Scratch
 from gemini.memory.tier import copy
 from gemini.placement.demand import Tier
 from gemini.placement.scratch import tile_bytes
+from gemini.ranks.communicator import Communicator
 from gemini.settings import dtype_of
 from sharding import ALIGNMENT, Piece, ShardLayout, Unit, pieces_within
 
 
+@dataclass(eq=False)
 class UnsyncedSums:
     """The sums of one model, on several ranks."""
 
-    def __init__(self, exchange: GradReducer) -> None:
-        self.exchange = exchange
-        self.store = exchange.store
+    memory: GradMemory
+    homes: GradHomes
+    scratch: Scratch
+    communicator: Communicator
+    stage: int
 
-    def keep(self, gradient: ChunkGradient) -> None:
-        """Add an open local gradient to the chunk's sum on the host, and close it. Local."""
-        chunk, store = gradient.chunk, self.store
-        if gradient.payload is None:
-            store.open(gradient)
+    def keep(self, gradient: ChunkGradient, backward: int) -> None:
+        """Add an open local gradient of backward number `backward` to the chunk's sum on the host. Local."""
+        chunk, memory = gradient.chunk, self.memory
+        memory.open(gradient, backward)
         assert gradient.payload is not None
-        store.complete(gradient)
+        memory.complete(gradient)
         local = torch.empty(chunk.numel, dtype=chunk.dtype)
-        copy(local, gradient.payload, store.host, store.device, store.traffic)
-        store.device.synchronize()
+        copy(local, gradient.payload, memory.host, memory.device, memory.traffic)
+        memory.device.synchronize()
         if gradient.unsynced is None:
             dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
-            buffer = store.host.take(chunk.numel * dtype.itemsize, "unsynced gradients")
+            buffer = memory.host.take(chunk.numel * dtype.itemsize, "unsynced gradients")
             gradient.unsynced = Home(Tier.HOST, buffer, buffer.view(dtype))
         if gradient.unsynced_state is UnsyncedState.HELD:
             gradient.unsynced.flat.add_(local)
         else:
             gradient.unsynced.flat.copy_(local)
             gradient.become_unsynced(UnsyncedState.HELD)
-        store.close(gradient)
+        memory.close(gradient)
 
     def reduce(self, gradient: ChunkGradient, backward: int) -> None:
         """Merge the mean over ranks of the chunk's sums, and of what is open beside them. Collective."""
         if gradient.is_open:
-            self.keep(gradient)
-        exchange, chunk, world_size = self.exchange, gradient.chunk, gradient.chunk.layout.world_size
-        is_first = exchange.begin_merge(gradient, backward, is_sum=True)
-        communicator, scratch = exchange.communicator, exchange.scratch
+            self.keep(gradient, backward)
+        chunk, world_size = gradient.chunk, gradient.chunk.layout.world_size
+        communicator, homes, scratch = self.communicator, self.homes, self.scratch
+        is_first = homes.begin(gradient, backward, is_sum=True)
         rest = gradient.reduced().dtype
         shard_numel = chunk.layout.shard_numel
-        tile_numel = _largest_tile(chunk, exchange.stage, rest, scratch.num_bytes)
+        tile_numel = _largest_tile(chunk, self.stage, rest, scratch.num_bytes)
         for start in range(0, shard_numel, tile_numel):
             numel = min(tile_numel, shard_numel - start)
             layout = ShardLayout((Unit(0, numel * world_size),), world_size)
@@ -68,14 +75,14 @@ class UnsyncedSums:
             self._fill(rows, gradient, start, numel)
             out = scratch.take(numel, rest)
             communicator.start_reduce_scatter(rows, layout, out, chunk.index, scratch.take)()
-            if exchange.stage > 0:
-                exchange.put(gradient, start, out, is_first)
+            if self.stage > 0:
+                homes.put(gradient, start, out, is_first)
                 continue
             whole = scratch.take(layout.numel, rest)
             communicator.all_gather(whole, out, layout, chunk.index)
             for rank, row in enumerate(whole.view(world_size, numel)):
                 for piece in pieces_within(chunk.layout.slices(rank), start, numel):
-                    exchange.put(gradient, piece.payload_start, row[_in_tile(piece, start)], is_first)
+                    homes.put(gradient, piece.payload_start, row[_in_tile(piece, start)], is_first)
         gradient.become_unsynced(UnsyncedState.NONE)
 
     def _fill(self, rows: Tensor, gradient: ChunkGradient, start: int, numel: int) -> None:
@@ -84,18 +91,12 @@ class UnsyncedSums:
             rows.zero_()
             return
         assert gradient.unsynced is not None
-        chunk, store, total = gradient.chunk, self.store, gradient.unsynced.flat
+        chunk, memory, total = gradient.chunk, self.memory, gradient.unsynced.flat
         for rank, row in enumerate(rows.view(-1, numel)):
             for piece in pieces_within(chunk.layout.slices(rank), start, numel):
                 part = total[piece.in_payload].to(rows.dtype)
-                copy(row[_in_tile(piece, start)], part, store.device, store.host, store.traffic)
-        store.device.synchronize()  # the casts above are temporary, and the sum may be written to next
-
-    def discard(self, gradient: ChunkGradient, offset: int, numel: int) -> None:
-        """Elements [offset, offset + numel) of the payload begin from zero. Local."""
-        if gradient.unsynced_state is UnsyncedState.HELD:
-            assert gradient.unsynced is not None
-            gradient.unsynced.flat[offset : offset + numel].zero_()
+                copy(row[_in_tile(piece, start)], part, memory.device, memory.host, memory.traffic)
+        memory.device.synchronize()  # the casts above are temporary, and the sum may be written to next
 
 
 def _largest_tile(chunk: Chunk, stage: int, rest: torch.dtype, num_bytes: int) -> int:

@@ -125,7 +125,7 @@ class Freezing:
     def _gradients_wait(self) -> bool:
         """A backward since the last step has reached trained parameters."""
         gradients = self._executor.gradients
-        return bool(gradients.num_backwards and gradients.trainable)
+        return bool(gradients.num_backwards and gradients.memory.gradients)
 
     def _refuse_waiting_gradients(self, what: str) -> None:
         if self._gradients_wait():

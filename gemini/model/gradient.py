@@ -46,7 +46,7 @@ class WholeGradient:
     def stamp(self) -> tuple[object, ...]:
         """Equal as long as `gather()` would return the same values; equal on all ranks."""
         gradients = self.link.executor.gradients
-        gradient = gradients.store.gradients.get(self.managed.chunk.index)  # None: frozen meanwhile
+        gradient = gradients.find(self.managed.chunk)  # None: frozen meanwhile
         num_writes = 0 if gradient is None else gradient.num_writes
         return gradients.num_forgotten, gradients.num_backwards, num_writes, factors_of(self.link)
 
@@ -56,7 +56,7 @@ class WholeGradient:
 
     def count_write(self) -> None:
         """Copies that were gathered before do not count any more."""
-        gradient = self.link.executor.gradients.store.gradients.get(self.managed.chunk.index)
+        gradient = self.link.executor.gradients.find(self.managed.chunk)
         if gradient is not None:
             gradient.num_writes += 1
 
@@ -66,7 +66,7 @@ class WholeGradient:
         with executor.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
             executor.fetcher.device.synchronize()  # it may still be on its way to the host
-            gradient = executor.gradients.store.gradients[managed.chunk.index]
+            gradient = executor.gradients.of(managed.chunk)
             if gradient.state is not GradState.CLOSED or not gradient.is_reduced:
                 raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
             whole = _on_device(_own_part(gradient, managed), self.link)
@@ -106,7 +106,7 @@ def has_gradient(link: Link) -> bool:
         raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
     else:
         gradients.collect_all()
-    gradient = gradients.store.gradients.get(managed.chunk.index)
+    gradient = gradients.find(managed.chunk)
     return gradient is not None and bool(gradient.agreed[managed.position])
 
 
@@ -125,7 +125,7 @@ def assign(link: Link, value: Tensor) -> None:
             )
         if not executor.gradients.num_backwards:
             executor.settle_unfrozen()
-        gradient = executor.gradients.store.gradients.get(managed.chunk.index)
+        gradient = executor.gradients.find(managed.chunk)
         if gradient is None or not (managed.requires_grad and managed.parameter.requires_grad):
             raise UnsupportedError(
                 f"{managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
@@ -196,7 +196,7 @@ def _write(link: Link, flat: Tensor) -> None:
         own = [flat[piece.from_start(managed.offset).in_payload] for piece in pieces]
         flat = _joined(_on_device(torch.cat([flat[:0], *own]), link), link)
     inv_scale, _ = factors_of(link)
-    gradient = executor.gradients.store.gradients[chunk.index]
+    gradient = executor.gradients.of(chunk)
     for target, part in zip(managed.own_parts(gradient.reduced()), managed.parts_of(flat), strict=True):
         target.copy_(scaled(part, inv_scale))
     gradient.num_writes += 1

@@ -18,7 +18,6 @@ from gemini.executor.grad_memory import GradMemory
 from gemini.executor.grads import GradStore
 from gemini.executor.leftovers import Becomes
 from gemini.executor.operator import Operator
-from gemini.executor.reduce import GradReducer
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.collector import uncollected
@@ -163,17 +162,15 @@ class ShardedModel(PlainView):
         binding = Binding(chunks, device, host, self._traffic, ReleasedParameter)
         fetcher = Fetcher(chunks, device, host, communicator, self._traffic, binding, self.observer)
         fetcher.open_pools(*zip(demand.slot_bytes, placement.num_slots, strict=True))
-        store = GradMemory(device, host, self._traffic, self.observer)
-        store.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
-        trainable = [chunk for chunk in chunks if chunk.trainable]
-        for chunk in trainable:
-            store.add(chunk, keeps_whole=self.settings.stage <= 1 or communicator.world_size == 1)
-        next_use = fetcher.next_use
-        homes = SharedHomes(fetcher, store)
-        exchange = GradReducer(store, homes, communicator, Scratch(device, demand.scratch_bytes), self.settings.stage)
-        gradients = GradStore(
-            store, exchange, communicator, trainable, lambda: next_use.position, lambda: next_use.follows
-        )
+        stage = self.settings.stage
+        memory = GradMemory(device, host, self._traffic, self.observer, stage <= 1 or communicator.world_size == 1)
+        memory.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
+        for chunk in chunks:
+            if chunk.trainable:
+                memory.add(chunk)
+        shared = SharedHomes(fetcher, memory)
+        scratch = Scratch(device, demand.scratch_bytes)
+        gradients = GradStore(memory, shared, scratch, communicator, fetcher.next_use, stage)
         self.executor = Executor(chunks, fetcher, gradients, communicator)
         saved_tensors = SavedTensors(self.executor)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
@@ -219,13 +216,13 @@ class ShardedModel(PlainView):
         unless `reduce_dtype` is given, and rests in fp32 unless `accumulate_dtype` is. Its bits differ from those of
         reducing every micro-batch. A backward inside raises BudgetError if the host has no room.
         """
-        gradients = self.executor.gradients
-        before = gradients.synchronizes
-        gradients.synchronizes = False
+        accumulation = self.executor.gradients.accumulation
+        before = accumulation.synchronizes
+        accumulation.synchronizes = False
         try:
             yield
         finally:
-            gradients.synchronizes = before
+            accumulation.synchronizes = before
 
     def check_parameters(self) -> None:
         """Check that the module still has the parameters that were wrapped; every step does. Local.
@@ -301,6 +298,6 @@ class ShardedModel(PlainView):
         self._hooks.remove()
         self._copies.remove()
         self.executor.fetcher.close()
-        for pool in self.executor.gradients.store.pools or ():
+        for pool in self.executor.gradients.memory.pools or ():
             pool.close()
         self.executor.communicator.close()

@@ -109,7 +109,7 @@ class ChunkUpdates:
         launches: Launches,
     ) -> tuple[ShardView, bool]:
         fetcher = self._executor.fetcher
-        gradient = self._executor.gradients.store.gradients[chunk.index]
+        gradient = self._executor.gradients.of(chunk)
         tier = self._where(chunk, state)
         view = ShardView(chunk, fetcher, self._staging, tier)
         grad = gradient.reduced()
@@ -137,9 +137,9 @@ class ChunkUpdates:
         batch.launches.run()
         for chunk, view, is_complete in batch.chunks:
             if view is not None:
-                executor.gradients.exchange.homes.consumed(chunk)
+                executor.gradients.shared.consumed(chunk)
                 view.close(is_complete)
-            executor.gradients.exchange.homes.give_back(chunk)  # where this rank had nothing to update
+            executor.gradients.shared.give_back(chunk)  # where this rank had nothing to update
             executor.after_chunk_update(chunk)
             if chunk.home_layout.world_size < chunk.optim_layout.world_size:
                 spread(executor.fetcher, chunk)
@@ -161,7 +161,7 @@ class ChunkUpdates:
         if state.flats:
             return state.tier
         tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
-        tiers.add(self._executor.gradients.store.gradients[chunk.index].reduced_tier())
+        tiers.add(self._executor.gradients.of(chunk).reduced_tier())
         return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
 
 

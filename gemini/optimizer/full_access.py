@@ -208,7 +208,7 @@ def _gradient(link: Link) -> Tensor:
     """Collective if backwards under no_sync() have left its reduction for later."""
     with link.executor.publishing():
         link.executor.gradients.catch_up()
-    gradient = link.executor.gradients.store.gradients.get(link.managed.chunk.index)
+    gradient = link.executor.gradients.find(link.managed.chunk)
     if gradient is None or not gradient.is_reduced:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")
     return gradient.reduced()
@@ -257,7 +257,7 @@ def _set_gradient(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
     inv_scale, _ = factors_of(link)
     _write(link, flat, [scaled(part, inv_scale) for part in parts])
     chunk = link.managed.chunk
-    gradient, position = link.executor.gradients.store.gradients[chunk.index], link.managed.position
+    gradient, position = link.executor.gradients.of(chunk), link.managed.position
     gradient.got[position] = gradient.agreed[position] = 1
     gradient.num_writes += 1
     optimizer: Any = link.optimizer

@@ -59,7 +59,7 @@ def summarize(
     sums: dict[torch.device, _Sums] = {}
     several = executor.gradients.num_backwards > 1
     for chunk in trainable:
-        gradient = executor.gradients.store.gradients[chunk.index]
+        gradient = executor.gradients.of(chunk)
         if chunk.parameters:
             first = chunk.parameters[0].index
             words[first : first + len(gradient.got)] = gradient.got

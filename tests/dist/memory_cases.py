@@ -41,7 +41,7 @@ def ledger_after_a_step(rank: int, world_size: int, wrap: dict[str, Any]) -> dic
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "sent_per_step": sent[1] - sent[0],
         "num_chunks": len(chunks),
-        "peak_open": model.executor.gradients.store.peak_open,
+        "peak_open": model.executor.gradients.memory.peak_open,
         "calls": dict(model.executor.communicator.collectives.calls),
     }
 
@@ -61,11 +61,11 @@ def device_storage_bytes(model: ShardedModel) -> int:
         for home in chunk.homes.values():
             if home.tier == "device":
                 add(home.buffer)
-    for pools in (executor.fetcher.pools, executor.gradients.store.pools):
+    for pools in (executor.fetcher.pools, executor.gradients.memory.pools):
         for pool in pools or ():
             for slot in pool.slots + pool.held:
                 add(slot.buffer)
-    add(executor.gradients.exchange.scratch._buffer)
+    add(executor.gradients.scratch._buffer)
     if model._optimizer is not None:
         for state in model._optimizer._states.values():
             for flat in state.flats.values():

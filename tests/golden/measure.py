@@ -121,7 +121,7 @@ def work_counts(model: ShardedModel) -> dict[str, Any]:
     counts: dict[str, Any] = {
         "fetches": [moves.num_fetches, moves.counts["prefetch"]],
         "evictions": moves.counts["evict"],
-        "spills": [moves.counts["spill"], executor.gradients.store.peak_open],
+        "spills": [moves.counts["spill"], executor.gradients.memory.peak_open],
         "links": {link: num_bytes for link, num_bytes in sorted(model._traffic.bytes_by_link.items()) if num_bytes},
     }
     for tier in model._tiers:

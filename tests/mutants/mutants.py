@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant(
         "a gradient waits although it is added to what an earlier micro-batch has left",
         "gemini/executor/arrivals.py",
-        "        if self.exchange.communicator.world_size == 1 and adds_to_home:\n",
+        "        if gradient.is_reduced and (gradient.in_place or gradient.resumes(backward)):\n",
         "        if False:\n",
         "tests/test_small_parameters.py",
     ),
@@ -183,14 +183,14 @@ MUTANTS = [
     ),
     Mutant(
         "pieces of a gradient are added to the sum of micro-batches one by one",
-        "gemini/executor/grads.py",
+        "gemini/executor/accumulate.py",
         "            if not gradient.in_pieces:",
         "            if True:",
         "tests/test_half.py",
     ),
     Mutant(
         "micro-batches are not added",
-        "gemini/executor/reduce.py",
+        "gemini/executor/grad_homes.py",
         "            target.add_(staging)",
         "            target.copy_(staging)",
         PAIRS,
@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "gradient slots are not zeroed",
         "gemini/executor/grad_memory.py",
-        "                if not fired:\n                    view.zero_()",
-        "                pass",
+        "            if not fired:\n                view.zero_()",
+        "            pass",
         f"{TWO_RANKS}[sometimes_unused]",
     ),
     Mutant(
@@ -309,8 +309,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
-        "gemini/executor/grads.py",
-        "            for index in self.reduction.order[self._next_in_order :]:",
+        "gemini/executor/accumulate.py",
+        "            for index in order.order[self._next_in_order :]:",
         "            for index in ():",
         PAIRS,
     ),
@@ -365,7 +365,7 @@ MUTANTS = [
     ),
     Mutant(
         "each rank knows of its own gradients only",
-        "gemini/executor/grads.py",
+        "gemini/executor/accumulate.py",
         "            gradient.agreed[:] = agreed[start:end]\n",
         "            gradient.agreed[:] = gradient.got\n",
         "tests/dist/test_gradients.py::test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank",
@@ -715,9 +715,9 @@ MUTANTS = [
     ),
     Mutant(
         "experts' gradients are expected as they came last time",
-        "gemini/executor/grads.py",
-        "if self.communicator.world_size == 1 or not gradient.chunk.is_chosen:",
-        "if True:",
+        "gemini/executor/accumulate.py",
+        "if backward == 1 and not gradient.chunk.is_chosen:",
+        "if backward == 1:",
         "tests/dist/test_parity.py::test_experts_that_only_some_ranks_use_are_added_up_in_rank_order",
     ),
     Mutant(
@@ -899,7 +899,7 @@ MUTANTS = [
     Mutant(
         "a discarded gradient comes back with its copy",
         "gemini/executor/leftovers.py",
-        "            self.store.device.synchronize()  # it may still be on its way there\n",
+        "            self._memory.device.synchronize()  # it may still be on its way there\n",
         "            pass\n",
         "tests/test_late_copies.py",
     ),
