@@ -15,8 +15,8 @@ from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitCont
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.model import hooks, move_in
+from gemini.model.build_binding import BuildBinding
 from gemini.model.build_store import BuildStore
-from gemini.model.built_chunk import BuiltParameter
 from gemini.model.hooks import Hooks
 from gemini.model.operator_table import OperatorTable
 from gemini.model.state_hooks import StateHooks
@@ -177,7 +177,7 @@ def at_every_take(rank: int, world_size: int, every: int = 1) -> None:
 def at_other_places(rank: int, world_size: int) -> None:
     """On rank 0, which the others look at: in the middle of a chunk, and when everything has moved."""
     places: list[tuple[Any, str, int]] = [
-        (move_in, "_set_weights", 3),
+        (move_in, "set_weights", 3),
         (Hooks, "watch", 0),
         (OperatorTable, "_attach", 0),
         (StateHooks, "install", 0),
@@ -192,16 +192,18 @@ def partly_built_late(rank: int, world_size: int, every: int = 1) -> None:
     options = {"chunk_size": 2 * CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
     last = num_takes(**options) - 1
     for failing_rank in dict.fromkeys((world_size - 1, 0)):
-        failures = [failing_in(move_in, "_set_weights", number) for number in range(0, 2 * LAYERS, every)]
+        failures = [failing_in(move_in, "set_weights", number) for number in range(0, 2 * LAYERS, every)]
         for failure in (*failures, failing_at(last), failing_in(Hooks, "watch")):
             fails_and_wraps_again(rank, failing_rank, failure, partly_built, options)
 
 
 # where a parameter changes hands while a module that was built on shards is wrapped
 HANDING_OVER: tuple[Callable[..., Any], ...] = (
-    BuildStore._bind,
+    BuildStore._fetch,
     BuildStore.let_go,
-    BuiltParameter.show_placeholder,
+    BuildBinding.open,
+    BuildBinding.close,
+    BuildBinding.part_with,
     move_in._fill,
     move_in._fill_given,
 )
@@ -220,5 +222,5 @@ def interrupted_anywhere(rank: int, world_size: int, every: int) -> None:
 
 def interrupted_on_one_rank(rank: int, world_size: int) -> None:
     """On rank 0, before a chunk is gathered and after its values have moved; the other rank finds them all."""
-    for function, number in ((BuildStore._bind, 25), (BuildStore.let_go, 6)):
+    for function, number in ((BuildBinding.open, 25), (BuildStore.let_go, 6)):
         fails_and_wraps_again(rank, 0, interrupted_in((function,), number), wholly_built, OPTIONS[0])

@@ -6,6 +6,7 @@ memory holds each of its states on this rank. It moves nothing: the executor doe
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunks.place import ParamPlace
+from gemini.chunks.placeholder import dense_stride, expanded
 from gemini.memory.slot import KeptSlot, Slot
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind, Tier
@@ -41,15 +43,26 @@ class ChunkState(Enum):
 
 @dataclass(eq=False, kw_only=True)
 class ManagedParameter(ParamPlace):
-    """A parameter and its place. `index` numbers the model's distinct parameters in the order of chunks."""
+    """A parameter and its place. `index` numbers the model's distinct parameters in the order of chunks.
+
+    The parameter is known weakly. A wrapped model's chunks keep theirs in `raw`; while a model is built a parameter
+    belongs to its module alone, and takes its shards with it when it is dropped. torch.utils.swap_tensors, which would
+    swap the values of a parameter without asking us, refuses what has a weak reference.
+    """
 
     index: int
-    parameter: nn.Parameter
+    reference: weakref.ref[nn.Parameter]
     chunk: Chunk
     placeholder: Tensor = field(repr=False)  # expanded NaN of the true shape, on the compute device
     requires_grad: bool  # as of the last forward that built a graph
     operator: int  # of the first operator that owns it, in the table of positions
     has_fractions: bool = False  # its fp32 master may hold more than its 16-bit weights; equal on all ranks
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        alive = self.reference()
+        assert alive is not None, f"{self.name} is used although it is gone"
+        return alive
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,6 +126,7 @@ class Chunk:
     splits_master: bool = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
     lends_home: bool = False  # the parameter home may hold the reduced gradient between backward and step
     parameters: list[ManagedParameter] = field(default_factory=list)
+    raw: list[nn.Parameter] = field(default_factory=list)  # the parameters themselves, by position
     kept: frozenset[Kind] = frozenset()  # of a frozen chunk: states that its training left, see model/freezing.py
     is_fine: bool = False  # of so many small parameters that what is done for each of them decides its speed
     is_chosen: bool = False  # which of its parameters are used follows from data, on every rank from its own
@@ -132,13 +146,32 @@ class Chunk:
     lent: bool = False  # the parameter home holds the reduced gradient now, see executor/shared_homes.py
 
     @cached_property
+    def _forget(self) -> Callable[[object], None]:
+        return _forgetting(weakref.ref(self))
+
+    @cached_property
     def _offsets(self) -> list[int]:
         return [managed.offset for managed in self.parameters]
 
-    @cached_property
-    def raw(self) -> list[nn.Parameter]:
-        """By position."""
-        return [managed.parameter for managed in self.parameters]
+    def manage(
+        self, parameter: nn.Parameter, name: str, index: int, offset: int, operator: int, empty: Tensor
+    ) -> ManagedParameter:
+        """One more parameter of the chunk, from `offset` of its payload on. empty: a `placeholder()` of the dtype."""
+        managed = ManagedParameter(
+            name=name,
+            position=len(self.parameters),
+            offset=offset,
+            shape=parameter.shape,
+            stride=dense_stride(parameter),
+            index=index,
+            reference=weakref.ref(parameter, self._forget),
+            chunk=self,
+            placeholder=expanded(empty, parameter.shape),
+            requires_grad=parameter.requires_grad,
+            operator=operator,
+        )
+        self.parameters.append(managed)
+        return managed
 
     def versions(self) -> list[int]:
         """The version counters of all parameters, by position."""
@@ -151,8 +184,9 @@ class Chunk:
 
     def num_edits(self, element: int) -> int:
         """In-place operations so far on the parameter that payload element `element` belongs to, but for a constant."""
+        owner = self.raw[bisect_right(self._offsets, element) - 1]
         with torch._C.DisableTorchFunctionSubclass():
-            return self.parameter_at(element).parameter._version - self.num_bumps
+            return owner._version - self.num_bumps
 
     def bump_versions(self) -> None:
         """Raise all parameters' version counters: what autograd saved of them without our hooks is stale."""
@@ -237,3 +271,14 @@ class Chunk:
     def views_of(self, payload: Tensor) -> tuple[Tensor, ...]:
         """A view of `payload` for every parameter."""
         return tuple(managed.view(payload) for managed in self.parameters)
+
+
+def _forgetting(reference: weakref.ref[Chunk]) -> Callable[[object], None]:
+    """A callback of the weak references to a chunk's parameters: the chunk ends with the last of them."""
+
+    def forget(gone: object) -> None:
+        chunk = reference()
+        if chunk is not None:
+            chunk.parameters = [managed for managed in chunk.parameters if managed.reference is not gone]
+
+    return forget

@@ -9,7 +9,7 @@ before anything reads the home. Writes through the parameter raise its version c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Binding:
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Collection[Chunk],
         device: MemoryTier,
         host: MemoryTier,
         traffic: Traffic,
@@ -63,8 +63,7 @@ class Binding:
             with torch.inference_mode(False), torch.no_grad():
                 lift_guard()
                 try:
-                    for managed, view in zip(chunk.parameters, views, strict=True):
-                        parameter = managed.parameter
+                    for parameter, view in zip(chunk.raw, views, strict=True):
                         parameter.__class__ = nn.Parameter  # first: setting .data of the other class would fetch
                         parameter.data = view
                 finally:
@@ -113,8 +112,7 @@ class Binding:
         with torch.inference_mode(False), torch.no_grad():
             lift_guard()
             try:
-                for managed in chunk.parameters:
-                    parameter = managed.parameter
+                for managed, parameter in zip(chunk.parameters, chunk.raw, strict=True):
                     parameter.__class__ = nn.Parameter
                     parameter.data = managed.placeholder
                     parameter.__class__ = self.released_class
@@ -134,11 +132,11 @@ class Binding:
         """`cover` after a failure, which may have interrupted `bind` or `unbind` half way."""
         with torch.inference_mode(False), torch.no_grad(), unguarded():
             for chunk in self.chunks:
-                for managed in chunk.parameters:
+                for managed, parameter in zip(chunk.parameters, chunk.raw, strict=True):
                     if not chunk.bound:
-                        managed.parameter.__class__ = nn.Parameter
-                        managed.parameter.data = managed.placeholder
-                    managed.parameter.__class__ = self.released_class
+                        parameter.__class__ = nn.Parameter
+                        parameter.data = managed.placeholder
+                    parameter.__class__ = self.released_class
                 chunk.plain = False
         self.plain_chunks.clear()
         self._edits_when_left.clear()  # an interrupt may have come between a bump of versions and its count

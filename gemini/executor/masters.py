@@ -75,6 +75,18 @@ def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
     return torch.cat(runs) if runs else home[:0].clone()
 
 
+def set_weights(managed: ManagedParameter, flat: Tensor) -> None:
+    """Homes <- this rank's elements of `flat` (numel,), the weights as given: the master is made before they round."""
+    chunk = managed.chunk
+    home = chunk.homes[Kind.PARAM].flat
+    for piece in managed.home_pieces:
+        values = flat[piece.from_start(managed.offset).in_payload]
+        home[piece.in_shard].copy_(round_as_master(values, chunk.dtype))
+    if Kind.MASTER in chunk.homes:
+        for piece, part in zip(managed.pieces, managed.parts_of(flat), strict=True):
+            write_master(chunk, piece.shard_start, part)
+
+
 def follow_edits(chunk: Chunk, start: int, weights: Tensor, before: Tensor | None) -> None:
     """The parameter has `weights` (numel,) from `start` on: the master takes over the elements that were edited.
 

@@ -9,13 +9,7 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
-from torch import Tensor
-
-from gemini.memory.arena import Arena
-
 _TRIM_BYTES = 2**25  # trimming takes milliseconds
-_EXTENT_BYTES = 2**26  # address space; pages that are not touched take no memory
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
@@ -31,17 +25,3 @@ class Freed:
         if self._num_bytes >= _TRIM_BYTES and _malloc_trim is not None:
             self._num_bytes = 0
             _malloc_trim(0)
-
-
-class ShardMemory(Freed):
-    """For the shards of a model under construction, whose own weights are freed operator by operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._arena = Arena(extent_bytes=_EXTENT_BYTES)
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(numel,) on `device`. On the host it goes back to the system when it is freed."""
-        if device.type == "cpu":
-            return self._arena.take(numel * dtype.itemsize).view(dtype)
-        return torch.zeros(numel, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from gemini.memory.tier import allocating, check_capacity
 from gemini.placement.demand import Kind
 
 EXTENT_BYTES = 2**20
-"""The least that is mapped for what was not reserved."""
+"""The least that is mapped for what was not reserved, where nobody says otherwise."""
 _STATES = frozenset(Kind)
 _KNOB = "host_memory="
 
@@ -29,12 +29,17 @@ class HostTier:
 
     name = "host"
 
-    def __init__(self, capacity_bytes: int | None = None, runtime: Registrar | None = None) -> None:
-        """runtime: of the GPU that memory is pinned for; None: plain memory."""
+    def __init__(
+        self, capacity_bytes: int | None = None, runtime: Registrar | None = None, extent_bytes: int = EXTENT_BYTES
+    ) -> None:
+        """runtime: of the GPU that memory is pinned for; None: plain memory.
+
+        extent_bytes: the least that is mapped for states that were not reserved.
+        """
         self.device = torch.device("cpu")
         self.capacity_bytes = capacity_bytes
         self.ledger = Ledger()
-        self.homes = Arena(None if runtime is None else Pinning(runtime), EXTENT_BYTES)
+        self.homes = Arena(None if runtime is None else Pinning(runtime), extent_bytes)
         self.staging = Arena(extent_bytes=EXTENT_BYTES, keeps_pages=True)
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.errors import UnsupportedError
-from gemini.model.built_chunk import built_link_of
+from gemini.model.built_link import built_link_of
 
 
 @dataclass(frozen=True)

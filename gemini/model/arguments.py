@@ -13,7 +13,7 @@ from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.memory.pinned import CudaRuntime
 from gemini.memory.tier import MemoryTier
-from gemini.model.built_chunk import built_link_of
+from gemini.model.built_link import built_link_of
 from gemini.model.link import link_of
 from gemini.model.move_out import LOST
 from gemini.settings import Device, check_device

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from gemini.memory import live
-from gemini.model.built_chunk import built_link_of
+from gemini.model.built_link import built_link_of
 from gemini.placement.budget import FreeBytes
+from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
 from gemini.settings import Settings
 
@@ -42,7 +43,7 @@ def _bytes_on(module: nn.Module, device: torch.device) -> int:
     for parameter in module.parameters():
         link = built_link_of(parameter)
         if link is not None:
-            home = link.managed.chunk.home
+            home = link.managed.chunk.homes[Kind.PARAM].flat
             if home.device == device:
                 homes[home.data_ptr()] = home.nbytes
         elif parameter.device == device:

@@ -15,44 +15,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.chunks.placeholder import dense_stride, expanded, placeholder, set_data
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.chunks.placeholder import placeholder, set_data
 from gemini.errors import GeminiError
-from gemini.memory.freed import ShardMemory
-from gemini.model.built_chunk import BuiltChunk, BuiltLink, BuiltParameter, built_link_of, refusal
-from gemini.model.released import ReleasedParameter
+from gemini.executor.masters import set_weights
+from gemini.memory.freed import Freed
+from gemini.memory.host import HostTier
+from gemini.memory.tier import MemoryTier
+from gemini.model.build_binding import BuildBinding
+from gemini.model.built_link import BuiltLink, built_link_of, refusal
+from gemini.placement.demand import Kind, Tier
 from gemini.placement.packing import PackingInput, pack
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.position import Phase, StepPosition
-from sharding import ParameterSpec, ShardStrategy, backends
+from optim import round_master_
+from sharding import ParameterSpec, ShardLayout, ShardStrategy, backends
 
 _WHOLE = 2**62  # bytes: an operator is one chunk, however large
+_EXTENT_BYTES = 2**26  # of address space for shards; pages that are not touched take no memory
 _SMALL_BYTES = 2**20  # an operator of at most this is broadcast in one piece, for which it is copied
 
 
 class BuildStore:
     """The shards of one context's parameters on this rank. Collective to create, and so is every use.
 
-    home_of: num_bytes -> the device where that many bytes of shards are to rest.
+    home_of: num_bytes -> the tier where that many bytes of shards are to rest.
     """
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
         strategy: ShardStrategy,
-        home_of: Callable[[int], torch.device],
-        accelerator: torch.device,
+        home_of: Callable[[int], Tier],
+        device: MemoryTier,
         rank_timeout_s: float,
     ) -> None:
         self._strategy = strategy
         self._home_of = home_of
         self._position = StepPosition(["the model under construction"])
         carries_cpu = process_group is None or "cpu" in backends(process_group)
-        self._carrier = torch.device("cpu") if carries_cpu else accelerator
+        self._carrier = torch.device("cpu") if carries_cpu else device.device
         self.communicator = Communicator(process_group, self._position, rank_timeout_s, self._carrier)
-        self._chunks: weakref.WeakSet[BuiltChunk] = weakref.WeakSet()
-        self._fetched: list[BuiltChunk] = []
+        self._tiers: dict[Tier, MemoryTier] = {Tier.DEVICE: device, Tier.HOST: HostTier(extent_bytes=_EXTENT_BYTES)}
+        self.binding = BuildBinding(device, self._tiers[Tier.HOST], self.communicator, self._carrier)
+        self._freed = Freed()
+        self._chunks: weakref.WeakSet[Chunk] = weakref.WeakSet()
         self._num_chunks = 0
-        self._memory = ShardMemory()
         self.is_closed = False
 
     # -- in
@@ -82,181 +90,129 @@ class BuildStore:
     ) -> None:
         inputs = [PackingInput(ParameterSpec(n, p.numel(), tuple(p.shape)), "", dtype.itemsize) for n, p in members]
         (packed,) = pack([inputs], self._strategy, _WHOLE, self.communicator.world_size)
-        numel = packed.layout.shard_numel
-        home = self._memory.zeros(numel, dtype, self._home_of(numel * dtype.itemsize))
-        chunk = BuiltChunk(self._num_chunks, number, packed.layout, home, device)
-        self._num_chunks += 1
+        chunk = self._make_chunk(dtype, packed.layout)
         empty = placeholder(dtype, device)
         offsets = dict(zip(packed.names, packed.offsets, strict=True))
-        flats = []
+        flats: list[Tensor] = []
         for name, parameter in members:
-            stride = dense_stride(parameter)
-            its = BuiltParameter(
-                f"{operator}.{name}",
-                chunk,
-                len(chunk.parameters),
-                offsets[name],
-                parameter.shape,
-                stride,
-                expanded(empty, parameter.shape),
-                weakref.ref(parameter),
-            )
-            chunk.parameters.append(weakref.ref(its))
-            parameter._gemini = BuiltLink(its, self)  # type: ignore[attr-defined]
-            values = parameter.data
-            if values.stride() != stride:
-                values = torch.empty_strided(parameter.shape, stride, dtype=dtype, device=device).copy_(values)
-            flats.append(torch.as_strided(values, (its.numel,), (1,), values.storage_offset()))
-            del values
+            managed = chunk.manage(parameter, f"{operator}.{name}", len(flats), offsets[name], number, empty)
+            parameter._gemini = BuiltLink(managed, self)  # type: ignore[attr-defined]
+            flats.append(managed.laid_out(parameter.data))
         self._take_rank_0s(chunk, flats)
-        chunk.versions = chunk.versions_now()
-        self._chunks.add(chunk)
-        self._memory.note(packed.layout.numel * dtype.itemsize)
+        self._freed.note(chunk.payload_bytes)
 
-    def _take_rank_0s(self, chunk: BuiltChunk, flats: list[Tensor]) -> None:
+    def _make_chunk(self, dtype: torch.dtype, layout: ShardLayout) -> Chunk:
+        """Of parameters that are neither trained nor updated yet."""
+        chunk = Chunk(
+            index=self._num_chunks,
+            dtype=dtype,
+            trainable=False,
+            layout=layout,
+            oversize=False,
+            rank=self.communicator.rank,
+            home_layout=layout,
+            optim_layout=layout,
+            travel_dtype=dtype,
+            gradient_dtype=dtype,
+            sum_dtype=dtype,
+        )
+        num_bytes = layout.shard_numel * dtype.itemsize
+        tier = self._home_of(num_bytes)
+        memory = self._tiers[tier]
+        chunk.take_home(Kind.PARAM, tier, memory, num_bytes)
+        weakref.finalize(chunk, memory.ledger.give, Kind.PARAM, num_bytes).atexit = False
+        self._num_chunks += 1
+        self._chunks.add(chunk)
+        return chunk
+
+    def _take_rank_0s(self, chunk: Chunk, flats: list[Tensor]) -> None:
         """home <- rank 0's values of all parameters, which ranks have agreed on. Empties `flats`. Collective."""
-        is_small = chunk.layout.numel * chunk.home.itemsize <= _SMALL_BYTES
+        is_small = chunk.payload_bytes <= _SMALL_BYTES
         if self.communicator.world_size > 1 and is_small:
-            payload = chunk.home.new_zeros(chunk.layout.numel, device=self._carrier)
-            for (its, _), flat in zip(chunk.living(), flats, strict=True):
-                its.region(payload).copy_(flat)
+            payload = torch.zeros(chunk.numel, dtype=chunk.dtype, device=self._carrier)
+            for managed, flat in zip(chunk.parameters, flats, strict=True):
+                payload[managed.in_payload].copy_(flat)
             self.communicator.broadcast_(payload, None)
-            flats[:] = [its.region(payload) for its, _ in chunk.living()]
-        for its, parameter in chunk.living():
-            its.show_placeholder(parameter)
+            flats[:] = [payload[managed.in_payload] for managed in chunk.parameters]
+        for managed in chunk.parameters:
+            self.binding.show_placeholder(managed)
             if self.communicator.rank and not is_small:  # the memory may be the user's: given up, not written to
                 del flats[0]
-                flats.insert(0, chunk.home.new_empty(its.numel, device=self._carrier))
+                flats.insert(0, torch.empty(managed.numel, dtype=chunk.dtype, device=self._carrier))
             if not is_small:
-                self._take_values(flats[0], None)
-            self._bring_home(its, flats.pop(0))
-
-    def _take_values(self, flat: Tensor, what: str | None, src: int = 0) -> None:
-        """flat <- the values of rank `src`. what: None where ranks have agreed on it. Collective."""
-        if self.communicator.world_size > 1:
-            carried = flat.to(self._carrier)
-            self.communicator.broadcast_(carried, what, src)
-            if carried is not flat:
-                flat.copy_(carried)
-
-    def _bring_home(self, its: BuiltParameter, flat: Tensor) -> None:
-        """home <- this rank's elements of `flat` (numel,)."""
-        chunk = its.chunk
-        for piece in chunk.layout.pieces(self.communicator.rank, its.offset, its.numel):
-            start = piece.payload_start - its.offset
-            chunk.home[piece.shard_start : piece.shard_start + piece.numel].copy_(flat[start : start + piece.numel])
+                self.binding.take_values(flats[0], None)
+            set_weights(managed, flats.pop(0))
+        self.binding.note_left(chunk)
 
     # -- use
 
     @contextmanager
-    def fetched(self, wanted: Sequence[BuiltParameter], overwrites: bool = False) -> Iterator[None]:
+    def fetched(self, wanted: Sequence[ManagedParameter], overwrites: bool = False) -> Iterator[None]:
         """Inside, the parameters are plain and whole. Collective, unless `overwrites`."""
         self._check_open(wanted[0].name)
-        chunks = sorted(dict.fromkeys(its.chunk for its in wanted), key=lambda chunk: chunk.index)
+        chunks = sorted(dict.fromkeys(each.chunk for each in wanted), key=lambda chunk: chunk.index)
         before = self._position.now
-        with self.communicator.publishing():
-            for chunk in [chunk for chunk in self._fetched if chunk not in chunks and not chunk.pins]:
+        with self.communicator.publishing(), torch.inference_mode(False), torch.no_grad():
+            for chunk in [chunk for chunk in self.binding.valid if chunk not in chunks and not chunk.pins]:
                 self._release(chunk)
             for chunk in chunks:
-                self._position.set(chunk.operator, Phase.TOUCH)
-                positions = {its.position for its in wanted if its.chunk is chunk}
-                self._fetch(chunk, positions, overwrites)
+                members = [each for each in wanted if each.chunk is chunk]
+                self._position.set(members[0].operator, Phase.TOUCH)
+                self._fetch(chunk, members, overwrites)
                 chunk.pins += 1
         try:  # what the user does inside and fails in is no failure of ours
             yield
             if overwrites:
-                wanted[0].chunk.valid.add(wanted[0].position)
+                self.binding.valid[wanted[0].chunk].add(wanted[0].position)
         finally:
             self._position.now = before
             for chunk in chunks:
                 chunk.pins -= 1
-                if not chunk.pins:
-                    for _, parameter in chunk.held:
-                        parameter.__class__ = ReleasedParameter
+                if not chunk.pins and chunk.plain:
+                    self.binding.cover_chunk(chunk)
 
-    def _fetch(self, chunk: BuiltChunk, positions: set[int], overwrites: bool) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            if chunk.payload is None:
-                self._bind(chunk)
-            if not (overwrites or positions <= chunk.valid):
-                self._write_back(chunk)
-                self._gather(chunk)
-            for _, parameter in chunk.held:
-                parameter.__class__ = nn.Parameter
+    def _fetch(self, chunk: Chunk, members: Sequence[ManagedParameter], overwrites: bool) -> None:
+        binding = self.binding
+        if chunk not in binding.valid:
+            device, home = members[0].placeholder.device, chunk.homes[Kind.PARAM].flat
+            is_whole = self.communicator.world_size == 1 and home.device == device
+            binding.open(chunk, home if is_whole else torch.empty(chunk.numel, dtype=chunk.dtype, device=device))
+        binding.bind(chunk)
+        if not (overwrites or binding.valid[chunk].issuperset(each.position for each in members)):
+            binding.write_back(chunk)
+            self._gather(chunk)
 
-    def _bind(self, chunk: BuiltChunk) -> None:
-        """Memory for the payload, whose content is not there yet."""
-        at_home = self.communicator.world_size == 1 and chunk.home.device == chunk.device
-        self._fetched.append(chunk)  # first: what is interrupted in here is released with the others
-        chunk.payload = chunk.home if at_home else chunk.home.new_empty(chunk.layout.numel, device=chunk.device)
-        chunk.valid = set(range(len(chunk.parameters))) if at_home else set()
-        chunk.held = chunk.living()
-        for its, parameter in chunk.held:
-            parameter.__class__ = nn.Parameter
-            set_data(parameter, its.view(chunk.payload))
-        chunk.refuse_lost_edits()
-
-    def _gather(self, chunk: BuiltChunk) -> None:
+    def _gather(self, chunk: Chunk) -> None:
         assert chunk.payload is not None
         carried = chunk.payload
         if carried.device != self._carrier and self.communicator.world_size > 1:
             carried = torch.empty_like(carried, device=self._carrier)
-        self.communicator.all_gather(carried, chunk.home.to(carried.device), chunk.layout, chunk.index)
+        home = chunk.homes[Kind.PARAM].flat
+        self.communicator.all_gather(carried, home.to(carried.device), chunk.layout, chunk.index)
         if carried is not chunk.payload:
             chunk.payload.copy_(carried)
-        chunk.valid = set(range(len(chunk.parameters)))
+        self.binding.fill(chunk)
 
-    def _write_back(self, chunk: BuiltChunk) -> None:
-        """Rank 0's edits, on all ranks and at home. Collective."""
-        assert chunk.payload is not None
-        edited = (chunk.edited | chunk.newer()) & chunk.valid
-        for its in (its for its, _ in chunk.held if its.position in edited):
-            flat = its.region(chunk.payload)
-            self._take_values(flat, f"values of {its.name}")
-            if chunk.payload is not chunk.home:
-                self._bring_home(its, flat)
-        chunk.edited.clear()
-        chunk.versions = chunk.versions_now()
-
-    def spread(self, its: BuiltParameter, src: int) -> None:
-        """The values of rank `src` of a fetched parameter, on all ranks and at home. Collective."""
-        assert its.chunk.payload is not None
-        flat = its.region(its.chunk.payload)
-        self._take_values(flat, f"changes to {its.name}", src)
-        if its.chunk.payload is not its.chunk.home:
-            self._bring_home(its, flat)
-        self.forget_edits(its)
-
-    def forget_edits(self, its: BuiltParameter) -> None:
-        """What was written to a fetched parameter is home, or undone. Local."""
-        its.chunk.edited.discard(its.position)
-        its.chunk.versions[its.position] = its.chunk.versions_now()[its.position]
-
-    def _release(self, chunk: BuiltChunk, writes_back: bool = True) -> None:
-        """Bring edits home; the parameters show their placeholders. Collective, but for the edits local."""
-        with torch.inference_mode(False), torch.no_grad():
-            if writes_back:
-                self._write_back(chunk)
-            for its, parameter in chunk.held:
-                its.show_placeholder(parameter)
-            chunk.versions = chunk.versions_now()
-        chunk.payload, chunk.held, chunk.valid = None, [], set()
-        self._fetched.remove(chunk)
+    def _release(self, chunk: Chunk) -> None:
+        """Bring edits home; the parameters show their placeholders. Collective if there are edits."""
+        self.binding.write_back(chunk)
+        self.binding.close(chunk)
 
     def release_all(self) -> None:
         """Nothing is gathered any more. Collective."""
         with self.communicator.publishing():
-            for chunk in list(self._fetched):
+            for chunk in list(self.binding.valid):
                 self._release(chunk)
 
     def restart(self) -> None:
         """After a failure that every rank caught: nothing is gathered, equally on all ranks. Collective."""
-        for chunk in list(self._fetched):
+        for chunk in list(self.binding.valid):
             chunk.pins = 0
-            self._release(chunk, writes_back=False)
+            self.binding.close(chunk)
+        self.binding.start_anew()
         self.communicator.restart()
 
-    def deepcopy(self, its: BuiltParameter, memo: dict[int, Any]) -> nn.Parameter:
+    def deepcopy(self, its: ManagedParameter, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of the parameter, sharded like it. Collective."""
         original = its.parameter
         known: nn.Parameter | None = memo.get(id(original))
@@ -268,12 +224,13 @@ class BuildStore:
         memo[id(original)] = copied
         return copied
 
-    def replace(self, its: BuiltParameter, value: Tensor) -> None:
+    def replace(self, its: ManagedParameter, value: Tensor) -> None:
         """The parameter gets data of another shape or dtype, and a chunk of its own. Collective."""
         parameter, (operator, _, name) = its.parameter, its.name.rpartition(".")
-        with torch.no_grad():
+        with self.communicator.publishing(), torch.no_grad():
             values = value.detach().clone()
-            self.let_go(its)
+            self.binding.write_back(its.chunk)
+            self.let_go([its])
             set_data(parameter, values)
         del values
         self.shard(operator, [(name, parameter)])
@@ -285,35 +242,60 @@ class BuildStore:
         self.release_all()
         if dtype is not None:
             self._cast(dtype)
-        for chunk in list(self._chunks):
-            for its, parameter in chunk.living():
-                link = built_link_of(parameter)
-                if link is not None and parameter.requires_grad:
-                    link.guard = parameter.register_hook(refusal(its.name))
+        for parameter in self._parameters():
+            link = built_link_of(parameter)
+            if link is not None and parameter.requires_grad:
+                link.guard = parameter.register_hook(refusal(link.managed.name))
 
     def _cast(self, dtype: torch.dtype) -> None:
-        """Round every fp32, fp16 and bf16 weight to `dtype`, shard by shard. Local."""
+        """Round every fp32, fp16 and bf16 weight to `dtype`, shard by shard. Local; nothing is fetched."""
+        kinds = (torch.float32, torch.float16, torch.bfloat16)
         with torch.inference_mode(False), torch.no_grad():
             for chunk in sorted(self._chunks, key=lambda chunk: chunk.index):
-                if chunk.home.dtype in (torch.float32, torch.float16, torch.bfloat16) and chunk.home.dtype is not dtype:
-                    chunk.round_to(dtype)
+                if chunk.dtype in kinds and chunk.dtype is not dtype:
+                    self._round(chunk, dtype)
+
+    def _round(self, chunk: Chunk, dtype: torch.dtype) -> None:
+        """The chunk's parameters get a chunk of another dtype."""
+        rounded = self._make_chunk(dtype, chunk.layout)
+        round_master_(rounded.homes[Kind.PARAM].flat, chunk.homes[Kind.PARAM].flat.float())
+        for its in list(chunk.parameters):
+            parameter = its.reference()
+            link = None if parameter is None else built_link_of(parameter)
+            if parameter is not None and link is not None:
+                empty = placeholder(dtype, its.placeholder.device)
+                link.managed = rounded.manage(parameter, its.name, its.index, its.offset, its.operator, empty)
+                self.binding.show_placeholder(link.managed)
+        chunk.parameters = []
+        self.binding.note_left(rounded)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those that are still there, in order."""
+        chunks = sorted(self._chunks, key=lambda chunk: chunk.index)
+        found = (managed.reference() for chunk in chunks for managed in list(chunk.parameters))
+        return [parameter for parameter in found if parameter is not None]
 
     @contextmanager
-    def values(self, its: BuiltParameter) -> Iterator[Tensor]:
+    def values(self, its: ManagedParameter) -> Iterator[Tensor]:
         """(numel,) the parameter's values. Collective."""
         with self.fetched([its]):
             assert its.chunk.payload is not None
-            yield its.region(its.chunk.payload)
+            yield its.chunk.payload[its.in_payload]
 
-    def let_go(self, its: BuiltParameter) -> None:
-        """The parameter is an ordinary one, without values, from now on. Local; may be interrupted and called again."""
-        parameter, link = its.parameter, built_link_of(its.parameter)
-        if link is not None and link.guard is not None:
-            link.guard.remove()
-        its.chunk.held = [(other, p) for other, p in its.chunk.held if other is not its]
-        parameter.__class__ = nn.Parameter
-        set_data(parameter, its.placeholder)
-        del parameter._gemini  # type: ignore[attr-defined]
+    def let_go(self, wanted: Sequence[ManagedParameter]) -> None:
+        """These are ordinary parameters, without values, from now on. Local; may be interrupted and called again."""
+        by_chunk: dict[Chunk, list[ManagedParameter]] = {}
+        for each in wanted:
+            by_chunk.setdefault(each.chunk, []).append(each)
+        for chunk, gone in by_chunk.items():
+            self.binding.part_with(chunk, set(gone))
+        for each in wanted:
+            parameter, link = each.parameter, built_link_of(each.parameter)
+            if link is not None:
+                if link.guard is not None:
+                    link.guard.remove()
+                parameter.__class__ = nn.Parameter
+                del parameter._gemini  # type: ignore[attr-defined]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -328,7 +310,7 @@ class BuildStore:
     @property
     def num_parameters(self) -> int:
         """Parameters that are still here on this rank."""
-        return sum(len(chunk.living()) for chunk in self._chunks)
+        return len(self._parameters())
 
     def close(self) -> None:
         """Give the process group back. Collective."""

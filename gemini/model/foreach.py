@@ -18,7 +18,7 @@ def for_each_chunk(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    link_or_none: Callable[[Any], ParameterLink[Any] | None],
+    link_or_none: Callable[[Any], ParameterLink | None],
 ) -> Any:
     """What `use(args, kwargs)`, a call of the function `name`, returns. Raises RuntimeError if lengths differ."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,7 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank must be None or one of the {world_size} ranks, found {rank!r}")
 
     def __enter__(self) -> None:
-        by_owner: dict[object, list[ParameterLink[Any]]] = {}
+        by_owner: dict[object, list[ParameterLink]] = {}
         for link in self._links:
             by_owner.setdefault(link.owner, []).append(link)
         with ExitStack() as stack:
@@ -102,7 +101,7 @@ class GatheredParameters:
                 )
 
 
-def _differs(link: ParameterLink[Any], before: Tensor) -> bool:
+def _differs(link: ParameterLink, before: Tensor) -> bool:
     now = link.whole().to("cpu")
     return not torch.equal(_bits(now), _bits(before))
 

@@ -6,11 +6,10 @@ A parameter carries its link as `_gemini`. `released.py` asks nothing else, so w
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,44 +27,16 @@ from optim import HALF_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from gemini.executor.binding import Binding
     from gemini.executor.executor import Executor
     from gemini.model.saved_tensors import SavedTensors
     from gemini.ranks.communicator import Communicator
 
 
-class Chunked(Protocol):
-    """A chunk, as far as the functions of its parameters know it."""
-
-    @property
-    def index(self) -> int: ...
-
-
-class Place(Protocol):
-    """A parameter that fetches itself, as its functions see it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def stride(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def placeholder(self) -> Tensor: ...
-    @property
-    def parameter(self) -> nn.Parameter: ...
-    @property
-    def chunk(self) -> Chunked: ...
-
-
-P = TypeVar("P", bound=Place)
-
-
-class ParameterLink(ABC, Generic[P]):
+class ParameterLink(ABC):
     """How to get at one parameter."""
 
-    managed: P
+    managed: ManagedParameter
     may_be_emptied = False  # `.data` takes memory without values: values come later
 
     @property
@@ -89,27 +60,40 @@ class ParameterLink(ABC, Generic[P]):
     def communicator(self) -> Communicator:
         """Of the ranks that hold it together."""
 
+    @property
     @abstractmethod
+    def binding(self) -> Binding:
+        """What it shows, and where writes to it are noted."""
+
     def whole(self) -> Tensor:
         """Inside `gathered`: its values, which may be written to without a trace."""
+        managed = self.managed
+        assert managed.chunk.payload is not None
+        return managed.view(managed.chunk.payload)
 
     @abstractmethod
     def spread(self, rank: int) -> None:
         """Inside `gathered`: the values of `rank` on all ranks, and wherever else they are kept. Collective."""
 
-    @abstractmethod
     def undo(self, before: Tensor) -> None:
         """Inside `gathered`: the parameter has these values, and nobody has written to it. Local."""
+        self.whole().copy_(before)
 
     def before_write(self) -> None:
         """The parameter, which is there, is about to be written to, or may be."""
+        self.binding.before_write(self.managed)
 
     def rounded(self, value: Tensor) -> Tensor:
         """`value` as the parameter takes it over; itself where torch's own conversion does."""
         return value
 
     def write_master(self, value: Tensor) -> None:
-        """The parameter was set to `rounded(value)`: its master becomes `value`."""
+        """The parameter was set to `rounded(value)`: its master, if it has one, becomes `value`."""
+        managed = self.managed
+        if Kind.MASTER in managed.chunk.homes and managed.owns_master:
+            with self.communicator.publishing(), torch.inference_mode(False), torch.no_grad():
+                self.binding.write_back(managed.chunk)
+                set_master(managed, value.expand(managed.shape))
 
     def version(self) -> int:
         """How often the parameter, which is there, was written to."""
@@ -154,9 +138,9 @@ class ParameterLink(ABC, Generic[P]):
         else:
             whole.copy_(value)
 
-    @abstractmethod
     def mark_edited(self) -> None:
         """The parameter's values were, or may be, written to."""
+        self.binding.mark_edited(self.managed)
 
     @abstractmethod
     def replace_data(self, value: Tensor) -> None:
@@ -187,7 +171,7 @@ class ParameterLink(ABC, Generic[P]):
         return f"{tuple(self.managed.shape)}, {self.managed.dtype}"
 
 
-class Link(ParameterLink[ManagedParameter]):
+class Link(ParameterLink):
     """The link of a `ShardedModel`'s parameter."""
 
     def __init__(
@@ -199,7 +183,6 @@ class Link(ParameterLink[ManagedParameter]):
         self.managed = managed
         self.executor = executor
         self.saved_tensors = saved_tensors
-        self._unswappable = weakref.ref(managed.parameter)  # torch.utils.swap_tensors refuses what has a weak reference
         self.in_user_hook = False  # a post-accumulate hook of the user's runs, with this parameter
         self.optimizer: GradientUser | None = None  # its ShardedOptimizer, once there is one
 
@@ -238,25 +221,21 @@ class Link(ParameterLink[ManagedParameter]):
     def communicator(self) -> Communicator:
         return self.executor.communicator
 
-    def whole(self) -> Tensor:
-        managed = self.managed
-        assert managed.chunk.payload is not None
-        return managed.view(managed.chunk.payload)
+    @property
+    def binding(self) -> Binding:
+        return self.executor.binding
 
     def spread(self, rank: int) -> None:
         managed = self.managed
         if self.communicator.world_size > 1:
             flat = managed.laid_out(self.whole())
             self.communicator.broadcast_(flat, f"changes to {managed.name}", src=rank)
-        self.executor.binding.mark_edited(managed)
-        self.executor.binding.write_back(managed.chunk)
-
-    def undo(self, before: Tensor) -> None:
-        self.whole().copy_(before)
+        self.binding.mark_edited(managed)
+        self.binding.write_back(managed.chunk)
 
     def before_write(self) -> None:
         refuse_write_in_hook(self)
-        self.executor.binding.before_write(self.managed)
+        super().before_write()
 
     def before_write_through(self, results: Sequence[Tensor]) -> bool:
         payload = self.managed.chunk.payload
@@ -274,13 +253,6 @@ class Link(ParameterLink[ManagedParameter]):
             return value
         return round_as_master(value.expand(self.managed.shape), self.managed.dtype)
 
-    def write_master(self, value: Tensor) -> None:
-        managed = self.managed
-        if Kind.MASTER in managed.chunk.homes and managed.owns_master:
-            with self.executor.publishing(), torch.inference_mode(False), torch.no_grad():
-                self.executor.binding.write_back(managed.chunk)
-                set_master(managed, value.expand(managed.shape))
-
     def holder_of(self, value: Tensor) -> str | None:
         for chunk in self.executor.chunks:
             payload = chunk.payload
@@ -291,9 +263,6 @@ class Link(ParameterLink[ManagedParameter]):
                 if holder is not self.managed:
                     return holder.name
         return None
-
-    def mark_edited(self) -> None:
-        self.executor.binding.mark_edited(self.managed)
 
     def replace_data(self, value: Tensor) -> None:
         remedy = "To change a size, load model.state_dict() into the plain module, change that, and wrap it anew"
@@ -339,7 +308,7 @@ def link_of(parameter: Tensor) -> Link | None:
     return link if isinstance(link, Link) else None
 
 
-def any_link_of(tensor: Tensor) -> ParameterLink[Any] | None:
+def any_link_of(tensor: Tensor) -> ParameterLink | None:
     """The link of a parameter that fetches itself, whoever has its memory, or of its lazy detach; else None."""
     return detached_from(tensor).__dict__.get("_gemini") if hasattr(tensor, "__dict__") else None
 

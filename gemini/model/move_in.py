@@ -7,6 +7,7 @@ can move out again where wrapping fails (`move_out.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.placeholder import dense_stride, set_data
 from gemini.errors import UnsupportedError
-from gemini.executor.masters import round_as_master, write_master
+from gemini.executor.masters import set_weights
 from gemini.memory.freed import Freed
 from gemini.memory.host import HostTier
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
-from gemini.model.built_chunk import built_link_of
+from gemini.model.built_link import built_link_of
 from gemini.placement.demand import WRAPPED_KINDS, ChunkDemand, Demand, Kind, Placement, Tier
 from gemini.ranks.communicator import Communicator
 from optim import HALF_DTYPES
@@ -145,14 +146,14 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
         link = built_link_of(managed.parameter)
         assert link is not None
         with link.store.values(link.managed) as flat:
-            _set_weights(managed, flat)
+            set_weights(managed, flat)
     if given:
         _fill_given(chunk, given, communicator, device, moves)
     moves.originals.update((managed.index, original_of(managed)) for managed in built)
     if built:
         communicator.wait_for_all("chunk at home")
+    let_go(built)
     for managed in built:
-        let_go(managed)
         set_data(managed.parameter, managed.placeholder)
 
 
@@ -175,7 +176,7 @@ def _fill_given(
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
             moves.received.update(originals)
         for managed in given:
-            _set_weights(managed, payload[managed.in_payload])
+            set_weights(managed, payload[managed.in_payload])
         moves.originals |= originals
     except BaseException:
         for managed in given[: len(originals)]:
@@ -189,14 +190,18 @@ def original_of(managed: ManagedParameter) -> Original:
     if link is None:
         return Original(parameter.dtype, parameter.device, None, "")
     built = link.managed
-    return Original(built.chunk.home.dtype, built.chunk.device, link.store, built.name)
+    return Original(built.dtype, built.placeholder.device, link.store, built.name)
 
 
-def let_go(managed: ManagedParameter) -> None:
-    """A parameter whose values have moved leaves the store in which it was built, if it is there. Local."""
-    link = built_link_of(managed.parameter)
-    if link is not None:
-        link.store.let_go(link.managed)
+def let_go(members: Sequence[ManagedParameter]) -> None:
+    """Parameters whose values have moved leave the stores in which they were built, if they are there. Local."""
+    by_store: dict[BuildStore, list[ManagedParameter]] = {}
+    for managed in members:
+        link = built_link_of(managed.parameter)
+        if link is not None:
+            by_store.setdefault(link.store, []).append(link.managed)
+    for store, its in by_store.items():
+        store.let_go(its)
 
 
 def restore(managed: ManagedParameter, original: Original, payload: Tensor) -> None:
@@ -204,15 +209,3 @@ def restore(managed: ManagedParameter, original: Original, payload: Tensor) -> N
     view = managed.view(payload)
     own = torch.empty_strided(managed.shape, managed.stride, dtype=original.dtype, device=original.device)
     set_data(managed.parameter, own.copy_(view))
-
-
-def _set_weights(managed: ManagedParameter, flat: Tensor) -> None:
-    """Homes <- this rank's elements of `flat` (numel,), the weights as given: the master is made before they round."""
-    chunk = managed.chunk
-    home = chunk.homes[Kind.PARAM].flat
-    for piece in managed.home_pieces:
-        values = flat[piece.from_start(managed.offset).in_payload]
-        home[piece.in_shard].copy_(round_as_master(values, chunk.dtype))
-    if Kind.MASTER in chunk.homes:
-        for piece, part in zip(managed.pieces, managed.parts_of(flat), strict=True):
-            write_master(chunk, piece.shard_start, part)

@@ -20,7 +20,7 @@ from gemini.executor.failures import clear_our_frames
 from gemini.executor.masters import whole_master
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
-from gemini.model.built_chunk import built_link_of, refusal
+from gemini.model.built_link import built_link_of, refusal
 from gemini.model.link import any_link_of
 from gemini.model.move_in import Moves, Original, let_go, restore
 from gemini.placement.demand import Kind, Tier
@@ -117,7 +117,7 @@ class MovingOut:
                     self._broadcast(managed, original, source)
                     continue
                 assert original is not None
-                let_go(managed)
+                let_go([managed])
                 exact = Kind.MASTER in chunk.homes and original.dtype is not chunk.dtype
                 if exact not in payloads:
                     payloads[exact] = self._gather(chunk, exact)

@@ -97,7 +97,7 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Fetch what `func` is given, call it, and note what it wrote to."""
     found = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, (ReleasedParameter, LazyDetach))]
     links = [_link(tensor) for tensor in found]
-    by_owner: dict[object, list[ParameterLink[Any]]] = {}
+    by_owner: dict[object, list[ParameterLink]] = {}
     for link in links:
         by_owner.setdefault(link.owner, []).append(link)
     with ExitStack() as stack:
@@ -154,13 +154,13 @@ _OVERWRITES = frozenset(
 # -- functions with an answer of their own
 
 
-def _link(tensor: Tensor) -> ParameterLink[Any]:
+def _link(tensor: Tensor) -> ParameterLink:
     link = any_link_of(tensor)
     assert link is not None
     return link
 
 
-def _link_or_none(value: Any) -> ParameterLink[Any] | None:
+def _link_or_none(value: Any) -> ParameterLink | None:
     return any_link_of(value) if isinstance(value, (ReleasedParameter, LazyDetach)) else None
 
 

@@ -27,7 +27,7 @@ from gemini.memory.tier import MemoryTier
 from gemini.model.aliases import tie_aliases, warn_of_ties
 from gemini.model.arguments import check_module, choose_tiers
 from gemini.model.budgets import read_free
-from gemini.model.built_chunk import built_link_of
+from gemini.model.built_link import built_link_of
 from gemini.model.casting import Casting
 from gemini.model.compiled import never_traced
 from gemini.model.freezing import Freezing

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.placeholder import dense_stride, expanded, placeholder
+from gemini.chunks.chunk import Chunk
+from gemini.chunks.placeholder import placeholder
 from gemini.model.operators import FoundOperator
 from gemini.placement.chunk_facts import ChunkFacts
 from gemini.settings import torch_dtype
@@ -57,22 +57,9 @@ def make_chunks(
             empty = empties[kind] = placeholder(kind, device)
         for name, offset in zip(its.names, its.offsets, strict=True):
             parameter = by_name[name]
-            chunk.parameters.append(
-                ManagedParameter(
-                    name=name,
-                    position=len(chunk.parameters),
-                    offset=offset,
-                    shape=parameter.shape,
-                    stride=dense_stride(parameter),
-                    index=index,
-                    parameter=parameter,
-                    chunk=chunk,
-                    placeholder=expanded(empty, parameter.shape),
-                    requires_grad=parameter.requires_grad,
-                    operator=first_operator[parameter],
-                    has_fractions=trainable and kind in HALF_DTYPES and parameter.dtype is not kind,
-                )
-            )
+            managed = chunk.manage(parameter, name, index, offset, first_operator[parameter], empty)
+            managed.has_fractions = trainable and kind in HALF_DTYPES and parameter.dtype is not kind
+            chunk.raw.append(parameter)
             index += 1
         chunks.append(chunk)
     return chunks

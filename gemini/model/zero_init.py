@@ -26,11 +26,12 @@ from torch.nn.parameter import is_lazy
 
 from gemini.errors import UnsupportedError
 from gemini.memory.live import free_device_bytes
-from gemini.model.arguments import resolve_device
+from gemini.model.arguments import choose_tiers, resolve_device
 from gemini.model.build_store import BuildStore
 from gemini.model.link import any_link_of
 from gemini.model.released import LazyDetach, ReleasedParameter
 from gemini.model.unasked import guard_placeholders
+from gemini.placement.demand import Tier
 from gemini.ranks.exit_report import publish_exit
 from gemini.settings import check_dtype
 from optim import round_master_
@@ -118,7 +119,8 @@ class ZeroInitContext:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if self._shards:
-            self._store = BuildStore(group, self._strategy, self._home_of(), self._device, self._rank_timeout_s)
+            device, _ = choose_tiers(self._device)
+            self._store = BuildStore(group, self._strategy, self._home_of(), device, self._rank_timeout_s)
             self._stack.enter_context(_copying_parameters())
         for handle in (
             register_module_parameter_registration_hook(self._on_parameter),
@@ -210,14 +212,14 @@ class ZeroInitContext:
                 parameter.data = moved
         self._whole = []
 
-    def _home_of(self) -> Callable[[int], torch.device]:
-        device, host = self._device, torch.device("cpu")
-        free_bytes = free_device_bytes(device)
+    def _home_of(self) -> Callable[[int], Tier]:
+        free_bytes = free_device_bytes(self._device)
         if free_bytes is None or self._home == "host":
-            return lambda num_bytes: host
+            return lambda num_bytes: Tier.HOST
         if self._home == "device":
-            return lambda num_bytes: device
-        return lambda num_bytes: device if (free_device_bytes(device) or 0) - num_bytes > free_bytes // 2 else host
+            return lambda num_bytes: Tier.DEVICE
+        half = free_bytes // 2
+        return lambda size: Tier.DEVICE if (free_device_bytes(self._device) or 0) - size > half else Tier.HOST
 
 
 def settle_pending(parameters: list[Tensor]) -> None:

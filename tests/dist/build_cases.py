@@ -18,6 +18,7 @@ from gemini import (
     ShardedOptimizer,
     ZeroInitContext,
 )
+from gemini.placement.demand import Kind
 from optim import HybridAdam
 from sharding import BucketTensorShardStrategy, ChunkShardStrategy, TensorShardStrategy
 from tests import building
@@ -44,7 +45,7 @@ def rank_0s_values_win(rank: int, world_size: int, names: list[str]) -> None:
         assert torch.equal(torch.get_rng_state(), random_numbers), name
         store = context._store
         assert store is not None and store.num_parameters == len(list(model.parameters())), name
-        shards = sum(chunk.home.nbytes for chunk in store._chunks)
+        shards = sum(chunk.homes[Kind.PARAM].flat.nbytes for chunk in store._chunks)
         numel = sum(p.numel() for p in model.parameters() if p.dtype is torch.float32)
         padding = 256 * FP32 * sum(2 + len(chunk.parameters) for chunk in store._chunks)
         assert shards <= numel * FP32 // world_size + padding, (name, shards, numel)

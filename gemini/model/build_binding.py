@@ -1,0 +1,110 @@
+"""What the parameters of a model under construction show, and how writes to them reach the shards.
+
+Random numbers differ by rank, so what counts is what rank 0 wrote: its values are broadcast before they go home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
+from gemini.chunks.placeholder import set_data
+from gemini.executor.binding import Binding
+from gemini.memory.ledger import Traffic
+from gemini.memory.tier import MemoryTier
+from gemini.model.released import ReleasedParameter
+from gemini.placement.demand import Kind
+from gemini.ranks.communicator import Communicator
+
+
+class BuildBinding(Binding):
+    """Of one context. A payload is memory of its own: a view that outlives its chunk's use keeps what it has seen."""
+
+    def __init__(self, device: MemoryTier, host: MemoryTier, communicator: Communicator, carrier: torch.device) -> None:
+        """carrier: the device on which the process group can send."""
+        self.valid: dict[Chunk, set[int]] = {}  # chunks with a payload -> positions whose values are in it
+        super().__init__(self.valid, device, host, Traffic(), ReleasedParameter)
+        self._communicator = communicator
+        self._carrier = carrier
+
+    def show_placeholder(self, managed: ManagedParameter) -> None:
+        """The first one, or another. What autograd has saved of the parameter is stale then: its version says so."""
+        parameter = managed.parameter
+        torch.autograd.graph.increment_version(parameter)
+        parameter.__class__ = nn.Parameter
+        set_data(parameter, managed.placeholder)
+        parameter.__class__ = self.released_class
+
+    def note_left(self, chunk: Chunk) -> None:
+        """All parameters show their placeholders: writes to views of what they were would be lost from now on."""
+        chunk.raw = [managed.parameter for managed in chunk.parameters]
+        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in chunk.versions()]
+        chunk.raw = []
+
+    def open(self, chunk: Chunk, payload: Tensor) -> None:
+        """The chunk gets a payload, whose content is not there yet, and keeps its parameters until `close`. Local."""
+        alive = [(each, p) for each in chunk.parameters if (p := each.reference()) is not None]
+        self.valid[chunk] = set()  # first: what is interrupted in here is closed with the others
+        chunk.parameters, chunk.raw = [each for each, _ in alive], [parameter for _, parameter in alive]
+        is_home = payload is chunk.homes[Kind.PARAM].flat
+        left = self._edits_when_left.pop(chunk.index, None)
+        if left is not None and not is_home:  # what is written to a view of the home is never lost
+            self._edits_when_left[chunk.index] = [left[each.position] for each in chunk.parameters]
+        for position, each in enumerate(chunk.parameters):
+            each.position = position
+        chunk.payload, chunk.resident_views = payload, chunk.views_of(payload)
+        chunk.state = ChunkState.GATHERED
+        if is_home:
+            self.fill(chunk)
+
+    def fill(self, chunk: Chunk) -> None:
+        """All values are in the payload."""
+        self.valid[chunk] = set(range(len(chunk.parameters)))
+
+    def close(self, chunk: Chunk) -> None:
+        """The parameters show their placeholders, and the payload is whoever's has a view of it. Local."""
+        if not chunk.bound:  # an interrupt may have come in the middle of `bind`
+            self.versions[chunk.index], chunk.bound = chunk.versions(), True
+        self.unbind(chunk)
+        chunk.bump_versions()
+        chunk.leave_home()
+        chunk.raw = []
+        self.plain_chunks = [other for other in self.plain_chunks if other is not chunk]
+        self.edited.pop(chunk.index, None)
+        self.valid.pop(chunk, None)
+
+    def part_with(self, chunk: Chunk, gone: Collection[ManagedParameter]) -> None:
+        """Some parameters leave the chunk, which has no edits. Local; may be interrupted and called again."""
+        payload, is_full = chunk.payload, len(self.valid.get(chunk, ())) == len(chunk.raw)
+        if payload is not None:
+            self.close(chunk)
+        chunk.parameters = [each for each in chunk.parameters if each not in gone]
+        if payload is not None and is_full:
+            self.open(chunk, payload)
+            self.fill(chunk)
+
+    def write_parameter(self, managed: ManagedParameter, payload: Tensor) -> None:
+        """Rank 0's edits, on all ranks and at home; a write that failed half way is none. Collective."""
+        if managed.position in self.valid[managed.chunk]:
+            self.spread(managed, payload, 0, f"values of {managed.name}")
+
+    def spread(self, managed: ManagedParameter, payload: Tensor, src: int, what: str) -> None:
+        """The values of rank `src`, on all ranks and at home. Collective."""
+        self.take_values(payload[managed.in_payload], what, src)
+        super().write_parameter(managed, payload)
+
+    def take_values(self, flat: Tensor, what: str | None, src: int = 0) -> None:
+        """flat <- the values of rank `src`. what: None where ranks have agreed on it. Collective."""
+        if self._communicator.world_size > 1:
+            carried = flat.to(self._carrier)
+            self._communicator.broadcast_(carried, what, src)
+            if carried is not flat:
+                flat.copy_(carried)
+
+    def forget_edits(self, managed: ManagedParameter) -> None:
+        """What was written to a parameter that is there is home, or undone. Local."""
+        self.edited.get(managed.chunk.index, set()).discard(managed.position)
+        self.versions[managed.chunk.index][managed.position] = managed.chunk.versions()[managed.position]

@@ -1,0 +1,99 @@
+"""Links of parameters whose model is being built in a `ZeroInitContext`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gemini.chunks.chunk import ManagedParameter
+from gemini.errors import GeminiError, UnsupportedError
+from gemini.executor.snapshots import shares_memory
+from gemini.model.link import ParameterLink, any_link_of
+
+if TYPE_CHECKING:
+    from gemini.model.build_binding import BuildBinding
+    from gemini.model.build_store import BuildStore
+    from gemini.ranks.communicator import Communicator
+
+
+class BuiltLink(ParameterLink):
+    """The link of a parameter whose model is being built."""
+
+    may_be_emptied = True  # and then initialised
+
+    def __init__(self, managed: ManagedParameter, store: BuildStore) -> None:
+        self.managed = managed
+        self.store = store
+        self.guard: RemovableHandle | None = None  # refuses backward, once the context has ended
+
+    @property
+    def owner(self) -> object:
+        return self.store
+
+    def fetched(self, links: Sequence[BuiltLink], overwrites: bool) -> AbstractContextManager[None]:
+        return self.store.fetched([link.managed for link in links], overwrites)
+
+    def gathered(self, links: Sequence[BuiltLink]) -> AbstractContextManager[None]:
+        return self.store.fetched([link.managed for link in links])
+
+    @property
+    def communicator(self) -> Communicator:
+        return self.store.communicator
+
+    @property
+    def binding(self) -> BuildBinding:
+        return self.store.binding
+
+    def spread(self, rank: int) -> None:
+        payload = self.managed.chunk.payload
+        assert payload is not None
+        self.binding.spread(self.managed, payload, rank, f"changes to {self.managed.name}")
+        self.binding.forget_edits(self.managed)
+
+    def undo(self, before: Tensor) -> None:
+        super().undo(before)
+        self.binding.forget_edits(self.managed)
+
+    def before_write_through(self, results: Sequence[Tensor]) -> bool:
+        payload = self.managed.chunk.payload
+        return payload is not None and any(shares_memory(result, payload) for result in results)
+
+    def replace_data(self, value: Tensor) -> None:
+        self.store.replace(self.managed, value)
+
+    def gradient(self) -> Tensor | None:
+        return None
+
+    def assign_gradient(self, value: Tensor) -> None:
+        raise UnsupportedError(f"{self.managed.name!r} cannot be given a gradient before its model is a ShardedModel")
+
+    def discard_gradient(self) -> None:
+        return
+
+    def before_requires_grad(self, value: bool) -> None:
+        return
+
+    def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
+        return self.store.deepcopy(self.managed, memo)
+
+
+def refusal(name: str) -> Callable[[Tensor], NoReturn]:
+    """A hook that a backward through parameter `name` runs into."""
+
+    def refuse(grad: Tensor) -> NoReturn:
+        raise GeminiError(
+            f"backward() reaches parameter {name!r}, which was built in a ZeroInitContext and is sharded: wrap the "
+            "model in ShardedModel(...) and train that"
+        )
+
+    return refuse
+
+
+def built_link_of(parameter: Tensor) -> BuiltLink | None:
+    """The link of a parameter that was built in a `ZeroInitContext` and not wrapped yet; None for any other tensor."""
+    link = any_link_of(parameter)
+    return link if isinstance(link, BuiltLink) else None
