@@ -333,7 +333,7 @@ MUTANTS = [
         "gemini/model/user_hooks.py",
         "        if self._own_id is not None and self._own_id in self:\n",
         "        if False:\n",
-        "tests/test_user_hooks.py",
+        "tests/features/test_user_hooks.py",
     ),
     Mutant(
         "a step uses up what is another optimizer's",

@@ -1,13 +1,15 @@
-"""The user's post-accumulate hooks on wrapped parameters, on one rank or several, beside the plain module's."""
+"""The user's post-accumulate hooks on wrapped parameters, beside the plain module's."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError
 from tests import mlp
+from tests.harness.on_ranks import on_ranks
 from tests.mlp import CHUNK_NUMEL, assert_same, build, loss_of, weights_of
 
 WRAPS: list[dict[str, Any]] = [
@@ -15,6 +17,7 @@ WRAPS: list[dict[str, Any]] = [
     {"model_data_memory": "smallest", "chunk_size": 2 * CHUNK_NUMEL},
     {"tensor_placement_policy": "cpu", "stage": 2, "chunk_size": 100 * CHUNK_NUMEL},
 ]
+everywhere = pytest.mark.parametrize("wrap", WRAPS, ids=str)
 WAYS = ("before", "after", "both")
 
 
@@ -36,7 +39,9 @@ def hooked(way: str, wrap: dict[str, Any], hook: Any, dtype: torch.dtype | None 
     return model
 
 
-def reads_and_changes(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+@everywhere
+def test_hooks_see_and_may_change_this_ranks_gradients(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """A hook sees this rank's own gradient, and what it makes of it is reduced and stepped with."""
     for way in WAYS:
         seen: dict[str, Tensor] = {}
@@ -73,7 +78,11 @@ def reads_and_changes(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
         model.close()
 
 
-def steps(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(1)
+@everywhere
+def test_an_optimizer_may_step_in_a_hook_and_drop_the_gradient(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """An optimizer per parameter that steps in the hook and drops the gradient: the plain module's weights."""
     for way in ("before", "after"):
         module, reference = build(), build()
@@ -100,7 +109,9 @@ def _step_in_hooks(model: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def refused(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", WRAPS[:2], ids=str)
+def test_hooks_that_would_train_ranks_apart_are_refused(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """On several ranks a hook that updates weights, or drops gradients, is refused by name."""
 
     def writes(parameter: Any) -> None:
@@ -122,7 +133,10 @@ def refused(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
         model.close()
 
 
-def removed(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@pytest.mark.filterwarnings("ignore:a backward ended with an exception")
+@on_ranks(1)
+@everywhere
+def test_hooks_are_removed_by_their_handles_and_may_raise(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """Handles remove hooks from before and after wrapping; a hook that raises leaves no gradient behind."""
     calls: list[str] = []
     module = build()
@@ -150,3 +164,44 @@ def removed(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     loss_of(model, 4).backward()
     assert torch.equal(model.layers[0].weight.grad, reference.layers[0].weight.grad)
     model.close()
+
+
+def test_a_hook_sees_the_gradient_of_its_own_backward() -> None:
+    """In plain PyTorch it sees the sum of all micro-batches so far."""
+    seen: list[Tensor] = []
+    model = mlp.wrap()
+    model.layers[1].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    for step in range(2):
+        loss_of(model, step).backward()
+    for step, grad in enumerate(seen):
+        reference = build()
+        loss_of(reference, step).backward()
+        assert torch.equal(grad, reference.layers[1].weight.grad)
+    torch.testing.assert_close(model.layers[1].weight.grad.clone(), seen[0] + seen[1])
+
+
+class Shared(mlp.Mlp):
+    """One layer in two reentrant checkpoints, whose backwards are graph tasks of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layers[0], x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("place", ["cuda", "smallest"])
+def test_a_hook_sees_the_pieces_of_a_gradient_that_plain_pytorch_shows_added_up(place: str) -> None:
+    def hooked(model: Any) -> tuple[list[Tensor], Tensor]:
+        seen: list[Tensor] = []
+        weight = model.layers[0].weight
+        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+        model(mlp.inputs(0).requires_grad_()).square().mean().backward()
+        return seen, weight.grad.clone()
+
+    pieces, gradient = hooked(mlp.wrap(place, make=Shared))
+    sums, reference = hooked(build(Shared))
+    assert torch.equal(gradient, reference)
+    assert len(pieces) == len(sums) == 2
+    assert torch.equal(pieces[0], sums[0])
+    assert torch.equal(pieces[0] + pieces[1], sums[1])
+    assert torch.equal(sums[1], reference)
