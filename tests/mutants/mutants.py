@@ -971,7 +971,7 @@ MUTANTS = [
         "gemini/model/released.py",
         "        return _set_source(self, *args, **kwargs)\n",
         "        return super().set_(*args, **kwargs)\n",
-        "tests/test_parametrizations.py::test_a_parametrization_put_on_after_wrapping_trains_as_in_plain_pytorch"
+        "tests/features/test_parametrizations.py::test_a_parametrization_put_on_after_wrapping_trains_as_in_plain_pytorch"
         "[after it-own with inverse-smallest]",
     ),
     Mutant(
