@@ -32,7 +32,7 @@ MUTANTS = [
         "gemini/chunks/placeholder.py",
         ", _extra_dispatch_keys=_KEYS)",
         ")",
-        "tests/test_whole_weights.py::test_what_would_take_memory_that_moves_is_refused",
+        "tests/features/test_whole_weights.py::test_what_would_take_memory_that_moves_is_refused",
     ),
     Mutant(
         "a released chunk keeps its views bound",

@@ -1,4 +1,4 @@
-"""Ways by which a module's own weights are read and written, each against a plain module, on one rank or several."""
+"""Weights that are read or written through a wrapped module are whole, or the user is told that they are not there."""
 
 import copy
 import io
@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemini import ShardedModel
-from tests.mlp import CHUNK_NUMEL, WIDTH, Mlp, assert_same, build, inputs, weights_of, wrap
+from tests.harness.on_ranks import on_ranks
+from tests.mlp import CHUNK_NUMEL, WIDTH, Mlp, assert_same, build, inputs, loss_of, sharded, weights_of, wrap
 
 
 class Weights(Mlp):
@@ -121,17 +123,21 @@ def _tensors(result: Any) -> Iterator[Tensor]:
             yield leaf.detach().clone()
 
 
-def _released(arguments: dict[str, Any], dtype: torch.dtype | None) -> ShardedModel:
-    model = wrap(make=Weights, dtype=dtype, chunk_size=CHUNK_NUMEL, **arguments)
+def _released(dtype: torch.dtype | None) -> ShardedModel:
+    model = wrap(make=Weights, dtype=dtype, chunk_size=CHUNK_NUMEL)
     with torch.no_grad():  # the last layers are in the slots, the first ones are not
         model(inputs(0, dtype))
     return model
 
 
-def reads_and_writes(rank: int, world_size: int, arguments: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_what_reads_or_writes_weights_does_what_it_does_to_plain_ones(
+    rank: int, world_size: int, dtype: torch.dtype | None
+) -> None:
     """Each has the results, and leaves the weights, that it has of a plain module."""
     reference = build(Weights) if dtype is None else build(Weights).to(dtype)
-    model = _released(arguments, dtype)
+    model = _released(dtype)
     wrong = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch advises against torch.tensor(tensor); masters of numpy's edits
@@ -153,9 +159,10 @@ def reads_and_writes(rank: int, world_size: int, arguments: dict[str, Any], dtyp
     model.close()
 
 
-def refusals(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+def test_what_would_take_memory_that_moves_is_refused(rank: int, world_size: int) -> None:
     """What cannot work raises, by name where Python sees it, and changes nothing."""
-    model = _released(arguments, None)
+    model = _released(None)
     told: list[str] = []
     for name, refused in REFUSED.items():
         with torch.no_grad():
@@ -170,3 +177,49 @@ def refusals(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     assert len(unnamed) == 1, unnamed  # torch's own, of swap_tensors
     assert_same(weights_of(model), dict(build(Weights).state_dict()))
     model.close()
+
+
+def test_a_traced_module_computes_with_the_weights_wherever_they_are() -> None:
+    """TorchScript holds the parameters themselves, and asks nobody about them."""
+    model = wrap("cpu")
+    model(inputs(0))
+    traced = torch.jit.trace(model.module, inputs(0))
+    assert torch.equal(traced(inputs(1)), build()(inputs(1)))
+
+
+def test_a_model_wrapped_and_read_in_inference_mode_has_its_weights() -> None:
+    module, reference = build(), build()
+    with torch.inference_mode():
+        model = ShardedModel(module, device="emulated", tensor_placement_policy="cpu")
+        assert torch.equal(model(inputs(0)), reference(inputs(0)))
+        assert torch.equal(torch.asarray(model.layers[0].weight.detach()), reference.layers[0].weight)
+
+
+def test_a_gradient_is_data_for_a_new_tensor() -> None:
+    model, _ = sharded()
+    loss_of(model).backward()
+    reference = build()
+    loss_of(reference).backward()
+    with pytest.warns(UserWarning, match="copy construct"):
+        got = torch.tensor(model.layers[0].weight.grad)
+    assert torch.equal(got, reference.layers[0].weight.grad)
+
+
+def test_an_operation_that_would_write_to_a_placeholder_is_refused() -> None:
+    model = wrap()
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match=r"'layers\.0\.weight'"):
+        model.layers[0].weight.detach_().zero_()
+
+
+def test_a_capsule_of_a_weight_itself_has_placeholders() -> None:
+    """`to_dlpack` takes the memory and asks nobody."""
+    weight = wrap().layers[0].weight
+    assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).isnan().all()
+    assert torch.equal(torch.from_dlpack(weight.detach()), build().layers[0].weight)
+
+
+def test_a_saved_whole_state_loads_after_refusals() -> None:
+    model, file = wrap(), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    build().load_state_dict(torch.load(file))
