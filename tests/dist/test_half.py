@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import half, wide_values
+from tests import half
 from tests.dist.parity_cases import train_many
 from tests.dist.ranks import RankPool
 from tests.dist.test_parity import wanted_on
@@ -102,8 +102,3 @@ def test_the_loss_scale_of_twenty_steps(ranks: RankPool) -> None:
         assert torch.equal(torch.stack(losses), torch.stack(its_losses))
         assert scales == its_scales
         assert len(set(scales)) > 1
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_fp32_values_reach_the_masters_unrounded(ranks: RankPool, stage: int) -> None:
-    ranks(2).run(wide_values.masters_are_the_values, {"stage": stage, "dtype": torch.bfloat16})

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, state_hash
 from tests import mlp
+from tests.harness.on_ranks import on_ranks
 
 
 def _load(model: ShardedModel, values: dict[str, Tensor]) -> None:
@@ -43,8 +45,16 @@ WAYS: list[Callable[[ShardedModel, dict[str, Tensor]], None]] = [
     *(_load, _load_inside, _load_a_part, _load_beside, _copy, _copy_data)
 ]
 
+AT_STAGES: list[dict[str, Any]] = [{"stage": stage, "dtype": torch.bfloat16} for stage in (0, 2, 3)]
+OFFLOADED: list[dict[str, Any]] = [
+    {"dtype": torch.bfloat16, "tensor_placement_policy": "cpu"},
+    {"dtype": torch.float16, "tensor_placement_policy": "cpu", "reuse_fp16_shard": True},
+]
 
-def masters_are_the_values(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("wrap", [*AT_STAGES, *OFFLOADED], ids=str)
+def test_fp32_values_reach_the_masters_unrounded(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """After a step, so that masters and moments are not what they were made as; and the next step goes on from them."""
     hashes = set()
     for way in WAYS:
