@@ -80,7 +80,7 @@ def test_hooks_see_and_may_change_this_ranks_gradients(rank: int, world_size: in
 
 @on_ranks(1)
 @everywhere
-def test_an_optimizer_may_step_in_a_hook_and_drop_the_gradient(
+def test_an_optimizer_may_step_in_a_hook_and_drop_its_gradient(
     rank: int, world_size: int, wrap: dict[str, Any]
 ) -> None:
     """An optimizer per parameter that steps in the hook and drops the gradient: the plain module's weights."""
