@@ -23,7 +23,6 @@ from rich.table import Table
 from benchmarks.cpu_cases import Case, build, ours, plain
 from benchmarks.launch import RankFailed, run_ranks
 from gemini import ShardedModel
-from gemini.executor.accumulate import AccumulateAndReduce
 
 STEPS = 10
 WARM_UP = 3
@@ -63,10 +62,7 @@ def profile(rank: int, world_size: int, tiny: bool, budget_bytes: int) -> dict[s
     executor = case.model.executor
     clock.around(executor.fetcher, "fetch", "fetch_ahead", "settle")
     clock.around(executor.gradients, "on_gradient", "before_touch", "end_backward")
-    accumulation = executor.gradients.accumulation
-    assert isinstance(accumulation, AccumulateAndReduce)
-    clock.around(accumulation, "reduce")
-    clock.around(accumulation.reducer, "finish")
+    clock.around(executor.gradients.accumulation, "reduce", "_finish")
     clock.around(
         executor.communicator.collectives,
         *("start_all_gather", "start_reduce_scatter", "all_reduce_sum_", "all_reduce_max_", "check"),

@@ -144,21 +144,15 @@ class ChunkGradient:
 
     # -- transitions
 
-    def become(
-        self,
-        state: GradState,
-        *,
-        slot: Slot | None = None,
-        spilled: Tensor | None = None,
-        content: Content | None = None,
-    ) -> None:
+    def become(self, state: GradState, held: Slot | Tensor | None = None, content: Content | None = None) -> None:
         """The local gradient is elsewhere. Raises RuntimeError for a step that no gradient makes.
 
-        slot: given if and only if it is IN_SLOT, with the chunk's views in it. spilled: the same for SPILLED.
+        held: the slot of one that is IN_SLOT, with the chunk's views in it; the host memory of one that is SPILLED.
         content: what a payload that is opened holds; one that moves keeps what it has.
         """
         self._check(self.state, state)
-        if ((slot is None), (spilled is None)) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
+        slot, spilled = (held, None) if isinstance(held, Slot) else (None, held)
+        if (slot is None, spilled is None) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
             raise RuntimeError(f"chunk {self.chunk.index}: a gradient that is {state.value} has other memory than that")
         if state is GradState.REDUCING:
             self.expects = [None] * len(self.fired)

@@ -34,21 +34,18 @@ class GradMemory:
         self.traffic = traffic
         self.observer = observer
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
-        self.pools: tuple[SlotPool, SlotPool] | None = None
+        self.pools: tuple[SlotPool, ...] = ()  # of the regular and the oversize slots
         self._keeps_whole = keeps_whole
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not on the way to the other ranks
 
     def open_pools(self, regular: tuple[int, int], oversize: tuple[int, int]) -> None:
         """(bytes, count) of both sizes."""
-        self.pools = (
-            SlotPool(self.device, regular[0], regular[1], "gradient slots"),
-            SlotPool(self.device, oversize[0], oversize[1], "gradient slots"),
-        )
+        self.pools = tuple(SlotPool(self.device, *each, "gradient slots") for each in (regular, oversize))
 
     def take_slots(self) -> None:
         """The memory of all gradient slots. Raises BudgetError."""
-        for pool in self.pools or ():
+        for pool in self.pools:
             pool.fill()
 
     def add(self, chunk: Chunk) -> None:
@@ -57,7 +54,7 @@ class GradMemory:
 
     def give_back(self) -> None:
         """Between steps: no chunk has a gradient any more. Slots and what was taken beside the homes are given back."""
-        for pool in self.pools or ():
+        for pool in self.pools:
             pool.close()
         for gradient in self.gradients.values():
             late = None if Kind.GRAD in gradient.chunk.homes else gradient.home  # of one that began without a home
@@ -71,7 +68,6 @@ class GradMemory:
         """The gradient can only be opened in a slot, and none is free."""
         if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
             return False
-        assert self.pools is not None
         return self.pools[gradient.chunk.oversize].free() is None
 
     def open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
@@ -100,7 +96,7 @@ class GradMemory:
         if slot is None:
             gradient.become(GradState.AT_HOME, content=content)
             return
-        gradient.become(GradState.IN_SLOT, slot=slot, content=content)
+        gradient.become(GradState.IN_SLOT, slot, content)
         self._num_open += 1
         self.peak_open = max(self.peak_open, self._num_open)
 
@@ -132,7 +128,6 @@ class GradMemory:
         """The payload's content is not needed any more."""
         self._num_open -= gradient.state in (GradState.IN_SLOT, GradState.SPILLED)
         if gradient.slot is not None:
-            assert self.pools is not None
             self.pools[gradient.chunk.oversize].vacate(gradient.slot)
         if gradient.spilled is not None:
             self.host.give(gradient.spilled, "spilled gradients")
@@ -140,7 +135,13 @@ class GradMemory:
 
     def _slot_for(self, gradient: ChunkGradient) -> Slot:
         """A slot with views of the chunk's parameters, which is the chunk's from now on."""
-        slot, chunk = self._free_slot(gradient), gradient.chunk
+        chunk = gradient.chunk
+        pool = self.pools[chunk.oversize]
+        slot = pool.free()
+        if slot is None:
+            # Complete ones only wait to be reduced. Of the others, backward reaches the first of the model last.
+            holders = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
+            slot = self._spill(max(holders, key=lambda g: (g.num_fired == g.expected, -g.chunk.index)), gradient)
         assert slot.buffer is not None
         if chunk.index not in slot.views:
             payload = slot.buffer[: chunk.payload_bytes].view(chunk.dtype)
@@ -148,20 +149,9 @@ class GradMemory:
         slot.chunk = chunk.index
         return slot
 
-    def _free_slot(self, wanted: ChunkGradient) -> Slot:
-        assert self.pools is not None
-        pool = self.pools[wanted.chunk.oversize]
-        slot = pool.free()
-        if slot is not None:
-            return slot
-        open_chunks = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
-        # complete ones wait for their turn; of the others the first in the model gets its next gradient last
-        victim = max(open_chunks, key=lambda g: (g.num_fired == g.expected, -g.chunk.index))
-        return self._spill(victim, wanted)
-
     def _spill(self, victim: ChunkGradient, wanted: ChunkGradient) -> Slot:
         """Move an open payload to the host, unreduced: `wanted` needs its slot. Local to this rank: no collective."""
-        assert victim.slot is not None and victim.payload is not None and self.pools is not None
+        assert victim.slot is not None and victim.payload is not None
         try:
             buffer = self.host.take(victim.chunk.payload_bytes, "spilled gradients")
         except BudgetError as error:
@@ -175,7 +165,7 @@ class GradMemory:
             copy(buffer, victim.payload.view(torch.uint8), self.host, self.device, self.traffic)
             self.device.synchronize()
         slot = victim.slot
-        victim.become(GradState.SPILLED, spilled=buffer)
+        victim.become(GradState.SPILLED, buffer)
         self.pools[victim.chunk.oversize].vacate(slot)
         return slot
 
@@ -189,7 +179,7 @@ class GradMemory:
             copy(payload.view(torch.uint8), spilled, self.device, self.host, self.traffic)
             self.device.synchronize()
         self.host.give(spilled, "spilled gradients")
-        gradient.become(GradState.IN_SLOT, slot=slot)
+        gradient.become(GradState.IN_SLOT, slot)
 
     def widen(self, gradient: ChunkGradient, backward: int) -> None:
         """From the second micro-batch on a 16-bit shard is added up in fp32; its room is kept for later steps.
@@ -228,10 +218,9 @@ class GradMemory:
         return Home(tier, buffer, buffer.view(dtype))
 
     def forget(self, gradient: ChunkGradient) -> None:
-        """The step consumed the gradient, or it was discarded."""
+        """The step consumed the gradient, or it was discarded. Its flags are written by the caller."""
         if gradient.state is not GradState.CLOSED:
             self.close(gradient)
-        gradient.got[:] = gradient.agreed[:] = bytes(len(gradient.got))
         if gradient.is_reduced:
             gradient.become_reduced(ReducedState.NONE)
         if gradient.is_behind:

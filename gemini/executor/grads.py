@@ -15,15 +15,14 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.gradient import ChunkGradient
-from gemini.executor.accumulate import AccumulateAndReduce, AccumulateInPlace, Accumulation
+from gemini.executor.accumulate import AccumulateInPlace, Accumulation
 from gemini.executor.arrivals import Arrivals, Waiting
 from gemini.executor.grad_homes import GradHomes
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.leftovers import Becomes, Leftovers
-from gemini.executor.reduce import GradReducer
+from gemini.executor.reduce import AccumulateAndReduce
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
-from gemini.executor.unsynced import UnsyncedSums
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
 
@@ -48,13 +47,12 @@ class GradStore:
         self.shared = shared
         self.scratch = scratch
         self._homes = homes = GradHomes(memory, shared)
+        parts = memory, homes, scratch, communicator
         self.accumulation: Accumulation
         if communicator.world_size == 1:
-            self.accumulation = AccumulateInPlace(memory, homes, scratch, communicator)
+            self.accumulation = AccumulateInPlace(*parts)
         else:
-            reducer = GradReducer(memory, homes, shared, scratch, communicator, stage)
-            unsynced = UnsyncedSums(memory, homes, scratch, communicator, stage)
-            self.accumulation = AccumulateAndReduce(memory, reducer, unsynced, communicator, next_use, stage)
+            self.accumulation = AccumulateAndReduce(*parts, shared, next_use, stage)
         self.arrivals = Arrivals(memory, self.accumulation)
         self.leftovers = Leftovers(memory, homes, shared)
         self.num_backwards = 0  # since the last step
@@ -217,13 +215,8 @@ class GradStore:
             for gradient in self.memory.gradients.values():
                 for parameter in gradient.chunk.raw:  # an interrupted backward may have left what no hook took
                     _set_grad(parameter, None)
-        for pool in self.memory.pools or ():
+        for pool in self.memory.pools:
             pool.empty()
         self.scratch.renew()
         self.shared.start_anew()
         self.reset_order()
-
-    @property
-    def device(self) -> torch.device:
-        """Where payloads are."""
-        return self.memory.device.device

@@ -1,4 +1,7 @@
-"""The reduction of one chunk's gradient: it goes to the other ranks, and the mean into its home.
+"""Gradients of several ranks: each chunk's goes to the other ranks, and the mean into its home.
+
+Which gradients a rank gets, and when, may depend on its data. Collectives may not: all ranks reduce a chunk at the same
+point (see placement/reduction_order.py), and at the end of a backward whatever is open on any rank.
 
 A reduction is only started at first. It is finished when the next one starts, when its slot is wanted, or when the
 backward ends. The mean is made in fp32 (fp64 for fp64) and rounded once, to the dtype in which the gradient rests.
@@ -6,19 +9,25 @@ backward ends. The mean is made in fp32 (fp64 for fp64) and rounded once, to the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gemini.chunks.gradient import ChunkGradient
+from gemini.chunks.gradient import ChunkGradient, GradState, UnsyncedState
+from gemini.executor.accumulate import Accumulation
+from gemini.executor.completion import Completion
 from gemini.executor.grad_homes import GradHomes
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
+from gemini.executor.unsynced import UnsyncedSums
 from gemini.observe import Moving
+from gemini.placement.next_use import NextUse
+from gemini.placement.reduction_order import ReductionOrder
 from gemini.ranks.communicator import Communicator
+from gemini.ranks.position import Phase
 
 
 @dataclass
@@ -31,41 +40,129 @@ class _InFlight:
     moving: Moving
 
 
-@dataclass(eq=False)
-class GradReducer:
-    """Reduces one gradient at a time over several ranks."""
+class AccumulateAndReduce(Accumulation):
+    """Several ranks: every chunk's gradient is reduced as soon as all of them have it, in one order.
 
-    memory: GradMemory
-    homes: GradHomes
-    shared: SharedHomes
-    scratch: Scratch
-    communicator: Communicator
-    stage: int
-    _in_flight: _InFlight | None = None
+    Where backward gathers parameters, ranks reduce before a certain fetch. Where it does not, the order of reductions
+    is all that they share.
+    """
 
-    def start(self, gradient: ChunkGradient, backward: int) -> None:
+    knows_all = False
+
+    def __init__(
+        self,
+        memory: GradMemory,
+        homes: GradHomes,
+        scratch: Scratch,
+        communicator: Communicator,
+        shared: SharedHomes,
+        next_use: NextUse,
+        stage: int,
+    ) -> None:
+        super().__init__(memory, homes, scratch, communicator)
+        self._shared = shared
+        self._next_use = next_use
+        self._stage = stage
+        self._unsynced = UnsyncedSums(memory, homes, scratch, communicator, stage)
+        self._completion = Completion(memory, communicator)
+        self._in_flight: _InFlight | None = None
+        self._gathers_in_backward = False  # until there is a placement
+        self._next_in_order = 0
+        self._off_plan = False  # something came late or early: record again
+        self.reset_order()
+
+    def note_placement(self, is_resident: bool) -> None:
+        """See `Accumulation`."""
+        self._gathers_in_backward = self._stage == 3 and not is_resident
+
+    def reset_order(self) -> None:
+        """See `Accumulation`."""
+        self._order = ReductionOrder(list(self._memory.gradients))
+
+    def begin_backward(self) -> None:
+        """See `Accumulation`."""
+        super().begin_backward()
+        self._order.begin()
+        self._completion.begin()
+        self._next_in_order = 0
+        self._off_plan = False
+
+    def make_way(self, gradient: ChunkGradient) -> None:
+        """See `Accumulation`. What is in flight may be this chunk's, or hold the last slot."""
+        if gradient.state is GradState.REDUCING or self._memory.lacks_slot(gradient):
+            self._finish()
+
+    def arrived(self, gradient: ChunkGradient, backward: int) -> None:
+        """See `Accumulation`."""
+        index, order = gradient.chunk.index, self._order
+        order.last_fire[index] = self._next_use.position
+        if gradient.num_fired >= gradient.expected:
+            self._completion.note(index)
+        if index in self._reduced:
+            self._off_plan = gradient.in_pieces = True
+        elif gradient.num_fired == gradient.expected:
+            order.fired.append(index)
+            if self.synchronizes and not self._gathers_in_backward:
+                self._reduce_in_order(backward)
+
+    def _reduce_in_order(self, backward: int) -> None:
+        """Reduce what is complete and whose turn it is. Ranks may be at different operators here. Collective."""
+        order, position = self._order.order, self._communicator.position
+        before = position.now
+        position.set(0, Phase.BACKWARD)
+        while self._next_in_order < len(order):
+            gradient = self._memory.gradients[order[self._next_in_order]]
+            if not gradient.is_open or gradient.num_fired != gradient.expected:
+                break
+            self.reduce(gradient, backward)
+            self._next_in_order += 1
+        position.now = before
+
+    def due(self) -> Sequence[int]:
+        """See `Accumulation`. Fetches are points that all ranks share if backward gathers parameters."""
+        if not (self._gathers_in_backward and self.synchronizes):
+            return ()
+        if self._next_use.follows and self._order.at_touch is not None:
+            recorded = self._order.at_touch.get(self._next_use.position, ())
+            return [index for index in recorded if index not in self._reduced]
+        return self._completion.agree()
+
+    def reduce(self, gradient: ChunkGradient, backward: int) -> None:
+        """See `Accumulation`. It is started only."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._finish()
+            self._reduced.add(gradient.chunk.index)
+            self._completion.end(gradient.chunk.index)
+            if gradient.is_behind:
+                self._unsynced.reduce(gradient, backward)
+                return
+            self._memory.open(gradient, backward)
+            self._memory.complete(gradient)
+            self._start(gradient, backward)
+
+    def _start(self, gradient: ChunkGradient, backward: int) -> None:
         """Send the open payload to the other ranks; its mean is one of backward number `backward`. Collective.
 
         The reduction in flight must be finished: both use the same scratch.
         """
-        self.scratch.reset()
-        moving = self.memory.moving(gradient, self.communicator.position.here, blocks=2)
+        self._scratch.reset()
+        moving = self._memory.moving(gradient, self._communicator.position.here, blocks=2)
         with moving:
             gathered = self._launch(gradient)
         self._in_flight = _InFlight(gradient, gathered, backward, moving)
-        if self.stage == 0:
-            self.finish()
+        if self._stage == 0:
+            self._finish()
 
     def _launch(self, gradient: ChunkGradient) -> Callable[[], Tensor]:
         """What is returned waits for the mean. Collective."""
-        chunk, payload, scratch = gradient.chunk, gradient.payload, self.scratch
+        chunk, payload, scratch = gradient.chunk, gradient.payload, self._scratch
         assert payload is not None
-        self.shared.before_reduction(chunk)
+        self._shared.before_reduction(chunk)
         rests_as_is = chunk.gradient_dtype is chunk.dtype
         whole = payload
-        if self.stage == 0 and not rests_as_is:
+        if self._stage == 0 and not rests_as_is:
             whole = scratch.take(chunk.numel, chunk.gradient_dtype)
-        in_place = payload is gradient.whole or self.stage == 0
+        in_place = payload is gradient.whole or self._stage == 0
         if in_place and len(chunk.layout.units) == 1:
             begin = chunk.layout.slices(chunk.rank)[0].payload_start
             out = whole[begin : begin + chunk.layout.shard_numel]
@@ -73,27 +170,97 @@ class GradReducer:
             out = scratch.take(chunk.layout.shard_numel, chunk.gradient_dtype)
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.take(chunk.numel, chunk.travel_dtype).copy_(payload)
-        finish = self.communicator.start_reduce_scatter(payload, chunk.layout, out, chunk.index, scratch.take)
-        self.memory.leave(gradient)
+        finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out, chunk.index, scratch.take)
+        self._memory.leave(gradient)
 
         def gathered() -> Tensor:
             finish()
-            if self.stage > 0:
+            if self._stage > 0:
                 return out
-            self.communicator.all_gather(whole, out, chunk.layout, chunk.index)
+            self._communicator.all_gather(whole, out, chunk.layout, chunk.index)
             return whole
 
         return gathered
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Wait for the reduction in flight, if any, and merge its result. Local: launches nothing but at stage 0."""
         if self._in_flight is None:
             return
         flight, self._in_flight = self._in_flight, None
         with torch.inference_mode(False), torch.no_grad(), flight.moving:
-            self.homes.merge(flight.gradient, flight.gathered(), flight.backward)
-            self.memory.close(flight.gradient)
+            self._homes.merge(flight.gradient, flight.gathered(), flight.backward)
+            self._memory.close(flight.gradient)
 
-    def forget(self) -> None:
-        """The one in flight has failed on the way."""
+    def end_backward(self, backward: int) -> None:
+        """See `Accumulation`. Ranks agree on the points of the next backward too, if this one left the plan."""
+        gradients, order = list(self._memory.gradients.values()), self._order
+        if not self.synchronizes:
+            for gradient in gradients:
+                if gradient.is_open:
+                    self._unsynced.keep(gradient, backward)
+                elif not gradient.is_behind:
+                    gradient.become_unsynced(UnsyncedState.ELSEWHERE)
+            self.awaits_reduction = True
+            order.note_unsynced(as_expected=self._next_use.follows or not self._gathers_in_backward)
+            return
+        if self._gathers_in_backward:
+            off = self._off_plan or not self._next_use.follows
+        else:
+            off = self._off_plan or tuple(order.fired) != order.order
+            for index in order.order[self._next_in_order :]:
+                self.reduce(self._memory.gradients[index], backward)
+        is_off = self._reduce_the_rest("end of backward", backward, off or order.at_touch is None)
+        self._finish()
+        if not is_off:
+            return
+        self._agree_on_points()
+        for gradient in gradients:
+            # Not where ranks use different parameters each time: a gradient that came late on some ranks only would be
+            # added up in another order than that of ranks.
+            if backward == 1 and not gradient.chunk.is_chosen:
+                gradient.expect_what_came()
+
+    def catch_up(self, backward: int) -> None:
+        """See `Accumulation`."""
+        if self.awaits_reduction:
+            self._reduce_the_rest("unsynced gradients", backward)
+
+    def _reduce_the_rest(self, when: str, backward: int, off: bool = False) -> bool:
+        """Reduce what is open or unsynced on any rank; whether one of them is `off` its plan. Collective.
+
+        Which parameters have a gradient on any rank travels along, so that `.grad is None` is the same answer on
+        all ranks and costs no collective of its own.
+        """
+        gradients = list(self._memory.gradients.values())
+        own = bytearray([off, *(g.is_open or g.unsynced_state is UnsyncedState.HELD for g in gradients)])
+        for gradient in gradients:
+            own += gradient.got
+        words = torch.frombuffer(own, dtype=torch.uint8).to(self._memory.device.device)
+        self._communicator.all_reduce_max_(words, when)
+        agreed: bytes = words.cpu().numpy().tobytes()
+        start = len(gradients) + 1
+        for number, gradient in enumerate(gradients):
+            end = start + len(gradient.got)
+            gradient.agreed[:] = agreed[start:end]
+            start = end
+            if agreed[number + 1]:
+                self.reduce(gradient, backward)
+            if gradient.is_behind:
+                gradient.become_unsynced(UnsyncedState.NONE)
+        self.awaits_reduction = False
+        return bool(agreed[0])
+
+    def _agree_on_points(self) -> None:
+        order = self._order
+        points = [order.last_fire[i] for i in order.chunks]
+        both = torch.tensor(points + order.ranking(), dtype=torch.int64, device=self._memory.device.device)
+        self._communicator.all_reduce_max_(both, "points of reduction")
+        agreed: list[int] = both.tolist()
+        order.adopt(agreed[: len(points)], agreed[len(points) :])
+
+    def forget(self, has_zeros: bool) -> None:
+        """See `Accumulation`. What one rank alone knows to have had a gradient is agreed on where zeros are needed."""
         self._in_flight = None
+        self._completion.note_all()
+        is_behind = any(gradient.is_behind for gradient in self._memory.gradients.values())
+        self.awaits_reduction = is_behind or (has_zeros and self.awaits_reduction)

@@ -298,6 +298,6 @@ class ShardedModel(PlainView):
         self._hooks.remove()
         self._copies.remove()
         self.executor.fetcher.close()
-        for pool in self.executor.gradients.memory.pools or ():
+        for pool in self.executor.gradients.memory.pools:
             pool.close()
         self.executor.communicator.close()

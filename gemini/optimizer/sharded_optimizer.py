@@ -170,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._clipping.requested = checked, norm_type
             summary = self._summarize(norm_type)
             self._clipping.saw(summary)
-        self.grad_norm = norm_tensor(self._true_norm(summary), self.model.executor.gradients.device)
+        self.grad_norm = norm_tensor(self._true_norm(summary), self.model.executor.fetcher.device.device)
         return self.grad_norm
 
     @torch.no_grad()
@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clipping.forget()
         self._num_steps += 1
         norm = self._true_norm(summary)
-        self.grad_norm = norm_tensor(norm, executor.gradients.device)
+        self.grad_norm = norm_tensor(norm, executor.fetcher.device.device)
         ungrouped = self._chunk_states.ungrouped()
         updated = [chunk for chunk in self._chunk_states.trained if any(self._updates.steps(chunk, summary))]
         skipped = None

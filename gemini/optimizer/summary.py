@@ -75,7 +75,7 @@ def summarize(
     for its in sums.values():
         for index in its.non_finite():
             words[index] += _NON_FINITE
-    device, communicator = executor.gradients.device, executor.communicator
+    device, communicator = executor.fetcher.device.device, executor.communicator
     limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
     both = torch.cat([limbs, torch.tensor(words + bits, dtype=torch.int64)]).to(device)
@@ -105,7 +105,7 @@ def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dic
 
 def compare_settings(executor: Executor, settings: str) -> None:
     """As `summarize`, for a step whose gradients were looked at before its settings were final. Collective."""
-    bits = torch.tensor(_bits_of(settings), dtype=torch.int64, device=executor.gradients.device)
+    bits = torch.tensor(_bits_of(settings), dtype=torch.int64, device=executor.fetcher.device.device)
     executor.communicator.all_reduce_sum_(bits, "the optimizer's settings")
     _refuse_other_settings(executor.communicator, settings, bits.tolist())
 

@@ -309,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
-        "gemini/executor/accumulate.py",
+        "gemini/executor/reduce.py",
         "            for index in order.order[self._next_in_order :]:",
         "            for index in ():",
         PAIRS,
@@ -365,7 +365,7 @@ MUTANTS = [
     ),
     Mutant(
         "each rank knows of its own gradients only",
-        "gemini/executor/accumulate.py",
+        "gemini/executor/reduce.py",
         "            gradient.agreed[:] = agreed[start:end]\n",
         "            gradient.agreed[:] = gradient.got\n",
         "tests/dist/test_gradients.py::test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank",
@@ -722,7 +722,7 @@ MUTANTS = [
     ),
     Mutant(
         "experts' gradients are expected as they came last time",
-        "gemini/executor/accumulate.py",
+        "gemini/executor/reduce.py",
         "if backward == 1 and not gradient.chunk.is_chosen:",
         "if backward == 1:",
         "tests/dist/test_parity.py::test_experts_that_only_some_ranks_use_are_added_up_in_rank_order",
