@@ -118,6 +118,16 @@ class Session:
             parameter.requires_grad_(True)
         self.train()
 
+    def freeze_and_use_each(self) -> None:
+        for parameter in self.parameters:
+            parameter.requires_grad_(False)
+            parameter.norm()
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
+            parameter.norm()
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.zero_grad()
+
     def copy(self) -> None:
         copy.deepcopy(self.model)
 
@@ -132,6 +142,7 @@ USES = (
     "use_each_parameter",
     "use_each_gradient",
     "freeze_and_train",
+    "freeze_and_use_each",
     "copy",
 )
 

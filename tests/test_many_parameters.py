@@ -26,6 +26,6 @@ def test_no_function_runs_more_than_twice_as_often_for_twice_the_layers(argument
 
 @pytest.mark.parametrize("arguments", [{}, {"chunk_size": 2**20}], ids=["searched", "one chunk"])
 def test_a_chunk_of_many_parameters_is_wrapped_and_trained_in_proportion(arguments: dict[str, Any]) -> None:
-    """Who uses one parameter of a chunk binds all of them, so loops over single parameters are left out here."""
+    """What gathers or loads a single parameter looks at its whole chunk: loops of that are left out here."""
     loops = ("load_into_module", "use_each_parameter")
     assert growing_phases(16, [use for use in USES if use not in loops], **arguments) == {}

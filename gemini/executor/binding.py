@@ -9,7 +9,8 @@ before anything reads the home. Writes through the parameter raise its version c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,22 @@ class Binding:
                 f"parameter {lost!r} was written to through a view that was taken before it left the device; the write "
                 "is lost. Write to the parameter itself, or take the view anew"
             )
+
+    def shows_payload(self, chunk: Chunk) -> bool:
+        """The chunk's parameters are views of its payload of now, plain or not."""
+        return chunk.bound and chunk.index not in self._edits_when_left
+
+    @contextmanager
+    def plain(self, touched: Iterable[ManagedParameter]) -> Iterator[None]:
+        """Inside, parameters of bound chunks are plain; of the others of their chunks nothing changes."""
+        covered = [each.parameter for each in touched if type(each.parameter) is self.released_class]
+        for parameter in covered:
+            parameter.__class__ = nn.Parameter
+        try:
+            yield
+        finally:
+            for parameter in covered:
+                parameter.__class__ = self.released_class
 
     def cover(self) -> None:
         """All parameters become self-fetching again; those of chunks in a slot or at home stay bound."""

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
 from gemini.errors import GeminiError
 from gemini.executor.arrivals import Waiting
 from gemini.executor.calls import Call, other_thread
@@ -54,7 +54,7 @@ class Executor:
         self.check_backward: Callable[[], None] = lambda: None  # may refuse one before anything has happened
         self.settle_flags: Callable[[], None] = lambda: None  # of parameters: memory follows them
         self.settle_unfrozen: Callable[[], None] = lambda: None  # if one was unfrozen: a graph is about to be built
-        self.flags_touched = False  # since they were settled; a plain parameter's flag may change without it
+        self.flags_raised: set[int] = set()  # parameters whose flags were raised since, but while they were plain
         self._staying = Staying(self.chunks, fetcher)
         self.note_placement()
         fetcher.on_touch = gradients.before_touch
@@ -131,7 +131,7 @@ class Executor:
         recomputing = self.is_recomputing()
         if not recomputing and not (self.fetcher.in_step and self.calls.depth()):
             self.failures.find(module)
-        if self.flags_touched:
+        if self.flags_raised:
             with self.publishing():
                 self._settle_outside()
         return self.calls.enter(module, operator, recomputing)
@@ -164,37 +164,36 @@ class Executor:
         checkpointing's hooks are the only ones that meet it, and keep a view of its slot. The leaf that backward is
         in stays plain: touching it would be a collective, at a point that differs by rank.
         """
-        if self.fetcher.in_step:
-            return
-        if self.is_recomputing():
+        if self.is_recomputing() and not self.fetcher.in_step:
             for chunk in chunks:
                 if chunk.plain and chunk.may_leave and chunk not in self._underway.leaf:
                     self.binding.cover_chunk(chunk)
-        elif not self.calls.by_thread:
+        elif not self.fetcher.in_step and not self.calls.by_thread:
             self.binding.cover()
 
     @contextmanager
-    def touching(self, chunks: Sequence[Chunk], operator: int) -> Iterator[None]:
+    def touching(self, touched: Sequence[ManagedParameter], operator: int) -> Iterator[None]:
         """A function uses parameters outside their operators. Collective where parameters are sharded."""
-        fetcher = self.fetcher
         self.failures.find()
         if not self.calls.num_forwards and not self.is_recomputing():
             self.recover()
         pinned = self._underway.begin_touch()
         before = self.position.now
         self.position.set(operator, Phase.TOUCH)
-        if self.flags_touched:
-            self._settle_outside()
+        self._settle_outside()
         bound: list[Chunk] = []
+        # in a step a chunk is made plain once; in a loop over parameters outside, each time only what is used
+        alone = not (self.fetcher.in_step or self.calls.by_thread or self.is_recomputing())
         try:
-            for chunk in chunks:
-                fetcher.fetch(chunk)
+            for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
+                self.fetcher.fetch(chunk)
                 chunk.pins += 1
                 pinned.append(chunk)
-                if not chunk.plain:
+                if not chunk.plain and not (alone and self.binding.shows_payload(chunk)):
                     self.binding.bind(chunk)
                     bound.append(chunk)
-            yield
+            with self.binding.plain(touched):
+                yield
         finally:
             self._underway.end_touch(pinned)
             self.position.now = before
@@ -202,7 +201,7 @@ class Executor:
 
     def _settle_outside(self) -> None:
         inside = self.calls.by_thread or self.gradients.in_backward or self.is_recomputing()
-        if torch.is_grad_enabled() and not inside:
+        if self.flags_raised and torch.is_grad_enabled() and not inside:
             self.settle_unfrozen()
 
     # -- backward

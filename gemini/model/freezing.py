@@ -63,16 +63,20 @@ class Freezing:
         if flags != self._flags:
             with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
                 self._change(flags)
-        self._executor.flags_touched = False
+        self._executor.flags_raised.clear()
 
     def settle_unfrozen(self) -> None:
         """`settle` if something was unfrozen, which a graph that is about to be built needs memory for.
 
-        What was only frozen keeps its gradient memory until the next forward: it may be trained again by then.
+        What was only frozen keeps its gradient memory until the next forward: it may be trained again by then. Only
+        flags that were raised since are looked at, as this may follow each of them.
         """
-        if any(now and not before for now, before in zip(self._flags_now(), self._flags, strict=True)):
+        raised = self._executor.flags_raised
+        with torch._C.DisableTorchFunctionSubclass():
+            is_unfrozen = any(_requires_grad(self._parameters[index]) and not self._flags[index] for index in raised)
+        if is_unfrozen:
             self.settle()
-        self._executor.flags_touched = False
+        raised.clear()
 
     def take_state(self, wanted: Mapping[int, frozenset[Kind]]) -> None:
         """Memory for the state of frozen chunks, by chunk index, into which a state dict is loaded. Collective.

@@ -199,9 +199,8 @@ class Link(ParameterLink):
 
     def _touch(self, links: Sequence[Link], stack: ExitStack) -> None:
         """What the user does with the parameters and fails in is no failure of ours: that is not published."""
-        chunks = sorted({link.managed.chunk.index for link in links})
         with self.executor.publishing(), unseen():
-            touched = [self.executor.chunks[i] for i in chunks]
+            touched = [link.managed for link in links]
             stack.enter_context(self.executor.touching(touched, self.managed.operator))
 
     @contextmanager
@@ -283,7 +282,8 @@ class Link(ParameterLink):
         set_grad(self, None)
 
     def before_requires_grad(self, value: bool) -> None:
-        self.executor.flags_touched = True  # memory follows, see freezing.py
+        if value:
+            self.executor.flags_raised.add(self.managed.index)  # memory follows, see freezing.py
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter, whole, in host memory. Collective."""
