@@ -37,7 +37,34 @@ def on_ranks(*world_sizes: int, soak: Sequence[int] = (), timeout_s: float = 60.
     """
     sizes = [pytest.param(size, id=_id_of(size)) for size in world_sizes]
     sizes += [pytest.param(size, id=_id_of(size), marks=pytest.mark.soak) for size in soak]
+    return _decorator(pytest.mark.parametrize("world_size", sizes).mark, timeout_s)
 
+
+def on_ranks_with(
+    name: str,
+    values: dict[int, Sequence[Any]],
+    soak: dict[int, Sequence[Any]] | None = None,
+    ids: Callable[[Any], str] = str,
+    timeout_s: float = 60.0,
+) -> Callable[[Case], Case]:
+    """Like `on_ranks`, for a test of which each world size runs other cases, such as fewer on more ranks.
+
+    Args:
+        name: of the argument.
+        values: what it is, by world size.
+        soak: what else it is in `-m soak`; values that always run may be among these.
+        ids: an id for a value.
+        timeout_s: of one case on several ranks.
+    """
+    params = [pytest.param(n, value, id=f"{_id_of(n)}-{ids(value)}") for n in values for value in values[n]]
+    for n, more in (soak or {}).items():
+        for value in more:
+            if value not in values.get(n, ()):
+                params.append(pytest.param(n, value, id=f"{_id_of(n)}-{ids(value)}", marks=pytest.mark.soak))
+    return _decorator(pytest.mark.parametrize(("world_size", name), params).mark, timeout_s)
+
+
+def _decorator(parameters_mark: pytest.Mark, timeout_s: float) -> Callable[[Case], Case]:
     def decorate(case: Case) -> Case:
         parameters = list(inspect.signature(case).parameters.values())
         if [parameter.name for parameter in parameters[:2]] != ["rank", "world_size"]:
@@ -55,11 +82,10 @@ def on_ranks(*world_sizes: int, soak: Sequence[int] = (), timeout_s: float = 60.
                 ranks(world_size).run(name, timeout_s=timeout_s, **arguments)
 
         test.case = case  # type: ignore[attr-defined]
-        ranks = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = inspect.Signature([ranks, *parameters[1:]])  # type: ignore[attr-defined]
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([fixture, *parameters[1:]])  # type: ignore[attr-defined]
         # `wraps` shares the list of marks. World sizes stand first in ids, wherever the decorator stands.
-        marks = [pytest.mark.parametrize("world_size", sizes).mark, *getattr(case, "pytestmark", ())]
-        test.pytestmark = marks  # type: ignore[attr-defined]
+        test.pytestmark = [parameters_mark, *getattr(case, "pytestmark", ())]  # type: ignore[attr-defined]
         return test
 
     return decorate

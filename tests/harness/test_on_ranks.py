@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.ranks import Ranks, RankTimeout
-from tests.harness.on_ranks import gathered, on_ranks
+from tests.harness.on_ranks import gathered, in_soak, on_ranks, on_ranks_with
 
 
 def is_soak(param: Any) -> bool:
@@ -33,6 +33,11 @@ def test_parameters_may_stand_above_too(rank: int, world_size: int, number: int)
     assert (rank < world_size, number) == (True, 5)
 
 
+@on_ranks_with("number", {1: [1, 2], 2: [2]}, soak={2: [1, 2], 3: [4]})
+def test_world_sizes_may_have_values_of_their_own(rank: int, world_size: int, number: int) -> None:
+    assert gathered(number) == [number] * world_size
+
+
 @on_ranks(1, 2)
 def test_every_world_size_starts_from_the_same_seed(rank: int, world_size: int) -> None:
     drawn = torch.rand(())
@@ -46,6 +51,12 @@ def test_ids_name_the_world_size_first_and_soak_ones_are_marked() -> None:
     sizes = marks[0].args[1]
     assert [param.id for param in sizes] == ["1rank", "2ranks", "3ranks"]
     assert [is_soak(param) for param in sizes] == [False, False, True]
+    own = test_world_sizes_may_have_values_of_their_own.pytestmark[0].args[1]  # type: ignore[attr-defined]
+    assert [(*param.values, is_soak(param)) for param in own] == [
+        *((1, 1, False), (1, 2, False), (2, 2, False), (2, 1, True), (3, 4, True))
+    ]
+    assert [param.id for param in own] == ["1rank-1", "1rank-2", "2ranks-2", "2ranks-1", "3ranks-4"]
+    assert all(is_soak(param) for param in in_soak(1, 2))
     above = test_parameters_may_stand_above_too.pytestmark  # type: ignore[attr-defined]
     assert [mark.args[0] for mark in above] == ["world_size", "number"]
 
