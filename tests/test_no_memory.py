@@ -10,6 +10,7 @@ from gemini import BudgetError, ShardedModel, ShardedOptimizer, SlotError
 from gemini.memory.accelerator import AcceleratorTier
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
+from tests.features.test_access import FewSlots
 from tests.mlp import (
     CHUNK_NUMEL,
     adam,
@@ -21,7 +22,6 @@ from tests.mlp import (
     train_step,
     weights_of,
 )
-from tests.test_access import FewSlots
 
 TOO_MANY_BYTES = 2**55
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, clip_grad_norm_, state_hash
 from optim import HybridAdam
-from tests import access
 from tests.mlp import (
     LAYERS,
     PLACES,
@@ -127,12 +126,7 @@ def test_discarding_one_parameters_gradient_leaves_the_others(place: str) -> Non
     assert_same(weights_of(model), weights_of(reference))
 
 
-# ---- 2: edits never reach the master, or the next forward --------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrap", access.WRAPS + access.HALF, ids=str)
-def test_edits_of_whole_parameters_reach_the_next_forward_the_master_and_the_next_steps(wrap: dict[str, Any]) -> None:
-    access.edits_survive(0, 1, wrap)
+# ---- 2: edits never reach the master, or the next forward: see tests/features/test_access.py ---------------------
 
 
 # ---- 4: unfreezing after initialisation silently never trains ----------------------------------------------------

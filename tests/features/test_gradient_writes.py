@@ -1,15 +1,23 @@
-"""Writes to `.grad` between backward and step, on one rank or several, beside the same writes in plain PyTorch."""
+"""Writes to `.grad` between backward and step, beside the same writes in plain PyTorch."""
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gemini
 from tests import access, mlp
-from tests.gradients import wrapped
+from tests.access import STAGES, WRAPS, wrapped
+from tests.harness.on_ranks import gathered, on_ranks, on_ranks_with
 from tests.live_storages import LiveStorages
+
+# Of each world size a sample, and all of them in the long run.
+ALL = [*WRAPS, {"chunk_size": 2048}]
+SAMPLES = {1: ALL[2:], 2: [WRAPS[0], WRAPS[5]]}
+on_two = on_ranks_with("wrap", SAMPLES, soak={2: ALL, 3: ALL}, timeout_s=120)
+on_three = on_ranks_with("wrap", {**SAMPLES, 3: WRAPS[3:4]}, soak={2: ALL, 3: ALL}, timeout_s=120)
 
 
 def _set_data(p: Any) -> None:
@@ -79,7 +87,8 @@ def same_gradients(pair: access.Pair, what: str) -> None:
         assert parameter.grad.stride() == wanted.grad.stride(), what
 
 
-def writes(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_two
+def test_writes_reach_the_step(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """What a loop does to gradients between backward and step it does to those that the step uses."""
     pair = access.Pair(world_size, wrap)
     for step, (what, write) in enumerate(WRITES.items()):
@@ -103,7 +112,10 @@ def writes(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def micro_batches(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_three
+def test_writes_between_micro_batches_and_gradients_that_no_backward_made(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """A write between two backwards is added to; gradients that no backward made are stepped with."""
     pair = access.Pair(world_size, wrap)
     pair.backward(0)
@@ -130,7 +142,8 @@ def micro_batches(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def clips(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_three
+def test_torchs_clipping(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """torch's own clipping. Its norm is a sum in fp32, whose order torch may choose: a few units of 2**-24."""
     pair = access.Pair(world_size, wrap)
     close = {"rtol": 1e-6, "atol": 0.0}
@@ -148,7 +161,8 @@ def clips(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def one_at_a_time(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_torchs_clipping_holds_one_gradient_at_a_time(rank: int, world_size: int) -> None:
     """torch's clipping needs room for one whole gradient and for what is made of it, not for all of the model's."""
     model, optimizer = wrapped(lambda: mlp.Mlp(layers=16), {})
     mlp.loss_of(model).backward()
@@ -165,7 +179,8 @@ def one_at_a_time(rank: int, world_size: int) -> None:
     model.close()
 
 
-def after_our_clip(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_three
+def test_writes_after_the_optimizers_own_clip(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """What optimizer.clip_grad_norm_() clipped is shown clipped, and is not clipped by another norm after a write."""
     pair = access.Pair(world_size, wrap)
     for step in range(3):
@@ -183,13 +198,32 @@ def after_our_clip(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def each_rank_its_own(rank: int, world_size: int, wrap: dict[str, Any]) -> dict[str, Tensor]:
-    """Ranks that write different values (noise) keep one model: each one's part of the gradient counts."""
-    model, optimizer = wrapped(access.Odd, wrap)
-    model(torch.ones(2, 7)).square().mean().backward()
-    for parameter in model.parameters():
-        parameter.grad.add_(torch.full_like(parameter, float(1 + rank)))  # type: ignore[union-attr]
-    optimizer.step()
-    weights = mlp.weights_of(model)
-    model.close()
-    return weights
+@on_ranks(2)
+def test_ranks_that_write_different_values_keep_one_model(rank: int, world_size: int) -> None:
+    """As noise does: each rank's part of the gradient counts. Equal on all ranks, and at all stages."""
+    weights = []
+    for wrap in STAGES[:4]:
+        model, optimizer = wrapped(access.Odd, wrap)
+        model(torch.ones(2, 7)).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad.add_(torch.full_like(parameter, float(1 + rank)))  # type: ignore[union-attr]
+        optimizer.step()
+        weights.append(mlp.weights_of(model))
+        model.close()
+    for each in (each for of_rank in gathered(weights) for each in of_rank):
+        mlp.assert_same(each, weights[0])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_writes_in_every_grad_mode(mode: Any) -> None:
+    pair = access.Pair(1, {})
+    pair.backward(0)
+    factor = torch.tensor(2.0, requires_grad=True)
+    with mode():
+        for parameter, wanted in pair.both():
+            parameter.grad.mul_(factor)
+            parameter.grad.unsqueeze(-1)[:1].zero_()
+            wanted.grad = wanted.grad * 2
+            wanted.grad.unsqueeze(-1)[:1].zero_()
+    same_gradients(pair, mode.__name__)
+    pair.step()

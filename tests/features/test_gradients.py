@@ -1,4 +1,4 @@
-"""What `.grad` is after backward, on one rank or several, beside a plain model with the mean of all gradients."""
+"""What `.grad` is after backward, beside a plain model with the mean of all gradients."""
 
 import copy
 from typing import Any
@@ -8,20 +8,18 @@ import torch
 from torch import Tensor, nn
 
 import gemini
-from gemini import DivergenceError, GeminiError, ShardedModel, ShardedOptimizer, UnsupportedError
+from gemini import DivergenceError, GeminiError, ShardedModel, UnsupportedError
 from tests import access, mlp
+from tests.access import WRAPS, wrapped
+from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.mlp import CHUNK_NUMEL, WIDTH, build
 
-STAGES: list[dict[str, Any]] = [
-    {"stage": stage, "tensor_placement_policy": policy}
-    for stage, policy in ((0, "cuda"), (1, "cpu"), (2, "cuda"), (3, "cuda"), (3, "cpu"))
-]
-WRAPS: list[dict[str, Any]] = [*STAGES, {"model_data_memory": "smallest"}, {"shard_strategy": "tensor"}]
 FP16: list[dict[str, Any]] = [
     {"dtype": torch.float16, "reuse_fp16_shard": reuse, "tensor_placement_policy": policy}
     for reuse, policy in ((False, "cuda"), (True, "cuda"), (True, "cpu"))
 ]
 SCALE = 2.0**10
+ALL = [*WRAPS, {"chunk_size": 2048}]
 
 
 class Chooses(nn.Module):
@@ -50,15 +48,6 @@ class Branches(mlp.Mlp):
         return x + torch.tanh(self.layers[1](x))
 
 
-def wrapped(make: Any, wrap: dict[str, Any], **arguments: Any) -> tuple[ShardedModel, ShardedOptimizer]:
-    wrap = {"chunk_size": CHUNK_NUMEL, **wrap}
-    if wrap.get("model_data_memory") == "smallest":
-        del wrap["model_data_memory"]
-        wrap["model_data_memory"] = mlp.smallest_budget(make, **wrap)
-    model = ShardedModel(build(make), device="emulated", **wrap)
-    return model, ShardedOptimizer(model, mlp.adam(model.parameters()), **arguments)
-
-
 def names_with_gradient(model: ShardedModel) -> list[str]:
     """Every answer to `.grad is None` is local: ranks that ask in different orders do not meet."""
     names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
@@ -72,7 +61,10 @@ def of(*modules: str) -> list[str]:
     return [f"{module}.{name}" for module in modules for name in ("weight", "bias")]
 
 
-def idle(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks_with("wrap", {1: WRAPS, 2: WRAPS[::5], 3: WRAPS[2:3]}, soak={2: ALL, 3: ALL}, timeout_s=120)
+def test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """Who has no gradient on any rank answers None on every rank, whatever its chunk holds."""
     model, optimizer = wrapped(Branches, {"chunk_size": 3 * CHUNK_NUMEL, **wrap})
     net = model.module
@@ -102,7 +94,8 @@ def idle(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     model.close()
 
 
-def asked_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_one_rank_may_ask_what_a_gradient_is_without_reading_it(rank: int, world_size: int) -> None:
     """`.grad is None` and the metadata of a gradient are no collective: one rank may look at them alone."""
     model, optimizer = wrapped(Branches, {})
     mlp.loss_of(model).backward()
@@ -121,7 +114,8 @@ def asked_on_one_rank(rank: int, world_size: int) -> None:
     model.close()
 
 
-def reads(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks_with("wrap", {1: ALL[2:], 2: [WRAPS[0], WRAPS[5]]}, soak={2: ALL, 3: ALL}, timeout_s=120)
+def test_functions_that_only_read_a_gradient(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """Functions that only read; what was read of a view is there on the rank that looks at it alone."""
     pair = access.Pair(world_size, wrap)
     pair.backward(0)
@@ -155,7 +149,8 @@ def reads(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     pair.model.close()
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_cannot_be_written_is_refused_and_changes_nothing(rank: int, world_size: int) -> None:
     pair = access.Pair(world_size, {})
     first, bias = pair.model.first.weight, pair.model.first.bias
     bias.requires_grad_(False)
@@ -180,7 +175,11 @@ def refused(rank: int, world_size: int) -> None:
     pair.model.close()
 
 
-def unscaled(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("wrap", FP16, ids=str)
+def test_fp16_gradients_are_seen_and_set_without_the_loss_scale(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
     """fp16: gradients are seen and set without the loss scale, in fp32, so that torch's clipping clips to its norm."""
     (model, optimizer), plain = wrapped(mlp.Mlp, wrap, initial_scale=SCALE), build(mlp.Mlp).half()
     assert optimizer.loss_scale == SCALE
@@ -204,14 +203,15 @@ def unscaled(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     model.close()
 
 
-def one_gives_a_gradient(rank: int, world_size: int) -> str:
-    """Rank 1 alone gives a parameter a gradient. What every rank is told."""
+@on_ranks(2)
+def test_a_gradient_that_one_rank_alone_gives_is_an_error_on_all(rank: int, world_size: int) -> None:
     model, optimizer = wrapped(Branches, {})
     mlp.loss_of(model).backward()
-    try:
+
+    def gives_and_steps() -> None:
         if rank == 1:
             model.layers[2].weight.grad = torch.ones(WIDTH, WIDTH)
         optimizer.step()
-    except DivergenceError as error:
-        return str(error)
-    return ""
+
+    with pytest.raises(DivergenceError, match="ranks took different ways"):
+        gives_and_steps()
