@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -17,18 +19,20 @@ from gemini.executor.scratch import Scratch
 from gemini.ranks.communicator import Communicator
 
 
+@dataclass(eq=False, repr=False)
 class Accumulation:
     """What the gradient store asks of either way. `backward` counts the backwards of a step."""
 
-    knows_all = True  # what came to this rank says all about a gradient
-    synchronizes = True  # False inside no_sync()
-    awaits_reduction = False  # backwards under no_sync() have left some gradients; equal on all ranks
+    _memory: GradMemory
+    _homes: GradHomes
+    _scratch: Scratch
+    _communicator: Communicator
 
-    def __init__(self, memory: GradMemory, homes: GradHomes, scratch: Scratch, communicator: Communicator) -> None:
-        self._memory = memory
-        self._homes = homes
-        self._scratch = scratch
-        self._communicator = communicator
+    knows_all: ClassVar = True  # what came to this rank says all about a gradient
+
+    def __post_init__(self) -> None:
+        self.synchronizes = True  # False inside no_sync()
+        self.awaits_reduction = False  # backwards under no_sync() have left some gradients; equal on all ranks
         self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
 
     def note_placement(self, is_resident: bool) -> None:
@@ -43,7 +47,6 @@ class Accumulation:
 
     def arrived(self, gradient: ChunkGradient, backward: int) -> None:
         """Some of the chunk's gradients were copied into its payload. Collective if it is now its turn."""
-        raise NotImplementedError
 
     def due(self) -> Sequence[int]:
         """Before a fetch in backward: the chunks that all ranks reduce now, by index. Collective while recording."""
@@ -51,11 +54,9 @@ class Accumulation:
 
     def reduce(self, gradient: ChunkGradient, backward: int) -> None:
         """Mean over ranks of a chunk's open gradient (zeros if this rank has none), into its home. Collective."""
-        raise NotImplementedError
 
     def end_backward(self, backward: int) -> None:
         """Reduce what is open on any rank. Collective."""
-        raise NotImplementedError
 
     def catch_up(self, backward: int) -> None:
         """Reduce what no_sync() has left. Collective if there is something."""

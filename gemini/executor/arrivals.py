@@ -56,7 +56,7 @@ class Arrivals:
         self._memory = memory
         self._accumulation = accumulation
         self._waiting: dict[int, Waiting] = {}  # by chunk index
-        self._begun: list[int] = []  # chunks of which gradients wait, longest first
+        self.begun: list[int] = []  # chunks of which gradients wait until the backward ends at most, longest first
         self._late: list[int] = []  # those that may wait after the backward
 
     def waiting_of(self, chunk: Chunk) -> Waiting:
@@ -80,7 +80,7 @@ class Arrivals:
             self._late.append(index)
         else:
             self._waiting[index].due = gradient.expected
-            self._begun.append(index)
+            self.begun.append(index)
         return True
 
     def _may_be_late(self, gradient: ChunkGradient) -> bool:
@@ -102,16 +102,12 @@ class Arrivals:
 
     def longest(self) -> int | None:
         """The chunk whose gradients have waited longest, if more wait than may."""
-        return self._begun[0] if len(self._begun) > _MAX_WAITING else None
-
-    def all_waiting(self) -> list[int]:
-        """Chunks of which gradients wait, but for those that may do so after the backward."""
-        return list(self._begun)
+        return self.begun[0] if len(self.begun) > _MAX_WAITING else None
 
     def collect(self, gradient: ChunkGradient, backward: int) -> bool:
         """Take over the chunk's gradients that wait; False if none does."""
         chunk = gradient.chunk
-        its = next((some for some in (self._begun, self._late) if chunk.index in some), None)
+        its = next((some for some in (self.begun, self._late) if chunk.index in some), None)
         if its is None:
             return False
         its.remove(chunk.index)
@@ -191,7 +187,7 @@ class Arrivals:
 
     def drop(self) -> None:
         """Whatever waits is discarded: autograd would add the next gradients to it."""
-        self._begun.clear()
+        self.begun.clear()
         self._late.clear()
         for index, waiting in self._waiting.items():
             if waiting.arrived and index in self._memory.gradients:

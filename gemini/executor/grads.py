@@ -111,7 +111,7 @@ class GradStore:
         self.collect_late()
 
     def _collect_begun(self) -> None:
-        for index in self.arrivals.all_waiting():
+        for index in list(self.arrivals.begun):
             self._collect(index)
 
     def collect_late(self) -> None:
@@ -134,11 +134,6 @@ class GradStore:
         self.accumulation.end_backward(self.num_backwards)
 
     # -- between backward and step
-
-    @property
-    def awaits_reduction(self) -> bool:
-        """Backwards under no_sync() have left gradients that `catch_up` reduces. Equal on all ranks."""
-        return self.accumulation.awaits_reduction
 
     def catch_up(self) -> None:
         """Before gradients are read or used: do what was put off. Collective, if backwards ran under no_sync()."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,15 +19,11 @@ from torch import Tensor
 from gemini.chunks.gradient import ChunkGradient, GradState, UnsyncedState
 from gemini.executor.accumulate import Accumulation
 from gemini.executor.completion import Completion
-from gemini.executor.grad_homes import GradHomes
-from gemini.executor.grad_memory import GradMemory
-from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.executor.unsynced import UnsyncedSums
 from gemini.observe import Moving
 from gemini.placement.next_use import NextUse
 from gemini.placement.reduction_order import ReductionOrder
-from gemini.ranks.communicator import Communicator
 from gemini.ranks.position import Phase
 
 
@@ -40,6 +37,7 @@ class _InFlight:
     moving: Moving
 
 
+@dataclass(eq=False, repr=False)
 class AccumulateAndReduce(Accumulation):
     """Several ranks: every chunk's gradient is reduced as soon as all of them have it, in one order.
 
@@ -47,24 +45,17 @@ class AccumulateAndReduce(Accumulation):
     is all that they share.
     """
 
-    knows_all = False
+    _shared: SharedHomes
+    _next_use: NextUse
+    _stage: int
 
-    def __init__(
-        self,
-        memory: GradMemory,
-        homes: GradHomes,
-        scratch: Scratch,
-        communicator: Communicator,
-        shared: SharedHomes,
-        next_use: NextUse,
-        stage: int,
-    ) -> None:
-        super().__init__(memory, homes, scratch, communicator)
-        self._shared = shared
-        self._next_use = next_use
-        self._stage = stage
-        self._unsynced = UnsyncedSums(memory, homes, scratch, communicator, stage)
-        self._completion = Completion(memory, communicator)
+    knows_all: ClassVar = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = self._memory, self._homes, self._scratch, self._communicator
+        self._unsynced = UnsyncedSums(*parts, self._stage)
+        self._completion = Completion(self._memory, self._communicator)
         self._in_flight: _InFlight | None = None
         self._gathers_in_backward = False  # until there is a placement
         self._next_in_order = 0

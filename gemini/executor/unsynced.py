@@ -27,7 +27,7 @@ from gemini.settings import dtype_of
 from sharding import ALIGNMENT, Piece, ShardLayout, Unit, pieces_within
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class UnsyncedSums:
     """The sums of one model, on several ranks."""
 

@@ -102,7 +102,7 @@ def has_gradient(link: Link) -> bool:
     if not gradients.in_backward:
         with link.executor.publishing():
             gradients.catch_up()
-    elif gradients.awaits_reduction:
+    elif gradients.accumulation.awaits_reduction:
         raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
     else:
         gradients.collect_all()
