@@ -135,7 +135,7 @@ def _facts(model: ShardedModel) -> dict[str, Any]:
         "host_peak_bytes": host.ledger.peak_bytes,
         "fetches": model.observer.num_fetches,
         "evictions": model.observer.counts["evict"],
-        "bytes_by_link": dict(model._traffic.bytes_by_link),
+        "bytes_by_link": dict(model._memory.transfer.traffic.bytes_by_link),
         "bytes_sent": executor.communicator.collectives.bytes_sent,
         "memory_report": model.memory_report(),
     }

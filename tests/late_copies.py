@@ -1,109 +1,194 @@
-"""A device that lags behind, on the CPU: copies between host and device happen when the host waits for them.
+"""A device on which every copy between host and device is late: it is made when its ticket is waited for, not before.
 
-Until then the host's side of a copy to it reads as NaN and must stay so, what a copy from it will read must stay as it
-is, and neither may be given back, nor, if it is a temporary, die. The device sees its copies in order, as a stream
-does. Whoever reads, writes or frees the host's side too early is found without a GPU.
+Each copy runs on a stream of its own, and tickets are all that orders them. Until the host has waited for a copy to the
+host, its target reads as NaN there and must stay so. Until then the source of a copy from the host must stay, and
+neither may be given back nor, if it is a temporary, die. The same holds on the device's side until `wait_on_stream`. A
+copy may use what another one uses only behind its ticket. So whoever reads, writes or frees memory too early is found
+without a GPU, even where a single stream would still have ordered it.
 """
 
-import sys
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gemini.memory import tier as tiers
+from gemini.memory import transfer
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
-from gemini.memory.ledger import Traffic
-from gemini.memory.tier import MemoryTier
+from gemini.memory.region import Region, Ticket
+from gemini.placement.demand import Tier
 from tests import half
 
 _POISON = 0xFF  # a NaN in every float dtype
 _use_count = torch._C._storage_Use_Count
+_numbers = count()
+
+
+class LateCopy:
+    """One copy, and its ticket. Its read or write is over when whoever is on that side has waited for it."""
+
+    def __init__(self, lane: LateLane, to: Region, source: Region, behind: Sequence[Ticket]) -> None:
+        self.number = next(_numbers)
+        self.lane = lane
+        self.to_host = to.tier is Tier.HOST
+        self.behind = [each for each in behind if isinstance(each, LateCopy) and not each.is_over]
+        self.target: Tensor | None = to.flat.detach()  # None: the write is over
+        self.source: Tensor | None = source.flat.detach()  # None: the read is over
+        with lane.as_seen_by(self):
+            self.value = self.source.to(self.target.dtype, copy=True)
+            self.wanted = self.source.clone()
+
+    @property
+    def is_over(self) -> bool:
+        return self.source is None and self.target is None
+
+    def all_before(self) -> list[LateCopy]:
+        """Those that are over when this one is; itself is the last."""
+        found, todo = {self}, [self]
+        while todo:
+            todo += (new := [each for each in todo.pop().behind if each not in found])
+            found.update(new)
+        return sorted(found, key=lambda each: each.number)
+
+    def implies(self, earlier: Ticket) -> bool:
+        return earlier in self.all_before()
+
+    def wait(self) -> None:
+        for each in self.all_before():
+            each.check_owners()
+            each.end()
+
+    def order(self) -> None:
+        for each in self.all_before():
+            each.check_owners()
+            each.end_read() if each.to_host else each.end_write()
+
+    def device_side(self) -> Tensor | None:
+        return self.source if self.to_host else self.target
+
+    def host_side(self) -> Tensor | None:
+        return self.target if self.to_host else self.source
+
+    def check_owners(self) -> None:
+        for tensor in (self.source, self.target):
+            if tensor is not None:
+                what = f"{tensor.numel()} elements of {tensor.dtype}"
+                assert self.lane.has_other_owners(tensor), f"{what} died before a copy from or to them was done"
+
+    def end(self) -> None:
+        self.end_read()
+        self.end_write()
+
+    def end_read(self) -> None:
+        if self.source is not None:
+            self.check_read()
+            self.source = None
+
+    def end_write(self) -> None:
+        if self.target is not None:
+            target, what = self.target, f"{self.target.numel()} elements of {self.target.dtype}"
+            self.target = None
+            assert bool((_bits(target) == _POISON).all()), f"{what} were written to before a copy to them was done"
+            target.copy_(self.value)
+            self.lane.poison()  # a later copy may go to a part of it
+
+    def check_read(self) -> None:
+        assert self.source is not None
+        what = f"{self.source.numel()} elements of {self.source.dtype}"
+        same = torch.equal(_bits(self.source), _bits(self.wanted))
+        assert same, f"{what} were written to before a copy from them was done"
+
+
+class LateLane:
+    """The copies of one model."""
+
+    def __init__(self) -> None:
+        self.copies: list[LateCopy] = []  # that are not over
+        self.num_late = 0
+
+    def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> LateCopy:
+        self.copies = [each for each in self.copies if not each.is_over]
+        for each in self.copies:  # a temporary that died is found while there is a model to blame
+            each.check_owners()
+        late = LateCopy(self, to, source, behind)
+        assert late.target is not None and late.source is not None
+        known = late.all_before()
+        for each in self.copies:
+            both = late.source, late.target
+            of_target = each.target is not None and any(_overlap(each.target, used) for used in both)
+            of_source = each.source is not None and _overlap(each.source, late.target)
+            if of_target or of_source:
+                assert each in known, f"a copy of {late.value.nbytes} bytes is not behind one that uses the same memory"
+            if of_source:
+                with self.as_seen_by(each):
+                    each.end_read()
+        self.copies.append(late)
+        self.num_late += 1
+        self.poison()
+        return late
+
+    @contextmanager
+    def as_seen_by(self, late: LateCopy) -> Iterator[None]:
+        """Inside, what a copy is behind is done."""
+        for each in late.all_before():
+            if each is not late and each.target is not None:
+                each.target.copy_(each.value)
+        yield
+        self.poison()
+
+    def poison(self) -> None:
+        for each in self.copies:
+            if each.target is not None:
+                _bits(each.target).fill_(_POISON)
+
+    def has_other_owners(self, tensor: Tensor) -> bool:
+        """Another tensor than those of the copies has the storage."""
+        storage = tensor.untyped_storage()._cdata
+        sides = (side for each in self.copies for side in (each.source, each.target) if side is not None)
+        ours = sum(side.untyped_storage()._cdata == storage for side in sides)
+        return _use_count(storage) > ours + _ONE_MORE
 
 
 @dataclass
 class LateCopies:
     """The copies of the models that are built after `install`."""
 
-    writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (on the host, what it will hold)
-    reads: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (on the host, what it must still hold)
-    num_late: int = 0  # so far
+    lanes: list[LateLane] = field(default_factory=list)
+
+    @property
+    def num_late(self) -> int:
+        return sum(lane.num_late for lane in self.lanes)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = tiers.copy
-        for name, module in list(sys.modules.items()):
-            if name.startswith("gemini.") and getattr(module, "copy", None) is original:
-                monkeypatch.setattr(module, "copy", self._copy)
-        monkeypatch.setattr(EmulatedTier, "synchronize", lambda tier: self.settle())
-        give = HostTier.give
+        monkeypatch.setattr(transfer, "lane_of", lambda device: self._lane())
+        for tier, side in ((HostTier, LateCopy.host_side), (EmulatedTier, LateCopy.device_side)):
+            monkeypatch.setattr(tier, "give", self._checked(tier.give, side))
 
-        def checked(tier: HostTier, buffer: Tensor, kind: str) -> None:
-            busy = [kept for kept, _ in (*self.writes, *self.reads) if _overlap(kept, buffer)]
+    def _lane(self) -> LateLane:
+        self.lanes.append(LateLane())
+        return self.lanes[-1]
+
+    def _checked(self, give: Callable[..., None], side: Callable[[LateCopy], Tensor | None]) -> Callable[..., None]:
+        def checked(tier: Any, buffer: Tensor, kind: str) -> None:
+            sides = [found for lane in self.lanes for each in lane.copies if (found := side(each)) is not None]
+            busy = any(_overlap(found, buffer) for found in sides)
             assert not busy, f"{buffer.nbytes} bytes of {kind} were given back before a copy from or to them was done"
             give(tier, buffer, kind)
 
-        monkeypatch.setattr(HostTier, "give", checked)
+        return checked
 
     def settle(self) -> None:
-        """The host has waited for the device."""
-        writes, reads = self.writes, self.reads
-        self.writes, self.reads = [], []
-        for kept, _ in (*writes, *reads):
-            assert _has_other_owners(kept), (
-                f"{kept.nbytes} bytes on the host died before a copy from or to them was done"
-            )
-        for target, _ in writes:
-            untouched = bool((_bits(target) == _POISON).all())
-            assert untouched, f"{target.numel()} elements were written to before the device had written them"
-        for target, value in writes:
-            target.copy_(value)
-        self._check(reads)
-
-    def _copy(
-        self, target: Tensor, source: Tensor, target_tier: MemoryTier, source_tier: MemoryTier, traffic: Traffic
-    ) -> None:
-        to_host, from_host = target_tier.name == "host", source_tier.name == "host"
-        if to_host == from_host:
-            target.copy_(source)
-            return
-        traffic.copied(source_tier.name, target_tier.name, source.nbytes)
-        self.num_late += 1
-        with self._as_the_device_sees_it():
-            if from_host:
-                target.copy_(source)
-                self.reads.append((source.detach(), source.clone()))
-            else:
-                overwritten = [read for read in self.reads if _overlap(read[0], target)]
-                self._check(overwritten)
-                self.reads = [read for read in self.reads if not any(read is each for each in overwritten)]
-                self.writes.append((target.detach(), source.to(target.dtype, copy=True)))
-
-    @contextmanager
-    def _as_the_device_sees_it(self) -> Iterator[None]:
-        """Its copies so far are done."""
-        for target, value in self.writes:
-            target.copy_(value)
-        yield
-        for target, _ in self.writes:
-            _poison(target)
-
-    @staticmethod
-    def _check(reads: list[tuple[Tensor, Tensor]]) -> None:
-        for source, wanted in reads:
-            same = torch.equal(_bits(source), _bits(wanted))
-            assert same, f"{source.numel()} elements of {source.dtype} were written to before the device had read them"
-
-
-def _has_other_owners(tensor: Tensor) -> bool:
-    """Another tensor than this one, and the views that are made of it here, has the storage."""
-    own = torch.empty(1)
-    alone = _use_count(own.untyped_storage()._cdata)
-    return _use_count(tensor.untyped_storage()._cdata) > alone
+        """All copies are done. Models may be gone by now, with memory that nobody has used since."""
+        for lane in self.lanes:
+            for each in lane.copies:
+                each.end()
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -111,12 +196,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _poison(tensor: Tensor) -> None:
-    _bits(tensor).fill_(_POISON)
-
-
 def _overlap(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+
+
+_ONE_MORE = _use_count((_one := torch.empty(1)).untyped_storage()._cdata) - 1  # references beside the tensors' own
 
 
 @contextmanager

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from gemini.chunks.place import ParamPlace
 from gemini.chunks.placeholder import dense_stride, expanded
+from gemini.memory.memory import Memory
+from gemini.memory.region import Region
 from gemini.memory.slot import KeptSlot, Slot
 from gemini.memory.tier import MemoryTier
+from gemini.memory.transfer import wait_on_host, wait_on_stream
 from gemini.placement.demand import Kind, Tier
 from sharding import Piece, ShardLayout
 
@@ -97,15 +100,6 @@ class ManagedParameter(ParamPlace):
         return self.requires_grad or self.has_fractions
 
 
-@dataclass
-class Home:
-    """Memory that one of a chunk's states rests in: `buffer` is bytes, `flat` the same memory in its dtype."""
-
-    tier: Tier
-    buffer: Tensor
-    flat: Tensor
-
-
 @dataclass(eq=False)
 class Chunk:
     """One chunk on this rank."""
@@ -130,7 +124,7 @@ class Chunk:
     kept: frozenset[Kind] = frozenset()  # of a frozen chunk: states that its training left, see model/freezing.py
     is_fine: bool = False  # of so many small parameters that what is done for each of them decides its speed
     is_chosen: bool = False  # which of its parameters are used follows from data, on every rank from its own
-    homes: dict[Kind, Home] = field(default_factory=dict)
+    homes: dict[Kind, Region] = field(default_factory=dict)
 
     state: ChunkState = ChunkState.RELEASED
     slot: Slot | None = None
@@ -222,13 +216,11 @@ class Chunk:
             return [Piece(0, 0, self.optim_numel)]
         return list(self.layout.slices(self.rank))  # whole weights, sharded optimizer state
 
-    def take_home(self, kind: Kind, tier: Tier, memory: MemoryTier, num_bytes: int) -> Home:
+    def take_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
         """Memory, zeroed, for one of its states. Raises BudgetError."""
-        buffer = memory.take(num_bytes, kind)
         master = torch.int16 if self.splits_master else torch.float32
         dtype = {Kind.MASTER: master, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
-        self.homes[kind] = Home(tier, buffer, buffer.view(dtype))
-        return self.homes[kind]
+        self.homes[kind] = memory.take(tier, num_bytes // dtype.itemsize, dtype, kind)
 
     def settle_at_home(self) -> None:
         """If this rank holds it whole on the device, the home is the payload."""
@@ -240,13 +232,19 @@ class Chunk:
         """The home is not the payload any more."""
         self.state, self.payload, self.resident_views = ChunkState.RELEASED, None, ()
 
-    def lendable(self) -> Tensor:
+    def lendable(self) -> Region:
         """(optim_numel,) the part of the parameter home that this rank steps; it lies in one run where it is lent."""
-        flat = self.homes[Kind.PARAM].flat
+        home = self.homes[Kind.PARAM]
         if self.home_layout.world_size == self.optim_layout.world_size:
-            return flat[: self.optim_numel]
+            return home[: self.optim_numel]
         (own,) = self.layout.slices(self.rank)
-        return flat[own.in_payload]
+        return home[own.in_payload]
+
+    def region(self) -> Region:
+        """(layout.numel,) the payload, which is there."""
+        assert self.payload is not None
+        owner = self.homes[Kind.PARAM] if self.slot is None else self.slot
+        return Region(Tier.DEVICE, self.payload, owner.tickets)
 
     def keep_slot(self, tier: MemoryTier) -> None:
         """Take a slot for good, and move the parameter home, if there is one, into it. Raises BudgetError."""
@@ -256,13 +254,15 @@ class Chunk:
         slot = KeptSlot(tier, self.payload_bytes, slice(start * itemsize, end * itemsize), self.dtype)
         before = self.homes.get(Kind.PARAM)
         if before is not None:
+            wait_on_stream(before)
             slot.shard.copy_(before.flat)
-        self.own_slot, self.homes[Kind.PARAM] = slot, Home(Tier.DEVICE, slot.home, slot.shard)
+        self.own_slot, self.homes[Kind.PARAM] = slot, Region(Tier.DEVICE, slot.shard, slot.tickets)
 
     def renew_own_slot(self, tier: MemoryTier) -> None:
         """Other memory for the own slot, and no more of it at any time."""
         assert self.own_slot is not None
         home = self.homes.pop(Kind.PARAM)
+        wait_on_host(home)
         shard = home.flat.to("cpu", copy=True)
         self.own_slot.close()
         self.keep_slot(tier)

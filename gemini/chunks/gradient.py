@@ -13,7 +13,8 @@ from typing import Final
 
 from torch import Tensor
 
-from gemini.chunks.chunk import Chunk, Home
+from gemini.chunks.chunk import Chunk
+from gemini.memory.region import Region
 from gemini.memory.slot import Slot
 from gemini.placement.demand import Kind, Tier
 
@@ -113,8 +114,8 @@ class ChunkGradient:
         # memory, taken at the start or when it is needed for the first time, and kept from step to step
         self.home = home  # its own; without one it rests in the parameter home, see executor/shared_homes.py
         self.own_shard = None if home is None else _shard_of(home, chunk, keeps_whole)  # (optim_numel,)
-        self.wide: Home | None = None  # fp32, (optim_numel,)
-        self.unsynced: Home | None = None  # fp32 (fp64 for fp64), (numel,), on the host
+        self.wide: Region | None = None  # fp32, (optim_numel,)
+        self.unsynced: Region | None = None  # fp32 (fp64 for fp64), (numel,), on the host
 
         # the local gradient: written by `become`, but for the flags of single parameters
         self.state = GradState.CLOSED
@@ -122,7 +123,7 @@ class ChunkGradient:
         self.slot: Slot | None = None  # IN_SLOT, and REDUCING from there
         self.payload: Tensor | None = None  # (numel,) parameter dtype, while on the device
         self.views: tuple[Tensor, ...] = ()  # of the payload, by position
-        self.spilled: Tensor | None = None  # the payload's bytes, while SPILLED
+        self.spilled: Region | None = None  # (numel,) the payload's content on the host, while SPILLED
         self.fired = bytearray(count)  # by position: a gradient came since the payload was opened
         self.num_fired = 0  # ones in `fired`
         self.expects: list[Tensor | None] = [None] * count  # by position: see `expect`
@@ -144,7 +145,7 @@ class ChunkGradient:
 
     # -- transitions
 
-    def become(self, state: GradState, held: Slot | Tensor | None = None, content: Content | None = None) -> None:
+    def become(self, state: GradState, held: Slot | Region | None = None, content: Content | None = None) -> None:
         """The local gradient is elsewhere. Raises RuntimeError for a step that no gradient makes.
 
         held: the slot of one that is IN_SLOT, with the chunk's views in it; the host memory of one that is SPILLED.
@@ -230,28 +231,28 @@ class ChunkGradient:
         return self.unsynced_state is not UnsyncedState.NONE
 
     @property
-    def resting(self) -> Home:
+    def resting(self) -> Region:
         """Where the reduced gradient rests: its own home, or the parameters'."""
         return self.chunk.homes[Kind.PARAM] if self.home is None else self.home
 
     @property
-    def shard(self) -> Tensor:
+    def shard(self) -> Region:
         """(optim_numel,) the reduced gradient at rest."""
         return self.chunk.lendable() if self.own_shard is None else self.own_shard
 
-    def reduced(self) -> Tensor:
+    def reduced(self) -> Region:
         """(optim_numel,) the gradient of this step, `chunk.gradient_dtype` or fp32."""
         if self.reduced_state is ReducedState.WIDE:
             assert self.wide is not None
-            return self.wide.flat
+            return self.wide
         return self.shard
 
-    def reduced_tier(self) -> Tier:
-        """Where `reduced()` is."""
-        if self.reduced_state is ReducedState.WIDE:
-            assert self.wide is not None
-            return self.wide.tier
-        return self.resting.tier
+    def payload_in(self, slot: Slot | None) -> Region:
+        """(numel,) the payload in `slot`, or in its home without one."""
+        if slot is not None:
+            return Region(Tier.DEVICE, slot.views[self.chunk.index][0], slot.tickets)
+        assert self.whole is not None
+        return Region(Tier.DEVICE, self.whole, self.resting.tickets)
 
     # -- what is expected of autograd
 
@@ -279,14 +280,14 @@ class ChunkGradient:
         self.expected = len(self.trained)
 
 
-def _shard_of(home: Home, chunk: Chunk, keeps_whole: bool) -> Tensor:
+def _shard_of(home: Region, chunk: Chunk, keeps_whole: bool) -> Region:
     """(optim_numel,) of the home: what this rank steps."""
     if not keeps_whole or chunk.optim_layout.world_size == 1:
-        return home.flat[: chunk.optim_numel]
+        return home[: chunk.optim_numel]
     if len(chunk.layout.units) > 1:  # slices of several units do not lie together
-        return home.flat[chunk.numel :]
+        return home[chunk.numel :]
     start = chunk.layout.slices(chunk.rank)[0].payload_start
-    return home.flat[start : start + chunk.optim_numel]
+    return home[start : start + chunk.optim_numel]
 
 
 def _gaps(chunk: Chunk) -> tuple[tuple[int, int], ...]:

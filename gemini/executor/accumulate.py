@@ -90,12 +90,13 @@ class AccumulateInPlace(Accumulation):
             self._reduced.add(chunk.index)
             memory.open(gradient, backward)
             memory.complete(gradient)
-            payload = gradient.payload
-            assert payload is not None
+            payload = gradient.payload_in(gradient.slot)
             self._scratch.reset()
             with memory.moving(gradient, self._communicator.position.here, blocks=1):
                 if chunk.narrows:
-                    payload = self._scratch.take(payload.numel(), chunk.gradient_dtype).copy_(payload)
+                    rounded = self._scratch.region(payload.numel, chunk.gradient_dtype)
+                    rounded.flat.copy_(payload.flat)
+                    payload = rounded
                 self._homes.merge(gradient, payload, backward)
                 memory.close(gradient)
 

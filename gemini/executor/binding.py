@@ -13,16 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.placeholder import lift_guard, set_guard, unguarded
 from gemini.errors import ReleasedParameterError
 from gemini.executor.masters import follow_edits
 from gemini.executor.snapshots import Snapshots, has_split_master
-from gemini.memory.ledger import Traffic
-from gemini.memory.tier import MemoryTier, copy
-from gemini.placement.demand import Kind, Tier
+from gemini.memory.memory import Memory
+from gemini.memory.region import Region
+from gemini.memory.transfer import wait_on_stream
+from gemini.placement.demand import Kind
 
 
 class Binding:
@@ -31,20 +32,16 @@ class Binding:
     def __init__(
         self,
         chunks: Collection[Chunk],
-        device: MemoryTier,
-        host: MemoryTier,
-        traffic: Traffic,
+        memory: Memory,
         released_class: type[nn.Parameter],
     ) -> None:
         self.chunks = chunks
-        self.device = device
-        self.host = host
-        self.traffic = traffic
+        self.memory = memory
         self.released_class = released_class
         self.plain_chunks: list[Chunk] = []
         self.edited: dict[int, set[int]] = {}  # chunk -> positions of edited parameters
         self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions when they were last written back
-        self.snapshots = Snapshots(host)
+        self.snapshots = Snapshots(memory.host)
         self._warned_of: set[int] = set()  # parameters by index: membership only
         self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was unbound
         self.take_back: Callable[[Chunk], None] = lambda chunk: None  # the parameters get their home back
@@ -180,7 +177,7 @@ class Binding:
         if positions and chunk.payload is not None:
             with torch.inference_mode(False), torch.no_grad():
                 for position in sorted(positions):
-                    self.write_parameter(chunk.parameters[position], chunk.payload)
+                    self.write_parameter(chunk.parameters[position], chunk.region())
 
     def is_edited(self, managed: ManagedParameter) -> bool:
         """The parameter was written to since its payload was last brought home."""
@@ -201,7 +198,7 @@ class Binding:
             if chunk.payload is not None:
                 self.write_back(chunk)
 
-    def write_parameter(self, managed: ManagedParameter, payload: Tensor) -> None:
+    def write_parameter(self, managed: ManagedParameter, payload: Region) -> None:
         """home, master <- the parameter's elements of `payload`. A master changes only where the payload did.
 
         Where no `before_write` announced it, all elements of a split master count as edited.
@@ -211,15 +208,14 @@ class Binding:
             self.take_back(chunk)
         home = chunk.homes[Kind.PARAM]
         before = self.snapshots.read(managed)
-        if home.flat.data_ptr() != payload.data_ptr():
-            tier = self.device if home.tier is Tier.DEVICE else self.host
+        if home.flat.data_ptr() != payload.flat.data_ptr():
             for piece in managed.home_pieces:
-                copy(home.flat[piece.in_shard], payload[piece.in_payload], tier, self.device, self.traffic)
-            self.device.synchronize()
+                self.memory.transfer.copy(home[piece.in_shard], payload[piece.in_payload])
+            wait_on_stream(payload)
         if Kind.MASTER in chunk.homes:
             for number, piece in enumerate(managed.pieces):
                 was = None if before is None else before[number]
-                follow_edits(chunk, piece.shard_start, payload[piece.in_payload], was)
+                follow_edits(chunk, piece.shard_start, payload.flat[piece.in_payload], was)
         if has_split_master(chunk):
             self.snapshots.renew(managed)
             if before is None:

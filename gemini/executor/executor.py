@@ -336,7 +336,7 @@ class Executor:
         self.failures.recover()
 
     def check_idle(self, what: str) -> None:
-        """Raises GeminiError inside a forward or backward. Recovers from a failure. Copies to the host are done."""
+        """Raises GeminiError inside a forward or backward. Recovers from a failure."""
         inside = GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
         self.failures.find()
         if self.calls.by_thread or self.is_recomputing():
@@ -345,4 +345,3 @@ class Executor:
         if self.gradients.in_backward:
             raise inside
         self.position.set(0, Phase.TOUCH)
-        self.fetcher.device.synchronize()

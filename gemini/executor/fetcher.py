@@ -19,10 +19,11 @@ from gemini.errors import BudgetError, SlotError
 from gemini.executor.binding import Binding
 from gemini.executor.slot_errors import slot_is_held, slots_are_in_use
 from gemini.executor.victims import Victims
-from gemini.memory.host import HostTier
-from gemini.memory.ledger import Traffic
+from gemini.memory.memory import Memory
+from gemini.memory.region import Region
 from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, settle
-from gemini.memory.tier import MemoryTier, copy
+from gemini.memory.tier import MemoryTier
+from gemini.memory.transfer import wait_on_stream
 from gemini.observe import Moving, Observer
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import NextUse
@@ -50,18 +51,15 @@ class Fetcher:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        device: MemoryTier,
-        host: HostTier,
+        memory: Memory,
         communicator: Communicator,
-        traffic: Traffic,
         binding: Binding,
         observer: Observer,
     ) -> None:
         self.chunks = chunks
-        self.device = device
-        self.host = host
+        self.memory = memory
+        self.device, self.host = memory.device, memory.host
         self.communicator = communicator
-        self.traffic = traffic
         self.binding = binding
         self.next_use = NextUse()
         self.victims = Victims(chunks, self.next_use)
@@ -168,7 +166,7 @@ class Fetcher:
         home = chunk.homes[Kind.PARAM].tier
         moving = self.observer.moving(what, chunk.index, home, "slot", chunk.payload_bytes, self.where, blocks=2)
         with moving:
-            return _Arrival(chunk, slot, payload, moving, self._start_gather(chunk, payload, lane))
+            return _Arrival(chunk, slot, payload, moving, self._start_gather(chunk, payload, slot, lane))
 
     def _arrive(self, arrival: _Arrival) -> None:
         chunk = arrival.chunk
@@ -177,16 +175,18 @@ class Fetcher:
             chunk.slot, chunk.payload, chunk.state = arrival.slot, arrival.payload, ChunkState.GATHERED
             self.victims.note(chunk)
 
-    def _start_gather(self, chunk: Chunk, payload: Tensor, lane: int) -> Callable[[], None]:
+    def _start_gather(self, chunk: Chunk, payload: Tensor, slot: Slot, lane: int) -> Callable[[], None]:
         """payload <- the whole content, from this rank's home and the other ranks'. Collective if sharded."""
-        home = chunk.homes[Kind.PARAM]
+        home, whole = chunk.homes[Kind.PARAM], Region(Tier.DEVICE, payload, slot.tickets)
         if chunk.home_layout.world_size == 1:
-            copy(payload, home.flat, self.device, self.tier(home.tier), self.traffic)
-            return lambda: None
+            self.memory.transfer.copy(whole, home)
+            return lambda: wait_on_stream(whole)
         if home.tier is Tier.DEVICE:
+            wait_on_stream(home, whole)
             return self.communicator.start_all_gather(payload, home.flat, chunk.layout, chunk.index, lane)
         for piece in chunk.layout.slices(self.communicator.rank):
-            copy(payload[piece.in_payload], home.flat[piece.in_shard], self.device, self.host, self.traffic)
+            self.memory.transfer.copy(whole[piece.in_payload], home[piece.in_shard])
+        wait_on_stream(whole)
         return self.communicator.start_all_gather(payload, None, chunk.layout, chunk.index, lane)
 
     def _free_slot(self, chunk: Chunk, ahead: bool = False) -> Slot | None:

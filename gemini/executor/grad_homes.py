@@ -7,12 +7,13 @@ its home once several micro-batches were added to 16 bits.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from gemini.chunks.gradient import ChunkGradient, Content, ReducedState
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.shared_homes import SharedHomes
-from gemini.memory.tier import copy
+from gemini.memory.region import Region
+from gemini.memory.transfer import ready, wait_on_host
+from gemini.placement.demand import Tier
 
 
 class GradHomes:
@@ -22,11 +23,11 @@ class GradHomes:
         self._memory = memory
         self._shared = shared
 
-    def merge(self, gradient: ChunkGradient, reduced: Tensor, backward: int) -> None:
+    def merge(self, gradient: ChunkGradient, reduced: Region, backward: int) -> None:
         """shard <- reduced, or += where this step has a gradient already that the payload did not begin with."""
         is_first = self.begin(gradient, backward)
         replaces = is_first or gradient.content is Content.SUM
-        self.put(gradient, 0, reduced[: gradient.reduced().numel()], replaces)
+        self.put(gradient, 0, reduced[: gradient.reduced().numel], replaces)
 
     def begin(self, gradient: ChunkGradient, backward: int, is_sum: bool = False) -> bool:
         """Make room for what is reduced of backward number `backward`; whether it is the step's first.
@@ -45,21 +46,19 @@ class GradHomes:
             gradient.become_reduced(ReducedState.IN_SHARD, backward)
         return is_first
 
-    def put(self, gradient: ChunkGradient, start: int, reduced: Tensor, replaces: bool) -> None:
+    def put(self, gradient: ChunkGradient, start: int, reduced: Region, replaces: bool) -> None:
         """Elements from `start` on of the reduced gradient: set if `replaces`, else added to."""
-        memory = self._memory
-        target = gradient.reduced()[start : start + reduced.numel()]
-        tier = memory.tier(gradient.reduced_tier())
+        target, transfer = gradient.reduced()[start : start + reduced.numel], self._memory.tiers.transfer
         if replaces:
-            if target.data_ptr() != reduced.data_ptr():
-                copy(target, reduced, tier, memory.device, memory.traffic)
-        elif tier is memory.device:
-            target.add_(reduced)
+            if target.flat.data_ptr() != reduced.flat.data_ptr():
+                transfer.copy(target, reduced)
+        elif target.tier is Tier.DEVICE:
+            ready(target).add_(reduced.flat)
         else:
-            staging = torch.empty(target.numel(), dtype=reduced.dtype)
-            copy(staging, reduced, tier, memory.device, memory.traffic)
-            memory.device.synchronize()
-            target.add_(staging)
+            staging = Region(Tier.HOST, torch.empty(target.numel, dtype=reduced.dtype))
+            transfer.copy(staging, reduced)
+            wait_on_host(staging, target)
+            target.flat.add_(staging.flat)
 
     def fill(self, gradient: ChunkGradient, backward: int) -> None:
         """The chunk has a gradient of zeros, as if backward number `backward` had made it, unless it has another.
@@ -72,4 +71,4 @@ class GradHomes:
             self._shared.before_reduction(gradient.chunk)
             self._shared.make_room(gradient)
             gradient.become_reduced(ReducedState.IN_SHARD, backward)
-            gradient.reduced().zero_()
+            ready(gradient.reduced()).zero_()

@@ -12,12 +12,14 @@ from collections.abc import Callable
 
 import torch
 
-from gemini.chunks.chunk import Chunk, Home
+from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
 from gemini.errors import BudgetError
-from gemini.memory.ledger import Traffic
+from gemini.memory.memory import Memory
+from gemini.memory.region import Region
 from gemini.memory.slot import Slot, SlotPool
-from gemini.memory.tier import MemoryTier, copy
+from gemini.memory.tier import MemoryTier
+from gemini.memory.transfer import wait_on_stream
 from gemini.observe import Moving, Observer
 from gemini.placement.demand import Kind, Tier
 
@@ -25,13 +27,10 @@ from gemini.placement.demand import Kind, Tier
 class GradMemory:
     """Gradient slots and the memory behind every `ChunkGradient`."""
 
-    def __init__(
-        self, device: MemoryTier, host: MemoryTier, traffic: Traffic, observer: Observer, keeps_whole: bool
-    ) -> None:
+    def __init__(self, tiers: Memory, observer: Observer, keeps_whole: bool) -> None:
         """keeps_whole: this rank has whole gradients, and GRAD homes have room for whole payloads."""
-        self.device = device
-        self.host = host
-        self.traffic = traffic
+        self.tiers = tiers
+        self.device, self.host = tiers.device, tiers.host
         self.observer = observer
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
         self.pools: tuple[SlotPool, ...] = ()  # of the regular and the oversize slots
@@ -61,7 +60,7 @@ class GradMemory:
             spares = (gradient.wide, Kind.GRAD), (late, Kind.GRAD), (gradient.unsynced, "unsynced gradients")
             for spare, kind in spares:
                 if spare is not None:
-                    self.tier(spare.tier).give(spare.buffer, kind)
+                    self.tiers.give(spare, kind)
         self.gradients.clear()
 
     def lacks_slot(self, gradient: ChunkGradient) -> bool:
@@ -80,18 +79,19 @@ class GradMemory:
         if gradient.state is GradState.SPILLED:
             self._unspill(gradient)
             return
-        slot, payload, content = None, gradient.whole, Content.UNDEFINED
-        if payload is not None and self._may_write_home(gradient):
+        slot, content = None, Content.UNDEFINED
+        if gradient.whole is not None and self._may_write_home(gradient):
             if gradient.in_place and gradient.is_reduced:
                 content = Content.SUM
         else:
             slot = self._slot_for(gradient)
-            payload, _ = slot.views[gradient.chunk.index]
             if gradient.resumes(backward):
-                copy(payload, gradient.shard, self.device, self.tier(gradient.resting.tier), self.traffic)
+                self.tiers.transfer.copy(gradient.payload_in(slot), gradient.shard)
                 content = Content.SUM
+        payload = gradient.payload_in(slot)
+        wait_on_stream(payload)
         if zero and content is Content.UNDEFINED and not gradient.in_place:
-            payload.zero_()
+            payload.flat.zero_()
             content = Content.ZERO
         if slot is None:
             gradient.become(GradState.AT_HOME, content=content)
@@ -130,7 +130,7 @@ class GradMemory:
         if gradient.slot is not None:
             self.pools[gradient.chunk.oversize].vacate(gradient.slot)
         if gradient.spilled is not None:
-            self.host.give(gradient.spilled, "spilled gradients")
+            self.tiers.give(gradient.spilled, "spilled gradients")
         gradient.become(GradState.CLOSED)
 
     def _slot_for(self, gradient: ChunkGradient) -> Slot:
@@ -153,7 +153,7 @@ class GradMemory:
         """Move an open payload to the host, unreduced: `wanted` needs its slot. Local to this rank: no collective."""
         assert victim.slot is not None and victim.payload is not None
         try:
-            buffer = self.host.take(victim.chunk.payload_bytes, "spilled gradients")
+            spilled = self.tiers.take(Tier.HOST, victim.chunk.numel, victim.chunk.dtype, "spilled gradients")
         except BudgetError as error:
             raise error.reworded(
                 f"no gradient slot is free and the host cannot take an open gradient of chunk {victim.chunk.index} "
@@ -161,11 +161,10 @@ class GradMemory:
             ) from None
         index, ends = victim.chunk.index, ("gradient slot", self.host.name)
         why = f"room for the gradient of chunk {wanted.chunk.index}"
-        with self.observer.moving("spill", index, *ends, buffer.nbytes, why):
-            copy(buffer, victim.payload.view(torch.uint8), self.host, self.device, self.traffic)
-            self.device.synchronize()
+        with self.observer.moving("spill", index, *ends, spilled.nbytes, why):
+            self.tiers.transfer.copy(spilled, victim.payload_in(victim.slot))
         slot = victim.slot
-        victim.become(GradState.SPILLED, buffer)
+        victim.become(GradState.SPILLED, spilled)
         self.pools[victim.chunk.oversize].vacate(slot)
         return slot
 
@@ -173,12 +172,12 @@ class GradMemory:
         """Bring an open payload back from the host."""
         slot, spilled = self._slot_for(gradient), gradient.spilled
         assert spilled is not None
-        payload, _ = slot.views[gradient.chunk.index]
+        payload = gradient.payload_in(slot)
         index, ends = gradient.chunk.index, (self.host.name, "gradient slot")
         with self.observer.moving("unspill", index, *ends, spilled.nbytes, "gradients of it, or its reduction"):
-            copy(payload.view(torch.uint8), spilled, self.device, self.host, self.traffic)
-            self.device.synchronize()
-        self.host.give(spilled, "spilled gradients")
+            self.tiers.transfer.copy(payload, spilled)
+        self.tiers.give(spilled, "spilled gradients")
+        wait_on_stream(payload)
         gradient.become(GradState.IN_SLOT, slot)
 
     def widen(self, gradient: ChunkGradient, backward: int) -> None:
@@ -194,28 +193,20 @@ class GradMemory:
         gradient.become_reduced(ReducedState.WIDE, backward)
         if before is ReducedState.NONE:
             return
-        source, target = self.tier(gradient.resting.tier), self.tier(gradient.wide.tier)
-        if source is self.host:
-            self.device.synchronize()  # it may still be on its way there
-        copy(gradient.wide.flat, shard, target, source, self.traffic)
-        if source is not target:
-            self.device.synchronize()
+        self.tiers.transfer.copy(gradient.wide, shard)
 
     def take_home(self, gradient: ChunkGradient) -> None:
         """A home of its own, for good, for a gradient that has none. Raises BudgetError."""
         gradient.home = self._take(gradient, gradient.chunk.gradient_dtype)
-        gradient.own_shard = gradient.home.flat
+        gradient.own_shard = gradient.home
 
-    def _take(self, gradient: ChunkGradient, dtype: torch.dtype) -> Home:
+    def _take(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
         """(optim_numel,) where the gradient rests, or on the host where that is full."""
-        num_bytes = dtype.itemsize * gradient.chunk.optim_numel
-        tier = gradient.resting.tier
+        numel = gradient.chunk.optim_numel
         try:
-            buffer = self.tier(tier).take(num_bytes, Kind.GRAD)
+            return self.tiers.take(gradient.resting.tier, numel, dtype, Kind.GRAD)
         except BudgetError:
-            tier = Tier.HOST
-            buffer = self.host.take(num_bytes, Kind.GRAD)
-        return Home(tier, buffer, buffer.view(dtype))
+            return self.tiers.take(Tier.HOST, numel, dtype, Kind.GRAD)
 
     def forget(self, gradient: ChunkGradient) -> None:
         """The step consumed the gradient, or it was discarded. Its flags are written by the caller."""

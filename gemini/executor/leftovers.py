@@ -17,7 +17,7 @@ from gemini.chunks.gradient import ChunkGradient, UnsyncedState
 from gemini.executor.grad_homes import GradHomes
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.shared_homes import SharedHomes
-from gemini.placement.demand import Tier
+from gemini.memory.transfer import ready
 
 
 class Becomes(Enum):
@@ -89,9 +89,7 @@ class Leftovers:
                 gradient.unsynced.flat[managed.offset : managed.offset + managed.numel].zero_()
         if not gradient.is_reduced:
             return
-        if gradient.reduced_tier() is Tier.HOST:
-            self._memory.device.synchronize()  # it may still be on its way there
-        reduced = gradient.reduced()
+        reduced = ready(gradient.reduced())
         for managed in some:
             for part in managed.own_parts(reduced):
                 part.zero_()
@@ -118,12 +116,11 @@ class Leftovers:
 
     def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
         """All reduced gradients times `factor`, without those that `but` says, by chunk index, then by position."""
-        self._memory.device.synchronize()  # some may still be on their way to the host
         with torch.inference_mode(False), torch.no_grad():
             for gradient in self._memory.gradients.values():
                 if not gradient.is_reduced:
                     continue
-                chunk, reduced = gradient.chunk, gradient.reduced()
+                chunk, reduced = gradient.chunk, ready(gradient.reduced())
                 left = but.get(chunk.index)
                 if left is None:
                     reduced.mul_(factor)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.memory.transfer import ready, wait_on_tier
 from gemini.placement.demand import Kind
 from optim import HALF_DTYPES, absorb_edits_, join_master_, round_master_, split_master_
 from sharding import pieces_within
@@ -25,7 +26,8 @@ def whole_master(chunk: Chunk) -> Tensor | None:
     """(optim_numel,) fp32, where the MASTER home is; a copy where it is split. None where there is no master."""
     master = chunk.homes.get(Kind.MASTER)
     if master is None or not chunk.splits_master:
-        return None if master is None else master.flat
+        return None if master is None else ready(master)
+    wait_on_tier(master, chunk.homes[Kind.PARAM])
     joined = torch.empty(chunk.optim_numel, dtype=torch.float32, device=master.flat.device)
     for piece in chunk.home_slices():
         weight = chunk.homes[Kind.PARAM].flat[piece.in_payload].to(joined.device)
@@ -35,11 +37,11 @@ def whole_master(chunk: Chunk) -> Tensor | None:
 
 def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
     """Elements from `start` on become `values` (1-D); a split master's upper half, the parameter, with them."""
-    master = chunk.homes[Kind.MASTER].flat
+    master = ready(chunk.homes[Kind.MASTER])
     if not chunk.splits_master:
         master[start : start + values.numel()].copy_(values)
         return
-    home = chunk.homes[Kind.PARAM].flat
+    home = ready(chunk.homes[Kind.PARAM])
     for piece in pieces_within(chunk.home_slices(), start, values.numel()):
         part = values.narrow(0, piece.shard_start - start, piece.numel).to(torch.float32).contiguous()
         weight = torch.empty(piece.numel, dtype=chunk.dtype, device=part.device)
@@ -70,7 +72,7 @@ def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
     """A copy of the parameter home's elements, (numel,)."""
-    home = chunk.homes[Kind.PARAM].flat
+    home = ready(chunk.homes[Kind.PARAM])
     runs = [home[piece.in_payload] for piece in pieces_within(chunk.home_slices(), start, numel)]
     return torch.cat(runs) if runs else home[:0].clone()
 
@@ -92,7 +94,7 @@ def follow_edits(chunk: Chunk, start: int, weights: Tensor, before: Tensor | Non
 
     before: what it had, for a split master; None means that all elements count as edited.
     """
-    master = chunk.homes[Kind.MASTER].flat[start : start + weights.numel()]
+    master = ready(chunk.homes[Kind.MASTER])[start : start + weights.numel()]
     if not chunk.splits_master:
         absorb_edits_(master, weights.to(master.device))
     elif before is None:
@@ -109,6 +111,6 @@ def master_from_weights(chunk: Chunk, only: ManagedParameter | None = None) -> N
         runs = [(piece.shard_start, piece.numel) for piece in only.pieces]
     for start, numel in runs:
         if chunk.splits_master:
-            chunk.homes[Kind.MASTER].flat[start : start + numel].zero_()
+            ready(chunk.homes[Kind.MASTER])[start : start + numel].zero_()
         else:
             write_master(chunk, start, weights_of(chunk, start, numel))

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from gemini.chunks.gradient import ChunkGradient, GradState, UnsyncedState
 from gemini.executor.accumulate import Accumulation
 from gemini.executor.completion import Completion
 from gemini.executor.shared_homes import SharedHomes
 from gemini.executor.unsynced import UnsyncedSums
+from gemini.memory.region import Region
 from gemini.observe import Moving
 from gemini.placement.next_use import NextUse
 from gemini.placement.reduction_order import ReductionOrder
@@ -32,7 +32,7 @@ class _InFlight:
     """A reduction that was started."""
 
     gradient: ChunkGradient
-    gathered: Callable[[], Tensor]  # waits; the mean
+    gathered: Callable[[], Region]  # waits; the mean
     backward: int
     moving: Moving
 
@@ -144,31 +144,30 @@ class AccumulateAndReduce(Accumulation):
         if self._stage == 0:
             self._finish()
 
-    def _launch(self, gradient: ChunkGradient) -> Callable[[], Tensor]:
+    def _launch(self, gradient: ChunkGradient) -> Callable[[], Region]:
         """What is returned waits for the mean. Collective."""
-        chunk, payload, scratch = gradient.chunk, gradient.payload, self._scratch
-        assert payload is not None
+        chunk, whole, scratch = gradient.chunk, gradient.payload_in(gradient.slot), self._scratch
+        payload = whole.flat
         self._shared.before_reduction(chunk)
         rests_as_is = chunk.gradient_dtype is chunk.dtype
-        whole = payload
         if self._stage == 0 and not rests_as_is:
-            whole = scratch.take(chunk.numel, chunk.gradient_dtype)
+            whole = scratch.region(chunk.numel, chunk.gradient_dtype)
         in_place = payload is gradient.whole or self._stage == 0
         if in_place and len(chunk.layout.units) == 1:
             begin = chunk.layout.slices(chunk.rank)[0].payload_start
             out = whole[begin : begin + chunk.layout.shard_numel]
         else:
-            out = scratch.take(chunk.layout.shard_numel, chunk.gradient_dtype)
+            out = scratch.region(chunk.layout.shard_numel, chunk.gradient_dtype)
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.take(chunk.numel, chunk.travel_dtype).copy_(payload)
-        finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out, chunk.index, scratch.take)
+        finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.take)
         self._memory.leave(gradient)
 
-        def gathered() -> Tensor:
+        def gathered() -> Region:
             finish()
             if self._stage > 0:
                 return out
-            self._communicator.all_gather(whole, out, chunk.layout, chunk.index)
+            self._communicator.all_gather(whole.flat, out.flat, chunk.layout, chunk.index)
             return whole
 
         return gathered

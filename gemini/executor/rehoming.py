@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
-
-from gemini.chunks.chunk import Chunk, ChunkState, Home, ManagedParameter
+from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
 from gemini.errors import BudgetError
 from gemini.executor.executor import Executor
 from gemini.executor.masters import master_from_weights
-from gemini.memory.tier import copy
+from gemini.memory.region import Region
+from gemini.memory.slot import KeptSlot
+from gemini.memory.transfer import ready, wait_on_tier
 from gemini.observe import Moving
 from gemini.placement.demand import Demand, Kind, Placement, Tier
 
@@ -102,7 +102,6 @@ class Rehoming:
 
         Local: launches nothing.
         """
-        self._fetcher.device.synchronize()  # no copy is on its way from or to what is given up
         gradients = self._executor.gradients
         chunks = self._executor.chunks
         self._executor.binding.write_back_all()
@@ -125,7 +124,6 @@ class Rehoming:
         gradients.memory.open_pools(*sizes)
         for chunk, homes in placed:
             self._take_missing(chunk, homes, owner)
-        self._fetcher.device.synchronize()
         self._fetcher.host.trim()
         gradients.shared.renew()
         gradients.reset_order()
@@ -154,29 +152,39 @@ class Rehoming:
     def _migrating(self, chunk: Chunk, kind: Kind, target: Tier) -> Moving:
         before = chunk.homes[kind]
         why = f"another placement of its {kind.value}"
-        return self._fetcher.observer.moving("migrate", chunk.index, before.tier, target, before.buffer.nbytes, why)
+        return self._fetcher.observer.moving("migrate", chunk.index, before.tier, target, before.nbytes, why)
 
     def _move_parameters(self, chunk: Chunk, target: Tier, keeps: bool) -> None:
         fetcher = self._fetcher
         if chunk.state is ChunkState.RESIDENT:
             self._leave_home(chunk)
-        before = chunk.homes[Kind.PARAM]
-        content = before.flat.to("cpu", copy=True)
-        if chunk.own_slot is not None:
-            self._fetcher.slot_by_storage.pop(chunk.own_slot.storage, None)
-            chunk.own_slot.close()
-            chunk.own_slot = None
-            del chunk.homes[Kind.PARAM]
-        else:
-            self._give(chunk, Kind.PARAM)
+        before, slot = chunk.homes.pop(Kind.PARAM), chunk.own_slot
+        chunk.own_slot, content = None, None
+        if before.tier is target:  # on the device, which may not have room for both
+            content = ready(before).to("cpu", copy=True)
+            self._give_up(before, slot)
         if keeps:
             chunk.keep_slot(fetcher.device)
         else:
             self._take(chunk, Kind.PARAM, target)
-        self._fill(chunk.homes[Kind.PARAM], content, before.tier)
+        home = chunk.homes[Kind.PARAM]
+        if content is None:
+            fetcher.memory.transfer.copy(home, before)
+            wait_on_tier(home)
+            self._give_up(before, slot)
+        else:
+            home.flat.copy_(content)
         chunk.settle_at_home()
         if chunk.payload is not None:
             fetcher.resident_by_storage[chunk.payload.untyped_storage()._cdata] = chunk
+
+    def _give_up(self, home: Region, slot: KeptSlot | None) -> None:
+        """A parameter home, or the kept slot of which it is a part."""
+        if slot is None:
+            self._fetcher.memory.give(home, Kind.PARAM)
+        else:
+            self._fetcher.slot_by_storage.pop(slot.storage, None)
+            slot.close()
 
     def _leave_home(self, chunk: Chunk) -> None:
         """A resident chunk's home, which is its payload, is about to be given up."""
@@ -187,17 +195,11 @@ class Rehoming:
         chunk.leave_home()
 
     def _move(self, chunk: Chunk, kind: Kind, target: Tier) -> None:
-        before = chunk.homes[kind]
-        content = before.flat.to("cpu", copy=True)
-        self._give(chunk, kind)
+        before, memory = chunk.homes[kind], self._fetcher.memory
         self._take(chunk, kind, target)
-        self._fill(chunk.homes[kind], content, before.tier)
-
-    def _fill(self, home: Home, content: Tensor, origin: Tier) -> None:
-        """home <- `content`, a temporary on the host, which must outlive the copy."""
-        fetcher = self._fetcher
-        copy(home.flat, content, fetcher.tier(home.tier), fetcher.tier(origin), fetcher.traffic)
-        fetcher.device.synchronize()
+        memory.transfer.copy(chunk.homes[kind], before)
+        wait_on_tier(chunk.homes[kind])
+        memory.give(before, kind)
 
     def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], owner: StateOwner | None) -> None:
         """Memory for the states that the chunk has a home for and that did not stay."""
@@ -213,9 +215,9 @@ class Rehoming:
 
     def _take(self, chunk: Chunk, kind: Kind, tier: Tier) -> None:
         num_bytes = self._demand.chunks[chunk.index].home_bytes[kind]
-        chunk.take_home(kind, tier, self._fetcher.tier(tier), num_bytes)
+        chunk.take_home(kind, tier, self._fetcher.memory, num_bytes)
 
     def _give(self, chunk: Chunk, kind: Kind) -> None:
         home = chunk.homes.pop(kind, None)
         if home is not None:
-            self._fetcher.tier(home.tier).give(home.buffer, kind)
+            self._fetcher.memory.give(home, kind)

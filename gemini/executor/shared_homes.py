@@ -23,9 +23,10 @@ from gemini.chunks.chunk import Chunk, ChunkState
 from gemini.chunks.gradient import ChunkGradient
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.grad_memory import GradMemory
+from gemini.memory.region import Region
 from gemini.memory.slot import SharedStorage
-from gemini.memory.tier import copy
-from gemini.placement.demand import Kind
+from gemini.memory.transfer import ready, wait_on_host, wait_on_tier
+from gemini.placement.demand import Kind, Tier
 from optim import round_master_
 
 
@@ -116,12 +117,10 @@ class SharedHomes:
                 "are added up. From now on their gradients have memory of their own, 2 bytes a parameter",
                 stacklevel=2,
             )
-        store.device.synchronize()  # the gradient may still be on its way to a home on the host
         with torch.inference_mode(False), torch.no_grad():
-            shared, tier = gradient.shard, store.tier(gradient.resting.tier)
+            shared = gradient.shard
             store.take_home(gradient)
-            copy(gradient.shard, shared, store.tier(gradient.resting.tier), tier, store.traffic)
-            store.device.synchronize()
+            store.tiers.transfer.copy(gradient.shard, shared)
             self.give_back(chunk)
 
     def give_back(self, chunk: Chunk) -> None:
@@ -130,20 +129,19 @@ class SharedHomes:
             return
         home, master = chunk.homes[Kind.PARAM], chunk.homes[Kind.MASTER]
         store, part = self._store, chunk.lendable()
-        store.device.synchronize()  # as above
         with torch.inference_mode(False), torch.no_grad():
             if home.tier is master.tier:
-                round_master_(part, master.flat)
-            elif store.tier(home.tier) is store.host:
-                whole = torch.empty(part.numel(), dtype=torch.float32)
-                copy(whole, master.flat, store.host, store.device, store.traffic)
-                store.device.synchronize()
-                round_master_(part, whole)
+                round_master_(ready(part), ready(master))
+            elif home.tier is Tier.HOST:
+                whole = Region(Tier.HOST, torch.empty(part.numel, dtype=torch.float32))
+                store.tiers.transfer.copy(whole, master)
+                round_master_(ready(part), ready(whole))
             else:
-                rounded = torch.empty(part.numel(), dtype=chunk.dtype)
-                round_master_(rounded, master.flat)
-                copy(part, rounded, store.device, store.host, store.traffic)
-                store.device.synchronize()
+                rounded = Region(Tier.HOST, torch.empty(part.numel, dtype=chunk.dtype))
+                round_master_(rounded.flat, ready(master))
+                store.tiers.transfer.copy(part, rounded)
+                wait_on_host(rounded)  # which is temporary
+            wait_on_tier(part)
         self.consumed(chunk)
 
     def consumed(self, chunk: Chunk) -> None:

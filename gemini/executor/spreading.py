@@ -6,7 +6,7 @@ import torch
 
 from gemini.chunks.chunk import Chunk
 from gemini.executor.fetcher import Fetcher
-from gemini.memory.tier import copy
+from gemini.memory.transfer import wait_on_stream
 from gemini.placement.demand import Kind, Tier
 
 
@@ -15,9 +15,10 @@ def spread(fetcher: Fetcher, chunk: Chunk) -> None:
     home = chunk.homes[Kind.PARAM]
     with torch.no_grad():
         if home.tier is Tier.DEVICE:
+            wait_on_stream(home)
             fetcher.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
             return
         payload = fetcher.fetch(chunk)
         fetcher.communicator.all_gather(payload, None, chunk.layout, chunk.index)
-        copy(home.flat, payload, fetcher.host, fetcher.device, fetcher.traffic)
-        fetcher.device.synchronize()
+        fetcher.memory.transfer.copy(home, chunk.region())
+        wait_on_stream(chunk.region())

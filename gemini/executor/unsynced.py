@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from gemini.chunks.chunk import Chunk, Home
+from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient, UnsyncedState
 from gemini.executor.grad_homes import GradHomes
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.scratch import Scratch
-from gemini.memory.tier import copy
+from gemini.memory.region import Region
+from gemini.memory.transfer import ready, wait_on_host, wait_on_stream
 from gemini.placement.demand import Tier
 from gemini.placement.scratch import tile_bytes
 from gemini.ranks.communicator import Communicator
@@ -43,17 +43,15 @@ class UnsyncedSums:
         memory.open(gradient, backward)
         assert gradient.payload is not None
         memory.complete(gradient)
-        local = torch.empty(chunk.numel, dtype=chunk.dtype)
-        copy(local, gradient.payload, memory.host, memory.device, memory.traffic)
-        memory.device.synchronize()
+        local = Region(Tier.HOST, torch.empty(chunk.numel, dtype=chunk.dtype))
+        memory.tiers.transfer.copy(local, gradient.payload_in(gradient.slot))
         if gradient.unsynced is None:
             dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
-            buffer = memory.host.take(chunk.numel * dtype.itemsize, "unsynced gradients")
-            gradient.unsynced = Home(Tier.HOST, buffer, buffer.view(dtype))
+            gradient.unsynced = memory.tiers.take(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
         if gradient.unsynced_state is UnsyncedState.HELD:
-            gradient.unsynced.flat.add_(local)
+            ready(gradient.unsynced).add_(ready(local))
         else:
-            gradient.unsynced.flat.copy_(local)
+            ready(gradient.unsynced).copy_(ready(local))
             gradient.become_unsynced(UnsyncedState.HELD)
         memory.close(gradient)
 
@@ -71,32 +69,39 @@ class UnsyncedSums:
             numel = min(tile_numel, shard_numel - start)
             layout = ShardLayout((Unit(0, numel * world_size),), world_size)
             scratch.reset()
-            rows = scratch.take(layout.numel, chunk.sum_dtype)
+            rows = scratch.region(layout.numel, chunk.sum_dtype)
             self._fill(rows, gradient, start, numel)
-            out = scratch.take(numel, rest)
-            communicator.start_reduce_scatter(rows, layout, out, chunk.index, scratch.take)()
+            out = scratch.region(numel, rest)
+            communicator.start_reduce_scatter(rows.flat, layout, out.flat, chunk.index, scratch.take)()
             if self.stage > 0:
                 homes.put(gradient, start, out, is_first)
                 continue
-            whole = scratch.take(layout.numel, rest)
-            communicator.all_gather(whole, out, layout, chunk.index)
-            for rank, row in enumerate(whole.view(world_size, numel)):
+            whole = scratch.region(layout.numel, rest)
+            communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
+            for rank in range(world_size):
+                row = whole[rank * numel : (rank + 1) * numel]
                 for piece in pieces_within(chunk.layout.slices(rank), start, numel):
                     homes.put(gradient, piece.payload_start, row[_in_tile(piece, start)], is_first)
         gradient.become_unsynced(UnsyncedState.NONE)
 
-    def _fill(self, rows: Tensor, gradient: ChunkGradient, start: int, numel: int) -> None:
+    def _fill(self, rows: Region, gradient: ChunkGradient, start: int, numel: int) -> None:
         """rows: (world_size * numel,) <- elements [start, start + numel) of every rank's shard of the sum."""
         if gradient.unsynced_state is not UnsyncedState.HELD:
-            rows.zero_()
+            rows.flat.zero_()
             return
         assert gradient.unsynced is not None
-        chunk, memory, total = gradient.chunk, self.memory, gradient.unsynced.flat
-        for rank, row in enumerate(rows.view(-1, numel)):
+        chunk, copy, total = gradient.chunk, self.memory.tiers.transfer.copy, gradient.unsynced
+        casts: list[Region] = []
+        for rank in range(chunk.layout.world_size):
+            row = rows[rank * numel : (rank + 1) * numel]
             for piece in pieces_within(chunk.layout.slices(rank), start, numel):
-                part = total[piece.in_payload].to(rows.dtype)
-                copy(row[_in_tile(piece, start)], part, memory.device, memory.host, memory.traffic)
-        memory.device.synchronize()  # the casts above are temporary, and the sum may be written to next
+                part = total[piece.in_payload]
+                if part.dtype is not rows.dtype:
+                    part = Region(Tier.HOST, part.flat.to(rows.dtype))
+                    casts.append(part)
+                copy(row[_in_tile(piece, start)], part)
+        wait_on_host(*casts)  # which are temporary
+        wait_on_stream(rows)
 
 
 def _largest_tile(chunk: Chunk, stage: int, rest: torch.dtype, num_bytes: int) -> int:

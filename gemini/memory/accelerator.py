@@ -1,7 +1,7 @@
 """The device tier on a real accelerator, through `torch.accelerator` so that nothing here says CUDA.
 
-Copies run on the current stream, which orders them with the kernels around them; a slot is reused on the same
-stream, so its last reader is always done. (Streams of their own for fetches and gradients have their place here.)
+Memory that is given back goes to torch's allocator, which orders its next use on the current stream. Copies from and to
+it are made, and waited for, in transfer.py.
 """
 
 import torch
@@ -32,6 +32,3 @@ class AcceleratorTier:
 
     def poison(self, buffer: Tensor) -> None:
         return  # a pass over device memory per eviction is for tests, which the emulated tier serves
-
-    def synchronize(self) -> None:
-        torch.accelerator.current_stream(self.device).synchronize()

@@ -35,6 +35,3 @@ class EmulatedTier:
 
     def poison(self, buffer: Tensor) -> None:
         buffer.fill_(_POISON)
-
-    def synchronize(self) -> None:
-        return

@@ -72,6 +72,3 @@ class HostTier:
 
     def poison(self, buffer: Tensor) -> None:
         return
-
-    def synchronize(self) -> None:
-        return

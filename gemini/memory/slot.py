@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from gemini.memory.modes import unseen
+from gemini.memory.region import Region, Tickets
 from gemini.memory.tier import MemoryTier
-from gemini.placement.demand import Kind
+from gemini.memory.transfer import wait_on_stream
+from gemini.placement.demand import Kind, Tier
 
 _use_count = torch._C._storage_Use_Count
 
@@ -45,6 +47,7 @@ class Slot:
         self._tier = tier
         self._kind = kind
         self.buffer: Tensor | None = tier.take(num_bytes, kind)  # (num_bytes,) uint8
+        self.tickets = Tickets()  # of all regions in it
         self.num_bytes = num_bytes
         self.chunk: int | None = None
         self.place = -1  # in the order of its pool's slots; -1 while no pool has it
@@ -61,6 +64,7 @@ class Slot:
     def wipe(self) -> None:
         """The content is gone."""
         if self.buffer is not None:
+            wait_on_stream(Region(Tier.DEVICE, self.buffer, self.tickets))
             self._tier.poison(self.buffer)
 
     def close(self) -> None:
@@ -68,6 +72,7 @@ class Slot:
         buffer, self.buffer = self.buffer, None  # first: memory that an interrupted close gave back is not given twice
         if buffer is not None:
             self.views.clear()
+            wait_on_stream(Region(Tier.DEVICE, buffer, self.tickets))
             self._tier.give(buffer, self._kind)
 
     def __del__(self) -> None:
@@ -98,19 +103,19 @@ class KeptSlot(Slot):
         """home: the bytes that are the home shard."""
         super().__init__(tier, num_bytes, "slots")
         assert self.buffer is not None
-        self.home = self.buffer[home]  # uint8
-        self.shard = self.home.view(dtype)
+        self.shard = self.buffer[home].view(dtype)
         self._around = self.buffer[: home.start], self.buffer[home.stop :]
         self._base_count = _use_count(self.storage)
-        tier.ledger.recount("slots", Kind.PARAM, self.home.nbytes)
+        tier.ledger.recount("slots", Kind.PARAM, self.shard.nbytes)
 
     def wipe(self) -> None:
+        wait_on_stream(Region(Tier.DEVICE, self.shard, self.tickets))
         for part in self._around:
             self._tier.poison(part)
 
     def close(self) -> None:
         if self.buffer is not None:
-            self._tier.ledger.recount(Kind.PARAM, "slots", self.home.nbytes)
+            self._tier.ledger.recount(Kind.PARAM, "slots", self.shard.nbytes)
         super().close()
 
 

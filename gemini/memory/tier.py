@@ -1,7 +1,7 @@
 """What the executor asks of a tier of memory: flat byte buffers, taken and given back by kind.
 
 Two device tiers have this interface, `AcceleratorTier` (CUDA) and `EmulatedTier` (CPU memory with a hard
-capacity and poison), and the host tier too. `copy` below is the only place where bytes cross between tiers.
+capacity and poison), and the host tier too. Bytes cross between tiers in transfer.py only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import BudgetError
-from gemini.memory.ledger import Ledger, Traffic
+from gemini.memory.ledger import Ledger
 from gemini.placement.sizes import format_bytes
 
 
@@ -37,10 +37,6 @@ class MemoryTier(Protocol):
 
     def poison(self, buffer: Tensor) -> None:
         """Mark a buffer's content as gone, where the tier can (a read of it then yields NaN)."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all copies from and to this tier are done."""
         ...
 
 
@@ -94,14 +90,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return "DefaultCPUAllocator" in str(error)  # a plain RuntimeError
-
-
-def copy(target: Tensor, source: Tensor, target_tier: MemoryTier, source_tier: MemoryTier, traffic: Traffic) -> None:
-    """target <- source, element by element, both flat, with a change of dtype where they differ.
-
-    Between host and device the copy is ordered on the device's current stream; whoever reads the target on the
-    host synchronizes the device tier first.
-    """
-    if target_tier is not source_tier:
-        traffic.copied(source_tier.name, target_tier.name, source.nbytes)
-    target.copy_(source, non_blocking=True)

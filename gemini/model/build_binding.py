@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
 from gemini.chunks.placeholder import set_data
 from gemini.executor.binding import Binding
-from gemini.memory.ledger import Traffic
-from gemini.memory.tier import MemoryTier
+from gemini.memory.memory import Memory
+from gemini.memory.region import Region
+from gemini.memory.transfer import wait_on_tier
 from gemini.model.released import ReleasedParameter
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
@@ -23,10 +24,10 @@ from gemini.ranks.communicator import Communicator
 class BuildBinding(Binding):
     """Of one context. A payload is memory of its own: a view that outlives its chunk's use keeps what it has seen."""
 
-    def __init__(self, device: MemoryTier, host: MemoryTier, communicator: Communicator, carrier: torch.device) -> None:
+    def __init__(self, memory: Memory, communicator: Communicator, carrier: torch.device) -> None:
         """carrier: the device on which the process group can send."""
         self.valid: dict[Chunk, set[int]] = {}  # chunks with a payload -> positions whose values are in it
-        super().__init__(self.valid, device, host, Traffic(), ReleasedParameter)
+        super().__init__(self.valid, memory, ReleasedParameter)
         self._communicator = communicator
         self._carrier = carrier
 
@@ -86,15 +87,16 @@ class BuildBinding(Binding):
             self.open(chunk, payload)
             self.fill(chunk)
 
-    def write_parameter(self, managed: ManagedParameter, payload: Tensor) -> None:
+    def write_parameter(self, managed: ManagedParameter, payload: Region) -> None:
         """Rank 0's edits, on all ranks and at home; a write that failed half way is none. Collective."""
         if managed.position in self.valid[managed.chunk]:
             self.spread(managed, payload, 0, f"values of {managed.name}")
 
-    def spread(self, managed: ManagedParameter, payload: Tensor, src: int, what: str) -> None:
+    def spread(self, managed: ManagedParameter, payload: Region, src: int, what: str) -> None:
         """The values of rank `src`, on all ranks and at home. Collective."""
-        self.take_values(payload[managed.in_payload], what, src)
+        self.take_values(payload.flat[managed.in_payload], what, src)
         super().write_parameter(managed, payload)
+        wait_on_tier(managed.chunk.homes[Kind.PARAM])  # which is freed whenever its parameters are
 
     def take_values(self, flat: Tensor, what: str | None, src: int = 0) -> None:
         """flat <- the values of rank `src`. what: None where ranks have agreed on it. Collective."""

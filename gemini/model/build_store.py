@@ -21,6 +21,7 @@ from gemini.errors import GeminiError
 from gemini.executor.masters import set_weights
 from gemini.memory.freed import Freed
 from gemini.memory.host import HostTier
+from gemini.memory.memory import Memory
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_binding import BuildBinding
 from gemini.model.built_link import BuiltLink, built_link_of, refusal
@@ -56,8 +57,8 @@ class BuildStore:
         carries_cpu = process_group is None or "cpu" in backends(process_group)
         self._carrier = torch.device("cpu") if carries_cpu else device.device
         self.communicator = Communicator(process_group, self._position, rank_timeout_s, self._carrier)
-        self._tiers: dict[Tier, MemoryTier] = {Tier.DEVICE: device, Tier.HOST: HostTier(extent_bytes=_EXTENT_BYTES)}
-        self.binding = BuildBinding(device, self._tiers[Tier.HOST], self.communicator, self._carrier)
+        self._memory = Memory(device, HostTier(extent_bytes=_EXTENT_BYTES))
+        self.binding = BuildBinding(self._memory, self.communicator, self._carrier)
         self._freed = Freed()
         self._chunks: weakref.WeakSet[Chunk] = weakref.WeakSet()
         self._num_chunks = 0
@@ -118,9 +119,8 @@ class BuildStore:
         )
         num_bytes = layout.shard_numel * dtype.itemsize
         tier = self._home_of(num_bytes)
-        memory = self._tiers[tier]
-        chunk.take_home(Kind.PARAM, tier, memory, num_bytes)
-        weakref.finalize(chunk, memory.ledger.give, Kind.PARAM, num_bytes).atexit = False
+        chunk.take_home(Kind.PARAM, tier, self._memory, num_bytes)
+        weakref.finalize(chunk, self._memory.tier(tier).ledger.give, Kind.PARAM, num_bytes).atexit = False
         self._num_chunks += 1
         self._chunks.add(chunk)
         return chunk

@@ -49,9 +49,7 @@ class BuiltLink(ParameterLink):
         return self.store.binding
 
     def spread(self, rank: int) -> None:
-        payload = self.managed.chunk.payload
-        assert payload is not None
-        self.binding.spread(self.managed, payload, rank, f"changes to {self.managed.name}")
+        self.binding.spread(self.managed, self.managed.chunk.region(), rank, f"changes to {self.managed.name}")
         self.binding.forget_edits(self.managed)
 
     def undo(self, before: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gemini.chunks.chunk import ManagedParameter
 from gemini.chunks.gradient import ChunkGradient, GradState
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.memory.transfer import ready
 from sharding import ALIGNMENT, ShardLayout, Unit, round_up
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ class WholeGradient:
         managed, executor = self.managed, self.link.executor
         with executor.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
-            executor.fetcher.device.synchronize()  # it may still be on its way to the host
             gradient = executor.gradients.of(managed.chunk)
             if gradient.state is not GradState.CLOSED or not gradient.is_reduced:
                 raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
@@ -153,7 +153,7 @@ def scaled(gradient: Tensor, inv_scale: float) -> Tensor:
 
 def _own_part(gradient: ChunkGradient, managed: ManagedParameter) -> Tensor:
     """A copy of the elements that this rank steps, 1-D, in the order in which they lie in memory."""
-    flat = gradient.reduced()
+    flat = ready(gradient.reduced())
     return torch.cat([flat[:0], *managed.own_parts(flat)])
 
 
@@ -197,6 +197,6 @@ def _write(link: Link, flat: Tensor) -> None:
         flat = _joined(_on_device(torch.cat([flat[:0], *own]), link), link)
     inv_scale, _ = factors_of(link)
     gradient = executor.gradients.of(chunk)
-    for target, part in zip(managed.own_parts(gradient.reduced()), managed.parts_of(flat), strict=True):
+    for target, part in zip(managed.own_parts(ready(gradient.reduced())), managed.parts_of(flat), strict=True):
         target.copy_(scaled(part, inv_scale))
     gradient.num_writes += 1

@@ -18,7 +18,7 @@ from gemini.chunks.placeholder import dense_stride, set_data
 from gemini.errors import UnsupportedError
 from gemini.executor.masters import set_weights
 from gemini.memory.freed import Freed
-from gemini.memory.host import HostTier
+from gemini.memory.memory import Memory
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_store import BuildStore
 from gemini.model.built_link import built_link_of
@@ -51,22 +51,21 @@ def move_in(
     placement: Placement,
     demand: Demand,
     communicator: Communicator,
-    device: MemoryTier,
-    host: HostTier,
+    memory: Memory,
     moves: Moves,
 ) -> None:
     """Rank 0's weights into every chunk's homes; the optimizer takes its own. Collective. Raises BudgetError."""
-    host.reserve(placement.host_bytes(demand, WRAPPED_KINDS), "parameters, gradients and masters")
+    memory.host.reserve(placement.host_bytes(demand, WRAPPED_KINDS), "parameters, gradients and masters")
     room = [_Room(chunk, homes, its) for chunk, homes, its in zip(chunks, placement.homes, demand.chunks, strict=True)]
     freed = Freed()
     for its in room:
         chunk = its.chunk
-        its.take((Kind.PARAM, Kind.MASTER), device, host, chunk.index in placement.kept)
-        _fill(chunk, communicator, device, moves)
+        its.take((Kind.PARAM, Kind.MASTER), memory, chunk.index in placement.kept)
+        _fill(chunk, communicator, memory.device, moves)
         chunk.settle_at_home()
         freed.note(chunk.payload_bytes)
     for its in room:
-        its.take((Kind.GRAD,), device, host, False)
+        its.take((Kind.GRAD,), memory, False)
 
 
 @torch.no_grad()
@@ -120,16 +119,14 @@ class _Room:
     tiers: dict[Kind, Tier]
     demand: ChunkDemand
 
-    def take(self, kinds: tuple[Kind, ...], device: MemoryTier, host: MemoryTier, keeps_slot: bool) -> None:
+    def take(self, kinds: tuple[Kind, ...], memory: Memory, keeps_slot: bool) -> None:
         for kind in (kind for kind in self.tiers if kind in kinds):
             if kind is Kind.GRAD and self.chunk.lends_home:
                 continue
             if kind is Kind.PARAM and keeps_slot:
-                self.chunk.keep_slot(device)
+                self.chunk.keep_slot(memory.device)
                 continue
-            tier = self.tiers[kind]
-            memory = device if tier is Tier.DEVICE else host
-            self.chunk.take_home(kind, tier, memory, self.demand.home_bytes[kind])
+            self.chunk.take_home(kind, self.tiers[kind], memory, self.demand.home_bytes[kind])
 
 
 def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:

@@ -18,12 +18,13 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import GeminiError, RankLostError
 from gemini.executor.failures import clear_our_frames
 from gemini.executor.masters import whole_master
-from gemini.memory.tier import MemoryTier
+from gemini.memory.memory import Memory
+from gemini.memory.transfer import ready
 from gemini.model.build_store import BuildStore
 from gemini.model.built_link import built_link_of, refusal
 from gemini.model.link import any_link_of
 from gemini.model.move_in import Moves, Original, let_go, restore
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
 
 LOST = "_gemini_lost"
@@ -43,12 +44,12 @@ class MovingOut:
     plan, so that nothing has moved on any rank while one has no chunks yet.
     """
 
-    def __init__(self, communicator: Communicator, device: MemoryTier, host: MemoryTier) -> None:
+    def __init__(self, communicator: Communicator, memory: Memory) -> None:
         self.stores: list[BuildStore] = []  # where the module was built
         self.chunks: list[Chunk] = []
         self.moves = Moves()
         self._communicator = communicator
-        self._tiers = {Tier.DEVICE: device, Tier.HOST: host}
+        self._memory = memory
 
     def undo(self, error: BaseException) -> None:
         """After `error`, which every rank has heard of. Collective. Adds a note to it where weights are lost."""
@@ -167,8 +168,7 @@ class MovingOut:
             part, layout = whole_master(chunk), chunk.optim_layout
             assert part is not None
         else:
-            part, layout = chunk.homes[Kind.PARAM].flat, chunk.home_layout
-        self._tiers[Tier.DEVICE].synchronize()
+            part, layout = ready(chunk.homes[Kind.PARAM]), chunk.home_layout
         if layout.world_size == 1:
             return part[: chunk.numel]
         payload = torch.zeros(chunk.numel, dtype=part.dtype, device=self._communicator.device)
@@ -196,5 +196,4 @@ class MovingOut:
             chunk.own_slot = None
         chunk.payload, chunk.resident_views = None, ()
         for kind in list(chunk.homes):
-            home = chunk.homes.pop(kind)
-            self._tiers[home.tier].give(home.buffer, kind)
+            self._memory.give(chunk.homes.pop(kind), kind)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from gemini.executor.executor import Executor
-from gemini.memory.host import HostTier
-from gemini.memory.ledger import Traffic
-from gemini.memory.tier import MemoryTier
+from gemini.memory.memory import Memory
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
 
 
-def memory_table(tiers: tuple[MemoryTier, HostTier], plan: Plan, executor: Executor, traffic: Traffic) -> str:
+def memory_table(memory: Memory, plan: Plan, executor: Executor) -> str:
     """Bytes by tier and kind, now and at the peak; slots; traffic over links and between ranks."""
     rows = [("tier", "kind", "now", "peak")]
-    for tier in tiers:
+    for tier in (memory.device, memory.host):
         for kind in sorted(kind for kind, peak in tier.ledger.peak_by_kind.items() if peak):
             rows.append(
                 (
@@ -26,7 +24,7 @@ def memory_table(tiers: tuple[MemoryTier, HostTier], plan: Plan, executor: Execu
         rows.append((tier.name, "total", format_bytes(tier.ledger.total_bytes), format_bytes(tier.ledger.peak_bytes)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    host = tiers[1]
+    host = memory.host
     lines.append(
         f"host memory mapped: {format_bytes(host.mapped_bytes)}, {format_bytes(host.homes.registered_bytes)} of it "
         f"pinned; {format_bytes(host.staging.mapped_bytes)} for temporaries"
@@ -42,7 +40,7 @@ def memory_table(tiers: tuple[MemoryTier, HostTier], plan: Plan, executor: Execu
         f"{observer.num_fetches} fetches, {counts['prefetch']} of them ahead, {counts['evict']} "
         f"evictions, {counts['spill']} gradients moved to the host unreduced"
     )
-    for link, num_bytes in sorted(traffic.bytes_by_link.items()):
+    for link, num_bytes in sorted(memory.transfer.traffic.bytes_by_link.items()):
         lines.append(f"{link}: {format_bytes(num_bytes)}")
     if executor.communicator.world_size > 1:
         lines.append(f"to other ranks: {format_bytes(executor.communicator.collectives.bytes_sent)}")

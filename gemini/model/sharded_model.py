@@ -22,7 +22,7 @@ from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.collector import uncollected
 from gemini.memory.host import HostTier
-from gemini.memory.ledger import Traffic
+from gemini.memory.memory import Memory
 from gemini.memory.tier import MemoryTier
 from gemini.model.aliases import tie_aliases, warn_of_ties
 from gemini.model.arguments import check_module, choose_tiers
@@ -109,7 +109,8 @@ class ShardedModel(PlainView):
         operators = find_operators(module, gathers)
         position = StepPosition(["", *(operator.name for operator in operators)])
         communicator = Communicator(process_group, position, settings.rank_timeout, device_tier.device)
-        wrapping = MovingOut(communicator, device_tier, host_tier)
+        memory = Memory(device_tier, host_tier)
+        wrapping = MovingOut(communicator, memory)
         try:
             with communicator.publishing():
                 wrapping.stores = stores_of(module, communicator.ranks)
@@ -127,7 +128,7 @@ class ShardedModel(PlainView):
                 device_tier.capacity_bytes, host_tier.capacity_bytes = first.budget.device, first.budget.host
                 self._show(module)
                 self.settings = settings
-                self._traffic = Traffic()
+                self._memory = memory
                 self.observer = Observer()
                 self._tiers: tuple[MemoryTier, HostTier] = (device_tier, host_tier)
                 self._chunks: list[Chunk] = chunks
@@ -155,22 +156,22 @@ class ShardedModel(PlainView):
         moves: Moves,
     ) -> None:
         """Take memory, move the weights in, install hooks."""
-        device, host = self._tiers
+        memory = self._memory
         placement, demand = plan.placement, plan.demand
-        move_buffers_in(self.module, communicator, device, moves)
-        move_in(chunks, placement, demand, communicator, device, host, moves)
-        binding = Binding(chunks, device, host, self._traffic, ReleasedParameter)
-        fetcher = Fetcher(chunks, device, host, communicator, self._traffic, binding, self.observer)
+        move_buffers_in(self.module, communicator, memory.device, moves)
+        move_in(chunks, placement, demand, communicator, memory, moves)
+        binding = Binding(chunks, memory, ReleasedParameter)
+        fetcher = Fetcher(chunks, memory, communicator, binding, self.observer)
         fetcher.open_pools(*zip(demand.slot_bytes, placement.num_slots, strict=True))
         stage = self.settings.stage
-        memory = GradMemory(device, host, self._traffic, self.observer, stage <= 1 or communicator.world_size == 1)
-        memory.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
+        grads = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
+        grads.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
         for chunk in chunks:
             if chunk.trainable:
-                memory.add(chunk)
-        shared = SharedHomes(fetcher, memory)
-        scratch = Scratch(device, demand.scratch_bytes)
-        gradients = GradStore(memory, shared, scratch, communicator, fetcher.next_use, stage)
+                grads.add(chunk)
+        shared = SharedHomes(fetcher, grads)
+        scratch = Scratch(memory.device, demand.scratch_bytes)
+        gradients = GradStore(grads, shared, scratch, communicator, fetcher.next_use, stage)
         self.executor = Executor(chunks, fetcher, gradients, communicator)
         saved_tensors = SavedTensors(self.executor)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
@@ -286,7 +287,7 @@ class ShardedModel(PlainView):
 
         Raises nothing of its own.
         """
-        return memory_table(self._tiers, self.plan, self.executor, self._traffic)
+        return memory_table(self._memory, self.plan, self.executor)
 
     def close(self) -> None:
         """Remove all hooks and give slots and process group back. Collective. The model cannot be used afterwards.

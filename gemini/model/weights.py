@@ -156,7 +156,7 @@ def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> N
         value = given[managed.index].detach()
         binding.before_write(managed)
         payload[managed.in_payload].copy_(round_as_master(managed.laid_out(value), chunk.dtype))
-        binding.write_parameter(managed, payload)  # a master that rounds to this weight already stays as it is
+        binding.write_parameter(managed, chunk.region())  # a master that rounds to this weight already stays as it is
         if Kind.MASTER in chunk.homes and value.dtype is not chunk.dtype and managed.owns_master:
             set_master(managed, value)
     binding.rebase_versions(chunk)

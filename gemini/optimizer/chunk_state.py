@@ -13,7 +13,8 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError
 from gemini.executor.fetcher import Fetcher
-from gemini.memory.tier import copy
+from gemini.memory.region import Region
+from gemini.memory.transfer import wait_on_tier
 from gemini.optimizer.elementwise import RunState
 from gemini.placement.demand import OPTIM_STATES, Kind, Tier
 from optim import Spans
@@ -89,9 +90,10 @@ class ChunkOptimizerState:
             self._rest(names, Tier.HOST, fetcher)
             return
         if leaves:
-            for name, flat in self.flats.items():
-                copy(taken[name], flat, fetcher.tier(tier), fetcher.tier(self.tier), fetcher.traffic)
-            fetcher.device.synchronize()
+            moves = [(Region(tier, taken[name]), Region(self.tier, flat)) for name, flat in self.flats.items()]
+            for to, source in moves:
+                fetcher.memory.transfer.copy(to, source)
+            wait_on_tier(*(region for both in moves for region in both))
             self.give(list(self.flats), fetcher)
             self.tier = tier
         self.flats.update(taken)

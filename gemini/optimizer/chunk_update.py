@@ -16,9 +16,9 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
 from gemini.executor.executor import Executor
-from gemini.executor.fetcher import Fetcher
 from gemini.executor.spreading import spread
-from gemini.memory.tier import MemoryTier, copy
+from gemini.memory.region import Region
+from gemini.memory.transfer import ready
 from gemini.optimizer.chunk_state import ChunkOptimizerState, Run
 from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors
 from gemini.optimizer.launches import Launches
@@ -112,12 +112,9 @@ class ChunkUpdates:
         gradient = self._executor.gradients.of(chunk)
         tier = self._where(chunk, state)
         view = ShardView(chunk, fetcher, self._staging, tier)
-        grad = gradient.reduced()
-        is_grad_staged = gradient.reduced_tier() is not tier
-        if is_grad_staged:
-            staged = self._staging.take("gradient", chunk.optim_numel, grad.dtype)
-            from_tier = fetcher.tier(gradient.reduced_tier())
-            grad = _staged_copy(fetcher, staged, grad, tier, from_tier)
+        reduced = gradient.reduced()
+        is_grad_staged = reduced.tier is not tier
+        grad = self._staged(reduced, tier) if is_grad_staged else ready(reduced)
         updated: list[tuple[tuple[int, ...], dict[str, Any], tuple[str, ...]]] = []
         for run in runs:
             end = run.start + run.numel
@@ -156,19 +153,20 @@ class ChunkUpdates:
             made = self._update.update(none, none.clone(), run_state, group, GradientFactors())
             state.keep_scalars([(positions, run_state.scalars, tuple(made))])
 
+    def _staged(self, gradient: Region, tier: Tier) -> Tensor:
+        """The gradient on `tier`, ready to be read there."""
+        memory = self._executor.fetcher.memory
+        if tier is Tier.HOST:
+            staged = self._staging.take("gradient", gradient.numel, gradient.dtype)
+        else:
+            staged = Region(tier, torch.empty_like(gradient.flat, device=memory.device.device))
+        memory.transfer.copy(staged, gradient)
+        return ready(staged)
+
     def _where(self, chunk: Chunk, state: ChunkOptimizerState) -> Tier:
         """Where its optimizer state is; without one, the device if everything that the update touches is there."""
         if state.flats:
             return state.tier
         tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
-        tiers.add(self._executor.gradients.of(chunk).reduced_tier())
+        tiers.add(self._executor.gradients.of(chunk).reduced().tier)
         return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
-
-
-def _staged_copy(fetcher: Fetcher, staged: Tensor, source: Tensor, to: Tier, of: MemoryTier) -> Tensor:
-    """`source` on tier `to`, in `staged` if that is the host; who reads it there finds it."""
-    target = staged if to is Tier.HOST else torch.empty_like(source, device=fetcher.device.device)
-    copy(target, source, fetcher.tier(to), of, fetcher.traffic)
-    if to is Tier.HOST:
-        fetcher.device.synchronize()
-    return target

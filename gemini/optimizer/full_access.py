@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gemini.errors import GeminiError
 from gemini.executor.masters import whole_master
 from gemini.executor.spreading import spread
+from gemini.memory.transfer import ready
 from gemini.model.gradient import factors_of, scaled
 from gemini.model.link import Link, link_of
 from gemini.model.reduced_gradient import ReducedGradient
@@ -211,7 +212,7 @@ def _gradient(link: Link) -> Tensor:
     gradient = link.executor.gradients.find(link.managed.chunk)
     if gradient is None or not gradient.is_reduced:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")
-    return gradient.reduced()
+    return ready(gradient.reduced())
 
 
 def _rank_0s(link: Link, value: Tensor) -> Tensor:

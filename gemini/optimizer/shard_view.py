@@ -7,6 +7,7 @@ back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
 from gemini.executor.fetcher import Fetcher
-from gemini.memory.tier import copy
+from gemini.memory.region import Region
+from gemini.memory.transfer import wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Kind, Tier
 from optim import AdamPiece, Spans, join_master_, round_master_, split_master_
 
@@ -23,14 +25,19 @@ class Staging:
     """Host buffers that are reused from chunk to chunk and step to step."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, Region] = {}
 
-    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of `dtype` on the host, content irrelevant, valid until the next `take` of this name."""
+    def take(self, name: str, numel: int, dtype: torch.dtype) -> Region:
+        """(numel,) of `dtype` on the host, content irrelevant, valid until the next `take` of this name.
+
+        Copies of what was there before may still be under way: wait before the host writes to it.
+        """
         num_bytes = numel * dtype.itemsize
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        if buffer is None or buffer.numel < num_bytes:
+            if buffer is not None:
+                wait_on_host(buffer)
+            buffer = self._buffers[name] = Region(Tier.HOST, torch.empty(num_bytes, dtype=torch.uint8))
         return buffer[:num_bytes].view(dtype)
 
 
@@ -89,27 +96,25 @@ class ShardView:
         self._home = chunk.homes[Kind.PARAM]
         self._master = chunk.homes.get(Kind.MASTER)
         self._splits = self._master is not None and chunk.splits_master
-        self._staged_home: Tensor | None = None
-        self._staged_master: Tensor | None = None
+        self._staged_home: Region | None = None
+        self._staged_master: Region | None = None
         self._segments: list[Segment] | None = None
         self._flat: Tensor | None = None
         self.is_staged = False  # it has memory that is not the homes'
-        self._crosses = False  # something is copied to the update's tier, or back from there
 
     def segments(self) -> list[Segment]:
         """The weights where they lie, with what belongs to them, in the order of their elements."""
         if self._segments is None:
             master = None if self._master is None else self._master_on_tier()
             homes = self._homes_on_tier(reads=master is None or self._splits)
-            if self.is_staged and self._tier is Tier.HOST:  # copies fill buffers, or read them still
-                self._fetcher.device.synchronize()
-            self._segments = [self._segment(start, home, master) for start, home in homes]
+            wait_on_tier(*(region for region in self._regions() if region.tier is self._tier))
+            self._segments = [self._segment(start, home.flat, master) for start, home in homes]
         return self._segments
 
-    def _segment(self, start: int, home: Tensor, master: Tensor | None) -> Segment:
+    def _segment(self, start: int, home: Tensor, master: Region | None) -> Segment:
         if master is None:
             return Segment(start, home, None, None)
-        part = master[start : start + home.numel()]
+        part = master.flat[start : start + home.numel()]
         return Segment(start, home, None, part) if self._splits else Segment(start, part, home, None)
 
     def load(self) -> Tensor:
@@ -117,12 +122,14 @@ class ShardView:
         if self._flat is None:
             segments = self.segments()
             if self._master is not None and not self._splits:
-                self._flat = self._master_on_tier()
+                self._flat = self._master_on_tier().flat
             elif len(segments) == 1 and not self._splits:
                 self._flat = segments[0].weight
             else:
                 dtype = torch.float64 if self._chunk.dtype is torch.float64 else torch.float32
-                self._flat = self._stage("weights", dtype)
+                weights = self._stage("weights", dtype)
+                wait_on_tier(weights)
+                self._flat = weights.flat
                 for segment in segments:
                     segment.join(self._flat)
         return self._flat
@@ -132,49 +139,48 @@ class ShardView:
         if self._flat is not None or not complete:
             for segment in self.segments():
                 segment.settle(self._flat)
+        copy = self._fetcher.memory.transfer.copy
         if self._staged_home is not None:
             for start, target in self._home_parts():
-                self._copy(target, self._staged_home[start : start + target.numel()], self._home.tier)
+                copy(target, self._staged_home[start : start + target.numel])
         if self._staged_master is not None and self._master is not None:
-            self._copy(self._master.flat, self._staged_master, self._master.tier)
-        if self._crosses and self._tier is Tier.DEVICE:
-            self._fetcher.device.synchronize()  # what is at home on the host is read there next
+            copy(self._master, self._staged_master)
+        wait_on_stream(*(region for region in self._regions() if region.tier is Tier.DEVICE))
 
-    def _home_parts(self) -> list[tuple[int, Tensor]]:
+    def _regions(self) -> Iterator[Region]:
+        """Homes, and what they are staged in."""
+        both = (self._home, self._master, self._staged_home, self._staged_master)
+        return (region for region in both if region is not None)
+
+    def _home_parts(self) -> list[tuple[int, Region]]:
         """(first element, its part of the parameter home)."""
-        flat = self._home.flat
         slices = self._chunk.home_slices()
-        return [(p.shard_start, flat[p.in_payload]) for p in slices]
+        return [(piece.shard_start, self._home[piece.in_payload]) for piece in slices]
 
-    def _homes_on_tier(self, reads: bool) -> list[tuple[int, Tensor]]:
+    def _homes_on_tier(self, reads: bool) -> list[tuple[int, Region]]:
         """`_home_parts` on the update's tier. reads: the old values are needed."""
         parts = self._home_parts()
         if self._home.tier is self._tier:
             return parts
         staged = self._staged_home = self._stage("home", self._chunk.dtype)
-        on_tier = [(start, staged[start : start + part.numel()]) for start, part in parts]
+        on_tier = [(start, staged[start : start + part.numel]) for start, part in parts]
         if reads:
             for (_, target), (_, source) in zip(on_tier, parts, strict=True):
-                self._copy(target, source, self._tier, self._home.tier)
+                self._fetcher.memory.transfer.copy(target, source)
         return on_tier
 
-    def _master_on_tier(self) -> Tensor:
+    def _master_on_tier(self) -> Region:
         master = self._master
         assert master is not None
         if master.tier is self._tier:
-            return master.flat
+            return master
         if self._staged_master is None:
-            self._staged_master = self._stage("master", master.flat.dtype)
-            self._copy(self._staged_master, master.flat, self._tier, master.tier)
+            self._staged_master = self._stage("master", master.dtype)
+            self._fetcher.memory.transfer.copy(self._staged_master, master)
         return self._staged_master
 
-    def _stage(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _stage(self, name: str, dtype: torch.dtype) -> Region:
         numel, self.is_staged = self._chunk.optim_numel, True
         if self._tier is Tier.DEVICE:
-            return torch.empty(numel, dtype=dtype, device=self._fetcher.device.device)
+            return Region(self._tier, torch.empty(numel, dtype=dtype, device=self._fetcher.device.device))
         return self._staging.take(name, numel, dtype)
-
-    def _copy(self, target: Tensor, source: Tensor, to: Tier, of: Tier | None = None) -> None:
-        self._crosses = True
-        fetcher = self._fetcher
-        copy(target, source, fetcher.tier(to), fetcher.tier(of or self._tier), fetcher.traffic)

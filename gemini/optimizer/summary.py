@@ -18,6 +18,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient
 from gemini.executor.executor import Executor
+from gemini.memory.transfer import wait_on_tier
 from gemini.optimizer.chunk_state import spans_of
 from gemini.ranks.communicator import Communicator
 from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
@@ -58,14 +59,15 @@ def summarize(
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
     several = executor.gradients.num_backwards > 1
-    for chunk in trainable:
-        gradient = executor.gradients.of(chunk)
+    gradients = [executor.gradients.of(chunk) for chunk in trainable]
+    wait_on_tier(*(gradient.reduced() for gradient in gradients if gradient.is_reduced))  # one wait
+    for chunk, gradient in zip(trainable, gradients, strict=True):
         if chunk.parameters:
             first = chunk.parameters[0].index
             words[first : first + len(gradient.got)] = gradient.got
         if not gradient.is_reduced:
             continue
-        flat = gradient.reduced()
+        flat = gradient.reduced().flat
         its = sums.setdefault(flat.device, _Sums(flat.device))
         for piece in _counted(chunk, gradient, ungrouped.get(chunk.index)):
             part = flat[piece.in_shard]

@@ -60,7 +60,7 @@ def device_storage_bytes(model: ShardedModel) -> int:
     for chunk in executor.chunks:
         for home in chunk.homes.values():
             if home.tier == "device":
-                add(home.buffer)
+                add(home.flat)
     for pools in (executor.fetcher.pools, executor.gradients.memory.pools):
         for pool in pools or ():
             for slot in pool.slots + pool.held:

@@ -122,7 +122,11 @@ def work_counts(model: ShardedModel) -> dict[str, Any]:
         "fetches": [moves.num_fetches, moves.counts["prefetch"]],
         "evictions": moves.counts["evict"],
         "spills": [moves.counts["spill"], executor.gradients.memory.peak_open],
-        "links": {link: num_bytes for link, num_bytes in sorted(model._traffic.bytes_by_link.items()) if num_bytes},
+        "links": {
+            link: num_bytes
+            for link, num_bytes in sorted(model._memory.transfer.traffic.bytes_by_link.items())
+            if num_bytes
+        },
     }
     for tier in model._tiers:
         ledger = tier.ledger

@@ -40,7 +40,7 @@ def test_training_gives_the_plain_loops_bits(
     if place != "half":  # what fits on the device, or has a slot for every chunk, is never evicted
         assert (model.observer.counts["evict"] > 0) == (place == "smallest")
     if place in ("cpu", "smallest"):
-        assert model._traffic.bytes_by_link["host->device"] > 0
+        assert model._memory.transfer.traffic.bytes_by_link["host->device"] > 0
 
 
 @DTYPES
@@ -247,7 +247,7 @@ def test_nothing_is_reserved_or_taken_after_warm_up(cuda: torch.device) -> None:
 def test_what_rests_on_the_host_is_pinned(cuda: torch.device) -> None:
     model, optimizer = loops.wrap(GPT2, cuda, torch.bfloat16, "cpu")
     buffers = {
-        f"{kind} of chunk {chunk.index}": home.buffer
+        f"{kind} of chunk {chunk.index}": home.flat
         for chunk in model.executor.chunks
         for kind, home in chunk.homes.items()
         if home.tier == "host"

@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "a slot for many small gradients keeps what it held",
         "gemini/executor/grad_memory.py",
-        "            payload.zero_()\n            content = Content.ZERO\n",
+        "            payload.flat.zero_()\n            content = Content.ZERO\n",
         "            content = Content.ZERO\n",
         "tests/dist/test_small_parameters.py",
     ),
@@ -191,8 +191,8 @@ MUTANTS = [
     Mutant(
         "micro-batches are not added",
         "gemini/executor/grad_homes.py",
-        "            target.add_(staging)",
-        "            target.copy_(staging)",
+        "            target.flat.add_(staging.flat)",
+        "            target.flat.copy_(staging.flat)",
         PAIRS,
     ),
     Mutant(
@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "a spilled gradient is lost",
         "gemini/executor/grad_memory.py",
-        "            copy(payload.view(torch.uint8), spilled, self.device, self.host, self.traffic)",
-        "            payload.zero_()",
+        "            self.tiers.transfer.copy(payload, spilled)",
+        "            payload.flat.zero_()",
         f"{ONE_RANK}[experts]",
     ),
     Mutant(
@@ -478,7 +478,7 @@ MUTANTS = [
     Mutant(
         "edits stay in the payload",
         "gemini/executor/binding.py",
-        "                    self.write_parameter(chunk.parameters[position], chunk.payload)",
+        "                    self.write_parameter(chunk.parameters[position], chunk.region())",
         "                    pass",
         "tests/test_executor.py::test_edits_outside_a_step_reach_shard_and_master",
     ),
@@ -576,7 +576,7 @@ MUTANTS = [
     Mutant(
         "weights stay behind when their home moves",
         "gemini/executor/rehoming.py",
-        "        self._fill(chunk.homes[Kind.PARAM], content, before.tier)\n",
+        "            fetcher.memory.transfer.copy(home, before)\n",
         "",
         "tests/test_parts.py",
     ),
@@ -625,7 +625,7 @@ MUTANTS = [
     Mutant(
         "a build's edits stay each rank's own",
         "gemini/model/build_binding.py",
-        "        self.take_values(payload[managed.in_payload], what, src)\n",
+        "        self.take_values(payload.flat[managed.in_payload], what, src)\n",
         "",
         BUILDING,
     ),
@@ -667,14 +667,14 @@ MUTANTS = [
     Mutant(
         "weights are not made anew where a gradient was",
         "gemini/executor/shared_homes.py",
-        "                round_master_(part, master.flat)\n",
+        "                round_master_(ready(part), ready(master))\n",
         "                pass\n",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
         "a gradient stays behind in a home that is taken back",
         "gemini/executor/shared_homes.py",
-        "            copy(gradient.shard, shared, store.tier(gradient.resting.tier), tier, store.traffic)\n",
+        "            store.tiers.transfer.copy(gradient.shard, shared)\n",
         "",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
@@ -813,15 +813,43 @@ MUTANTS = [
     ),
     Mutant(
         "the host waits for each chunk's weights",
-        "gemini/optimizer/shard_view.py",
-        "            if self.is_staged and self._tier is Tier.HOST:  # copies fill buffers, or read them still\n",
-        "            if True:\n",
+        "gemini/memory/transfer.py",
+        "        if done.get(self._stream, -1) < self.number:\n",
+        "        if True:\n",
         "tests/test_step_cost.py",
     ),
     Mutant(
+        "kernels read weights that are on their way",
+        "gemini/executor/fetcher.py",
+        "            return lambda: wait_on_stream(whole)",
+        "            return lambda: None",
+        "tests/test_late_copies.py",
+    ),
+    Mutant(
+        "kernels write to a slot that a copy still reads",
+        "gemini/executor/grad_memory.py",
+        "        payload = gradient.payload_in(slot)\n        wait_on_stream(payload)\n        if zero",
+        "        payload = gradient.payload_in(slot)\n        if zero",
+        "tests/test_late_copies.py",
+    ),
+    Mutant(
+        "a micro-batch is added before it has arrived",
+        "gemini/executor/grad_homes.py",
+        "            wait_on_host(staging, target)\n",
+        "",
+        "tests/test_late_copies.py",
+    ),
+    Mutant(
+        "a copy does not wait for the one whose result it reads",
+        "gemini/memory/transfer.py",
+        "([] if write is None else [write])",
+        "[]",
+        "tests/test_transfer.py",
+    ),
+    Mutant(
         "what is on its way to the host is read there",
-        "gemini/executor/executor.py",
-        "        self.fetcher.device.synchronize()\n",
+        "gemini/optimizer/summary.py",
+        "    wait_on_tier(*(gradient.reduced() for gradient in gradients if gradient.is_reduced))  # one wait\n",
         "",
         "tests/test_late_copies.py",
     ),
@@ -861,11 +889,10 @@ MUTANTS = [
         "tests/test_arena.py",
     ),
     Mutant(
-        "a state that moves to the device is copied from memory that is gone",
+        "a state that moves is copied from memory that is gone",
         "gemini/executor/rehoming.py",
-        "        copy(home.flat, content, fetcher.tier(home.tier), fetcher.tier(origin), fetcher.traffic)\n"
-        "        fetcher.device.synchronize()\n",
-        "        copy(home.flat, content, fetcher.tier(home.tier), fetcher.tier(origin), fetcher.traffic)\n",
+        "            wait_on_tier(home)\n            self._give_up(before, slot)\n",
+        "            self._give_up(before, slot)\n",
         "tests/test_late_copies.py",
     ),
     Mutant(
@@ -906,14 +933,14 @@ MUTANTS = [
     Mutant(
         "a discarded gradient comes back with its copy",
         "gemini/executor/leftovers.py",
-        "            self._memory.device.synchronize()  # it may still be on its way there\n",
-        "            pass\n",
+        "        reduced = ready(gradient.reduced())\n",
+        "        reduced = gradient.reduced().flat\n",
         "tests/test_late_copies.py",
     ),
     Mutant(
         "memory is given up while a copy reads or writes it",
-        "gemini/executor/rehoming.py",
-        "        self._fetcher.device.synchronize()  # no copy is on its way from or to what is given up\n",
+        "gemini/memory/memory.py",
+        "        wait_on_tier(region)\n",
         "",
         "tests/test_late_copies.py",
     ),

@@ -1,0 +1,32 @@
+"""All memory of one model on this rank: its tiers, and how bytes come from one to the other."""
+
+from __future__ import annotations
+
+import torch
+
+from gemini.memory.host import HostTier
+from gemini.memory.region import Region
+from gemini.memory.tier import MemoryTier
+from gemini.memory.transfer import Transfer, wait_on_tier
+from gemini.placement.demand import Tier
+
+
+class Memory:
+    """Gives regions, and takes them back when the copies from and to them are done."""
+
+    def __init__(self, device: MemoryTier, host: HostTier) -> None:
+        self.device = device
+        self.host = host
+        self.transfer = Transfer(device.device)
+
+    def tier(self, tier: Tier) -> MemoryTier:
+        return self.device if tier is Tier.DEVICE else self.host
+
+    def take(self, tier: Tier, numel: int, dtype: torch.dtype, kind: str) -> Region:
+        """(numel,) zeros. Raises BudgetError."""
+        return Region(tier, self.tier(tier).take(numel * dtype.itemsize, kind).view(dtype))
+
+    def give(self, region: Region, kind: str) -> None:
+        """Give a region of `take` back."""
+        wait_on_tier(region)
+        self.tier(region.tier).give(region.flat.view(torch.uint8), kind)

@@ -1,0 +1,152 @@
+"""Copies between tiers, and all waiting for them: the only file that names a stream or an event.
+
+`Transfer.copy` starts a copy and leaves its ticket with both regions. Nothing waits for a device as a whole:
+
+- The host reads or writes a region after `wait_on_host(region)`.
+- Kernels and collectives read or write a device region that copies fill or empty after `wait_on_stream(region)`.
+- A copy itself begins behind the tickets of both of its regions, so copies need nothing from their callers.
+
+Today a copy runs on the stream that is current where it is asked for, so `wait_on_stream` does nothing unless the user
+has changed streams meanwhile. Callers keep the contract of many streams nevertheless: if copies get streams of their
+own, no other file changes. `tests/late_copies.py` has a device on which every copy is as late as its ticket allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.memory.ledger import Traffic
+from gemini.memory.region import Region, Ticket
+from gemini.placement.demand import Tier
+
+
+class Lane(Protocol):
+    """Where copies between host and device run."""
+
+    def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> Ticket | None:
+        """to <- source once all of `behind` are done. None: the copy is done already."""
+        ...
+
+
+class AtOnce:
+    """A device whose memory is the host's."""
+
+    def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> None:
+        to.flat.copy_(source.flat)
+
+
+class OnStream:
+    """The current stream of an accelerator. Its events are used again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.done: dict[torch.Stream, int] = {}  # the last copy of each stream that the host knows to be done
+        self.events: list[torch.Event] = []  # of tickets that nobody has any more
+        self._numbers = count()
+
+    def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> StreamTicket:
+        for ticket in behind:
+            ticket.order()
+        to.flat.copy_(source.flat, non_blocking=True)
+        event = self.events.pop() if self.events else self.new_event()
+        stream = self.stream()
+        event.record(stream)
+        return StreamTicket(self, stream, event, next(self._numbers))
+
+    def stream(self) -> torch.Stream:
+        """The current one of this thread."""
+        return torch.accelerator.current_stream(self.device)
+
+    def new_event(self) -> torch.Event:
+        return torch.Event(self.device)
+
+
+class StreamTicket:
+    """An event behind a copy. When nobody has the ticket any more, nobody waits for the event, which is free then."""
+
+    __slots__ = ("_event", "_lane", "_stream", "number")
+
+    def __init__(self, lane: OnStream, stream: torch.Stream, event: torch.Event, number: int) -> None:
+        self._lane, self._stream, self._event, self.number = lane, stream, event, number
+
+    def wait(self) -> None:
+        done = self._lane.done
+        if done.get(self._stream, -1) < self.number:
+            self._event.synchronize()
+            done[self._stream] = self.number
+
+    def order(self) -> None:
+        if self._lane.done.get(self._stream, -1) < self.number:
+            stream = self._lane.stream()
+            if stream != self._stream:
+                stream.wait_event(self._event)
+
+    def implies(self, earlier: Ticket) -> bool:
+        return isinstance(earlier, StreamTicket) and earlier._stream == self._stream and earlier.number <= self.number
+
+    def __del__(self) -> None:
+        self._lane.events.append(self._event)
+
+
+def lane_of(device: torch.device) -> Lane:
+    """How copies between the host and `device` run."""
+    return AtOnce() if device.type == "cpu" else OnStream(device)
+
+
+class Transfer:
+    """The copies of one model."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.traffic = Traffic()
+        self._lane = lane_of(device)
+
+    def copy(self, to: Region, source: Region) -> Ticket | None:
+        """to <- source, element by element, with a change of dtype where they differ. None: the copy is done.
+
+        Both regions must outlive the copy: a temporary on the host is dropped after `wait_on_host`.
+        """
+        if to.tier is source.tier:
+            wait_on_tier(to, source)
+            to.flat.copy_(source.flat)
+            return None
+        self.traffic.copied(source.tier, to.tier, source.nbytes)
+        write = source.tickets.write
+        ticket = self._lane.start(to, source, to.tickets.pending() + ([] if write is None else [write]))
+        if ticket is not None:
+            source.tickets.note_read(ticket)
+            to.tickets.note_write(ticket)
+        return ticket
+
+
+def wait_on_host(*regions: Region) -> None:
+    """The host may read and write the regions: all copies from and to them are done."""
+    pending = [ticket for region in regions for ticket in region.tickets.pending()]
+    if pending:  # the latest first: the others of its stream are done then
+        for ticket in sorted(pending, key=lambda ticket: ticket.number, reverse=True):
+            ticket.wait()
+        for region in regions:
+            region.tickets.clear()
+
+
+def wait_on_stream(*regions: Region) -> None:
+    """Kernels and collectives may read and write the regions, which are on the device. The host does not wait."""
+    for region in regions:
+        for ticket in region.tickets.pending():
+            ticket.order()
+
+
+def wait_on_tier(*regions: Region) -> None:
+    """`wait_on_host` for regions on the host, `wait_on_stream` for those on the device."""
+    wait_on_host(*(region for region in regions if region.tier is Tier.HOST))
+    wait_on_stream(*(region for region in regions if region.tier is Tier.DEVICE))
+
+
+def ready(region: Region) -> Tensor:
+    """The region's memory after `wait_on_tier`."""
+    wait_on_tier(region)
+    return region.flat
