@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini import DivergenceError, RemoteRankError, ShardedModel, ShardedOptimizer, set_leaf_module
+from tests import switches
 from tests.compiled import BLOCKS, WAYS, Block, Counting, Net, compile_blocks, compile_blocks_in_place
-from tests.dist import leaf_cases
 from tests.mlp import CHUNK_NUMEL, WIDTH, adam, assert_same, build, smallest_budget, weights_of
 
 STEPS = 4
@@ -94,8 +94,8 @@ def compiled_switch(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
 
     def make() -> nn.Module:
-        net = leaf_cases.Net("")
-        set_leaf_module(net, leaf_cases.Switch)
+        net = switches.Net("")
+        set_leaf_module(net, switches.Switch)
         for block in net.blocks:
             block.compile(backend="eager")
         return net
@@ -105,13 +105,13 @@ def compiled_switch(rank: int, world_size: int) -> None:
     reference = build(make)
     optimizer, its = ShardedOptimizer(model, adam(model.parameters())), adam(reference.parameters())
     for step in range(STEPS):
-        leaf_cases.turn(model, rank, step)
-        loss = model(leaf_cases.inputs(rank, step))
+        switches.turn(model, rank, step)
+        loss = model(switches.inputs(rank, step))
         loss.backward()
         optimizer.step()
         for other in range(world_size):
-            leaf_cases.turn(reference, other, step)
-            wanted = reference(leaf_cases.inputs(other, step))
+            switches.turn(reference, other, step)
+            wanted = reference(switches.inputs(other, step))
             wanted.backward()
             assert other != rank or torch.equal(loss, wanted)
         for parameter in reference.parameters():

@@ -361,7 +361,7 @@ MUTANTS = [
         "gemini/executor/completion.py",
         "        if all(agreed[i] == ~agreed[i + _DIGEST_WORDS] for i in range(_DIGEST_WORDS)):\n",
         "        if True:\n",
-        "tests/dist/test_leaves.py::test_ranks_that_use_other_branches_equal_plain",
+        "tests/features/test_leaves.py::test_ranks_that_use_other_branches_equal_plain",
     ),
     Mutant(
         "each rank knows of its own gradients only",
@@ -452,14 +452,14 @@ MUTANTS = [
         "gemini/executor/executor.py",
         "            if chunk in self._underway.leaf:",
         "            if False:",
-        "tests/dist/test_leaves.py",
+        "tests/features/test_leaves.py",
     ),
     Mutant(
         "a rank that uses nothing of a leaf goes around it",
         "gemini/model/leaf.py",
         "isinstance(t, Tensor) and t.requires_grad]",
         "False]",
-        "tests/dist/test_leaves.py",
+        "tests/features/test_leaves.py",
     ),
     Mutant(
         "a kept slot is updated under a view",

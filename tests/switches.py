@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gemini import DivergenceError, RemoteRankError, ShardedModel, ShardedOptimizer, set_leaf_module
-from tests import mlp
-from tests.mlp import CHUNK_NUMEL, WIDTH, assert_same, build, weights_of
+from tests.mlp import WIDTH
 
 NUM_BRANCHES = 4
 IDLE = "idle"  # one of the ways: rank 1 uses no branch at all
@@ -78,53 +76,3 @@ def turn(module: nn.Module, rank: int, step: int) -> None:
 
 def inputs(rank: int, step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def routes(rank: int, world_size: int, way: str, budget: str | None) -> int:
-    """Five steps beside plain PyTorch, which takes the ranks' turns one after the other. Evictions."""
-
-    def make() -> nn.Module:
-        net = Net(way)
-        assert len(set_leaf_module(net, "Switch" if budget else Switch)) == 2
-        return net
-
-    wrap: dict[str, Any] = {"chunk_size": CHUNK_NUMEL}
-    if budget == "smallest":
-        wrap["model_data_memory"] = mlp.smallest_budget(make, **wrap)
-    module, reference = build(make), build(make)
-    model = ShardedModel(module, device="emulated", **wrap)
-    optimizer, its = ShardedOptimizer(model, mlp.adam(model.parameters())), mlp.adam(reference.parameters())
-    for step in range(5):
-        turn(module, rank, step)
-        loss = model(inputs(rank, step))
-        loss.backward()
-        optimizer.step()
-        for other in range(world_size):
-            turn(reference, other, step)
-            wanted = reference(inputs(other, step))
-            wanted.backward()
-            assert other != rank or torch.equal(loss, wanted)
-        for parameter in reference.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= world_size
-        its.step()
-        its.zero_grad()
-        assert_same(weights_of(model), weights_of(reference))
-    num_evictions = model.observer.counts["evict"]
-    model.close()
-    return num_evictions
-
-
-def unmarked(rank: int, world_size: int) -> str:
-    """The same without a mark, at one slot for each branch."""
-    module = build(lambda: Net(""))
-    wrap = {"chunk_size": CHUNK_NUMEL}
-    model = ShardedModel(
-        module, device="emulated", model_data_memory=mlp.smallest_budget(lambda: Net(""), **wrap), **wrap
-    )
-    turn(module, rank, 0)
-    try:
-        model(inputs(rank, 0)).backward()
-    except (DivergenceError, RemoteRankError) as error:
-        return str(error)
-    return ""
