@@ -1,15 +1,18 @@
 """Activation checkpointing in all of torch's ways: the bits of plain PyTorch with the same checkpointing."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gemini import SlotError
+from gemini import ShardedModel, ShardedOptimizer, SlotError
+from tests import mlp
 from tests.checkpointed import SELECTIVE, WAYS, Net, keeping, loss_of, train
+from tests.harness.on_ranks import on_ranks
 from tests.live_storages import LiveStorages
-from tests.mlp import assert_same, build, inputs, plain, sharded, weights_of, wrap
+from tests.mlp import CHUNK_NUMEL, assert_same, build, inputs, plain, sharded, weights_of, wrap
 
 PLACES = ["cuda", "smallest"]
 
@@ -87,3 +90,31 @@ def test_a_policy_that_keeps_views_of_weights_is_told_when_there_is_no_slot_for_
     train(partial(checkpoint, model, use_reentrant=False, context_fn=context), optimizer, 1)
     with pytest.raises(SlotError, match="a view of one of its parameters is still alive"):
         checkpoint(wrap("smallest", make), inputs(0), use_reentrant=False, context_fn=context)
+
+
+def trained(rank: int, way: str, **wrap: Any) -> dict[str, torch.Tensor]:
+    make = partial(Net, way)
+    if wrap.get("model_data_memory") == "smallest":
+        del wrap["model_data_memory"]
+        wrap["model_data_memory"] = mlp.smallest_budget(make, chunk_size=CHUNK_NUMEL, **wrap)
+    model = ShardedModel(build(make), device="emulated", chunk_size=CHUNK_NUMEL, **wrap)
+    train(model, ShardedOptimizer(model, mlp.adam(model.parameters())), 3, rank)
+    weights = weights_of(model)
+    model.close()
+    return weights
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("budget", ["smallest", None])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpointing_does_not_change_what_ranks_train(
+    rank: int, world_size: int, stage: int, budget: str | None
+) -> None:
+    """Gradients are equal, and their order over ranks is: so are the weights after three steps."""
+    wrap: dict[str, Any] = {"stage": stage, "model_data_memory": budget}
+    wanted = trained(rank, "none", **wrap)
+    for way in WAYS:
+        try:
+            assert_same(trained(rank, way, **wrap), wanted)
+        except AssertionError as error:
+            raise AssertionError(f"{way}: {error}") from error
