@@ -305,7 +305,7 @@ MUTANTS = [
         "gemini/executor/executor.py",
         "        self.position.set(0, Phase.STEP)\n        self.fetcher.settle()\n",
         "        self.position.set(0, Phase.STEP)\n",
-        "tests/dist/test_slots.py::test_what_was_fetched_ahead_in_vain_changes_nothing",
+        "tests/features/test_slots.py::test_what_was_fetched_ahead_in_vain_changes_nothing",
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
@@ -466,7 +466,7 @@ MUTANTS = [
         "gemini/executor/fetcher.py",
         "            self._keep_another(chunk)",
         "            pass",
-        "tests/dist/test_slots.py::test_a_view_that_outlives_a_step_keeps_the_old_weights",
+        "tests/features/test_slots.py::test_a_view_that_outlives_a_step_keeps_the_old_weights",
     ),
     Mutant(
         "stage 2 does not gather what others updated",

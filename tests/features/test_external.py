@@ -1,7 +1,5 @@
 """Parameters that one module owns and another uses, registered and not."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +8,7 @@ from gemini import ShardedModel, ShardedOptimizer, UnsupportedError
 from gemini import register_external_parameter as register
 from gemini import unregister_external_parameter as unregister
 from tests import mlp
+from tests.harness.on_ranks import on_ranks
 from tests.mlp import WIDTH, assert_same, build, weights_of
 
 
@@ -44,8 +43,10 @@ class Net(nn.Module):
         return self.layers(torch.tanh(self.borrower(x)))
 
 
-def train(registers: bool, arguments: dict[str, Any]) -> None:
-    wrap = {"chunk_size": mlp.CHUNK_NUMEL, **arguments}
+@pytest.mark.parametrize("registers", [True, False])
+@on_ranks(1, 2)
+def test_a_borrowed_weight_trains_as_in_plain_pytorch(rank: int, world_size: int, registers: bool) -> None:
+    wrap = {"chunk_size": mlp.CHUNK_NUMEL}
     wrap["model_data_memory"] = mlp.smallest_budget(lambda: Net(registers), **wrap)
     model = ShardedModel(build(lambda: Net(registers)), device="emulated", **wrap)
     optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
@@ -57,15 +58,6 @@ def train(registers: bool, arguments: dict[str, Any]) -> None:
     assert model.observer.counts["evict"] > 0
     plain = [kind is nn.Parameter for kind in model.borrower.kinds]
     assert all(plain) if registers else not any(plain)
-
-
-def on_ranks(rank: int, world_size: int, registers: bool) -> None:
-    train(registers, {})
-
-
-@pytest.mark.parametrize("registers", [True, False])
-def test_a_borrowed_weight_trains_as_in_plain_pytorch(registers: bool) -> None:
-    train(registers, {})
 
 
 def test_registering_is_checked_and_can_be_taken_back() -> None:

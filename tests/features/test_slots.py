@@ -1,8 +1,9 @@
-"""What ranks do with kept slots and with payloads that are fetched ahead."""
+"""Kept slots, in which parameter homes lie, and payloads that are fetched before they are used, on several ranks."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, SlotError
 from gemini.placement.demand import Tier
 from gemini.placement.policy import slots_for
 from tests import mlp
+from tests.harness.on_ranks import gathered, on_ranks
 from tests.mlp import CHUNK_NUMEL, LAYERS, assert_same, build, loss_of, plain, train_step, weights_of
 
 PAYLOAD_BYTES = 4 * CHUNK_NUMEL
@@ -39,24 +41,28 @@ def everything_kept() -> int:
     return model.plan.placement.device_bytes(model.plan.demand)
 
 
-def a_payload_is_kept_once(rank: int, world_size: int) -> dict[str, int]:
-    """Bytes on the device, and how often a step gathers."""
+@on_ranks(2, 3)
+def test_a_kept_payload_and_its_home_are_one_memory(rank: int, world_size: int) -> None:
     model, optimizer = sharded(None)
     for step in range(3):
-        gathered = model.executor.communicator.collectives.calls["all_gather"]
+        before = model.executor.communicator.collectives.calls["all_gather"]
         train_step(model, optimizer, step)
     kinds = model._tiers[0].ledger.peak_by_kind
-    return {
-        "payloads": kinds["slots"] + kinds["param"],
-        "param": kinds["param"],
-        "all": sum(chunk.payload_bytes for chunk in model.executor.chunks),
-        "largest": max(chunk.payload_bytes for chunk in model.executor.chunks),
-        "chunks": len(model.executor.chunks),
-        "gathers": model.executor.communicator.collectives.calls["all_gather"] - gathered,
-    }
+    payloads = [chunk.payload_bytes for chunk in model.executor.chunks]
+    assert kinds["param"] * world_size == sum(payloads)
+    room = sum(payloads) + max(payloads)
+    assert kinds["slots"] + kinds["param"] <= room, "no home beside a payload, but while one is made"
+    num_gathers = model.executor.communicator.collectives.calls["all_gather"] - before
+    assert num_gathers == len(payloads), "nothing leaves between forward and backward"
 
 
-def detours(rank: int, world_size: int, budget: str | int | None) -> dict[str, int]:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("budget", "kept", "slots"), [("smallest", 0, 2), ("one kept", 1, 2), (None, LAYERS, 0)], ids=str
+)
+def test_what_was_fetched_ahead_in_vain_changes_nothing(
+    rank: int, world_size: int, budget: str | None, kept: int, slots: int
+) -> None:
     """Steps that are not as the last one, while something is on its way: the bits are those of one plain process.
 
     All ranks see the same data, so the mean of their gradients is each one's own.
@@ -88,7 +94,8 @@ def detours(rank: int, world_size: int, budget: str | int | None) -> dict[str, i
         ahead.append(model.observer.counts["prefetch"])
     assert_same(weights_of(model), weights_of(reference))
     placement = model.plan.placement
-    return {"ahead": ahead[-1] - ahead[-2], "kept": len(placement.kept), "slots": placement.num_slots[0]}
+    assert (len(placement.kept), placement.num_slots[0]) == (kept, slots)
+    assert ahead[-1] > ahead[-2], "the last step was as the one before: its gathers started early"
 
 
 def a_view_outlives_a_step(rank: int, world_size: int, spare_bytes: int | None) -> str:
@@ -130,8 +137,23 @@ def a_view_outlives_a_step(rank: int, world_size: int, spare_bytes: int | None) 
     return said
 
 
-def closed_models_leave_nothing(rank: int, world_size: int) -> list[int]:
-    """Threads of this process after each of several models was used and closed."""
+@on_ranks(2)
+def test_a_view_that_outlives_a_step_keeps_the_old_weights(rank: int, world_size: int) -> None:
+    assert a_view_outlives_a_step(rank, world_size, None) == ""
+
+
+@on_ranks(2)
+def test_a_kept_view_without_room_beside_it_stops_the_step_before_anything_changes(rank: int, world_size: int) -> None:
+    said = gathered(a_view_outlives_a_step(rank, world_size, 0))
+    assert "layers.2.weight" in said[0]
+    assert "must leave its slot for an update, but a view of one of its parameters is still alive" in said[0]
+    assert "model_data_memory=" in said[0]
+    assert said[0].startswith("SlotError") and said[1].startswith("RemoteRankError")
+    assert "must leave its slot" in said[1]
+
+
+@on_ranks(2)
+def test_a_closed_model_gives_its_process_group_back(rank: int, world_size: int) -> None:
     counts = []
     for _ in range(4):
         model, optimizer = sharded(None)
@@ -140,4 +162,4 @@ def closed_models_leave_nothing(rank: int, world_size: int) -> list[int]:
         model.close()
         model.close()
         counts.append(len(list(Path("/proc/self/task").iterdir())))
-    return counts
+    assert counts[-1] <= counts[0], "threads"
