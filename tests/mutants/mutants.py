@@ -508,7 +508,7 @@ MUTANTS = [
         "gemini/model/budgets.py",
         '    communicator.all_reduce_max_(readings, "free memory")\n',
         "",
-        "tests/dist/test_budgets.py::test_ranks_that_read_different_free_memory_go_by_the_least[2-False]",
+        "tests/features/test_budgets.py::test_ranks_that_read_different_free_memory_go_by_the_least",
     ),
     Mutant(
         "the budget is not enforced",

@@ -1,18 +1,21 @@
-"""What a model may take: the device's and the host's budget on one rank."""
+"""What a model may take: the device's and the host's budget. Readings of ranks are agreed, what a user gives must be equal."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from gemini import BudgetError, ShardedModel, ShardedOptimizer, ZeroInitContext, estimate_memory
+from gemini import BudgetError, DivergenceError, ShardedModel, ShardedOptimizer, ZeroInitContext, estimate_memory
 from gemini.memory import live
-from tests.mlp import adam, build, smallest_budget, weights_of
+from tests.harness.on_ranks import gathered, on_ranks
+from tests.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, smallest_budget, train_step, weights_of
 from tests.uneven import Uneven, batch_loss
 
 FREE_BYTES = 10**6
+HOST_BYTES = 10**9
 POLICIES = ["auto", "cpu", "cuda"]
 
 
@@ -130,3 +133,79 @@ def test_host_memory_that_a_smaller_chunk_size_fits_is_enough() -> None:
     assert model._tiers[1].ledger.peak_bytes <= least
     with pytest.raises(BudgetError, match=f"host: {least} bytes"):
         ShardedModel(build(Uneven), host_memory=least - 1, **options)
+
+
+# ---- several ranks -------------------------------------------------------------------------------------------------
+
+RANK_0_BYTES = 30_000
+
+
+@contextmanager
+def reading_both(device_bytes: int, host_bytes: int) -> Iterator[None]:
+    with (
+        mock.patch.object(live, "free_device_bytes", return_value=device_bytes),
+        mock.patch.object(live, "free_host_bytes", return_value=host_bytes),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+@on_ranks(2, 3)
+def test_ranks_that_read_different_free_memory_go_by_the_least(rank: int, world_size: int, is_built: bool) -> None:
+    """Every rank reads more than the one before, and rank 0 the least of all."""
+    spread = 7_000
+    with reading_both(RANK_0_BYTES + spread * rank, HOST_BYTES + spread * rank):
+        if is_built:
+            with ZeroInitContext():
+                module = build(Mlp)
+        else:
+            module = build(Mlp)
+        own = 0 if is_built else sum(parameter.nbytes for parameter in module.parameters())
+        model = ShardedModel(module, device="emulated", chunk_size=CHUNK_NUMEL)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    losses = [float(train_step(model, optimizer, step)) for step in range(2)]
+    assert losses[1] < losses[0]
+    device, host = model._tiers
+    budget = model.plan.budget_bytes
+    assert budget is not None and device.capacity_bytes == budget and host.capacity_bytes is not None
+    homes = {tier for its in model.plan.placement.homes for tier in its.values()}
+    assert homes == {"device", "host"}, "a budget that decides what is where"
+    assert len(set(gathered((budget, host.capacity_bytes, model.plan.hash)))) == 1, "one budget, one plan"
+    assert host.capacity_bytes == HOST_BYTES
+    if not is_built:
+        assert budget == int((RANK_0_BYTES + own) * 0.7)
+    model.close()
+
+
+@pytest.mark.parametrize("argument", ["model_data_memory", "device_memory", "host_memory"])
+@on_ranks(2)
+def test_given_budgets_that_differ_are_refused_by_name(rank: int, world_size: int, argument: str) -> None:
+    budgets: dict[str, Any] = {"model_data_memory": 10**6, "device_memory": 10**7, "host_memory": 10**8}
+    budgets[argument] += 4096 * rank
+    if argument == "host_memory" and rank:
+        del budgets["host_memory"]  # given on one rank only
+    with pytest.raises(DivergenceError, match=f"{argument}=") as refused:
+        ShardedModel(build(), device="emulated", **budgets)
+    assert "differs between rank 0 and rank 1" in str(refused.value)
+
+
+@pytest.mark.parametrize("policy", ["auto", "cuda"])
+@on_ranks(2)
+def test_ranks_at_the_least_budget_have_the_bits_of_ranks_without_one(rank: int, world_size: int, policy: str) -> None:
+    """The chunk size is searched; the bits are those of the same ranks without a budget."""
+    results, numbers = [], []
+    options: dict[str, Any] = {"tensor_placement_policy": policy}
+    least = smallest_budget(Uneven, **options)
+    for budget in (None, least):
+        model = ShardedModel(build(Uneven), device="emulated", model_data_memory=budget, **options)
+        optimizer = ShardedOptimizer(model, adam(model.parameters()))
+        for step in range(3):
+            batch_loss(model, step * world_size + rank).backward()
+            optimizer.step()
+        results.append(weights_of(model))
+        numbers.append(model.plan.packing.chunk_bytes)
+        if budget is not None:
+            assert model._tiers[0].ledger.peak_bytes <= budget
+        model.close()
+    assert numbers[1] < numbers[0]
+    assert_same(results[1], results[0])
