@@ -20,6 +20,7 @@ from gemini import (
     state_hash,
 )
 from optim import HybridAdam
+from tests.harness.on_ranks import on_ranks_with
 
 WIDTH, LAYERS, CHUNK_NUMEL = 32, 28, 2048
 STEPS = 7
@@ -114,7 +115,8 @@ def run(rank: int, world_size: int, way: str, bounded: bool) -> dict[str, Any]:
     return facts
 
 
-def compare(rank: int, world_size: int, way: str) -> None:
+@on_ranks_with("way", {1: [*WAYS], 2: ["bf16"], 3: ["fp16"]}, soak={2: [*WAYS], 3: [*WAYS], 4: [*WAYS]})
+def test_everything_under_a_third_of_the_model_data_has_the_same_bits(rank: int, world_size: int, way: str) -> None:
     bounded, free = (run(rank, world_size, way, bounded) for bounded in (True, False))
     assert bounded["chunks"] >= 8 and bounded["host"] > 0, bounded
     assert bounded["evictions"] > 0 or (world_size == 1 and way != "tensor"), bounded
