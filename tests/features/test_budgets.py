@@ -1,4 +1,4 @@
-"""What a model may take: the device's and the host's budget. Readings of ranks are agreed, what a user gives must be equal."""
+"""What a model may take: the device's and the host's budget. Ranks agree on readings; what users give must be equal."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

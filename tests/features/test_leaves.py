@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from gemini import (
