@@ -66,12 +66,16 @@ class BuildBinding(Binding):
         self.valid[chunk] = set(range(len(chunk.parameters)))
 
     def close(self, chunk: Chunk) -> None:
-        """The parameters show their placeholders, and the payload is whoever's has a view of it. Local."""
-        if not chunk.bound:  # an interrupt may have come in the middle of `bind`
-            self.versions[chunk.index], chunk.bound = chunk.versions(), True
-        self.unbind(chunk)
-        chunk.bump_versions()
-        chunk.leave_home()
+        """The parameters show their placeholders, and the payload is whoever's has a view of it. Local.
+
+        An interrupt may have come in the middle of `open`, of `bind`, or of this method.
+        """
+        if chunk.payload is not None:
+            if not chunk.bound:
+                self.versions[chunk.index], chunk.bound = chunk.versions(), True
+            self.unbind(chunk)
+            chunk.bump_versions()
+            chunk.leave_home()
         chunk.raw = []
         self.plain_chunks = [other for other in self.plain_chunks if other is not chunk]
         self.edited.pop(chunk.index, None)
@@ -83,7 +87,7 @@ class BuildBinding(Binding):
         if payload is not None:
             self.close(chunk)
         chunk.parameters = [each for each in chunk.parameters if each not in gone]
-        if payload is not None and is_full:
+        if payload is not None and is_full and chunk.parameters:
             self.open(chunk, payload)
             self.fill(chunk)
 
