@@ -24,12 +24,10 @@ from gemini.ranks.communicator import Communicator
 class BuildBinding(Binding):
     """Of one context. A payload is memory of its own: a view that outlives its chunk's use keeps what it has seen."""
 
-    def __init__(self, memory: Memory, communicator: Communicator, carrier: torch.device) -> None:
-        """carrier: the device on which the process group can send."""
+    def __init__(self, memory: Memory, communicator: Communicator) -> None:
         self.valid: dict[Chunk, set[int]] = {}  # chunks with a payload -> positions whose values are in it
         super().__init__(self.valid, memory, ReleasedParameter)
-        self._communicator = communicator
-        self._carrier = carrier
+        self.communicator = communicator
 
     def show_placeholder(self, managed: ManagedParameter) -> None:
         """The first one, or another. What autograd has saved of the parameter is stale then: its version says so."""
@@ -104,9 +102,9 @@ class BuildBinding(Binding):
 
     def take_values(self, flat: Tensor, what: str | None, src: int = 0) -> None:
         """flat <- the values of rank `src`. what: None where ranks have agreed on it. Collective."""
-        if self._communicator.world_size > 1:
-            carried = flat.to(self._carrier)
-            self._communicator.broadcast_(carried, what, src)
+        if self.communicator.world_size > 1:
+            carried = flat.to(self.communicator.device)
+            self.communicator.broadcast_(carried, what, src)
             if carried is not flat:
                 flat.copy_(carried)
 

@@ -24,7 +24,7 @@ from gemini.memory.host import HostTier
 from gemini.memory.memory import Memory
 from gemini.memory.tier import MemoryTier
 from gemini.model.build_binding import BuildBinding
-from gemini.model.built_link import BuiltLink, built_link_of, refusal
+from gemini.model.built_link import BuiltLink, built_link_of
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.packing import PackingInput, pack
 from gemini.ranks.communicator import Communicator
@@ -55,10 +55,10 @@ class BuildStore:
         self._home_of = home_of
         self._position = StepPosition(["the model under construction"])
         carries_cpu = process_group is None or "cpu" in backends(process_group)
-        self._carrier = torch.device("cpu") if carries_cpu else device.device
-        self.communicator = Communicator(process_group, self._position, rank_timeout_s, self._carrier)
+        carrier = torch.device("cpu") if carries_cpu else device.device
+        self._own = Communicator(process_group, self._position, rank_timeout_s, carrier)
         self._memory = Memory(device, HostTier(extent_bytes=_EXTENT_BYTES))
-        self.binding = BuildBinding(self._memory, self.communicator, self._carrier)
+        self.binding = BuildBinding(self._memory, self._own)
         self._freed = Freed()
         self._chunks: weakref.WeakSet[Chunk] = weakref.WeakSet()
         self._num_chunks = 0
@@ -129,7 +129,7 @@ class BuildStore:
         """home <- rank 0's values of all parameters, which ranks have agreed on. Empties `flats`. Collective."""
         is_small = chunk.payload_bytes <= _SMALL_BYTES
         if self.communicator.world_size > 1 and is_small:
-            payload = torch.zeros(chunk.numel, dtype=chunk.dtype, device=self._carrier)
+            payload = torch.zeros(chunk.numel, dtype=chunk.dtype, device=self.communicator.device)
             for managed, flat in zip(chunk.parameters, flats, strict=True):
                 payload[managed.in_payload].copy_(flat)
             self.communicator.broadcast_(payload, None)
@@ -138,7 +138,7 @@ class BuildStore:
             self.binding.show_placeholder(managed)
             if self.communicator.rank and not is_small:  # the memory may be the user's: given up, not written to
                 del flats[0]
-                flats.insert(0, torch.empty(managed.numel, dtype=chunk.dtype, device=self._carrier))
+                flats.insert(0, torch.empty(managed.numel, dtype=chunk.dtype, device=self.communicator.device))
             if not is_small:
                 self.binding.take_values(flats[0], None)
             set_weights(managed, flats.pop(0))
@@ -185,8 +185,8 @@ class BuildStore:
     def _gather(self, chunk: Chunk) -> None:
         assert chunk.payload is not None
         carried = chunk.payload
-        if carried.device != self._carrier and self.communicator.world_size > 1:
-            carried = torch.empty_like(carried, device=self._carrier)
+        if carried.device != self.communicator.device and self.communicator.world_size > 1:
+            carried = torch.empty_like(carried, device=self.communicator.device)
         home = chunk.homes[Kind.PARAM].flat
         self.communicator.all_gather(carried, home.to(carried.device), chunk.layout, chunk.index)
         if carried is not chunk.payload:
@@ -205,12 +205,18 @@ class BuildStore:
                 self._release(chunk)
 
     def restart(self) -> None:
-        """After a failure that every rank caught: nothing is gathered, equally on all ranks. Collective."""
+        """After a failure that every rank caught: nothing is gathered, equally on all ranks. Local."""
         for chunk in list(self.binding.valid):
             chunk.pins = 0
             self.binding.close(chunk)
         self.binding.start_anew()
-        self.communicator.restart()
+
+    def go_over(self, communicator: Communicator | None) -> None:
+        """Use the communicator of a model that takes the parameters over; None: its own again. Local.
+
+        While a model is wrapped all ranks wait on one communicator, where a rank that fails is heard.
+        """
+        self.binding.communicator = communicator or self._own
 
     def deepcopy(self, its: ManagedParameter, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of the parameter, sharded like it. Collective."""
@@ -244,8 +250,8 @@ class BuildStore:
             self._cast(dtype)
         for parameter in self._parameters():
             link = built_link_of(parameter)
-            if link is not None and parameter.requires_grad:
-                link.guard = parameter.register_hook(refusal(link.managed.name))
+            if link is not None:
+                link.refuse_backward()
 
     def _cast(self, dtype: torch.dtype) -> None:
         """Round every fp32, fp16 and bf16 weight to `dtype`, shard by shard. Local; nothing is fetched."""
@@ -275,13 +281,6 @@ class BuildStore:
         found = (managed.reference() for chunk in chunks for managed in list(chunk.parameters))
         return [parameter for parameter in found if parameter is not None]
 
-    @contextmanager
-    def values(self, its: ManagedParameter) -> Iterator[Tensor]:
-        """(numel,) the parameter's values. Collective."""
-        with self.fetched([its]):
-            assert its.chunk.payload is not None
-            yield its.chunk.payload[its.in_payload]
-
     def let_go(self, wanted: Sequence[ManagedParameter]) -> None:
         """These are ordinary parameters, without values, from now on. Local; may be interrupted and called again."""
         by_chunk: dict[Chunk, list[ManagedParameter]] = {}
@@ -298,9 +297,9 @@ class BuildStore:
                 del parameter._gemini  # type: ignore[attr-defined]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that build together."""
-        return self.communicator.ranks
+    def communicator(self) -> Communicator:
+        """Of the ranks that build together."""
+        return self.binding.communicator
 
     @property
     def num_operators(self) -> int:
@@ -315,9 +314,10 @@ class BuildStore:
     def close(self) -> None:
         """Give the process group back. Collective."""
         if not self.is_closed:
-            self.release_all()
-            self.is_closed = True
-            self.communicator.close()
+            with self._own.publishing():  # the ranks of a wrapping have left its communicator
+                self.release_all()
+                self.is_closed = True
+                self._own.close()
 
     def _check_open(self, what: str) -> None:
         if self.is_closed:

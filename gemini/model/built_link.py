@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,7 +28,7 @@ class BuiltLink(ParameterLink):
     def __init__(self, managed: ManagedParameter, store: BuildStore) -> None:
         self.managed = managed
         self.store = store
-        self.guard: RemovableHandle | None = None  # refuses backward, once the context has ended
+        self.guard: RemovableHandle | None = None  # of the hook that `refuse_backward` registers
 
     @property
     def owner(self) -> object:
@@ -75,20 +75,21 @@ class BuiltLink(ParameterLink):
     def before_requires_grad(self, value: bool) -> None:
         return
 
+    def refuse_backward(self) -> None:
+        """The context has ended: a backward that reaches the parameter raises, as nothing would take its gradient."""
+        name, parameter = self.managed.name, self.managed.parameter
+
+        def refuse(grad: Tensor) -> NoReturn:
+            raise GeminiError(
+                f"backward() reaches parameter {name!r}, which was built in a ZeroInitContext and is sharded: wrap the "
+                "model in ShardedModel(...) and train that"
+            )
+
+        if parameter.requires_grad:
+            self.guard = parameter.register_hook(refuse)
+
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
         return self.store.deepcopy(self.managed, memo)
-
-
-def refusal(name: str) -> Callable[[Tensor], NoReturn]:
-    """A hook that a backward through parameter `name` runs into."""
-
-    def refuse(grad: Tensor) -> NoReturn:
-        raise GeminiError(
-            f"backward() reaches parameter {name!r}, which was built in a ZeroInitContext and is sharded: wrap the "
-            "model in ShardedModel(...) and train that"
-        )
-
-    return refuse
 
 
 def built_link_of(parameter: Tensor) -> BuiltLink | None:

@@ -92,10 +92,10 @@ def stores_of(module: nn.Module, ranks: tuple[int, ...]) -> list[BuildStore]:
     """
     links = (built_link_of(parameter) for parameter in module.parameters())
     stores = list(dict.fromkeys(link.store for link in links if link is not None))
-    for store in stores:
-        if store.ranks != ranks:
+    for built_on in (store.communicator.ranks for store in stores):
+        if built_on != ranks:
             raise UnsupportedError(
-                f"the model was built in a ZeroInitContext on ranks {store.ranks} and is wrapped on ranks {ranks}: "
+                f"the model was built in a ZeroInitContext on ranks {built_on} and is wrapped on ranks {ranks}: "
                 "give both the same process_group="
             )
     return stores
@@ -107,6 +107,7 @@ def close_empty(stores: list[BuildStore], communicator: Communicator) -> None:
     if stores:
         communicator.all_reduce_max_(left, "parameters left to build")
     for store, number in zip(stores, left.tolist(), strict=True):
+        store.go_over(None)
         if number == 0:
             store.close()
 
@@ -142,8 +143,8 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
     for managed in built:
         link = built_link_of(managed.parameter)
         assert link is not None
-        with link.store.values(link.managed) as flat:
-            set_weights(managed, flat)
+        with link.gathered([link]):
+            set_weights(managed, managed.laid_out(link.whole()))
     if given:
         _fill_given(chunk, given, communicator, device, moves)
     moves.originals.update((managed.index, original_of(managed)) for managed in built)

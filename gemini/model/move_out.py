@@ -21,7 +21,7 @@ from gemini.executor.masters import whole_master
 from gemini.memory.memory import Memory
 from gemini.memory.transfer import ready
 from gemini.model.build_store import BuildStore
-from gemini.model.built_link import built_link_of, refusal
+from gemini.model.built_link import built_link_of
 from gemini.model.link import any_link_of
 from gemini.model.move_in import Moves, Original, let_go, restore
 from gemini.placement.demand import Kind
@@ -58,8 +58,6 @@ class MovingOut:
             self._make_plain(managed)
         for owner, name, buffer in self.moves.buffers:
             owner._buffers[name] = buffer
-        for store in self.stores if self.chunks else ():
-            store.communicator.publish(error)  # a rank may be waiting there
         try:
             if isinstance(error, RankLostError):
                 raise RankLostError("a rank that had a part of the weights is gone")
@@ -77,6 +75,9 @@ class MovingOut:
                 error.add_note(
                     f"{len(lost)} parameters could not be given back their weights ({second}): build the module again"
                 )
+        finally:
+            for store in self.stores:
+                store.go_over(None)
 
     def _managed(self) -> list[ManagedParameter]:
         return [managed for chunk in self.chunks for managed in chunk.parameters]
@@ -99,9 +100,8 @@ class MovingOut:
         planned = torch.tensor([has_plan, not has_plan], dtype=torch.int64, device=device)
         self._communicator.all_reduce_max_(planned, "what was planned")
         some_have, some_lack = planned.tolist()
-        if some_have:  # who has chunks has published the error in the stores
-            for store in self.stores:
-                store.restart()
+        for store in self.stores:
+            store.restart()
         return bool(some_have and not some_lack)
 
     def _give_back(self) -> None:
@@ -185,8 +185,8 @@ class MovingOut:
         operator, _, name = original.built_name.rpartition(".")
         original.store.shard(operator, [(name, managed.parameter)])
         link = built_link_of(managed.parameter)
-        if link is not None and managed.requires_grad:
-            link.guard = managed.parameter.register_hook(refusal(original.built_name))
+        if link is not None:
+            link.refuse_backward()
 
     def _free(self, chunk: Chunk) -> None:
         """Give the chunk's memory back before the next one's weights get theirs."""

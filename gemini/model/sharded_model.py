@@ -134,6 +134,7 @@ class ShardedModel(PlainView):
                 self._chunks: list[Chunk] = chunks
                 self._optimizer: object | None = None
                 for store in wrapping.stores:
+                    store.go_over(communicator)
                     store.release_all()  # what was edited is home before anything moves
                 self._build(chunks, operators, gathers, communicator, weights, first, wrapping.moves)
                 communicator.wait_for_all("model is wrapped")

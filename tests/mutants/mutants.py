@@ -497,6 +497,13 @@ MUTANTS = [
         "tests/dist/test_failing_wraps.py::test_one_of_three_ranks_runs_out_of_memory_at_any_time",
     ),
     Mutant(
+        "a failure in a wrap is not heard where others gather what was built",
+        "gemini/model/sharded_model.py",
+        "                    store.go_over(communicator)\n",
+        "",
+        "tests/dist/test_failing_wraps.py::test_one_rank_that_fails_late_leaves_a_module_that_was_built_in_part",
+    ),
+    Mutant(
         "ranks let built weights go before all have the chunk at home",
         "gemini/model/move_in.py",
         '        communicator.wait_for_all("chunk at home")',
