@@ -77,6 +77,19 @@ class ManagedParameter(ParamPlace):
         return self._pieces(self.chunk.home_layout)
 
     @property
+    def weight_pieces(self) -> tuple[Piece, ...]:
+        """`home_pieces`, without what the home holds a gradient in place of."""
+        chunk = self.chunk
+        if not chunk.lent:
+            return self.home_pieces
+        if chunk.home_layout.world_size == chunk.optim_layout.world_size:
+            return ()
+        (own,) = chunk.layout.slices(chunk.rank)
+        first, end = self.offset, self.offset + self.numel
+        around = (first, min(end, own.payload_start)), (max(first, own.payload_start + own.numel), end)
+        return tuple(Piece(start, start, stop - start) for start, stop in around if start < stop)
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         """The parts that this rank steps; their `shard_start` counts in the optimizer's flat tensors."""
         return self._pieces(self.chunk.optim_layout)
@@ -136,6 +149,7 @@ class Chunk:
     pins: int = 0  # operators, functions and autograd nodes that use the payload now
     stays: bool = False  # from its gather to its next update: see [Note: Staying chunks] in executor/staying.py
     num_updates: int = 0  # optimizer steps so far: a graph from before one must not be run
+    num_gathers: int = 0  # how often it was fetched into a slot
     num_bumps: int = 0  # how often we ourselves raised the version counters of all parameters
     lent: bool = False  # the parameter home holds the reduced gradient now, see executor/shared_homes.py
 

@@ -9,7 +9,7 @@ before anything reads the home. Writes through the parameter raise its version c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -44,7 +44,6 @@ class Binding:
         self.snapshots = Snapshots(memory.host)
         self._warned_of: set[int] = set()  # parameters by index: membership only
         self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was unbound
-        self.take_back: Callable[[Chunk], None] = lambda chunk: None  # the parameters get their home back
 
     def bind(self, chunk: Chunk) -> None:
         """Make the chunk's parameters plain `nn.Parameter`s that are views of its payload."""
@@ -204,12 +203,10 @@ class Binding:
         Where no `before_write` announced it, all elements of a split master count as edited.
         """
         chunk = managed.chunk
-        if chunk.lent:
-            self.take_back(chunk)
         home = chunk.homes[Kind.PARAM]
         before = self.snapshots.read(managed)
         if home.flat.data_ptr() != payload.flat.data_ptr():
-            for piece in managed.home_pieces:
+            for piece in managed.weight_pieces:  # the rest is made of the master again
                 self.memory.transfer.copy(home[piece.in_shard], payload[piece.in_payload])
             wait_on_stream(payload)
         if Kind.MASTER in chunk.homes:

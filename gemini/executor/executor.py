@@ -11,7 +11,7 @@ the autograd node that runs right now uses it. Only unpinned chunks may leave th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -51,15 +51,8 @@ class Executor:
         self._nodes = self._underway.nodes
         self.failures = Failures(self._underway, fetcher, gradients, communicator)
         self.has_room = False  # slots and buffers have their memory
-        self.check_backward: Callable[[], None] = lambda: None  # may refuse one before anything has happened
-        self.settle_flags: Callable[[], None] = lambda: None  # of parameters: memory follows them
-        self.settle_unfrozen: Callable[[], None] = lambda: None  # if one was unfrozen: a graph is about to be built
-        self.flags_raised: set[int] = set()  # parameters whose flags were raised since, but while they were plain
         self._staying = Staying(self.chunks, fetcher)
         self.note_placement()
-        fetcher.on_touch = gradients.before_touch
-        fetcher.on_first_use = self._take_room
-        gradients.shared.unpin_done = self._nodes.follow
 
     def note_placement(self) -> None:
         """Homes were given to the chunks: see which stay where they are."""
@@ -68,11 +61,39 @@ class Executor:
 
     def _take_room(self) -> None:
         """Once the model is used: all slots and buffers together, before one that is held takes another's place."""
+        self.has_room = True
+        with torch.inference_mode(False):
+            self.fetcher.take_slots()
+            self.gradients.take_memory()
+
+    # -- payloads
+
+    def fetch(self, chunk: Chunk) -> Tensor:
+        """The chunk's payload, (numel,) on the device. Collective where parameters are sharded."""
+        if chunk.lent and chunk.state is ChunkState.RELEASED:
+            self.restore_parameters(chunk)
+        if chunk.state is ChunkState.RESIDENT:
+            assert chunk.payload is not None
+            return chunk.payload
+        if self.gradients.in_backward:
+            self.gradients.before_touch()
+            if chunk.lent and chunk.state is ChunkState.RELEASED:  # it was reduced just now
+                self.restore_parameters(chunk)
         if not self.has_room:
-            self.has_room = True
-            with torch.inference_mode(False):
-                self.fetcher.take_slots()
-                self.gradients.take_memory()
+            self._take_room()
+        return self.fetcher.fetch(chunk)
+
+    def fetch_ahead(self) -> None:
+        """Start to gather what will be used next, if a slot is free for it by then. Collective."""
+        ahead = self.fetcher.slot_ahead()
+        if ahead is not None:
+            if ahead[0].lent:
+                self.restore_parameters(ahead[0])
+            self.fetcher.fetch_ahead(*ahead)
+
+    def restore_parameters(self, chunk: Chunk) -> None:
+        """The chunk's parameters are needed before the step: its gradient leaves their home. Local."""
+        self.gradients.shared.take_back(chunk)
 
     # -- forward
 
@@ -81,32 +102,33 @@ class Executor:
         """A forward that runs while backward does recomputes a checkpointed region."""
         return _graph_task_id() != -1
 
-    def begin_forward(self, module: nn.Module) -> Call:
-        """The model's forward starts. Collective in the sense that all ranks do it.
+    def enter_forward(self, module: nn.Module) -> tuple[Call, bool]:
+        """The model's forward starts. True, and `begin_forward` is next, unless it runs inside another or recomputes.
 
-        Raises GeminiError while another thread is inside a forward or backward, and nothing has changed then.
+        Collective in the sense that all ranks do it. Raises GeminiError while another thread is inside a forward or
+        backward, and nothing has changed then.
         """
         recomputing = self.is_recomputing()
         self.failures.find(module)
-        if recomputing or self.calls.num_forwards:
-            return self.calls.enter(module, None, recomputing)
-        with self.publishing():
-            self.recover()
-        if self.gradients.in_backward:
-            raise other_thread("a backward")
-        call = self.calls.enter(module, None, recomputing)
-        with self.publishing():
-            self._begin_forward()
-        return call
+        is_inner = recomputing or self.calls.num_forwards > 0
+        if not is_inner:
+            with self.publishing():
+                self.failures.recover()
+            if self.gradients.in_backward:
+                raise other_thread("a backward")
+        return self.calls.enter(module, None, recomputing), not is_inner
 
-    def _begin_forward(self) -> None:
-        self.gradients.end_scaled()  # of a backward that failed before it reached the model
+    def begin_forward(self) -> None:
+        """All edits go home; what is trained may change then, and `begin_pass` is next. Local."""
+        self.gradients.scaled_loss.end()  # of a backward that failed before it reached the model
         self.position.set(0, Phase.FORWARD)
         self.fetcher.settle()
         self.binding.write_back_all()
-        if torch.is_grad_enabled():
-            self.settle_flags()
-        self._take_room()
+
+    def begin_pass(self) -> None:
+        """Operators may come. Collective."""
+        if not self.has_room:
+            self._take_room()
         if torch.is_grad_enabled() and not self._underway.awaits_backward:
             self.fetcher.next_use.begin_pass()
             self.communicator.begin_pass("forward and backward")
@@ -131,9 +153,6 @@ class Executor:
         recomputing = self.is_recomputing()
         if not recomputing and not (self.fetcher.in_step and self.calls.depth()):
             self.failures.find(module)
-        if self.flags_raised:
-            with self.publishing():
-                self._settle_outside()
         return self.calls.enter(module, operator, recomputing)
 
     def fetch_operator(self, call: Call) -> None:
@@ -142,14 +161,13 @@ class Executor:
         assert operator is not None
         self.position.set(operator.index, Phase.FORWARD)
         self._nodes.follow()
-        fetcher = self.fetcher
         for chunk in operator.chunks:
-            fetcher.fetch(chunk)
+            self.fetch(chunk)
             chunk.pins += 1
             pinned.append(chunk)
             if not chunk.plain:
                 self.binding.bind(chunk)
-        fetcher.fetch_ahead()
+        self.fetch_ahead()
 
     def exit_operator(self, operator: Operator) -> None:
         """The operator is done, or failed: its chunks may leave."""
@@ -176,17 +194,16 @@ class Executor:
         """A function uses parameters outside their operators. Collective where parameters are sharded."""
         self.failures.find()
         if not self.calls.num_forwards and not self.is_recomputing():
-            self.recover()
+            self.failures.recover()
         pinned = self._underway.begin_touch()
         before = self.position.now
         self.position.set(operator, Phase.TOUCH)
-        self._settle_outside()
         bound: list[Chunk] = []
         # in a step a chunk is made plain once; in a loop over parameters outside, each time only what is used
         alone = not (self.fetcher.in_step or self.calls.by_thread or self.is_recomputing())
         try:
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
-                self.fetcher.fetch(chunk)
+                self.fetch(chunk)
                 chunk.pins += 1
                 pinned.append(chunk)
                 if not chunk.plain and not (alone and self.binding.shows_payload(chunk)):
@@ -199,18 +216,13 @@ class Executor:
             self.position.now = before
             self._after_use(bound)
 
-    def _settle_outside(self) -> None:
-        inside = self.calls.by_thread or self.gradients.in_backward or self.is_recomputing()
-        if self.flags_raised and torch.is_grad_enabled() and not inside:
-            self.settle_unfrozen()
-
     # -- backward
 
     def begin_backward(self) -> None:
         """Called by the first of the root's outputs, or else of our nodes, that backward reaches."""
         if self.gradients.in_backward:
             return
-        self.check_backward()
+        self.gradients.scaled_loss.refuse_unscaled()
         self.gradients.begin_backward()
         self.position.set(0, Phase.BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -228,19 +240,19 @@ class Executor:
         self.position.set(operator.index, Phase.BACKWARD)
         fetched: list[Chunk] = []
         for chunk in operator.chunks:
-            self.fetcher.fetch(chunk)
+            self.fetch(chunk)
             chunk.pins += 1
             fetched.append(chunk)
             self._underway.leaf = tuple(fetched)
             self.binding.bind(chunk)
         self._underway.leaf = operator.chunks
-        self.fetcher.fetch_ahead()
+        self.fetch_ahead()
 
     def node_fetch(self, chunk: Chunk, operator: int) -> Tensor:
         """The payload for the autograd node that runs now; pinned until another node of its graph task asks."""
         task = _graph_task_id()
         if task == -1:  # someone looks at grad_fn._saved_... by hand
-            return self.fetcher.fetch(chunk)
+            return self.fetch(chunk)
         self.begin_backward()
         if self._underway.leaf:
             if chunk in self._underway.leaf:
@@ -249,9 +261,9 @@ class Executor:
             self._underway.leave_leaf()
         self.position.set(operator, Phase.BACKWARD)
         self._nodes.follow()
-        payload = self.fetcher.fetch(chunk)
+        payload = self.fetch(chunk)
         self._nodes.pin(chunk)
-        self.fetcher.fetch_ahead()
+        self.fetch_ahead()
         return payload
 
     def on_gradient(self, index: int, position: int, grad: Tensor) -> None:
@@ -261,7 +273,7 @@ class Executor:
                 self.begin_backward()
             self.gradients.on_gradient(self.chunks[index], position, grad)
         except BaseException as error:
-            self.publish(error)
+            self.communicator.publish(error)
             raise
 
     def wait_for_gradients(self, index: int, waiting: Waiting) -> bool:
@@ -271,7 +283,7 @@ class Executor:
             return self.gradients.wait(self.chunks[index], waiting)
         except BaseException as error:
             self.gradients.arrivals.drop()
-            self.publish(error)
+            self.communicator.publish(error)
             raise
 
     def end_backward(self) -> None:
@@ -323,25 +335,13 @@ class Executor:
         """What leaves this block as an exception is told to the other ranks."""
         return self.communicator.publishing()
 
-    def publish(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed."""
-        self.communicator.publish(error)
-
-    def tearing(self) -> AbstractContextManager[None]:
-        """An exception that leaves this block leaves weights half updated: no rank may go on with them."""
-        return self.failures.tearing()
-
-    def recover(self) -> None:
-        """After a failure that every rank caught, start together again. Raises GeminiError for torn weights."""
-        self.failures.recover()
-
     def check_idle(self, what: str) -> None:
         """Raises GeminiError inside a forward or backward. Recovers from a failure."""
         inside = GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
         self.failures.find()
         if self.calls.by_thread or self.is_recomputing():
             raise inside
-        self.recover()
+        self.failures.recover()
         if self.gradients.in_backward:
             raise inside
         self.position.set(0, Phase.TOUCH)

@@ -71,10 +71,6 @@ class Fetcher:
         }
         self._ahead: _Arrival | None = None  # on its way before it was asked for
         self._left: list[KeptSlot] = []  # replaced, but still held by views
-        self.on_first_use: Callable[[], None] = lambda: None  # called before the first slot is used
-        self.on_touch: Callable[[], None] = lambda: None  # called before every touch of a chunk that can leave
-        self.take_back: Callable[[Chunk], None] = lambda chunk: None  # the parameters get their home back
-        self.on_gather: Callable[[Chunk], None] = lambda chunk: None  # called before every gather
         self.observer = observer
 
     def open_pools(self, regular: tuple[int, int], oversize: tuple[int, int]) -> None:
@@ -92,29 +88,26 @@ class Fetcher:
     # -- fetch and release
 
     def fetch(self, chunk: Chunk) -> Tensor:
-        """The chunk's payload, (numel,) on the device. Collective where parameters are sharded."""
-        if chunk.lent and chunk.state is ChunkState.RELEASED:
-            self.take_back(chunk)
-        if chunk.state is not ChunkState.RESIDENT:
-            self.on_touch()
-            self.next_use.touch(chunk.index)
-            self.victims.note(chunk)
-            if chunk.state is ChunkState.RELEASED:
-                if self._ahead is None or self._ahead.chunk is not chunk:
-                    self.on_first_use()
-                    with torch.inference_mode(False), torch.no_grad():
-                        slot = self._free_slot(chunk)
-                        assert slot is not None
-                        self._arrive(self._depart(chunk, slot))
-                else:
-                    self.settle()
+        """The payload, (numel,) on the device, of a chunk that can leave. Collective where parameters are sharded.
+
+        For `Executor.fetch`, which says what else a fetch does.
+        """
+        self.next_use.touch(chunk.index)
+        self.victims.note(chunk)
+        if chunk.state is ChunkState.RELEASED:
+            if self._ahead is None or self._ahead.chunk is not chunk:
+                with torch.inference_mode(False), torch.no_grad():
+                    slot = self._free_slot(chunk)
+                    assert slot is not None
+                    self._arrive(self._depart(chunk, slot))
+            else:
+                self.settle()
         assert chunk.payload is not None
         return chunk.payload
 
     def fetch_all(self, chunks: Sequence[Chunk]) -> None:
         """Fetch released chunks with slots of their own, all of them on their way at once. Collective."""
         self.settle()
-        self.on_first_use()
         arrivals = []
         with torch.inference_mode(False), torch.no_grad():
             for lane, chunk in enumerate(chunks):
@@ -124,20 +117,22 @@ class Fetcher:
             for arrival in arrivals:
                 self._arrive(arrival)
 
-    def fetch_ahead(self) -> None:
-        """Start to gather what will be used next, if a slot is free for it by then. Collective."""
+    def slot_ahead(self) -> tuple[Chunk, Slot] | None:
+        """What will be used next, and a slot that is free for it by then; None if there is nothing to gather. Local."""
         if self._ahead is not None or self.communicator.world_size == 1:
-            return
+            return None
         coming = (self.chunks[index] for index in self.next_use.coming(_TOUCHES_AHEAD))
         chunk = next((chunk for chunk in coming if chunk.state is ChunkState.RELEASED), None)
         if chunk is None or chunk.home_layout.world_size == 1:
-            return
+            return None
         with torch.inference_mode(False), torch.no_grad():
             slot = self._free_slot(chunk, ahead=True)
-            if slot is not None:
-                if chunk.lent:
-                    self.take_back(chunk)
-                self._ahead = self._depart(chunk, slot, lane=1, what="prefetch")
+        return None if slot is None else (chunk, slot)
+
+    def fetch_ahead(self, chunk: Chunk, slot: Slot) -> None:
+        """Start to gather what `slot_ahead` returned. Collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._ahead = self._depart(chunk, slot, lane=1, what="prefetch")
 
     def settle(self) -> None:
         """What was fetched ahead has arrived. Local: launches nothing."""
@@ -151,7 +146,7 @@ class Fetcher:
         return self._ahead is not None and self._ahead.chunk is chunk
 
     def _depart(self, chunk: Chunk, slot: Slot, lane: int = 0, what: str = "fetch") -> _Arrival:
-        self.on_gather(chunk)
+        chunk.num_gathers += 1
         if self._left:
             self._close_left()
         cached = slot.views.get(chunk.index)

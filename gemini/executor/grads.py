@@ -21,6 +21,7 @@ from gemini.executor.grad_homes import GradHomes
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.leftovers import Becomes, Leftovers
 from gemini.executor.reduce import AccumulateAndReduce
+from gemini.executor.scaled_loss import ScaledLoss
 from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.placement.next_use import NextUse
@@ -59,7 +60,7 @@ class GradStore:
         self.has_zeros = False  # zero_grad(set_to_none=False) has left some, and no step has used them
         self.num_forgotten = 0  # how often `num_backwards` became 0
         self.in_backward = False
-        self.is_scaled = False  # the backward that runs came through a loss times the loss scale
+        self.scaled_loss = ScaledLoss(gradient.chunk for gradient in memory.gradients.values())
 
     def of(self, chunk: Chunk) -> ChunkGradient:
         """The gradient of a trainable chunk. Raises KeyError for a frozen one."""
@@ -77,10 +78,6 @@ class GradStore:
         self.in_backward = True
         self.num_backwards += 1
         self.accumulation.begin_backward()
-
-    def end_scaled(self) -> None:
-        """The backward that came through a scaled loss is over. Local."""
-        self.is_scaled = False
 
     def on_gradient(self, chunk: Chunk, position: int, grad: Tensor) -> None:
         """Take over a gradient of the chunk, of the parameter at `position`."""
@@ -175,7 +172,7 @@ class GradStore:
         if becomes is not Becomes.NONE:
             self.collect_late()
         self.arrivals.drop()
-        self.is_scaled = False
+        self.scaled_loss.end()
         self.num_forgotten += 1
         self.num_backwards = 0
         self.leftovers.end(becomes, stay or {})
@@ -201,6 +198,7 @@ class GradStore:
         """Which gradients are to be expected, and when, must be found out again."""
         for gradient in self.memory.gradients.values():
             gradient.expect_all()
+        self.scaled_loss.note_trained(gradient.chunk for gradient in self.memory.gradients.values())
         self.accumulation.reset_order()
 
     def start_anew(self) -> None:

@@ -15,7 +15,6 @@ reduction in an earlier step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import torch
 
@@ -38,13 +37,10 @@ class SharedHomes:
         self._store = store
         self._chunks: list[Chunk] = []
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
-        self._reduced: set[int] = set()  # chunks with kept slots, since the step: membership only
+        self._gathers: dict[int, int] = {}  # of chunks with kept slots, at their last reduction since the step
         self._used_after: set[int] = set()  # of them, those gathered after their reduction, in any step
         self._has_warned = False
         self.renew()
-        self.unpin_done: Callable[[], None] = lambda: None  # lifts the pins of the autograd node before this one
-        fetcher.take_back = fetcher.binding.take_back = self.take_back
-        fetcher.on_gather = self._on_gather
 
     def renew(self) -> None:
         """Other chunks are trained from now on, or homes have moved. None is lent now."""
@@ -64,14 +60,15 @@ class SharedHomes:
         """See [Note: Lent payloads]. Every rank calls it at the same point."""
         if not chunk.lends_home or chunk.own_slot is None:
             return
-        self._reduced.add(chunk.index)
+        self._note_gather(chunk)
+        self._gathers[chunk.index] = chunk.num_gathers
         if chunk.pins or self._fetcher.is_coming(chunk):
             self._used_after.add(chunk.index)
         elif chunk.state is ChunkState.GATHERED and chunk.index not in self._used_after:
             self._fetcher.release(chunk)
 
-    def _on_gather(self, chunk: Chunk) -> None:
-        if chunk.index in self._reduced:
+    def _note_gather(self, chunk: Chunk) -> None:
+        if self._gathers.get(chunk.index, chunk.num_gathers) < chunk.num_gathers:
             self._used_after.add(chunk.index)
 
     def make_room(self, gradient: ChunkGradient) -> None:
@@ -93,7 +90,6 @@ class SharedHomes:
 
     def _leave(self, chunk: Chunk) -> bool:
         """Release a resident chunk, if nobody uses it or holds a view of it."""
-        self.unpin_done()
         if chunk.pins:
             return False
         binding = self._fetcher.binding
@@ -154,7 +150,9 @@ class SharedHomes:
 
     def end_step(self) -> None:
         """What is reduced from now on is of another step."""
-        self._reduced.clear()
+        for chunk in self._chunks:
+            self._note_gather(chunk)
+        self._gathers.clear()
 
     def start_anew(self) -> None:
         """After a failed step, of which ranks may have seen more or less."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError, GeminiError
@@ -50,8 +50,7 @@ class Freezing:
         self.plan = plan
         self.owner: StateOwner | None = None
         self.unfrozen: set[int] = set()  # indices of parameters that were frozen when the model was wrapped, or later
-        executor.settle_flags = self.settle
-        executor.settle_unfrozen = self.settle_unfrozen
+        self.flags_raised: set[int] = set()  # parameters whose flags were raised since memory followed, unless plain
 
     def settle(self) -> None:
         """Bring memory in line with the flags, if one has changed. Collective then.
@@ -63,7 +62,7 @@ class Freezing:
         if flags != self._flags:
             with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
                 self._change(flags)
-        self._executor.flags_raised.clear()
+        self.flags_raised.clear()
 
     def settle_unfrozen(self) -> None:
         """`settle` if something was unfrozen, which a graph that is about to be built needs memory for.
@@ -71,12 +70,28 @@ class Freezing:
         What was only frozen keeps its gradient memory until the next forward: it may be trained again by then. Only
         flags that were raised since are looked at, as this may follow each of them.
         """
-        raised = self._executor.flags_raised
+        raised = self.flags_raised
         with torch._C.DisableTorchFunctionSubclass():
             is_unfrozen = any(_requires_grad(self._parameters[index]) and not self._flags[index] for index in raised)
         if is_unfrozen:
             self.settle()
         raised.clear()
+
+    def settle_outside(self, module: nn.Module | None = None) -> None:
+        """A flag was raised: `settle_unfrozen` if a graph is about to be built outside the model's forward.
+
+        module: whose call is about to begin. Collective if something was unfrozen.
+        """
+        executor = self._executor
+        if not torch.is_grad_enabled() or (executor.fetcher.in_step and executor.calls.depth()):
+            return
+        with executor.publishing():
+            executor.failures.find(module)
+            if executor.calls.by_thread or executor.is_recomputing():
+                return
+            executor.failures.recover()
+            if not executor.gradients.in_backward:
+                self.settle_unfrozen()
 
     def take_state(self, wanted: Mapping[int, frozenset[Kind]]) -> None:
         """Memory for the state of frozen chunks, by chunk index, into which a state dict is loaded. Collective.
@@ -192,7 +207,7 @@ class Freezing:
             is_other = is_other or now != (chunk.trainable, chunk.kept)
             chunk.trainable, chunk.kept = now
         if is_other:
-            with executor.tearing():
+            with executor.failures.tearing():
                 rehoming.carry_out(self.owner)
         executor.communicator.plan_hash = plan.hash
         self.plan = plan

@@ -124,7 +124,7 @@ def assign(link: Link, value: Tensor) -> None:
                 f"{tuple(value.shape)} {value.dtype}"
             )
         if not executor.gradients.num_backwards:
-            executor.settle_unfrozen()
+            link.freezing.settle_unfrozen()
         gradient = executor.gradients.find(managed.chunk)
         if gradient is None or not (managed.requires_grad and managed.parameter.requires_grad):
             raise UnsupportedError(

@@ -30,6 +30,7 @@ from gemini.executor.operator import Operator
 from gemini.executor.operator_hooks import OperatorHooks
 from gemini.memory.modes import num_modes, unseen
 from gemini.model.compiled import CompiledCall
+from gemini.model.freezing import Freezing
 from gemini.model.leaf import reached_by_backward
 from gemini.model.link import link_of
 from gemini.model.saved_tensors import SavedTensors
@@ -45,9 +46,10 @@ _set_grad = _GRAD.__set__
 class Hooks:
     """The hooks of one model."""
 
-    def __init__(self, executor: Executor, saved_tensors: SavedTensors, gathers: bool) -> None:
+    def __init__(self, executor: Executor, freezing: Freezing, saved_tensors: SavedTensors, gathers: bool) -> None:
         """gathers: parameters are gathered from other ranks."""
         self._executor = executor
+        self._freezing = freezing
         self._gathers = gathers
         self._saved_tensors = saved_tensors
         self._handles: list[RemovableHandle] = []
@@ -121,6 +123,8 @@ class Hooks:
             if torch.compiler.is_dynamo_compiling():  # what is traced has hooks around it
                 return
             with unseen():
+                if self._freezing.flags_raised:
+                    self._freezing.settle_outside(module)
                 call = self._executor.enter_operator(module, operator)
             with self._executor.publishing():
                 with unseen():
@@ -157,7 +161,13 @@ class Hooks:
             return
         executor = self._executor
         with unseen():
-            call = executor.begin_forward(module)
+            call, begins = executor.enter_forward(module)
+            if begins:
+                with executor.publishing():
+                    executor.begin_forward()
+                    if torch.is_grad_enabled():
+                        self._freezing.settle()
+                    executor.begin_pass()
         if executor.is_resident and executor.fetcher.in_step and self._operators.lift():
             call.lifted = self._operators
         call.caches_autocast = torch.is_autocast_cache_enabled()
@@ -172,7 +182,7 @@ class Hooks:
         if not self._executor.end_forward():
             return  # it was refused
         if error is not None and not recomputing:  # a recomputation may be stopped early by an exception of torch's own
-            self._executor.publish(error)
+            self._executor.communicator.publish(error)
             return
         if torch.is_grad_enabled() and not recomputing and hooks_are_allowed():
             for tensor in tensors_in(output):

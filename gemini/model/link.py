@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from gemini.executor.binding import Binding
     from gemini.executor.executor import Executor
+    from gemini.model.freezing import Freezing
     from gemini.model.saved_tensors import SavedTensors
     from gemini.ranks.communicator import Communicator
 
@@ -178,10 +179,12 @@ class Link(ParameterLink):
         self,
         managed: ManagedParameter,
         executor: Executor,
+        freezing: Freezing,
         saved_tensors: SavedTensors,
     ) -> None:
         self.managed = managed
         self.executor = executor
+        self.freezing = freezing
         self.saved_tensors = saved_tensors
         self.in_user_hook = False  # a post-accumulate hook of the user's runs, with this parameter
         self.optimizer: GradientUser | None = None  # its ShardedOptimizer, once there is one
@@ -200,6 +203,8 @@ class Link(ParameterLink):
     def _touch(self, links: Sequence[Link], stack: ExitStack) -> None:
         """What the user does with the parameters and fails in is no failure of ours: that is not published."""
         with self.executor.publishing(), unseen():
+            if self.freezing.flags_raised:
+                self.freezing.settle_outside()
             touched = [link.managed for link in links]
             stack.enter_context(self.executor.touching(touched, self.managed.operator))
 
@@ -283,14 +288,14 @@ class Link(ParameterLink):
 
     def before_requires_grad(self, value: bool) -> None:
         if value:
-            self.executor.flags_raised.add(self.managed.index)  # memory follows, see freezing.py
+            self.freezing.flags_raised.add(self.managed.index)  # memory follows
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter, whole, in host memory. Collective."""
         parameter = self.managed.parameter
         with self.executor.publishing(), torch.no_grad():
             self.executor.check_idle("copy.deepcopy()")
-            self.executor.fetcher.fetch(self.managed.chunk)
+            self.executor.fetch(self.managed.chunk)
             whole = self.whole().to("cpu", copy=True)
         with torch._C.DisableTorchFunctionSubclass():
             copied = nn.Parameter(whole, requires_grad=parameter.requires_grad)

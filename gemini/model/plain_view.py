@@ -103,7 +103,7 @@ class PlainView(nn.Module):
         or TypeError if `state_dict` is not a dict; nothing has changed then.
         """
         with self.executor.publishing():
-            return load_whole_state_dict(self.module, self.executor, state_dict, strict)
+            return load_whole_state_dict(self.module, self.executor, self.freezing, state_dict, strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For `torch.distributed.checkpoint.state_dict`: names have no "module." in them, which it goes through."""
@@ -112,7 +112,7 @@ class PlainView(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """torch calls it for the parts of a plain module that loads its state dict."""
         with self.executor.publishing():
-            load_part(self.module, self.executor, state_dict, prefix, *rest[-3:])
+            load_part(self.module, self.executor, self.freezing, state_dict, prefix, *rest[-3:])
 
     def __getattr__(self, name: str) -> Any:
         if name == PREPARED and "executor" in vars(self) and is_prepared(self.executor.communicator.world_size):

@@ -179,9 +179,9 @@ class ShardedModel(PlainView):
         self._places: list[tuple[str, int]] = []  # of parameters, when they were last checked
         self.freezing = Freezing(self.executor, self._managed, plan)
         for managed in self._managed:
-            managed.parameter._gemini = Link(managed, self.executor, saved_tensors)  # type: ignore[attr-defined]
+            managed.parameter._gemini = Link(managed, self.executor, self.freezing, saved_tensors)  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
-        self._hooks = Hooks(self.executor, saved_tensors, gathers)
+        self._hooks = Hooks(self.executor, self.freezing, saved_tensors, gathers)
         self._copies = PlainCopies(self.executor, self._hooks)
         self._copies.install(self.module)
         for each, dtype in weights.casting.items():

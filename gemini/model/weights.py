@@ -17,6 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.executor import Executor
 from gemini.executor.masters import round_as_master, set_master
+from gemini.model.freezing import Freezing
 from gemini.model.link import link_of
 from gemini.placement.demand import Kind
 
@@ -55,7 +56,7 @@ def whole_parameters(executor: Executor, chunks: Iterable[Chunk], keep: bool = T
     """CPU copies of the chunks' parameters by index; none on a rank that does not `keep` them. Collective."""
     wholes: dict[int, Tensor] = {}
     for chunk in chunks:
-        payload = executor.fetcher.fetch(chunk)
+        payload = executor.fetch(chunk)
         if keep:
             wholes |= _copies(chunk, payload)
     return wholes
@@ -64,7 +65,7 @@ def whole_parameters(executor: Executor, chunks: Iterable[Chunk], keep: bool = T
 @torch.no_grad()
 def whole_parameter(executor: Executor, managed: ManagedParameter) -> Tensor:
     """A CPU copy of one parameter. Collective."""
-    payload = executor.fetcher.fetch(managed.chunk)
+    payload = executor.fetch(managed.chunk)
     return managed.view(payload).to("cpu", copy=True)
 
 
@@ -75,14 +76,14 @@ def _copies(chunk: Chunk, payload: Tensor) -> dict[int, Tensor]:
 
 
 def load_whole_state_dict(
-    module: nn.Module, executor: Executor, state: Mapping[str, Any], strict: bool
+    module: nn.Module, executor: Executor, freezing: Freezing, state: Mapping[str, Any], strict: bool
 ) -> _IncompatibleKeys:
     """Set parameters, fp32 masters and buffers from whole tensors, equal on all ranks. Collective.
 
     Raises RuntimeError with every missing, unexpected and wrong-shaped key before anything is changed.
     """
     executor.check_idle("load_state_dict()")
-    executor.settle_unfrozen()
+    freezing.settle_unfrozen()
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict() takes a dict of tensors, found {type(state).__name__}")
     entries: Mapping[str, Any] = nn.Module.state_dict(module, keep_vars=True)
@@ -127,6 +128,7 @@ def load_whole_state_dict(
 def load_part(
     module: nn.Module,
     executor: Executor,
+    freezing: Freezing,
     state: dict[str, Any],
     prefix: str,
     missing: list[str],
@@ -136,7 +138,7 @@ def load_part(
     """`load_whole_state_dict` of the keys that begin with `prefix`, as a part of a module that is not sharded."""
     mine = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
     try:
-        result = load_whole_state_dict(module, executor, mine, strict=False)
+        result = load_whole_state_dict(module, executor, freezing, mine, strict=False)
     except RuntimeError as error:
         errors.append(str(error))
     else:
@@ -148,7 +150,7 @@ def load_part(
 
 
 def _load_chunk(executor: Executor, chunk: Chunk, given: dict[int, Tensor]) -> None:
-    payload = executor.fetcher.fetch(chunk)
+    payload = executor.fetch(chunk)
     binding = executor.binding
     for managed in chunk.parameters:
         if managed.index not in given:

@@ -139,7 +139,7 @@ class ChunkUpdates:
             executor.gradients.shared.give_back(chunk)  # where this rank had nothing to update
             executor.after_chunk_update(chunk)
             if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-                spread(executor.fetcher, chunk)
+                spread(executor, chunk)
 
     def _count_elsewhere(self, state: ChunkOptimizerState, absent: Sequence[tuple[int, ...]]) -> None:
         """Parameters that lie wholly in other ranks' shards count their steps here too, so that all ranks agree."""

@@ -40,7 +40,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
         master = whole_master(managed.chunk)
         if master is not None:
             return _shaped(gather_optimizer_state(executor, managed.chunk, master), link)
-        whole = executor.fetcher.fetch(managed.chunk)
+        whole = executor.fetch(managed.chunk)
         return _shaped(whole if whole.dtype is torch.float64 else whole.float(), link)
 
 
@@ -185,7 +185,7 @@ def _begin(what: str, param: nn.Parameter) -> Link:
         raise TypeError(f"{what}() takes a parameter of a ShardedModel, found {type(param).__name__}")
     link.executor.check_idle(f"{what}()")
     if what.startswith("safe_set_full") and not link.executor.gradients.num_backwards:
-        link.executor.settle_unfrozen()
+        link.freezing.settle_unfrozen()
     return link
 
 
@@ -288,7 +288,7 @@ def _set_weights(link: Link, parts: Sequence[Tensor]) -> None:
     with executor.publishing(), torch.no_grad():
         executor.before_chunk_update(chunk)
         if chunk.lent:
-            executor.fetcher.take_back(chunk)
+            executor.restore_parameters(chunk)
         view = _view(link)
         weights = view.load()
         if link.managed.owns_master:
@@ -299,4 +299,4 @@ def _set_weights(link: Link, parts: Sequence[Tensor]) -> None:
         view.close(complete=True)
         executor.after_chunk_update(chunk)
         if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-            spread(executor.fetcher, chunk)
+            spread(executor, chunk)

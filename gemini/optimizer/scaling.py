@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gemini.errors import GeminiError
 from gemini.executor.executor import Executor
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.loss_scale import LossScale
@@ -38,17 +37,9 @@ class Scaling:
         return scaled
 
     def _on_scaled_loss(self, grad: Tensor) -> None:
-        self._executor.gradients.is_scaled = True
+        self._executor.gradients.scaled_loss.is_scaled = True
         # end_backward() says so too, but not where nothing of the model is reached
-        torch.autograd.Variable._execution_engine.queue_callback(self._executor.gradients.end_scaled)
-
-    def refuse_unscaled(self) -> None:
-        """When a backward reaches the model. Raises GeminiError if it has not come through a scaled loss."""
-        if self.active is not None and not self._executor.gradients.is_scaled:
-            raise GeminiError(
-                "loss.backward() without the loss scale that fp16 needs: call optimizer.backward(loss), or "
-                "optimizer.scale(loss).backward()"
-            )
+        torch.autograd.Variable._execution_engine.queue_callback(self._executor.gradients.scaled_loss.end)
 
     def after_step(self, skipped: str | None) -> None:
         """The scale moves. skipped: the parameter for whose gradient nothing was updated. Raises GeminiError."""

@@ -114,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
         model._optimizer = self
-        model.executor.check_backward = self._scaling.refuse_unscaled
+        model.executor.gradients.scaled_loss.is_expected = True
         for managed in model._managed:
             link = link_of(managed.parameter)
             assert link is not None
@@ -262,7 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
             executor.gradients.leftovers.before_update(ungrouped)
-            with executor.tearing():
+            with executor.failures.tearing():
                 self._updates.update(updated, summary, factors)
         executor.gradients.end(Becomes.USED, ungrouped)
         self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)

@@ -88,7 +88,7 @@ def load_optimizer_state(
     """
     executor = model.executor
     executor.check_idle("optimizer.load_state_dict()")
-    executor.settle_unfrozen()
+    model.freezing.settle_unfrozen()
     executor.binding.write_back_all()
     by_number = {number: model._managed[index] for index, number in _numbers(groups).items()}
     saved = _numbered(saved)
@@ -99,7 +99,7 @@ def load_optimizer_state(
         group.update({name: value for name, value in loaded.items() if name != "params"})
     for chunk_state in states.by_chunk.values():
         if chunk_state.chunk.lent:  # its weights are those of the masters until now
-            executor.fetcher.take_back(chunk_state.chunk)
+            executor.restore_parameters(chunk_state.chunk)
     with torch.no_grad():
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
@@ -162,7 +162,7 @@ def _load_masters(executor: Executor, chunk: Chunk, given: list[tuple[ManagedPar
     if chunk.splits_master:
         executor.after_chunk_update(chunk)
         if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-            spread(executor.fetcher, chunk)
+            spread(executor, chunk)
 
 
 def _check(

@@ -694,9 +694,16 @@ MUTANTS = [
     ),
     Mutant(
         "a fetch reads a lent home",
-        "gemini/executor/fetcher.py",
-        "        if chunk.lent and chunk.state is ChunkState.RELEASED:",
-        "        if False:",
+        "gemini/executor/executor.py",
+        "            self.restore_parameters(chunk)\n        if chunk.state is ChunkState.RESIDENT:",
+        "            pass\n        if chunk.state is ChunkState.RESIDENT:",
+        f"{HALF}::test_detours_between_backward_and_step",
+    ),
+    Mutant(
+        "an edit of parameters is written over the gradient in their home",
+        "gemini/executor/binding.py",
+        "            for piece in managed.weight_pieces:",
+        "            for piece in managed.home_pieces:",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
