@@ -471,7 +471,7 @@ MUTANTS = [
     Mutant(
         "stage 2 does not gather what others updated",
         "gemini/optimizer/chunk_update.py",
-        "            spread(executor.fetcher, chunk)",
+        "            spread(executor, chunk)",
         "            pass",
         PAIRS,
     ),
