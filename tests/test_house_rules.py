@@ -42,6 +42,9 @@ LONG_TEST_FILES = {
     "tests/test_zero_init.py": 400,
 }
 BANNED_NAMES = {"utils.py", "util.py", "common.py", "base.py", "helpers.py", "misc.py"}
+STREAM_WORDS = re.compile(
+    r"\.synchronize\(|\b(Stream|Event)\(|\b(record_event|record_stream|wait_event|current_stream)\b"
+)
 OPEN_WORDS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|farm|root|home|Users|opt/wheels)/")
 
@@ -229,6 +232,17 @@ def test_the_rule_about_states_sees_what_it_should() -> None:
     assert not written_states("gemini/executor/any.py", importing % "wide")
     assert written_states("gemini/chunks/gradient.py", "def become_reduced(self):\n    self.state = None\n")
     assert not written_states("gemini/chunks/gradient.py", "def become(self):\n    self.state = None\n")
+
+
+def test_only_one_file_names_streams_and_events_or_waits_for_a_device() -> None:
+    """Whoever needs a copy to be done waits for its region, see "Transfers and tickets" in docs/architecture.md."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()}"
+        for path in sources(*PACKAGES)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if path != ROOT / "gemini/memory/transfer.py" and STREAM_WORDS.search(line)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_no_file_is_called_utils() -> None:
