@@ -20,6 +20,7 @@ LAYERS = (
     "ranks",
     "chunks",
     "executor",
+    "access",
     "model",
     "optimizer",
     "checkpoint",

@@ -184,7 +184,31 @@ class Binding:
         position = managed.position
         with torch._C.DisableTorchFunctionSubclass():
             version = managed.parameter._version
-        return position in self.edited.get(chunk.index, ()) or version != self.versions[chunk.index][position]
+        is_marked = position in self.edited.get(chunk.index, ())
+        return is_marked or (chunk.bound and version != self.versions[chunk.index][position])
+
+    def write_back_one(self, managed: ManagedParameter) -> None:
+        """`write_back` of one parameter, in time that does not depend on the others of its chunk."""
+        chunk = managed.chunk
+        if chunk.payload is not None and self.is_edited(managed):
+            self.edited.get(chunk.index, set()).discard(managed.position)
+            if chunk.bound:
+                self._rebase_one(managed)
+            with torch.inference_mode(False), torch.no_grad():
+                self.write_parameter(managed, chunk.region())
+
+    def note_write(self, managed: ManagedParameter) -> None:
+        """We have given the parameter new values, at home and in its payload: graphs from before are stale."""
+        chunk = managed.chunk
+        chunk.num_updates += 1
+        if chunk.bound and chunk.payload is not None:
+            torch.autograd.graph.increment_version(managed.parameter)  # for what autograd saved without our hooks
+            self._rebase_one(managed)
+            self.snapshots.renew(managed)
+
+    def _rebase_one(self, managed: ManagedParameter) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.versions[managed.chunk.index][managed.position] = managed.parameter._version
 
     def rebase_versions(self, chunk: Chunk) -> None:
         """The versions of now are those of an unedited chunk."""

@@ -22,16 +22,22 @@ from optim import HALF_DTYPES, absorb_edits_, join_master_, round_master_, split
 from sharding import pieces_within
 
 
-def whole_master(chunk: Chunk) -> Tensor | None:
-    """(optim_numel,) fp32, where the MASTER home is; a copy where it is split. None where there is no master."""
+def full_precision(chunk: Chunk, start: int, numel: int) -> Tensor:
+    """(numel,) elements from `start` on of the master, where it rests; of the weights where there is none.
+
+    fp32, or fp64 for fp64 weights. It may be a view.
+    """
     master = chunk.homes.get(Kind.MASTER)
-    if master is None or not chunk.splits_master:
-        return None if master is None else ready(master)
+    if master is None:
+        weights = weights_of(chunk, start, numel)
+        return weights if weights.dtype is torch.float64 else weights.float()
+    if not chunk.splits_master:
+        return ready(master)[start : start + numel]
     wait_on_tier(master, chunk.homes[Kind.PARAM])
-    joined = torch.empty(chunk.optim_numel, dtype=torch.float32, device=master.flat.device)
-    for piece in chunk.home_slices():
+    joined = torch.empty(numel, dtype=torch.float32, device=master.flat.device)
+    for piece in pieces_within(chunk.home_slices(), start, numel):
         weight = chunk.homes[Kind.PARAM].flat[piece.in_payload].to(joined.device)
-        join_master_(joined[piece.in_shard], weight, master.flat[piece.in_shard])
+        join_master_(joined.narrow(0, piece.shard_start - start, piece.numel), weight, master.flat[piece.in_shard])
     return joined
 
 
@@ -77,14 +83,14 @@ def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
     return torch.cat(runs) if runs else home[:0].clone()
 
 
-def set_weights(managed: ManagedParameter, flat: Tensor) -> None:
-    """Homes <- this rank's elements of `flat` (numel,), the weights as given: the master is made before they round."""
+def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = True) -> None:
+    """Homes <- this rank's elements of `flat` (numel,): weights are rounded, a master takes them as they are."""
     chunk = managed.chunk
-    home = chunk.homes[Kind.PARAM].flat
+    home = ready(chunk.homes[Kind.PARAM])
     for piece in managed.home_pieces:
         values = flat[piece.from_start(managed.offset).in_payload]
         home[piece.in_shard].copy_(round_as_master(values, chunk.dtype))
-    if Kind.MASTER in chunk.homes:
+    if with_master and Kind.MASTER in chunk.homes:
         for piece, part in zip(managed.pieces, managed.parts_of(flat), strict=True):
             write_master(chunk, piece.shard_start, part)
 

@@ -33,8 +33,8 @@ def set_grad(link: Link, value: Tensor | None) -> None:
     if link.in_user_hook:
         set_own_grad(link.managed.parameter, value)
     elif value is None:
-        if link.optimizer is not None:
-            link.optimizer.before_gradient_write()
+        if link.states.optimizer is not None:
+            link.states.optimizer.before_gradient_write()
         link.executor.gradients.discard(link.managed)
     elif not isinstance(value, ReducedGradient):
         assign(link, value)

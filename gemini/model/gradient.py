@@ -8,29 +8,17 @@ do not underflow; the loss scale comes back when they are written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import ManagedParameter
-from gemini.chunks.gradient import ChunkGradient, GradState
+from gemini.chunks.gradient import GradState
 from gemini.errors import GeminiError, UnsupportedError
-from gemini.memory.transfer import ready
-from sharding import ALIGNMENT, ShardLayout, Unit, round_up
 
 if TYPE_CHECKING:
     from gemini.model.link import Link
-
-
-class GradientUser(Protocol):
-    """The optimizer that a parameter's gradient is for."""
-
-    def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
-        """What the step will multiply stored gradients by, as far as it is known: 1 / loss scale, clip coefficient."""
-
-    def before_gradient_write(self) -> None:
-        """A gradient is about to change: what it was clipped by takes effect, and its norm is stale. Local."""
 
 
 class WholeGradient:
@@ -49,7 +37,7 @@ class WholeGradient:
         gradients = self.link.executor.gradients
         gradient = gradients.find(self.managed.chunk)  # None: frozen meanwhile
         num_writes = 0 if gradient is None else gradient.num_writes
-        return gradients.num_forgotten, gradients.num_backwards, num_writes, factors_of(self.link)
+        return gradients.num_forgotten, gradients.num_backwards, num_writes, self.link.states.factors_of(self.managed)
 
     def is_current(self) -> bool:
         """Neither used by a step nor discarded since."""
@@ -66,16 +54,10 @@ class WholeGradient:
         managed, executor = self.managed, self.link.executor
         with executor.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
-            gradient = executor.gradients.of(managed.chunk)
-            if gradient.state is not GradState.CLOSED or not gradient.is_reduced:
+            reduced = self.link.states.gradients(managed.chunk)
+            if reduced is None or executor.gradients.of(managed.chunk).state is not GradState.CLOSED:
                 raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
-            whole = _on_device(_own_part(gradient, managed), self.link)
-            if managed.chunk.optim_layout.world_size > 1:
-                whole = _joined(whole, self.link)
-            inv_scale, clip = factors_of(self.link)
-            if inv_scale != 1.0:
-                whole = (whole if whole.dtype is torch.float64 else whole.float()) * inv_scale
-            return whole if clip == 1.0 else whole * clip
+            return reduced.whole(managed)
 
     def write(self, whole: Tensor) -> None:
         """The step uses `whole`, which is as `gather()` returns it: of it this rank's part. Collective at stage 0."""
@@ -139,64 +121,10 @@ def assign(link: Link, value: Tensor) -> None:
 _ALIKE = "All ranks must set the gradients of the same parameters"
 
 
-def factors_of(link: Link) -> tuple[float, float]:
-    """Stored gradients times both are what users see: 1 / loss scale, and what they are to be clipped by."""
-    return (1.0, 1.0) if link.optimizer is None else link.optimizer.factors_to_come(link.managed)
-
-
-def scaled(gradient: Tensor, inv_scale: float) -> Tensor:
-    """As it is stored. Scaled in fp32 (fp64 for fp64), so that 16-bit gradients are rounded once."""
-    if inv_scale == 1.0:
-        return gradient
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / inv_scale
-
-
-def _own_part(gradient: ChunkGradient, managed: ManagedParameter) -> Tensor:
-    """A copy of the elements that this rank steps, 1-D, in the order in which they lie in memory."""
-    flat = ready(gradient.reduced())
-    return torch.cat([flat[:0], *managed.own_parts(flat)])
-
-
-def _on_device(tensor: Tensor, link: Link) -> Tensor:
-    return tensor.to(link.executor.fetcher.device.device)
-
-
-def _joined(own: Tensor, link: Link) -> Tensor:
-    """(numel,) The parts of all ranks, of which `own` is this one's, in the order of the payload. Collective."""
-    managed, communicator = link.managed, link.executor.communicator
-    ranks = communicator.world_size
-    pieces = managed.chunk.layout.owner_pieces(managed.offset, managed.numel)
-    taken = [0] * ranks
-    for rank, piece in pieces:
-        taken[rank] += piece.numel
-    room = round_up(max(taken), ALIGNMENT)
-    every, whole = own.new_zeros(ranks * room), own.new_empty(managed.numel)
-    if room:
-        shard = every[communicator.rank * room :][:room]
-        shard[: own.numel()].copy_(own)
-        layout = ShardLayout((Unit(0, ranks * room),), ranks)
-        communicator.all_gather(every, shard, layout, managed.chunk.index)
-    taken = [rank * room for rank in range(ranks)]
-    for rank, piece in pieces:
-        whole[piece.from_start(managed.offset).in_payload].copy_(every[taken[rank] :][: piece.numel])
-        taken[rank] += piece.numel
-    return whole
-
-
 def _write(link: Link, flat: Tensor) -> None:
     """The shard <- its part of `flat`: (numel,), in the order of the payload."""
-    managed, executor = link.managed, link.executor
-    chunk = managed.chunk
-    if link.optimizer is not None:
-        link.optimizer.before_gradient_write()
-    if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
-        # Ranks that write different values would otherwise step whole copies apart: each one's part counts, as at
-        # the other stages.
-        pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
-        own = [flat[piece.from_start(managed.offset).in_payload] for piece in pieces]
-        flat = _joined(_on_device(torch.cat([flat[:0], *own]), link), link)
-    inv_scale, _ = factors_of(link)
-    gradient = executor.gradients.of(chunk)
-    for target, part in zip(managed.own_parts(ready(gradient.reduced())), managed.parts_of(flat), strict=True):
-        target.copy_(scaled(part, inv_scale))
-    gradient.num_writes += 1
+    if link.states.optimizer is not None:
+        link.states.optimizer.before_gradient_write()
+    reduced = link.states.gradients(link.managed.chunk)
+    assert reduced is not None
+    reduced.set_of_each_rank(link.managed, flat)

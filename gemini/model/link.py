@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gemini.access.states import States
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import ReleasedParameterError
 from gemini.executor.masters import round_as_master, set_master
 from gemini.executor.snapshots import shares_memory
 from gemini.memory.modes import unseen
 from gemini.model.grad_attribute import get_grad, refuse_write_in_hook, set_grad
-from gemini.model.gradient import GradientUser
 from gemini.placement.demand import Kind
 from optim import HALF_DTYPES
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gemini.executor.binding import Binding
-    from gemini.executor.executor import Executor
     from gemini.model.freezing import Freezing
     from gemini.model.saved_tensors import SavedTensors
     from gemini.ranks.communicator import Communicator
@@ -176,18 +175,14 @@ class Link(ParameterLink):
     """The link of a `ShardedModel`'s parameter."""
 
     def __init__(
-        self,
-        managed: ManagedParameter,
-        executor: Executor,
-        freezing: Freezing,
-        saved_tensors: SavedTensors,
+        self, managed: ManagedParameter, states: States, freezing: Freezing, saved_tensors: SavedTensors
     ) -> None:
         self.managed = managed
-        self.executor = executor
+        self.states = states
+        self.executor = states.executor
         self.freezing = freezing
         self.saved_tensors = saved_tensors
         self.in_user_hook = False  # a post-accumulate hook of the user's runs, with this parameter
-        self.optimizer: GradientUser | None = None  # its ShardedOptimizer, once there is one
 
     @property
     def owner(self) -> object:
@@ -295,8 +290,7 @@ class Link(ParameterLink):
         parameter = self.managed.parameter
         with self.executor.publishing(), torch.no_grad():
             self.executor.check_idle("copy.deepcopy()")
-            self.executor.fetch(self.managed.chunk)
-            whole = self.whole().to("cpu", copy=True)
+            whole = self.states.weights(self.managed.chunk).copies([self.managed])[self.managed.index]
         with torch._C.DisableTorchFunctionSubclass():
             copied = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         memo[id(parameter)] = copied

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import GeminiError, RankLostError
 from gemini.executor.failures import clear_our_frames
-from gemini.executor.masters import whole_master
+from gemini.executor.masters import full_precision
 from gemini.memory.memory import Memory
 from gemini.memory.transfer import ready
 from gemini.model.build_store import BuildStore
@@ -165,8 +165,7 @@ class MovingOut:
     def _gather(self, chunk: Chunk, of_master: bool) -> Tensor:
         """(numel,) all weights of a chunk, as fp32 where they are the master's. Collective."""
         if of_master:
-            part, layout = whole_master(chunk), chunk.optim_layout
-            assert part is not None
+            part, layout = full_precision(chunk, 0, chunk.optim_numel), chunk.optim_layout
         else:
             part, layout = ready(chunk.homes[Kind.PARAM]), chunk.home_layout
         if layout.world_size == 1:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
+from gemini.access.states import States
 from gemini.errors import UnsupportedError
 from gemini.executor.executor import Executor
 from gemini.model.compiled import is_mark
@@ -24,6 +25,7 @@ class PlainView(nn.Module):
 
     module: nn.Module
     executor: Executor
+    states: States
     _copies: PlainCopies
 
     def _show(self, module: nn.Module) -> None:
@@ -82,7 +84,7 @@ class PlainView(nn.Module):
             own: Any = OrderedDict() if destination is None else destination
             return nn.Module.state_dict(self.module, destination=own, prefix=prefix, keep_vars=True)
         with self.executor.publishing():
-            state = whole_state_dict(self.module, self.executor, rank0_only, prefix)
+            state = whole_state_dict(self.module, self.states, rank0_only, prefix)
         if destination is None:
             return state
         destination.update(state)
@@ -103,7 +105,7 @@ class PlainView(nn.Module):
         or TypeError if `state_dict` is not a dict; nothing has changed then.
         """
         with self.executor.publishing():
-            return load_whole_state_dict(self.module, self.executor, self.freezing, state_dict, strict)
+            return load_whole_state_dict(self.module, self._states, self.freezing, state_dict, strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For `torch.distributed.checkpoint.state_dict`: names have no "module." in them, which it goes through."""
@@ -112,7 +114,7 @@ class PlainView(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """torch calls it for the parts of a plain module that loads its state dict."""
         with self.executor.publishing():
-            load_part(self.module, self.executor, self.freezing, state_dict, prefix, *rest[-3:])
+            load_part(self.module, self._states, self.freezing, state_dict, prefix, *rest[-3:])
 
     def __getattr__(self, name: str) -> Any:
         if name == PREPARED and "executor" in vars(self) and is_prepared(self.executor.communicator.world_size):

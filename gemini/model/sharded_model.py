@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch.distributed as dist
 from torch import nn
 
+from gemini.access.states import States
 from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError
 from gemini.executor.binding import Binding
@@ -174,12 +175,14 @@ class ShardedModel(PlainView):
         scratch = Scratch(memory.device, demand.scratch_bytes)
         gradients = GradStore(grads, shared, scratch, communicator, fetcher.next_use, stage)
         self.executor = Executor(chunks, fetcher, gradients, communicator)
+        self.states = States(self.executor)
         saved_tensors = SavedTensors(self.executor)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
         self._places: list[tuple[str, int]] = []  # of parameters, when they were last checked
         self.freezing = Freezing(self.executor, self._managed, plan)
         for managed in self._managed:
-            managed.parameter._gemini = Link(managed, self.executor, self.freezing, saved_tensors)  # type: ignore[attr-defined]
+            link = Link(managed, self._states, self.freezing, saved_tensors)
+            managed.parameter._gemini = link  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
         self._hooks = Hooks(self.executor, self.freezing, saved_tensors, gathers)
         self._copies = PlainCopies(self.executor, self._hooks)
@@ -187,7 +190,7 @@ class ShardedModel(PlainView):
         for each, dtype in weights.casting.items():
             self._hooks.take_over(Casting(dtype, weights.default).install(each))
         self._hooks.watch(self._managed)
-        self._hooks.take_over(StateHooks(self.executor).install(self.module))
+        self._hooks.take_over(StateHooks(self.states).install(self.module))
         self._table = OperatorTable(self.module, operators, gathers, self.executor, self.freezing, self._hooks)
 
     # -- use

@@ -13,17 +13,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gemini.executor.executor import Executor
+from gemini.access.states import States
 from gemini.model.link import link_of
 from gemini.model.released import LazyDetach
-from gemini.model.weights import whole_parameter
 
 
 class StateHooks:
     """The hooks of one model."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, states: States) -> None:
+        self._states = states
+        self._executor = states.executor
         self._keeps_vars = False  # as the innermost state_dict() that began last was asked; its parts are asked alike
         self._tied: set[nn.Parameter] = set()  # that have several names; membership only
         self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # of them, by index
@@ -74,7 +74,7 @@ class StateHooks:
         is_tied = managed.parameter in self._tied
         if is_tied and self._is_of(state, managed.index):
             return self._copies[managed.index]
-        whole = whole_parameter(self._executor, managed)
+        whole = self._states.weights(managed.chunk).copies([managed])[managed.index]
         if is_tied:
             self._copies[managed.index], self._copied_as[managed.index] = whole, name
         return whole

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.executor.fetcher import Fetcher
@@ -51,6 +52,17 @@ class ChunkStates:
     def has(self, chunk: Chunk) -> bool:
         """There is memory for the chunk's state."""
         return chunk.index in self.by_chunk
+
+    def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
+        """The flat states that a parameter has."""
+        state = self.by_chunk.get(managed.chunk.index)
+        return () if state is None else state.names(managed.position)
+
+    def flat_of(self, chunk: Chunk, name: str) -> Tensor:
+        """(optim_numel,) a flat state of a chunk; zeros if only other ranks have it so far."""
+        state = self.by_chunk[chunk.index]
+        flat = state.flats.get(name)
+        return torch.zeros(chunk.optim_numel, dtype=state.dtype) if flat is None else flat
 
     def has_stepped(self, chunk: Chunk) -> bool:
         """The chunk's state holds what a step, or a loaded state dict, has made. Equal on all ranks."""

@@ -7,24 +7,13 @@ forward and the next step use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from gemini.access.states import FlatAccess, FullPrecisionAccess, GradientAccess, StateAccess
 from gemini.errors import GeminiError
-from gemini.executor.masters import whole_master
-from gemini.executor.spreading import spread
-from gemini.memory.transfer import ready
-from gemini.model.gradient import factors_of, scaled
 from gemini.model.link import Link, link_of
 from gemini.model.reduced_gradient import ReducedGradient
-from gemini.model.weights import gather_optimizer_state
-from gemini.optimizer.chunk_state import ChunkOptimizerState
-from gemini.optimizer.shard_view import ShardView, Staging
-from gemini.placement.demand import Kind, Tier
-from optim import HALF_DTYPES, round_master_
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
@@ -34,14 +23,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_get_full_fp32_param", param)
-    managed, executor = link.managed, link.executor
-    with executor.publishing(), torch.no_grad():
-        executor.binding.write_back_all([managed.chunk])
-        master = whole_master(managed.chunk)
-        if master is not None:
-            return _shaped(gather_optimizer_state(executor, managed.chunk, master), link)
-        whole = executor.fetch(managed.chunk)
-        return _shaped(whole if whole.dtype is torch.float64 else whole.float(), link)
+    return _whole(link, link.states.full_precision(link.managed.chunk))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -65,11 +47,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     a parameter that is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_get_full_optimizer_state", param)
-    if not param.requires_grad:
-        return None
-    flat = _state(link, optim_state_key)
-    with link.executor.publishing(), torch.no_grad():
-        return _shaped(gather_optimizer_state(link.executor, link.managed.chunk, flat), link)
+    return _whole(link, _state(link, optim_state_key)) if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -79,7 +57,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     then. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_set_full_fp32_param", param)
-    _set_weights(link, link.managed.parts_of(_rank_0s(link, value)))
+    _set_whole(link, link.states.full_precision(link.managed.chunk), value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -90,8 +68,8 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_set_full_grad", param)
-    flat = _gradient(link)
-    _set_gradient(link, flat, link.managed.parts_of(_rank_0s(link, value)))
+    _set_whole(link, _gradients(link), value)
+    link.states.forget_norm()
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -101,8 +79,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_set_full_optimizer_state", param)
-    flat = _state(link, optim_state_key)
-    _write(link, flat, link.managed.parts_of(_rank_0s(link, value)))
+    _set_whole(link, _state(link, optim_state_key), value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
@@ -112,8 +89,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
     backward.
     """
     link = _begin("safe_get_local_fp32_param", param)
-    with torch.no_grad():
-        return _local(link, _view(link).load().clone())
+    return _local(link, link.states.full_precision(link.managed.chunk))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -130,9 +106,8 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
         )
     if link.gradient() is None:
         return None
-    flat = _gradient(link)
-    inv_scale, clip = factors_of(link)
-    return _local(link, flat if flat.dtype is torch.float64 else flat.float()) * inv_scale * clip
+    own = _local(link, _gradients(link))
+    return own if own.dtype is torch.float64 else own.float()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -142,9 +117,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     a parameter that is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_get_local_optimizer_state", param)
-    if not param.requires_grad:
-        return None
-    return _local(link, _state(link, optim_state_key))
+    return _local(link, _state(link, optim_state_key)) if param.requires_grad else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -154,7 +127,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_set_local_fp32_param", param)
-    _set_weights(link, _checked_local(link, value))
+    _set_local(link, link.states.full_precision(link.managed.chunk), value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -165,7 +138,8 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     forward or backward.
     """
     link = _begin("safe_set_local_grad", param)
-    _set_gradient(link, _gradient(link), _checked_local(link, value))
+    _set_local(link, _gradients(link), value)
+    link.states.forget_norm()
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -176,7 +150,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     forward or backward.
     """
     link = _begin("safe_set_local_optimizer_state", param)
-    _write(link, _state(link, optim_state_key), _checked_local(link, value))
+    _set_local(link, _state(link, optim_state_key), value)
 
 
 def _begin(what: str, param: nn.Parameter) -> Link:
@@ -189,114 +163,56 @@ def _begin(what: str, param: nn.Parameter) -> Link:
     return link
 
 
-def _shaped(whole: Tensor, link: Link) -> Tensor:
-    return link.managed.view(whole).to(link.executor.fetcher.device.device, copy=True)
+def _state(link: Link, key: str) -> FlatAccess:
+    states, managed = link.states, link.managed
+    names = states.names_of(managed)
+    if key not in names:
+        reason = "the model has no ShardedOptimizer" if states.kept is None else f"it has {sorted(names) or 'none'}"
+        raise ValueError(f"parameter {managed.name!r} has no optimizer state {key!r}: {reason}")
+    return states.of_optimizer(managed.chunk, key)
 
 
-def _state(link: Link, key: str) -> Tensor:
-    optimizer: Any = link.optimizer
-    states: dict[int, ChunkOptimizerState] = {} if optimizer is None else optimizer._states
-    state = states.get(link.managed.chunk.index)
-    managed = link.managed
-    names = () if state is None else state.names(managed.position)
-    if state is None or key not in names:
-        reason = "the model has no ShardedOptimizer" if optimizer is None else f"it has {sorted(names) or 'none'}"
-        raise ValueError(f"parameter {link.managed.name!r} has no optimizer state {key!r}: {reason}")
-    return state.flats[key]
-
-
-def _gradient(link: Link) -> Tensor:
-    """Collective if backwards under no_sync() have left its reduction for later."""
+def _gradients(link: Link) -> GradientAccess:
+    """Collective if backwards under no_sync() have left their reduction for later."""
     with link.executor.publishing():
         link.executor.gradients.catch_up()
-    gradient = link.executor.gradients.find(link.managed.chunk)
-    if gradient is None or not gradient.is_reduced:
+    gradients = link.states.gradients(link.managed.chunk)
+    if gradients is None:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")
-    return ready(gradient.reduced())
+    return gradients
 
 
-def _rank_0s(link: Link, value: Tensor) -> Tensor:
-    """The parameter's elements in their order in memory, 1-D, equal on all ranks. Collective."""
-    managed, communicator = link.managed, link.executor.communicator
-    dtype = torch.float64 if managed.chunk.dtype is torch.float64 else torch.float32
-    device = link.executor.fetcher.device.device
+def _whole(link: Link, access: StateAccess) -> Tensor:
     with link.executor.publishing(), torch.no_grad():
-        if not isinstance(value, Tensor) or value.shape != managed.shape:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            wanted = tuple(managed.shape)
-            raise ValueError(f"the value for {managed.name!r} must be a tensor of shape {wanted}, found {found}")
-        flat = managed.laid_out(value, dtype, device).clone()
+        return link.managed.shaped(access.whole(link.managed))
+
+
+def _local(link: Link, access: StateAccess) -> Tensor:
+    with torch.no_grad():
+        return access.local(link.managed)
+
+
+def _set_whole(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tensor) -> None:
+    """Rank 0's value counts."""
+    managed, communicator = link.managed, link.executor.communicator
+    dtype = torch.float64 if managed.dtype is torch.float64 else torch.float32
+    with link.executor.publishing(), torch.no_grad():
+        _check(value, managed.shape, f"the value for {managed.name!r}")
+        flat = torch.empty(managed.numel, dtype=dtype, device=access.device).copy_(managed.laid_out(value))
         if communicator.world_size > 1:
             communicator.broadcast_(flat, f"a value for {managed.name}")
-    return flat
+        access.set_whole(managed, flat)
 
 
-def _checked_local(link: Link, value: Tensor) -> list[Tensor]:
+def _set_local(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tensor) -> None:
     managed = link.managed
-    sizes = [piece.numel for piece in managed.pieces]
-    if not isinstance(value, Tensor) or value.shape != (sum(sizes),):
+    numel = sum(piece.numel for piece in managed.pieces)
+    _check(value, torch.Size([numel]), f"this rank's part of {managed.name!r}")
+    with link.executor.publishing(), torch.no_grad():
+        access.set_local(managed, value)
+
+
+def _check(value: object, shape: torch.Size, what: str) -> None:
+    if not isinstance(value, Tensor) or value.shape != shape:
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"this rank's part of {managed.name!r} must be a tensor of shape ({sum(sizes)},), found {found}"
-        )
-    return list(value.split(sizes))
-
-
-def _local(link: Link, flat: Tensor) -> Tensor:
-    return torch.cat([flat[:0], *link.managed.own_parts(flat)])
-
-
-def _write(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
-    """flat's elements of the parameter <- parts."""
-    with torch.no_grad():
-        for target, part in zip(link.managed.own_parts(flat), parts, strict=True):
-            target.copy_(part)
-
-
-def _set_gradient(link: Link, flat: Tensor, parts: Sequence[Tensor]) -> None:
-    """The parameter has a gradient now, and a norm that was computed before does not count any more."""
-    inv_scale, _ = factors_of(link)
-    _write(link, flat, [scaled(part, inv_scale) for part in parts])
-    chunk = link.managed.chunk
-    gradient, position = link.executor.gradients.of(chunk), link.managed.position
-    gradient.got[position] = gradient.agreed[position] = 1
-    gradient.num_writes += 1
-    optimizer: Any = link.optimizer
-    if optimizer is not None:
-        optimizer.forget_summary()
-
-
-def _view(link: Link) -> ShardView:
-    chunk, executor = link.managed.chunk, link.executor
-    executor.binding.write_back(chunk)
-    tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
-    return ShardView(chunk, executor.fetcher, Staging(), Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST)
-
-
-def _rounded(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights without a master, which are frozen, round as masters do."""
-    if part.dtype is not torch.float32 or dtype not in HALF_DTYPES:
-        return part
-    rounded = torch.empty_like(part, dtype=dtype)
-    round_master_(rounded, part)
-    return rounded
-
-
-def _set_weights(link: Link, parts: Sequence[Tensor]) -> None:
-    """As an update of these elements would, on every rank."""
-    chunk, executor = link.managed.chunk, link.executor
-    with executor.publishing(), torch.no_grad():
-        executor.before_chunk_update(chunk)
-        if chunk.lent:
-            executor.restore_parameters(chunk)
-        view = _view(link)
-        weights = view.load()
-        if link.managed.owns_master:
-            link.managed.has_fractions = True
-        else:
-            parts = [_rounded(part, chunk.dtype) for part in parts]
-        _write(link, weights, parts)
-        view.close(complete=True)
-        executor.after_chunk_update(chunk)
-        if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-            spread(executor, chunk)
+        raise ValueError(f"{what} must be a tensor of shape {tuple(shape)}, found {found}")

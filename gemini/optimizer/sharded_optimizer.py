@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.executor.leftovers import Becomes
-from gemini.model.link import link_of
 from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm, checked_model
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.chunk_update import ChunkUpdates
@@ -115,10 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.last_step: StepReport | None = None
         model._optimizer = self
         model.executor.gradients.scaled_loss.is_expected = True
-        for managed in model._managed:
-            link = link_of(managed.parameter)
-            assert link is not None
-            link.optimizer = self
+        model._states.optimizer, model._states.kept = self, self._chunk_states
 
     def _take_states(self) -> None:
         """Memory for all states. Raises BudgetError, and holds nothing then."""
@@ -284,7 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises GeminiError inside a forward or backward.
         """
         with self.model.executor.publishing():
-            state = whole_optimizer_state(self.model.executor, self._states, self.param_groups)
+            state = whole_optimizer_state(self.model, self._chunk_states, self.param_groups)
         if self._scaling.active is not None:
             state["loss_scale"] = self._scaling.active.state_dict()
         return state

@@ -8,20 +8,18 @@ this one's (without "masters") loads there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.executor.executor import Executor
-from gemini.executor.masters import set_master, whole_master
-from gemini.executor.spreading import spread
+from gemini.access.states import States
+from gemini.chunks.chunk import ManagedParameter
+from gemini.executor.masters import set_master
 from gemini.model.link import link_of
 from gemini.model.sharded_model import ShardedModel
-from gemini.model.weights import gather_optimizer_state
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import EntryNames
@@ -32,48 +30,43 @@ _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "
 """What tells optimizers apart: a param group without one that this optimizer has comes from another kind."""
 
 
-def whole_optimizer_state(
-    executor: Executor, states: Mapping[int, ChunkOptimizerState], groups: list[dict[str, Any]]
-) -> dict[str, Any]:
+def whole_optimizer_state(model: ShardedModel, states: ChunkStates, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Collective."""
+    executor = model.executor
     executor.check_idle("optimizer.state_dict()")
-    executor.binding.write_back_all()
     numbers = _numbers(groups)
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
     with torch.no_grad():
         for chunk in executor.chunks:
-            known = [m for m in chunk.parameters if m.index in numbers]
-            chunk_state = states.get(chunk.index)
-            if chunk_state is not None:
-                _add_whole_states(executor, chunk_state, {numbers[m.index]: m for m in known}, state)
-            master = whole_master(chunk)
-            if master is not None:
-                whole = gather_optimizer_state(executor, chunk, master)
-                masters |= {numbers[m.index]: _view(whole, m).clone() for m in known if m.owns_master}
+            known = [managed for managed in chunk.parameters if managed.index in numbers]
+            if states.has(chunk):
+                entries = _whole_entries(model.states, states.by_chunk[chunk.index], known)
+                state |= {numbers[index]: entry for index, entry in entries.items()}
+            if Kind.MASTER in chunk.homes:
+                copies = model.states.full_precision(chunk).copies([m for m in known if m.owns_master])
+                masters |= {numbers[index]: master for index, master in copies.items()}
     packed = [
         {k: v for k, v in group.items() if k != "params"} | {"params": _members(group, numbers)} for group in groups
     ]
     return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
 
 
-def _add_whole_states(
-    executor: Executor,
-    chunk_state: ChunkOptimizerState,
-    known: Mapping[int, ManagedParameter],
-    state: dict[int, dict[str, Any]],
-) -> None:
-    """What one chunk's parameters, by number, have. Collective."""
-    names = executor.communicator.agree_on_names(sorted(chunk_state.flats))
-    wholes = {n: gather_optimizer_state(executor, chunk_state.chunk, _flat(chunk_state, n)) for n in names}
-    for number, managed in known.items():
-        position = managed.position
-        scalars = chunk_state.scalars[position]
-        if scalars is not None:
-            entry: dict[str, Any] = {name: scalar_of(name, value) for name, value in scalars.items()}
-            entry |= {n: _view(wholes[n], managed).clone() for n in sorted(chunk_state.names(position))}
-            if entry:  # SGD without momentum keeps nothing
-                state[number] = entry
+def _whole_entries(
+    states: States, chunk_state: ChunkOptimizerState, known: Sequence[ManagedParameter]
+) -> dict[int, dict[str, Any]]:
+    """What is kept of one chunk's parameters, by index. Collective."""
+    chunk, scalars = chunk_state.chunk, chunk_state.scalars
+    entries = {
+        managed.index: {name: scalar_of(name, value) for name, value in its.items()}
+        for managed in known
+        if (its := scalars[managed.position]) is not None
+    }
+    for name in states.executor.communicator.agree_on_names(sorted(chunk_state.flats)):
+        wanted = [m for m in known if m.index in entries and name in chunk_state.names(m.position)]
+        for index, copy in states.of_optimizer(chunk, name).copies(wanted).items():
+            entries[index][name] = copy
+    return {index: entry for index, entry in entries.items() if entry}  # SGD without momentum keeps nothing
 
 
 def load_optimizer_state(
@@ -104,14 +97,9 @@ def load_optimizer_state(
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
             if its_state is not None:
-                _load_entry(executor, its_state, managed, saved["state"].get(number))
-        given: dict[int, list[tuple[ManagedParameter, Tensor]]] = {}  # by chunk index
-        for number, managed in by_number.items():
-            if number in masters:
-                given.setdefault(managed.chunk.index, []).append((managed, masters[number]))
-        for index, of_chunk in sorted(given.items()):
-            if Kind.MASTER in executor.chunks[index].homes:
-                _load_masters(executor, executor.chunks[index], of_chunk)
+                _load_entry(model.states, its_state, managed, saved["state"].get(number))
+            if number in masters and Kind.MASTER in managed.chunk.homes:
+                _load_master(model.states, managed, masters[number])
 
 
 def _wanted(
@@ -134,7 +122,7 @@ def _wanted(
 
 
 def _load_entry(
-    executor: Executor, chunk_state: ChunkOptimizerState, managed: ManagedParameter, entry: Mapping[str, Any] | None
+    states: States, chunk_state: ChunkOptimizerState, managed: ManagedParameter, entry: Mapping[str, Any] | None
 ) -> None:
     """One parameter's state becomes `entry`; None: as before its first step."""
     position = managed.position
@@ -146,23 +134,20 @@ def _load_entry(
     for name, value in entry.items():
         if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
             if name not in chunk_state.flats:
-                chunk_state.take([name], executor.fetcher)
-            _write(managed, chunk_state.flats[name], value)
+                chunk_state.take([name], states.executor.fetcher)
+            states.of_optimizer(managed.chunk, name).set_whole(managed, managed.laid_out(value))
             chunk_state.note_made({position: (name,)})
         else:
             scalars[name] = _unscalar(name, value, chunk_state)
 
 
-def _load_masters(executor: Executor, chunk: Chunk, given: list[tuple[ManagedParameter, Tensor]]) -> None:
-    """Collective. A split master brings its upper half, the parameter itself."""
-    if chunk.splits_master:
-        executor.before_chunk_update(chunk)
-    for managed, value in given:
+def _load_master(states: States, managed: ManagedParameter, value: Tensor) -> None:
+    """A split master brings its upper half, the parameter itself."""
+    if managed.chunk.splits_master:
+        managed.has_fractions = True
+        states.full_precision(managed.chunk).set_whole(managed, managed.laid_out(value, torch.float32))
+    else:
         set_master(managed, value)
-    if chunk.splits_master:
-        executor.after_chunk_update(chunk)
-        if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-            spread(executor, chunk)
 
 
 def _check(
@@ -252,22 +237,6 @@ def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _members(group: dict[str, Any], numbers: dict[int, int]) -> list[int]:
     return [numbers[link.managed.index] for p in group["params"] if (link := link_of(p)) is not None]
-
-
-def _flat(state: ChunkOptimizerState, name: str) -> Tensor:
-    """The rank's part of a state; zeros if only other ranks have it so far."""
-    flat = state.flats.get(name)
-    return torch.zeros(state.chunk.optim_numel, dtype=state.dtype) if flat is None else flat
-
-
-def _view(whole: Tensor, managed: ManagedParameter) -> Tensor:
-    return managed.view(whole)
-
-
-def _write(managed: ManagedParameter, flat: Tensor, value: Tensor) -> None:
-    """flat's elements of `managed` <- `value`."""
-    for target, part in zip(managed.own_parts(flat), managed.parts_of(managed.laid_out(value)), strict=True):
-        target.copy_(part)
 
 
 def scalar_of(name: str, value: Any) -> Any:

@@ -386,9 +386,9 @@ MUTANTS = [
     ),
     Mutant(
         "replicas keep the gradients that their ranks wrote",
-        "gemini/model/gradient.py",
-        "    if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:\n",
-        "    if False:\n",
+        "gemini/access/states.py",
+        "        if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:\n",
+        "        if False:\n",
         "tests/features/test_gradient_writes.py::test_ranks_that_write_different_values_keep_one_model",
     ),
     Mutant(
@@ -400,9 +400,9 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are shown with their loss scale",
-        "gemini/model/gradient.py",
-        "            if inv_scale != 1.0:\n",
-        "            if False:\n",
+        "gemini/access/states.py",
+        "        if inv_scale != 1.0:\n",
+        "        if False:\n",
         "tests/features/test_gradients.py::test_fp16_gradients_are_seen_and_set_without_the_loss_scale",
     ),
     Mutant(
@@ -427,10 +427,10 @@ MUTANTS = [
         "tests/features/test_access.py",
     ),
     Mutant(
-        "a master that was set does not reach its parameter",
-        "gemini/optimizer/full_access.py",
-        "        view.close(complete=True)",
-        "        pass",
+        "weights that were set do not reach a payload that is there",
+        "gemini/access/states.py",
+        "            ready(chunk.region())[managed.in_payload].copy_(weights)",
+        "            pass",
         "tests/features/test_access.py",
     ),
     Mutant(

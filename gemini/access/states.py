@@ -1,0 +1,288 @@
+"""The states of a model's parameters, to read and to write between steps: one parameter, or one chunk, at a time.
+
+A state is the weights as they are used, the weights in full precision, the gradient, or what the optimizer keeps by
+name. Each rank has a part of it, in the tier where the chunk's state rests. `States` hands out a `StateAccess` for a
+chunk and a state; everything that reads or writes a state uses it: `safe_get_*` and `safe_set_*`, state dicts,
+gradients that users write to, plain copies. What is *local* is this rank's part of a parameter, 1-D, in the order of
+the payload. What is *whole* is gathered from all ranks, (numel,) in the same order (`ParamPlace.shaped` gives it the
+parameter's shape), or given equally on all ranks. Nothing here holds more than one chunk's state.
+
+All of it is called between steps, after `Executor.check_idle`, so that nothing is on its way from or to a home.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.chunks.gradient import ChunkGradient
+from gemini.executor.executor import Executor
+from gemini.executor.masters import follow_edits, full_precision, round_as_master, set_weights, weights_of
+from gemini.memory.transfer import ready
+from gemini.placement.demand import Kind
+from sharding import ALIGNMENT, ShardLayout, Unit, round_up
+
+
+class GradientUser(Protocol):
+    """The optimizer that gradients are for."""
+
+    def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
+        """What the step will multiply stored gradients by, as far as it is known: 1 / loss scale, clip coefficient."""
+
+    def before_gradient_write(self) -> None:
+        """A gradient is about to change: what it was clipped by takes effect, and its norm is stale. Local."""
+
+    def forget_summary(self) -> None:
+        """A gradient was changed: its norm is stale. What was asked to clip to stays. Local."""
+
+
+class StateStore(Protocol):
+    """What an optimizer keeps."""
+
+    def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
+        """The states that a parameter has; empty where it has no memory for any."""
+
+    def flat_of(self, chunk: Chunk, name: str) -> Tensor:
+        """(optim_numel,) a state where it rests; zeros where this rank has no memory for it yet."""
+
+
+class States:
+    """All states of one model's parameters."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.optimizer: GradientUser | None = None  # once there is one
+        self.kept: StateStore | None = None  # the optimizer's
+
+    def weights(self, chunk: Chunk) -> WeightAccess:
+        """The weights in the dtype in which they are used."""
+        return WeightAccess(self.executor, chunk)
+
+    def full_precision(self, chunk: Chunk) -> FullPrecisionAccess:
+        """The fp32 masters of 16-bit weights; other weights themselves, in fp32 or fp64."""
+        return FullPrecisionAccess(self.executor, chunk)
+
+    def gradients(self, chunk: Chunk) -> GradientAccess | None:
+        """The reduced gradients; None if no backward since the last step has left any in the chunk.
+
+        Call `GradStore.catch_up()` before, which may be collective.
+        """
+        gradient = self.executor.gradients.find(chunk)
+        if gradient is None or not gradient.is_reduced:
+            return None
+        return GradientAccess(self.executor, chunk, gradient, self.factors_of)
+
+    def factors_of(self, managed: ManagedParameter) -> tuple[float, float]:
+        """Stored gradients times both are what users see: 1 / loss scale, and what they are to be clipped by."""
+        return (1.0, 1.0) if self.optimizer is None else self.optimizer.factors_to_come(managed)
+
+    def forget_norm(self) -> None:
+        """A gradient was changed by hand: a norm that was taken before does not count. Local."""
+        if self.optimizer is not None:
+            self.optimizer.forget_summary()
+
+    def of_optimizer(self, chunk: Chunk, name: str) -> FlatAccess:
+        """A state that the optimizer keeps of the chunk, such as "exp_avg"."""
+        assert self.kept is not None, "there is no optimizer"
+        return FlatAccess(self.executor, chunk, self.kept.flat_of(chunk, name))
+
+    def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
+        """The states for `of_optimizer` that a parameter has."""
+        return () if self.kept is None else self.kept.names_of(managed)
+
+
+class StateAccess(ABC):
+    """One state of the parameters of one chunk. Elements are counted as the optimizer counts them, in `optim_numel`."""
+
+    def __init__(self, executor: Executor, chunk: Chunk) -> None:
+        self.executor = executor
+        self.chunk = chunk
+        self.device = executor.fetcher.device.device
+
+    @abstractmethod
+    def read(self, start: int, numel: int) -> Tensor:
+        """(numel,) elements from `start` on of this rank's part, in the tier where they rest; it may be a view."""
+
+    def local(self, managed: ManagedParameter) -> Tensor:
+        """A copy of this rank's part of a parameter. Local."""
+        return self._shown(managed, self._own(managed))
+
+    def whole(self, managed: ManagedParameter) -> Tensor:
+        """(numel,) a copy of a whole parameter, on the compute device. Collective."""
+        return self._shown(managed, self.join(managed, self._own(managed)))
+
+    def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+        """Copies of whole parameters of the chunk in host memory, in their shapes, by index. Collective.
+
+        The whole chunk is gathered at once, whatever this rank wants of it.
+        """
+        whole = self.read(0, self.chunk.optim_numel)
+        if self.chunk.optim_layout.world_size > 1:
+            own, whole = whole.to(self.device), whole.new_empty(self.chunk.numel, device=self.device)
+            self.executor.communicator.all_gather(whole, own, self.chunk.layout, self.chunk.index)
+        return {each.index: self._shown(each, each.view(whole).to("cpu", copy=True)) for each in wanted}
+
+    def join(self, managed: ManagedParameter, own: Tensor) -> Tensor:
+        """(numel,) on the compute device: the parts of all ranks, of which `own` is this one's. Collective."""
+        own = own.to(self.device)
+        if managed.chunk.optim_layout.world_size == 1:
+            return own
+        return _joined(self.executor, managed, own)
+
+    def _own(self, managed: ManagedParameter) -> Tensor:
+        """A copy of this rank's part of a parameter, as it is kept."""
+        return torch.cat([self.read(0, 0), *(self.read(piece.shard_start, piece.numel) for piece in managed.pieces)])
+
+    def _shown(self, managed: ManagedParameter, kept: Tensor) -> Tensor:
+        """What users see of elements of a parameter that are kept as `kept`."""
+        return kept
+
+
+class WeightAccess(StateAccess):
+    """Copies are made of the payload. See `States.weights`."""
+
+    def read(self, start: int, numel: int) -> Tensor:
+        return weights_of(self.chunk, start, numel)
+
+    def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+        payload = self.executor.fetch(self.chunk)
+        return {managed.index: managed.view(payload).to("cpu", copy=True) for managed in wanted}
+
+
+class FullPrecisionAccess(StateAccess):
+    """Writes reach the weights, too. See `States.full_precision`."""
+
+    def read(self, start: int, numel: int) -> Tensor:
+        return full_precision(self.chunk, start, numel)
+
+    def _own(self, managed: ManagedParameter) -> Tensor:
+        self.executor.binding.write_back_one(managed)
+        return super()._own(managed)
+
+    def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+        self.executor.binding.write_back_all([self.chunk])
+        return super().copies(wanted)
+
+    def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
+        """This rank's part becomes `values`, 1-D. Collective: payloads and whole weights need the others' parts."""
+        self.set_whole(managed, self.join(managed, values.to(self.read(0, 0).dtype)))
+
+    def set_whole(self, managed: ManagedParameter, values: Tensor) -> None:
+        """A parameter becomes `values`, (numel,), equal on all ranks, of any dtype and device. Local.
+
+        A master takes them as they are, and the weights are rounded. Where there is no master, or where `values` have
+        the dtype of the weights, the weights are set: a master changes only where it rounds to another weight.
+        """
+        chunk, binding = self.chunk, self.executor.binding
+        self.executor.fetcher.settle()  # a payload on its way would arrive with the old weights
+        if chunk.lent:
+            self.executor.restore_parameters(chunk)
+        binding.write_back_one(managed)  # else an edit from before would count as one of the new weights
+        weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes
+        if has_master and managed.owns_master and values.dtype is not chunk.dtype:
+            managed.has_fractions = True
+            set_weights(managed, values)
+        else:
+            for piece, part in zip(managed.pieces, managed.parts_of(weights), strict=True):
+                if has_master:
+                    before = weights_of(chunk, piece.shard_start, piece.numel)
+                    follow_edits(chunk, piece.shard_start, part, before)
+            set_weights(managed, weights, with_master=False)
+        if chunk.payload is not None:
+            ready(chunk.region())[managed.in_payload].copy_(weights)
+        binding.note_write(managed)
+
+
+class FlatAccess(StateAccess):
+    """A state that rests in one flat tensor, (optim_numel,)."""
+
+    def __init__(self, executor: Executor, chunk: Chunk, flat: Tensor) -> None:
+        super().__init__(executor, chunk)
+        self._flat = flat
+
+    def read(self, start: int, numel: int) -> Tensor:
+        return self._flat[start : start + numel]
+
+    def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
+        """This rank's part of a parameter becomes `values`, 1-D, of any dtype and device. Local."""
+        parts = values.split([piece.numel for piece in managed.pieces])
+        for target, part in zip(managed.own_parts(self._flat), parts, strict=True):
+            target.copy_(part)
+
+    def set_whole(self, managed: ManagedParameter, values: Tensor) -> None:
+        """A parameter becomes `values`, (numel,), equal on all ranks, of any dtype and device. Local."""
+        self.set_local(managed, torch.cat([values[:0], *managed.parts_of(values)]))
+
+
+class GradientAccess(FlatAccess):
+    """The gradient rests times the loss scale; what is read is the gradient itself, clipped where that was asked for.
+
+    A gradient that has a loss scale is read in fp32, in which the unscaled values do not underflow. What is written has
+    no loss scale either.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        chunk: Chunk,
+        gradient: ChunkGradient,
+        factors_of: Callable[[ManagedParameter], tuple[float, float]],
+    ) -> None:
+        super().__init__(executor, chunk, ready(gradient.reduced()))
+        self._gradient = gradient
+        self._factors_of = factors_of
+
+    def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
+        """The parameter has a gradient now, on all ranks."""
+        inv_scale, _ = self._factors_of(managed)
+        if inv_scale != 1.0:  # in fp32 (fp64 for fp64), so that 16-bit gradients are rounded once
+            values = values.to(torch.promote_types(values.dtype, torch.float32)) / inv_scale
+        super().set_local(managed, values)
+        gradient, position = self._gradient, managed.position
+        gradient.got[position] = gradient.agreed[position] = 1
+        gradient.num_writes += 1
+
+    def set_of_each_rank(self, managed: ManagedParameter, values: Tensor) -> None:
+        """`set_whole` with values that may differ by rank: of each rank its part counts. Collective at stage 0.
+
+        Without that, ranks that hold whole gradients would step their copies of the weights apart.
+        """
+        chunk = self.chunk
+        if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
+            pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
+            own = [values[piece.from_start(managed.offset).in_payload] for piece in pieces]
+            values = _joined(self.executor, managed, torch.cat([values[:0], *own]).to(self.device))
+        self.set_whole(managed, values)
+
+    def _shown(self, managed: ManagedParameter, kept: Tensor) -> Tensor:
+        inv_scale, clip = self._factors_of(managed)
+        if inv_scale != 1.0:
+            kept = (kept if kept.dtype is torch.float64 else kept.float()) * inv_scale
+        return kept if clip == 1.0 else kept * clip
+
+
+def _joined(executor: Executor, managed: ManagedParameter, own: Tensor) -> Tensor:
+    """(numel,) the parts of all ranks, of which `own` is this one's, in the order of the payload. Collective."""
+    communicator = executor.communicator
+    ranks = communicator.world_size
+    pieces = managed.chunk.layout.owner_pieces(managed.offset, managed.numel)
+    taken = [0] * ranks
+    for rank, piece in pieces:
+        taken[rank] += piece.numel
+    room = round_up(max(taken), ALIGNMENT)
+    every, whole = own.new_zeros(ranks * room), own.new_empty(managed.numel)
+    if room:
+        shard = every[communicator.rank * room :][:room]
+        shard[: own.numel()].copy_(own)
+        layout = ShardLayout((Unit(0, ranks * room),), ranks)
+        communicator.all_gather(every, shard, layout, managed.chunk.index)
+    taken = [rank * room for rank in range(ranks)]
+    for rank, piece in pieces:
+        whole[piece.from_start(managed.offset).in_payload].copy_(every[taken[rank] :][: piece.numel])
+        taken[rank] += piece.numel
+    return whole
