@@ -14,8 +14,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemini import GatheredParameters, ShardedModel, ShardedOptimizer, safe_get_full_fp32_param
+from gemini import (
+    GatheredParameters,
+    ShardedModel,
+    ShardedOptimizer,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+)
 from gemini.memory.collector import uncollected
 from tests.mlp import adam
 
@@ -51,6 +65,35 @@ def lines_of(function: Callable[[], Any]) -> Lines:
     return lines
 
 
+class _Moved(TorchDispatchMode):
+    """Counts elements that operations have written, but for views, which write none."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.count += sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+
+def moved_by_states(num_layers: int, **arguments: Any) -> int:
+    """Elements that loops of `safe_*` functions over all parameters move, gathers included.
+
+    Lines do not show a whole chunk that is copied, joined or gathered for each of its parameters.
+    """
+    session = Session(num_layers, **arguments)
+    for phase in ("wrap", "make_optimizer", "train"):
+        getattr(session, phase)()
+    with _Moved() as moved:
+        session.set_each_state()
+    session.backward()
+    with moved:
+        session.set_each_gradient()
+    session.close()
+    return moved.count
+
+
 def growing(few: Lines, many: Lines) -> dict[str, tuple[int, int]]:
     """Functions whose lines more than double from one model to one of twice the layers.
 
@@ -77,7 +120,7 @@ class Session:
         self.parameters = list(self.model.parameters())
 
     def backward(self) -> None:
-        self.model(torch.ones(2, WIDTH)).square().mean().backward()
+        self.model(torch.ones(2, WIDTH, dtype=self.arguments.get("dtype"))).square().mean().backward()
 
     def train(self) -> None:
         self.backward()
@@ -103,6 +146,24 @@ class Session:
             dict(self.optimizer.state[parameter])
             with GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
                 parameter.mul_(1.5)
+
+    def set_each_parameter(self) -> None:
+        for parameter in self.parameters:
+            parameter.data = torch.full(parameter.shape, 1 / WIDTH, dtype=parameter.dtype)
+
+    def set_each_state(self) -> None:
+        for parameter in self.parameters:
+            value = torch.full(parameter.shape, 0.5 / WIDTH)
+            safe_set_full_fp32_param(parameter, value)
+            safe_set_full_optimizer_state(parameter, value, "exp_avg")
+            assert torch.equal(safe_get_full_fp32_param(parameter), value)
+            assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), value)
+            safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter) * 2)
+
+    def set_each_gradient(self) -> None:
+        for parameter in self.parameters:
+            grad = safe_get_full_grad(parameter)
+            safe_set_full_grad(parameter, grad * 2)
 
     def use_each_gradient(self) -> None:
         self.backward()
@@ -140,6 +201,8 @@ USES = (
     "load_state_dict",
     "load_into_module",
     "use_each_parameter",
+    "set_each_parameter",
+    "set_each_state",
     "use_each_gradient",
     "freeze_and_train",
     "freeze_and_use_each",

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 
-from tests.calls import CHUNK_NUMEL, USES, growing_phases
+from tests.calls import CHUNK_NUMEL, USES, growing_phases, moved_by_states
 
 ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
 
@@ -29,3 +30,9 @@ def test_a_chunk_of_many_parameters_is_wrapped_and_trained_in_proportion(argumen
     """What gathers or loads a single parameter looks at its whole chunk: loops of that are left out here."""
     loops = ("load_into_module", "use_each_parameter")
     assert growing_phases(16, [use for use in USES if use not in loops], **arguments) == {}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"dtype": torch.bfloat16}, {**ON_HOST, "dtype": torch.bfloat16}], ids=str)
+def test_loops_over_states_move_each_parameter_and_not_its_chunk(arguments: dict[str, Any]) -> None:
+    few, many = (moved_by_states(count, **{**arguments, "chunk_size": 2**16}) for count in (8, 16))
+    assert many < 2.1 * few, "elements for twice the layers; quadratic is 4"

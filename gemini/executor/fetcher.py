@@ -20,6 +20,7 @@ from gemini.executor.binding import Binding
 from gemini.executor.slot_errors import slot_is_held, slots_are_in_use
 from gemini.executor.victims import Victims
 from gemini.memory.memory import Memory
+from gemini.memory.modes import unwrapped
 from gemini.memory.region import Region
 from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, settle
 from gemini.memory.tier import MemoryTier
@@ -140,6 +141,15 @@ class Fetcher:
             arrival, self._ahead = self._ahead, None
             with torch.inference_mode(False), torch.no_grad():
                 self._arrive(arrival)
+
+    def chunk_at(self, tensor: Tensor) -> Chunk | None:
+        """The chunk in whose payload a tensor of any origin lies."""
+        tensor = unwrapped(tensor)
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        slot = self.slot_by_storage.get(storage)
+        return self.resident_by_storage.get(storage) if slot is None or slot.chunk is None else self.chunks[slot.chunk]
 
     def is_coming(self, chunk: Chunk) -> bool:
         """The chunk's payload is on its way into a slot."""

@@ -253,15 +253,13 @@ class Link(ParameterLink):
         return round_as_master(value.expand(self.managed.shape), self.managed.dtype)
 
     def holder_of(self, value: Tensor) -> str | None:
-        for chunk in self.executor.chunks:
-            payload = chunk.payload
-            if payload is not None and value.numel() and shares_memory(value, payload):
-                start = (value.data_ptr() - payload.data_ptr()) // payload.element_size()
-                within = (m for m in chunk.parameters if m.offset <= start < m.offset + m.numel)
-                holder = next(within, self.managed)
-                if holder is not self.managed:
-                    return holder.name
-        return None
+        chunk = self.executor.fetcher.chunk_at(value) if value.numel() else None
+        if chunk is None or chunk.payload is None:
+            return None
+        start = (value.data_ptr() - chunk.payload.data_ptr()) // chunk.payload.element_size()
+        holder = chunk.parameter_at(start)
+        is_of_holder = holder is not self.managed and start < holder.offset + holder.numel
+        return holder.name if is_of_holder else None
 
     def replace_data(self, value: Tensor) -> None:
         remedy = "To change a size, load model.state_dict() into the plain module, change that, and wrap it anew"

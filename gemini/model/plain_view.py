@@ -25,7 +25,7 @@ class PlainView(nn.Module):
 
     module: nn.Module
     executor: Executor
-    states: States
+    _states: States
     _copies: PlainCopies
 
     def _show(self, module: nn.Module) -> None:
@@ -84,7 +84,7 @@ class PlainView(nn.Module):
             own: Any = OrderedDict() if destination is None else destination
             return nn.Module.state_dict(self.module, destination=own, prefix=prefix, keep_vars=True)
         with self.executor.publishing():
-            state = whole_state_dict(self.module, self.states, rank0_only, prefix)
+            state = whole_state_dict(self.module, self._states, rank0_only, prefix)
         if destination is None:
             return state
         destination.update(state)

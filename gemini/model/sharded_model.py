@@ -175,7 +175,7 @@ class ShardedModel(PlainView):
         scratch = Scratch(memory.device, demand.scratch_bytes)
         gradients = GradStore(grads, shared, scratch, communicator, fetcher.next_use, stage)
         self.executor = Executor(chunks, fetcher, gradients, communicator)
-        self.states = States(self.executor)
+        self._states = States(self.executor)
         saved_tensors = SavedTensors(self.executor)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
         self._places: list[tuple[str, int]] = []  # of parameters, when they were last checked
@@ -190,7 +190,7 @@ class ShardedModel(PlainView):
         for each, dtype in weights.casting.items():
             self._hooks.take_over(Casting(dtype, weights.default).install(each))
         self._hooks.watch(self._managed)
-        self._hooks.take_over(StateHooks(self.states).install(self.module))
+        self._hooks.take_over(StateHooks(self._states).install(self.module))
         self._table = OperatorTable(self.module, operators, gathers, self.executor, self.freezing, self._hooks)
 
     # -- use

@@ -41,10 +41,10 @@ def whole_optimizer_state(model: ShardedModel, states: ChunkStates, groups: list
         for chunk in executor.chunks:
             known = [managed for managed in chunk.parameters if managed.index in numbers]
             if states.has(chunk):
-                entries = _whole_entries(model.states, states.by_chunk[chunk.index], known)
+                entries = _whole_entries(model._states, states.by_chunk[chunk.index], known)
                 state |= {numbers[index]: entry for index, entry in entries.items()}
             if Kind.MASTER in chunk.homes:
-                copies = model.states.full_precision(chunk).copies([m for m in known if m.owns_master])
+                copies = model._states.full_precision(chunk).copies([m for m in known if m.owns_master])
                 masters |= {numbers[index]: master for index, master in copies.items()}
     packed = [
         {k: v for k, v in group.items() if k != "params"} | {"params": _members(group, numbers)} for group in groups
@@ -97,9 +97,9 @@ def load_optimizer_state(
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
             if its_state is not None:
-                _load_entry(model.states, its_state, managed, saved["state"].get(number))
+                _load_entry(model._states, its_state, managed, saved["state"].get(number))
             if number in masters and Kind.MASTER in managed.chunk.homes:
-                _load_master(model.states, managed, masters[number])
+                _load_master(model._states, managed, masters[number])
 
 
 def _wanted(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, set_leaf_module
+from tests import calls
 from tests.calls import CHUNK_NUMEL, WIDTH, Lines, growing, growing_phases, lines_of
 from tests.mlp import adam
 
@@ -56,3 +57,7 @@ def first_step(rank: int, world_size: int, num_layers: int, chooses: bool) -> tu
 
 def phases(rank: int, world_size: int, num_layers: int, uses: list[str], arguments: dict[str, Any]) -> dict[str, Any]:
     return growing_phases(num_layers, uses, **arguments)
+
+
+def moved_by_states(rank: int, world_size: int, counts: list[int], arguments: dict[str, Any]) -> list[int]:
+    return [calls.moved_by_states(count, **arguments) for count in counts]

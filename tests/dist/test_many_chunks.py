@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.calls import CHUNK_NUMEL
 from tests.dist import growth_cases as cases
 from tests.dist.ranks import RankPool
 
-USES = ["state_dict", "load_state_dict", "freeze_and_train", "copy"]
+USES = ["state_dict", "load_state_dict", "set_each_parameter", "set_each_state", "freeze_and_train", "copy"]
 
 
 @pytest.mark.parametrize("chooses", [False, True], ids=["ranks alike", "other branches"])
@@ -26,3 +27,10 @@ def test_no_function_runs_more_than_twice_as_often_for_twice_the_layers(
 ) -> None:
     for found in ranks(2).run(cases.phases, 12, USES, {"chunk_size": CHUNK_NUMEL, **arguments}):
         assert found == {}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loops_over_states_move_each_parameter_and_not_its_chunk(ranks: RankPool, stage: int) -> None:
+    arguments = {"chunk_size": 2**16, "dtype": torch.bfloat16, "stage": stage}
+    for few, many in ranks(2).run(cases.moved_by_states, [8, 16], arguments):
+        assert many < 2.1 * few, "elements for twice the layers; quadratic is 4"
