@@ -260,6 +260,16 @@ class Chunk:
         owner = self.homes[Kind.PARAM] if self.slot is None else self.slot
         return Region(Tier.DEVICE, self.payload, owner.tickets)
 
+    def views_in(self, slot: Slot) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The payload in a slot and its parameters' views, which the slot keeps."""
+        cached = slot.views.get(self.index)
+        if cached is None:
+            assert slot.buffer is not None
+            payload = slot.buffer[: self.payload_bytes].view(self.dtype)
+            cached = payload, self.views_of(payload)
+            slot.remember(self.index, *cached)
+        return cached
+
     def keep_slot(self, tier: MemoryTier) -> None:
         """Take a slot for good, and move the parameter home, if there is one, into it. Raises BudgetError."""
         (own,) = self.layout.slices(self.rank)

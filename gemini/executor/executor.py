@@ -63,7 +63,7 @@ class Executor:
         """Once the model is used: all slots and buffers together, before one that is held takes another's place."""
         self.has_room = True
         with torch.inference_mode(False):
-            self.fetcher.take_slots()
+            self.fetcher.pools.fill()
             self.gradients.take_memory()
 
     # -- payloads

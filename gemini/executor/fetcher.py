@@ -22,8 +22,7 @@ from gemini.executor.victims import Victims
 from gemini.memory.memory import Memory
 from gemini.memory.modes import unwrapped
 from gemini.memory.region import Region
-from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, settle
-from gemini.memory.tier import MemoryTier
+from gemini.memory.slot import KeptSlot, SharedStorage, Slot, settle
 from gemini.memory.transfer import wait_on_stream
 from gemini.observe import Moving, Observer
 from gemini.placement.demand import Kind, Tier
@@ -64,7 +63,7 @@ class Fetcher:
         self.binding = binding
         self.next_use = NextUse()
         self.victims = Victims(chunks, self.next_use)
-        self.pools: tuple[SlotPool, SlotPool] | None = None
+        self.pools = memory.slots
         self.in_step = False  # an operator may find its parameters plain
         self.slot_by_storage: dict[int, Slot] = {}
         self.resident_by_storage: dict[int, Chunk] = {  # homes that are payloads
@@ -73,18 +72,6 @@ class Fetcher:
         self._ahead: _Arrival | None = None  # on its way before it was asked for
         self._left: list[KeptSlot] = []  # replaced, but still held by views
         self.observer = observer
-
-    def open_pools(self, regular: tuple[int, int], oversize: tuple[int, int]) -> None:
-        """(bytes, count) of both slot sizes."""
-        self.pools = (
-            SlotPool(self.device, regular[0], regular[1], "slots"),
-            SlotPool(self.device, oversize[0], oversize[1], "slots"),
-        )
-
-    def take_slots(self) -> None:
-        """The memory of all slots. Raises BudgetError."""
-        for pool in self.pools or ():
-            pool.fill()
 
     # -- fetch and release
 
@@ -159,14 +146,9 @@ class Fetcher:
         chunk.num_gathers += 1
         if self._left:
             self._close_left()
-        cached = slot.views.get(chunk.index)
-        if cached is None:
-            assert slot.buffer is not None
-            payload = slot.buffer[: chunk.payload_bytes].view(chunk.dtype)
-            cached = payload, chunk.views_of(payload)
-            slot.remember(chunk.index, *cached)
+        if chunk.index not in slot.views:
             self.slot_by_storage[slot.storage] = slot
-        payload = cached[0]
+        payload, _ = chunk.views_in(slot)
         slot.chunk = chunk.index
         home = chunk.homes[Kind.PARAM].tier
         moving = self.observer.moving(what, chunk.index, home, "slot", chunk.payload_bytes, self.where, blocks=2)
@@ -196,7 +178,6 @@ class Fetcher:
 
     def _free_slot(self, chunk: Chunk, ahead: bool = False) -> Slot | None:
         """A slot for the chunk. ahead: None if that would evict something that is used before the chunk is."""
-        assert self.pools is not None
         if chunk.own_slot is not None:
             return chunk.own_slot
         pool = self.pools[chunk.oversize]
@@ -224,7 +205,6 @@ class Fetcher:
 
     def _replaced(self, chunk: Chunk, victim: Chunk | None) -> Slot | None:
         """A free slot of the chunk's pool, or None; for one that is held a spare is taken, if the budget has one."""
-        assert self.pools is not None
         try:
             return self.pools[chunk.oversize].free()
         except BudgetError:
@@ -255,7 +235,6 @@ class Fetcher:
         return settles
 
     def _leave(self, chunk: Chunk, slot: Slot) -> bool:
-        assert self.pools is not None
         self.binding.write_back(chunk)
         self.binding.unbind(chunk)
         # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage; with a higher
@@ -307,8 +286,7 @@ class Fetcher:
         self._ahead = None
         self.binding.start_anew()
         self.release_all()
-        for pool in self.pools or ():
-            pool.empty()
+        self.pools.empty()
         for chunk in self.chunks:
             if chunk.own_slot is not None:
                 chunk.own_slot.chunk = None
@@ -319,19 +297,14 @@ class Fetcher:
 
     def held_bytes(self) -> int:
         """Of slots beside those that there should be, because views of them are alive."""
-        held = [slot for pool in self.pools or () for slot in pool.held]
-        return sum(slot.num_bytes for slot in (*held, *self._left))
+        return self.pools.held_bytes() + sum(slot.num_bytes for slot in self._left)
 
     def close(self) -> None:
         """Give all slots back; homes inside kept ones too."""
-        for pool in self.pools or ():
-            pool.close()
+        self.pools.close()
         for chunk in self.chunks:
             if chunk.own_slot is not None:
                 self._left.append(chunk.own_slot)
         for slot in self._left:
             slot.close()
         self._left = []
-
-    def tier(self, tier: Tier) -> MemoryTier:
-        return self.device if tier is Tier.DEVICE else self.host

@@ -17,8 +17,7 @@ from gemini.chunks.gradient import ChunkGradient, Content, GradState, ReducedSta
 from gemini.errors import BudgetError
 from gemini.memory.memory import Memory
 from gemini.memory.region import Region
-from gemini.memory.slot import Slot, SlotPool
-from gemini.memory.tier import MemoryTier
+from gemini.memory.slot import Slot
 from gemini.memory.transfer import wait_on_stream
 from gemini.observe import Moving, Observer
 from gemini.placement.demand import Kind, Tier
@@ -33,19 +32,10 @@ class GradMemory:
         self.device, self.host = tiers.device, tiers.host
         self.observer = observer
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
-        self.pools: tuple[SlotPool, ...] = ()  # of the regular and the oversize slots
+        self.pools = tiers.gradient_slots
         self._keeps_whole = keeps_whole
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not on the way to the other ranks
-
-    def open_pools(self, regular: tuple[int, int], oversize: tuple[int, int]) -> None:
-        """(bytes, count) of both sizes."""
-        self.pools = tuple(SlotPool(self.device, *each, "gradient slots") for each in (regular, oversize))
-
-    def take_slots(self) -> None:
-        """The memory of all gradient slots. Raises BudgetError."""
-        for pool in self.pools:
-            pool.fill()
 
     def add(self, chunk: Chunk) -> None:
         """A trainable chunk has a gradient from now on."""
@@ -53,8 +43,7 @@ class GradMemory:
 
     def give_back(self) -> None:
         """Between steps: no chunk has a gradient any more. Slots and what was taken beside the homes are given back."""
-        for pool in self.pools:
-            pool.close()
+        self.pools.close()
         for gradient in self.gradients.values():
             late = None if Kind.GRAD in gradient.chunk.homes else gradient.home  # of one that began without a home
             spares = (gradient.wide, Kind.GRAD), (late, Kind.GRAD), (gradient.unsynced, "unsynced gradients")
@@ -142,10 +131,7 @@ class GradMemory:
             # Complete ones only wait to be reduced. Of the others, backward reaches the first of the model last.
             holders = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
             slot = self._spill(max(holders, key=lambda g: (g.num_fired == g.expected, -g.chunk.index)), gradient)
-        assert slot.buffer is not None
-        if chunk.index not in slot.views:
-            payload = slot.buffer[: chunk.payload_bytes].view(chunk.dtype)
-            slot.views[chunk.index] = payload, chunk.views_of(payload)
+        chunk.views_in(slot)
         slot.chunk = chunk.index
         return slot
 
@@ -222,9 +208,6 @@ class GradMemory:
         chunk, home = gradient.chunk, gradient.resting.tier
         ends = home if gradient.slot is None else "gradient slot", home
         return self.observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
-
-    def tier(self, tier: Tier) -> MemoryTier:
-        return self.device if tier is Tier.DEVICE else self.host
 
 
 def _zero_unwritten(gradient: ChunkGradient) -> None:

@@ -183,7 +183,7 @@ class GradStore:
 
     def take_memory(self) -> None:
         """All slots and scratch, at the first use. Raises BudgetError."""
-        self.memory.take_slots()
+        self.memory.pools.fill()
         self.scratch.fill()
 
     def give_back(self, scratch_bytes: int) -> None:
@@ -208,8 +208,7 @@ class GradStore:
             for gradient in self.memory.gradients.values():
                 for parameter in gradient.chunk.raw:  # an interrupted backward may have left what no hook took
                     _set_grad(parameter, None)
-        for pool in self.memory.pools:
-            pool.empty()
+        self.memory.pools.empty()
         self.scratch.renew()
         self.shared.start_anew()
         self.reset_order()

@@ -116,12 +116,11 @@ class Rehoming:
             if owner is not None and Kind.OPTIM not in homes and owner.has(chunk):
                 owner.drop(chunk)
         self._move_all(owner, moves_in=False)
-        for pool, count in zip(self._fetcher.pools or (), self._placement.num_slots, strict=True):
-            for slot in pool.resize(count):
-                self._fetcher.slot_by_storage.pop(slot.storage, None)
+        for slot in self._fetcher.pools.resize(self._placement.num_slots):
+            self._fetcher.slot_by_storage.pop(slot.storage, None)
         self._move_all(owner, moves_in=True)
         sizes = zip(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots, strict=True)
-        gradients.memory.open_pools(*sizes)
+        gradients.memory.pools.open(*sizes)
         for chunk, homes in placed:
             self._take_missing(chunk, homes, owner)
         self._fetcher.host.trim()

@@ -6,6 +6,7 @@ import torch
 
 from gemini.memory.host import HostTier
 from gemini.memory.region import Region
+from gemini.memory.slot import SlotPools
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Transfer, wait_on_tier
 from gemini.placement.demand import Tier
@@ -18,6 +19,8 @@ class Memory:
         self.device = device
         self.host = host
         self.transfer = Transfer(device.device)
+        self.slots = SlotPools(device, "slots")  # of payloads
+        self.gradient_slots = SlotPools(device, "gradient slots")
 
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host

@@ -10,6 +10,7 @@ rank may reuse the memory at once or has to take a spare slot.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 import torch
@@ -212,3 +213,47 @@ class SlotPool:
             slot.close()
         self.slots, self.held, self.count = [], [], 0
         self._free.clear()
+
+
+class SlotPools:
+    """The slots of one kind: a pool of the regular size, and one for tensors that are larger than a chunk."""
+
+    def __init__(self, tier: MemoryTier, kind: str) -> None:
+        self._tier = tier
+        self._kind = kind
+        self._pools: tuple[SlotPool, ...] = ()
+
+    def open(self, regular: tuple[int, int], oversize: tuple[int, int]) -> None:
+        """(bytes, count) of both sizes. No memory is taken yet."""
+        self._pools = tuple(SlotPool(self._tier, *each, self._kind) for each in (regular, oversize))
+
+    def __iter__(self) -> Iterator[SlotPool]:
+        return iter(self._pools)
+
+    def __getitem__(self, oversize: int) -> SlotPool:
+        """The pool of the larger size, if `oversize`."""
+        return self._pools[oversize]
+
+    def fill(self) -> None:
+        """Take the memory of all slots that are missing. Raises BudgetError."""
+        for pool in self._pools:
+            pool.fill()
+
+    def resize(self, counts: Iterable[int]) -> list[Slot]:
+        """Have so many slots of each size from now on; all are free. Returns those that were given back."""
+        pairs = zip(self._pools, counts, strict=True)
+        return [slot for pool, count in pairs for slot in pool.resize(count)]
+
+    def empty(self) -> None:
+        """Free all slots, whatever they hold."""
+        for pool in self._pools:
+            pool.empty()
+
+    def held_bytes(self) -> int:
+        """Of slots beside those that there should be, because views of them are alive."""
+        return sum(slot.num_bytes for pool in self._pools for slot in pool.held)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for pool in self._pools:
+            pool.close()

@@ -164,10 +164,10 @@ class ShardedModel(PlainView):
         move_in(chunks, placement, demand, communicator, memory, moves)
         binding = Binding(chunks, memory, ReleasedParameter)
         fetcher = Fetcher(chunks, memory, communicator, binding, self.observer)
-        fetcher.open_pools(*zip(demand.slot_bytes, placement.num_slots, strict=True))
+        memory.slots.open(*zip(demand.slot_bytes, placement.num_slots, strict=True))
         stage = self.settings.stage
         grads = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
-        grads.open_pools(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
+        memory.gradient_slots.open(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
         for chunk in chunks:
             if chunk.trainable:
                 grads.add(chunk)
@@ -303,6 +303,5 @@ class ShardedModel(PlainView):
         self._hooks.remove()
         self._copies.remove()
         self.executor.fetcher.close()
-        for pool in self.executor.gradients.memory.pools:
-            pool.close()
+        self._memory.gradient_slots.close()
         self.executor.communicator.close()

@@ -76,7 +76,7 @@ class ChunkOptimizerState:
     def give(self, names: Sequence[str], fetcher: Fetcher) -> None:
         """Give flat states back."""
         for name in names:
-            fetcher.tier(self.tier).give(self.flats.pop(name).view(torch.uint8), Kind.OPTIM)
+            fetcher.memory.give(Region(self.tier, self.flats.pop(name)), Kind.OPTIM)
 
     def _rest(self, names: list[str], tier: Tier, fetcher: Fetcher) -> None:
         if tier is Tier.DEVICE and len(names) > OPTIM_STATES:
@@ -90,23 +90,23 @@ class ChunkOptimizerState:
             self._rest(names, Tier.HOST, fetcher)
             return
         if leaves:
-            moves = [(Region(tier, taken[name]), Region(self.tier, flat)) for name, flat in self.flats.items()]
+            moves = [(taken[name], Region(self.tier, flat)) for name, flat in self.flats.items()]
             for to, source in moves:
                 fetcher.memory.transfer.copy(to, source)
             wait_on_tier(*(region for both in moves for region in both))
             self.give(list(self.flats), fetcher)
             self.tier = tier
-        self.flats.update(taken)
+        self.flats.update((name, region.flat) for name, region in taken.items())
 
-    def _taken(self, names: Sequence[str], tier: Tier, fetcher: Fetcher) -> dict[str, Tensor]:
+    def _taken(self, names: Sequence[str], tier: Tier, fetcher: Fetcher) -> dict[str, Region]:
         """All of them, or none and a BudgetError."""
-        taken: dict[str, Tensor] = {}
+        taken: dict[str, Region] = {}
         try:
             for name in names:
-                taken[name] = fetcher.tier(tier).take(self.num_flat_bytes, Kind.OPTIM).view(self.dtype)
+                taken[name] = fetcher.memory.take(tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM)
         except BudgetError:
-            for flat in taken.values():
-                fetcher.tier(tier).give(flat.view(torch.uint8), Kind.OPTIM)
+            for region in taken.values():
+                fetcher.memory.give(region, Kind.OPTIM)
             raise
         return taken
 
