@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitContext
+from gemini import BudgetError, RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitContext
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.model import hooks, move_in
@@ -195,6 +195,20 @@ def partly_built_late(rank: int, world_size: int, every: int = 1) -> None:
         failures = [failing_in(move_in, "set_weights", number) for number in range(0, 2 * LAYERS, every)]
         for failure in (*failures, failing_at(last), failing_in(Hooks, "watch")):
             fails_and_wraps_again(rank, failing_rank, failure, partly_built, options)
+    # meanwhile the others gather the next operator
+    fails_and_wraps_again(rank, 0, failing_in(move_in, "set_weights"), wholly_built, options)
+
+
+def an_edit_before_a_refused_wrap(rank: int, world_size: int) -> None:
+    """It was not brought home yet when the plan refused the budget, before any rank had moved anything."""
+    module: Any = wholly_built()
+    with torch.no_grad():
+        module.layers[0].weight.fill_(3.0)
+    with pytest.raises(BudgetError):
+        ShardedModel(module, device="emulated", model_data_memory=16)
+    assert module.layers[0].weight.unique().tolist() == [3.0]
+    model = ShardedModel(module, device="emulated")
+    assert model.state_dict()["layers.0.weight"].unique().tolist() == [3.0]
 
 
 # where a parameter changes hands while a module that was built on shards is wrapped

@@ -100,9 +100,10 @@ class MovingOut:
         planned = torch.tensor([has_plan, not has_plan], dtype=torch.int64, device=device)
         self._communicator.all_reduce_max_(planned, "what was planned")
         some_have, some_lack = planned.tolist()
-        for store in self.stores:
+        may_have_moved = bool(some_have and not some_lack)
+        for store in self.stores if may_have_moved else ():  # else edits may wait there to be brought home
             store.restart()
-        return bool(some_have and not some_lack)
+        return may_have_moved
 
     def _give_back(self) -> None:
         """Every moved parameter gets its values. Collective."""

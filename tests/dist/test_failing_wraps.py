@@ -26,6 +26,10 @@ def test_one_rank_that_fails_late_leaves_a_module_that_was_built_in_part(ranks: 
     ranks(2).run(failing_wraps.partly_built_late, 3)
 
 
+def test_an_edit_of_a_built_module_survives_a_wrap_that_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(failing_wraps.an_edit_before_a_refused_wrap)
+
+
 def test_ctrl_c_while_weights_move_leaves_them_whole() -> None:
     failing_wraps.interrupted_anywhere(0, 1, 41)
 
