@@ -154,7 +154,7 @@ def test_a_backward_that_fails_leaves_the_weights() -> None:
     x.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         trained.model(x).float().sum().backward()
-    assert any(chunk.lent for chunk in trained.model.executor.chunks), "gradients were there already"
+    assert any(chunk.holds_grad for chunk in trained.model.executor.chunks), "gradients were there already"
     with torch.no_grad():
         trained.model(x)
     mlp.assert_same(mlp.weights_of(trained.model), before)
@@ -174,7 +174,7 @@ def test_loaded_weights_are_those_that_are_made_anew_of_their_masters(place: str
         assert torch.equal(safe_get_full_fp32_param(parameter), state[name].float()), "masters are what was given"
     before = mlp.weights_of(trained.model)
     trained.backward(0)
-    assert all(chunk.lent for chunk in trained.model.executor.chunks)
+    assert all(chunk.holds_grad for chunk in trained.model.executor.chunks)
     trained.optimizer.zero_grad()
     mlp.assert_same(mlp.weights_of(trained.model), before)
 

@@ -184,6 +184,7 @@ def test_no_test_file_is_over_350_lines_but_those_that_were() -> None:
     assert not short, "these are short enough: take them off LONG_TEST_FILES"
 
 
+CHUNKS = "gemini/chunks/chunk.py"
 # What is true together is one state, which one method writes. By file: its fields, and who writes them.
 STATES = {
     "gemini/chunks/gradient.py": {
@@ -193,7 +194,8 @@ STATES = {
         "reduced_state": {"become_reduced"},
         "first_backward": {"become_reduced", "outlive_step"},
         "unsynced_state": {"become_unsynced"},
-    }
+    },
+    CHUNKS: {field: {"become"} for field in ("state", "slot", "payload")},
 }
 
 
@@ -212,7 +214,8 @@ def written_states(name: str, text: str) -> list[str]:
                 if not is_written or node.attr not in fields:
                     continue
                 base = ast.unparse(node.value)
-                is_other = base == "chunk" if name != owner else base != "self"
+                is_chunk = base.rpartition(".")[2] in {"chunk", "victim"}
+                is_other = is_chunk != (owner == CHUNKS) if name != owner else base != "self"
                 if not is_other and (name != owner or function.name not in fields[node.attr]):
                     found.append(f"{name}:{node.lineno} {ast.unparse(node)} in {function.name}()")
     return found
@@ -233,6 +236,58 @@ def test_the_rule_about_states_sees_what_it_should() -> None:
     assert not written_states("gemini/executor/any.py", importing % "wide")
     assert written_states("gemini/chunks/gradient.py", "def become_reduced(self):\n    self.state = None\n")
     assert not written_states("gemini/chunks/gradient.py", "def become(self):\n    self.state = None\n")
+    of_chunks = "from gemini.chunks.chunk import Chunk\ndef f(self, slot):\n    %s\n"
+    assert written_states("gemini/executor/any.py", of_chunks % "self.chunk.slot, chunk.payload = None, None")
+    assert not written_states("gemini/executor/any.py", of_chunks % "slot.chunk = 3")
+    assert written_states(CHUNKS, "def leave_home(self):\n    self.payload = None\n")
+
+
+def assigned_callbacks(text: str, methods: set[str]) -> list[str]:
+    """Functions that the module `text` assigns onto objects made elsewhere. methods: names of our methods."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if hasattr(node, "target") else []
+        value = getattr(node, "value", None)
+        is_method = isinstance(value, ast.Attribute) and value.attr in methods
+        if not is_method and not isinstance(value, ast.Lambda):
+            continue
+        for target in targets:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self":
+                found.append(f"{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def our_methods() -> set[str]:
+    """Names of methods, but for properties and for what is an attribute of some object too."""
+    methods, attributes = set(), set()
+    for path in sources(*PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                attributes.update(ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign))
+                for each in (each for each in node.body if isinstance(each, ast.FunctionDef)):
+                    (attributes if each.decorator_list else methods).add(each.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if ast.unparse(node.value) == "self":
+                    attributes.add(node.attr)
+    return methods - attributes
+
+
+def test_no_object_is_given_a_method_of_another_after_it_was_made() -> None:
+    """Whoever reads a method sees what it calls. What an object needs it is given when it is made."""
+    methods = our_methods()
+    found = [
+        f"{path.relative_to(ROOT)}:{each}"
+        for path in sources(*PACKAGES)
+        for each in assigned_callbacks(path.read_text(), methods)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_rule_about_assigned_methods_sees_what_it_should() -> None:
+    for wrong in ("fetcher.on_touch = self.touch", "self.a.b = lambda: None", "a.b: Any = c.d.touch"):
+        assert assigned_callbacks(wrong, {"touch"}), wrong
+    for right in ("self.touched = other.touch", "a.b = touch", "a.touch = self.count", "touch = self.touch"):
+        assert not assigned_callbacks(right, {"touch"}), right
 
 
 def test_only_one_file_names_streams_and_events_or_waits_for_a_device() -> None:

@@ -180,7 +180,7 @@ class FullPrecisionAccess(StateAccess):
         """
         chunk, binding = self.chunk, self.executor.binding
         self.executor.fetcher.settle()  # a payload on its way would arrive with the old weights
-        if chunk.lent:
+        if chunk.holds_grad:
             self.executor.restore_parameters(chunk)
         binding.write_back_one(managed)  # else an edit from before would count as one of the new weights
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes

@@ -10,13 +10,13 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
+from gemini.chunks.param_state import NEXT, ParamState
 from gemini.chunks.place import ParamPlace
 from gemini.chunks.placeholder import dense_stride, expanded
 from gemini.memory.memory import Memory
@@ -28,20 +28,6 @@ from gemini.placement.demand import Kind, Tier
 from sharding import Piece, ShardLayout
 
 _version_of: Callable[[Tensor], int] = cast(Any, Tensor)._version.__get__
-
-
-class ChunkState(Enum):
-    """Where a chunk's payload is.
-
-    RELEASED: nowhere; only the home shard exists and parameters show an expanded NaN. While the home is lent to the
-        gradient not even that: parameters come from the fp32 master.
-    GATHERED: in a slot of the pool, to be evicted when the plan says so.
-    RESIDENT: its home is the device and this rank holds it whole: the home is the payload, and it never moves.
-    """
-
-    RELEASED = "released"
-    GATHERED = "gathered"
-    RESIDENT = "resident"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -80,7 +66,7 @@ class ManagedParameter(ParamPlace):
     def weight_pieces(self) -> tuple[Piece, ...]:
         """`home_pieces`, without what the home holds a gradient in place of."""
         chunk = self.chunk
-        if not chunk.lent:
+        if not chunk.holds_grad:
             return self.home_pieces
         if chunk.home_layout.world_size == chunk.optim_layout.world_size:
             return ()
@@ -113,36 +99,42 @@ class ManagedParameter(ParamPlace):
         return self.requires_grad or self.has_fractions
 
 
-@dataclass(eq=False)
-class Chunk:
-    """One chunk on this rank."""
+@dataclass(eq=False, kw_only=True)
+class LocalFacts:
+    """What never changes about a chunk on this rank; mypy refuses to assign it."""
 
-    index: int
-    dtype: torch.dtype
+    index: Final[int]
+    dtype: Final[torch.dtype]
+    layout: Final[ShardLayout]
+    oversize: Final[bool]
+    rank: Final[int]
+    home_layout: Final[ShardLayout]  # of the parameter home: `layout`, or one rank's where every rank holds it whole
+    optim_layout: Final[ShardLayout]  # likewise, of the reduced gradient, master and optimizer state
+    travel_dtype: Final[torch.dtype]  # of gradients between ranks
+    gradient_dtype: Final[torch.dtype]  # of the reduced gradient at rest
+    sum_dtype: Final[torch.dtype]  # of sums of several unreduced gradients between ranks
+    widens: Final[bool] = False  # the reduced gradient becomes fp32 when a second micro-batch is added
+    narrows: Final[bool] = False  # a gradient is rounded when it comes to rest
+    splits_master: Final[bool] = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
+    lends_home: Final[bool] = False  # the parameter home may hold the reduced gradient between backward and step
+    is_fine: Final[bool] = False  # of so many small parameters that what is done for each of them decides its speed
+    is_chosen: Final[bool] = False  # which of its parameters are used follows from data, on every rank from its own
+
+
+@dataclass(eq=False, kw_only=True)
+class Chunk(LocalFacts):
+    """One chunk on this rank: its facts, the memory of its states, and where its parameters are."""
+
     trainable: bool  # one of its parameters is: it has gradient, master and optimizer state
-    layout: ShardLayout
-    oversize: bool
-    rank: int
-    home_layout: ShardLayout  # of the parameter home: `layout`, or one rank's where every rank holds it whole
-    optim_layout: ShardLayout  # likewise, of the reduced gradient, master and optimizer state
-    travel_dtype: torch.dtype  # of gradients between ranks
-    gradient_dtype: torch.dtype  # of the reduced gradient at rest
-    sum_dtype: torch.dtype  # of sums of several unreduced gradients between ranks
-    widens: bool = False  # the reduced gradient becomes fp32 when a second micro-batch is added
-    narrows: bool = False  # a gradient is rounded when it comes to rest
-    splits_master: bool = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
-    lends_home: bool = False  # the parameter home may hold the reduced gradient between backward and step
+    kept: frozenset[Kind] = frozenset()  # of a frozen chunk: states that its training left, see model/freezing.py
     parameters: list[ManagedParameter] = field(default_factory=list)
     raw: list[nn.Parameter] = field(default_factory=list)  # the parameters themselves, by position
-    kept: frozenset[Kind] = frozenset()  # of a frozen chunk: states that its training left, see model/freezing.py
-    is_fine: bool = False  # of so many small parameters that what is done for each of them decides its speed
-    is_chosen: bool = False  # which of its parameters are used follows from data, on every rank from its own
     homes: dict[Kind, Region] = field(default_factory=dict)
 
-    state: ChunkState = ChunkState.RELEASED
+    state: ParamState = ParamState.RELEASED  # it, the slot and the payload are written by `become` only
     slot: Slot | None = None
     own_slot: KeptSlot | None = None  # the only slot it is ever in; its parameter home is a part of it
-    payload: Tensor | None = None  # (layout.numel,) on the device while GATHERED or RESIDENT
+    payload: Tensor | None = None  # (layout.numel,) on the device, but for RELEASED and HOLDS_GRAD
     resident_views: tuple[Tensor, ...] = ()
     bound: bool = False  # parameters' data are views of the payload
     plain: bool = False  # parameters are of class nn.Parameter
@@ -151,7 +143,6 @@ class Chunk:
     num_updates: int = 0  # optimizer steps so far: a graph from before one must not be run
     num_gathers: int = 0  # how often it was fetched into a slot
     num_bumps: int = 0  # how often we ourselves raised the version counters of all parameters
-    lent: bool = False  # the parameter home holds the reduced gradient now, see executor/shared_homes.py
 
     @cached_property
     def _forget(self) -> Callable[[object], None]:
@@ -204,7 +195,29 @@ class Chunk:
     @property
     def may_leave(self) -> bool:
         """It is gathered, and its payload may leave its slot, or move, before the next update."""
-        return self.state is ChunkState.GATHERED and not self.stays
+        return self.slot is not None and not self.stays
+
+    @property
+    def holds_grad(self) -> bool:
+        """The parameter home holds the reduced gradient now, see executor/shared_homes.py."""
+        return self.state is ParamState.HOLDS_GRAD or self.state is ParamState.GATHERED_BESIDE_GRAD
+
+    def become(self, state: ParamState, slot: Slot | None = None, payload: Tensor | None = None) -> None:
+        """The parameters are elsewhere. Raises RuntimeError for a step that no chunk makes.
+
+        slot: of a chunk that is gathered, which has the chunk's views in it. payload: without a slot, the memory.
+        """
+        if state not in NEXT[self.state]:
+            raise RuntimeError(f"chunk {self.index} is {self.state.value} and cannot be {state.value} next")
+        if ParamState.GATHERED_BESIDE_GRAD in (state, self.state) and state is not ParamState.HOLDS_GRAD:
+            slot, payload = self.slot, self.payload  # it stays where it is
+        elif slot is not None:
+            payload = slot.views[self.index][0]
+        elif state is ParamState.RESIDENT:
+            payload = self.homes[Kind.PARAM].flat
+        if (payload is None) != (state is ParamState.RELEASED or state is ParamState.HOLDS_GRAD):
+            raise RuntimeError(f"chunk {self.index} that is {state.value} has other memory than that")
+        self.slot, self.payload, self.state = slot, payload, state
 
     @property
     def numel(self) -> int:
@@ -239,12 +252,13 @@ class Chunk:
     def settle_at_home(self) -> None:
         """If this rank holds it whole on the device, the home is the payload."""
         if self.home_layout.world_size == 1 and self.homes[Kind.PARAM].tier is Tier.DEVICE:
-            self.payload = self.homes[Kind.PARAM].flat
-            self.state, self.resident_views = ChunkState.RESIDENT, self.views_of(self.payload)
+            self.resident_views = self.views_of(self.homes[Kind.PARAM].flat)
+            self.become(ParamState.RESIDENT)
 
     def leave_home(self) -> None:
-        """The home is not the payload any more."""
-        self.state, self.payload, self.resident_views = ChunkState.RELEASED, None, ()
+        """Memory that is no slot's is not the payload any more."""
+        self.become(ParamState.RELEASED)
+        self.resident_views = ()
 
     def lendable(self) -> Region:
         """(optim_numel,) the part of the parameter home that this rank steps; it lies in one run where it is lent."""

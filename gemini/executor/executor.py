@@ -17,7 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.chunks.param_state import ParamState
 from gemini.errors import GeminiError
 from gemini.executor.arrivals import Waiting
 from gemini.executor.calls import Call, other_thread
@@ -70,14 +71,14 @@ class Executor:
 
     def fetch(self, chunk: Chunk) -> Tensor:
         """The chunk's payload, (numel,) on the device. Collective where parameters are sharded."""
-        if chunk.lent and chunk.state is ChunkState.RELEASED:
+        if chunk.state is ParamState.HOLDS_GRAD:
             self.restore_parameters(chunk)
-        if chunk.state is ChunkState.RESIDENT:
+        if chunk.state is ParamState.RESIDENT:
             assert chunk.payload is not None
             return chunk.payload
         if self.gradients.in_backward:
             self.gradients.before_touch()
-            if chunk.lent and chunk.state is ChunkState.RELEASED:  # it was reduced just now
+            if chunk.state is ParamState.HOLDS_GRAD:  # it was reduced just now
                 self.restore_parameters(chunk)
         if not self.has_room:
             self._take_room()
@@ -87,7 +88,7 @@ class Executor:
         """Start to gather what will be used next, if a slot is free for it by then. Collective."""
         ahead = self.fetcher.slot_ahead()
         if ahead is not None:
-            if ahead[0].lent:
+            if ahead[0].state is ParamState.HOLDS_GRAD:
                 self.restore_parameters(ahead[0])
             self.fetcher.fetch_ahead(*ahead)
 
@@ -319,13 +320,13 @@ class Executor:
         """The chunk's home will have new values: a payload in a slot is stale. Before, since both may be one memory."""
         if chunk.may_leave:
             self.fetcher.release(chunk)
-        elif chunk.state is ChunkState.GATHERED:
+        elif chunk.slot is not None:
             self._staying.outdate(chunk)
 
     def after_chunk_update(self, chunk: Chunk) -> None:
         """The chunk's home has new values: a payload at home has a new version."""
         chunk.num_updates += 1
-        if chunk.state is ChunkState.RESIDENT:
+        if chunk.state is ParamState.RESIDENT:
             chunk.bump_versions()
             self.binding.rebase_versions(chunk)
 

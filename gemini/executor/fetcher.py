@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.chunks.chunk import Chunk
+from gemini.chunks.param_state import ParamState
 from gemini.errors import BudgetError, SlotError
 from gemini.executor.binding import Binding
 from gemini.executor.slot_errors import slot_is_held, slots_are_in_use
@@ -82,7 +83,7 @@ class Fetcher:
         """
         self.next_use.touch(chunk.index)
         self.victims.note(chunk)
-        if chunk.state is ChunkState.RELEASED:
+        if chunk.payload is None:
             if self._ahead is None or self._ahead.chunk is not chunk:
                 with torch.inference_mode(False), torch.no_grad():
                     slot = self._free_slot(chunk)
@@ -110,7 +111,7 @@ class Fetcher:
         if self._ahead is not None or self.communicator.world_size == 1:
             return None
         coming = (self.chunks[index] for index in self.next_use.coming(_TOUCHES_AHEAD))
-        chunk = next((chunk for chunk in coming if chunk.state is ChunkState.RELEASED), None)
+        chunk = next((chunk for chunk in coming if chunk.payload is None), None)
         if chunk is None or chunk.home_layout.world_size == 1:
             return None
         with torch.inference_mode(False), torch.no_grad():
@@ -159,7 +160,7 @@ class Fetcher:
         chunk = arrival.chunk
         with arrival.moving:
             arrival.finish()
-            chunk.slot, chunk.payload, chunk.state = arrival.slot, arrival.payload, ChunkState.GATHERED
+            chunk.become(ParamState.GATHERED, arrival.slot)
             self.victims.note(chunk)
 
     def _start_gather(self, chunk: Chunk, payload: Tensor, slot: Slot, lane: int) -> Callable[[], None]:
@@ -222,7 +223,7 @@ class Fetcher:
 
         successor: who needs the slot and overwrites what is left there. Without one it is poisoned, where a tier can.
         """
-        assert chunk.state is ChunkState.GATHERED and chunk.slot is not None
+        assert chunk.slot is not None
         slot = chunk.slot
         what = "release" if successor is None else "evict"
         reason = self.where if successor is None else f"room for chunk {successor.index}"
@@ -240,7 +241,7 @@ class Fetcher:
         # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage; with a higher
         # version a save that bypassed our hooks is autograd's own error instead of a wrong gradient
         chunk.bump_versions()
-        chunk.slot, chunk.payload, chunk.state = None, None, ChunkState.RELEASED
+        chunk.become(ParamState.HOLDS_GRAD if chunk.holds_grad else ParamState.RELEASED)
         if slot is chunk.own_slot:
             slot.chunk = None
         else:
@@ -276,7 +277,7 @@ class Fetcher:
         """Every gathered chunk leaves its slot."""
         self.settle()
         for chunk in self.chunks:
-            if chunk.state is ChunkState.GATHERED:
+            if chunk.slot is not None:
                 self.release(chunk)
             elif chunk.stays:
                 self.binding.unbind(chunk)

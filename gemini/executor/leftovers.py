@@ -104,7 +104,7 @@ class Leftovers:
         """Gradients that stay leave homes of parameters, which the step writes to. Raises BudgetError."""
         for index, stays in stay.items():
             gradient = self._memory.gradients.get(index)
-            if gradient is not None and gradient.chunk.lent and keeps(gradient, stays):
+            if gradient is not None and gradient.chunk.holds_grad and keeps(gradient, stays):
                 self._shared.take_back(gradient.chunk)
 
     def rescale(self, factor: float) -> None:

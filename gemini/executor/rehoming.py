@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.chunks.param_state import ParamState
 from gemini.errors import BudgetError
 from gemini.executor.executor import Executor
 from gemini.executor.masters import master_from_weights
@@ -155,7 +156,7 @@ class Rehoming:
 
     def _move_parameters(self, chunk: Chunk, target: Tier, keeps: bool) -> None:
         fetcher = self._fetcher
-        if chunk.state is ChunkState.RESIDENT:
+        if chunk.state is ParamState.RESIDENT:
             self._leave_home(chunk)
         before, slot = chunk.homes.pop(Kind.PARAM), chunk.own_slot
         chunk.own_slot, content = None, None

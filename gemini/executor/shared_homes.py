@@ -18,8 +18,9 @@ import warnings
 
 import torch
 
-from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient
+from gemini.chunks.param_state import ParamState
 from gemini.executor.fetcher import Fetcher
 from gemini.executor.grad_memory import GradMemory
 from gemini.memory.region import Region
@@ -64,7 +65,7 @@ class SharedHomes:
         self._gathers[chunk.index] = chunk.num_gathers
         if chunk.pins or self._fetcher.is_coming(chunk):
             self._used_after.add(chunk.index)
-        elif chunk.state is ChunkState.GATHERED and chunk.index not in self._used_after:
+        elif chunk.state is ParamState.GATHERED and chunk.index not in self._used_after:
             self._fetcher.release(chunk)
 
     def _note_gather(self, chunk: Chunk) -> None:
@@ -74,19 +75,19 @@ class SharedHomes:
     def make_room(self, gradient: ChunkGradient) -> None:
         """Before the first write of a step's reduced gradient: lend it the home, or give it one of its own."""
         chunk = gradient.chunk
-        if gradient.home is not None or chunk.lent:
+        if gradient.home is not None or chunk.holds_grad:
             return
         if self._may_lend(chunk):
-            chunk.lent = True
+            chunk.become(ParamState.HOLDS_GRAD if chunk.slot is None else ParamState.GATHERED_BESIDE_GRAD)
         else:
             self._store.take_home(gradient)
 
     def _may_lend(self, chunk: Chunk) -> bool:
         if self._fetcher.is_coming(chunk):  # other ranks are being sent the home
             return False
-        if chunk.state is ChunkState.RESIDENT:
+        if chunk.state is ParamState.RESIDENT:
             return self._leave(chunk)
-        return chunk.state is ChunkState.RELEASED or chunk.own_slot is None
+        return chunk.state is ParamState.RELEASED or chunk.own_slot is None
 
     def _leave(self, chunk: Chunk) -> bool:
         """Release a resident chunk, if nobody uses it or holds a view of it."""
@@ -98,7 +99,6 @@ class SharedHomes:
         if not self._fetcher.settles(self._resident[chunk.index]):
             return False
         chunk.bump_versions()
-        chunk.state, chunk.payload = ChunkState.RELEASED, None
         return True
 
     # -- taking back
@@ -121,7 +121,7 @@ class SharedHomes:
 
     def give_back(self, chunk: Chunk) -> None:
         """The gradient is not in the home any more: the parameters are made of the master again. Local."""
-        if not chunk.lent:
+        if not chunk.holds_grad:
             return
         home, master = chunk.homes[Kind.PARAM], chunk.homes[Kind.MASTER]
         store, part = self._store, chunk.lendable()
@@ -142,11 +142,12 @@ class SharedHomes:
 
     def consumed(self, chunk: Chunk) -> None:
         """The home is the parameters' again, whose values are there or about to be written."""
-        if not chunk.lent:
+        if not chunk.holds_grad:
             return
-        chunk.lent = False
-        if chunk.index in self._resident:
-            chunk.state, chunk.payload = ChunkState.RESIDENT, chunk.homes[Kind.PARAM].flat
+        if chunk.slot is not None:
+            chunk.become(ParamState.GATHERED)
+        else:
+            chunk.become(ParamState.RESIDENT if chunk.index in self._resident else ParamState.RELEASED)
 
     def end_step(self) -> None:
         """What is reduced from now on is of another step."""

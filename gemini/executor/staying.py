@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.chunks.chunk import Chunk
+from gemini.chunks.param_state import ParamState
 from gemini.executor.fetcher import Fetcher
 
 
@@ -36,7 +37,7 @@ class Staying:
 
     def make_plain(self) -> None:
         """Gather what updates have made stale, and make all parameters plain. Collective."""
-        stale = [chunk for chunk in self._chunks if chunk.state is ChunkState.RELEASED]
+        stale = [chunk for chunk in self._chunks if chunk.state is ParamState.RELEASED]
         if stale:
             self._fetcher.fetch_all(stale)
         for chunk in self._all:
@@ -50,7 +51,7 @@ class Staying:
         binding.outdate(chunk)
         chunk.bump_versions()  # see [Note: Version bump]
         binding.rebase_versions(chunk)
-        chunk.slot, chunk.payload, chunk.state = None, None, ChunkState.RELEASED
+        chunk.become(ParamState.RELEASED)
         slot.chunk = None
         if chunk.bound and slot.num_holders() <= len(chunk.parameters):  # else a view shows it until the next gather
             slot.wipe()
@@ -58,7 +59,7 @@ class Staying:
 
 def _is_at_home(chunk: Chunk) -> bool:
     """For good: a home that is lent is not."""
-    return chunk.state is ChunkState.RESIDENT and not (chunk.lends_home and chunk.trainable)
+    return chunk.state is ParamState.RESIDENT and not (chunk.lends_home and chunk.trainable)
 
 
 def _may_stay(chunk: Chunk) -> bool:

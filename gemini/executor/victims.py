@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.chunks.chunk import Chunk
 from gemini.memory.slot import SlotPool
 from gemini.placement.next_use import NextUse
 
@@ -70,4 +70,4 @@ class Victims:
 
 def _may_leave(chunk: Chunk) -> bool:
     """The chunk is in a slot of a pool, and nothing uses it now."""
-    return chunk.state is ChunkState.GATHERED and not chunk.pins and chunk.own_slot is None
+    return chunk.slot is not None and not chunk.pins and chunk.own_slot is None

@@ -10,7 +10,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from gemini.chunks.chunk import Chunk, ChunkState, ManagedParameter
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.chunks.param_state import ParamState
 from gemini.chunks.placeholder import set_data
 from gemini.executor.binding import Binding
 from gemini.memory.memory import Memory
@@ -54,8 +55,8 @@ class BuildBinding(Binding):
             self._edits_when_left[chunk.index] = [left[each.position] for each in chunk.parameters]
         for position, each in enumerate(chunk.parameters):
             each.position = position
-        chunk.payload, chunk.resident_views = payload, chunk.views_of(payload)
-        chunk.state = ChunkState.GATHERED
+        chunk.resident_views = chunk.views_of(payload)
+        chunk.become(ParamState.GATHERED, payload=payload)
         if is_home:
             self.fill(chunk)
 

@@ -194,6 +194,7 @@ class MovingOut:
             chunk.own_slot.close()
             del chunk.homes[Kind.PARAM]
             chunk.own_slot = None
-        chunk.payload, chunk.resident_views = None, ()
+        if chunk.payload is not None:
+            chunk.leave_home()
         for kind in list(chunk.homes):
             self._memory.give(chunk.homes.pop(kind), kind)

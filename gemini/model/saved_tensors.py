@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.chunks.chunk import Chunk
+from gemini.chunks.param_state import ParamState
 from gemini.errors import StaleGraphError, UnsupportedError
 from gemini.executor.executor import Executor
 from gemini.memory.modes import unseen
@@ -173,7 +174,7 @@ class SavedTensors:
                 f"a parameter of {chunk.names()} that backward needs was modified by an inplace operation after the "
                 "forward. Edit weights after backward"
             )
-        if chunk.state is ChunkState.RESIDENT:
+        if chunk.state is ParamState.RESIDENT:
             with unseen():
                 return self._view(handle)
         if torch.is_grad_enabled() and executor.is_recomputing():
@@ -219,7 +220,7 @@ class _Pack:
                 handle = self.owner.cast_handle(tensor)
         if handle is not None:
             if self._checkpoints:
-                self._show(tensor, isinstance(handle, Handle) and handle.chunk.state is not ChunkState.RESIDENT)
+                self._show(tensor, isinstance(handle, Handle) and handle.chunk.state is not ParamState.RESIDENT)
             return handle
         if self._below is None:
             return Kept(tensor.detach(), tensor._version)  # see [Note: Packed objects]

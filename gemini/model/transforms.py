@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from gemini.chunks.chunk import Chunk, ChunkState
+from gemini.chunks.chunk import Chunk
+from gemini.chunks.param_state import ParamState
 from gemini.errors import UnsupportedError
 from gemini.memory.modes import unwrapped
 from gemini.model.link import link_of
@@ -40,7 +41,7 @@ def check_chunks(chunks: Iterable[Chunk]) -> None:
 
 
 def _can_leave(chunk: Chunk) -> bool:
-    return chunk.state is not ChunkState.RESIDENT and chunk.own_slot is None
+    return chunk.state is not ParamState.RESIDENT and chunk.own_slot is None
 
 
 def _refusal(chunk: Chunk) -> str:

@@ -91,7 +91,7 @@ def load_optimizer_state(
     for group, loaded in zip(groups, saved["param_groups"], strict=True):
         group.update({name: value for name, value in loaded.items() if name != "params"})
     for chunk_state in states.by_chunk.values():
-        if chunk_state.chunk.lent:  # its weights are those of the masters until now
+        if chunk_state.chunk.holds_grad:  # its weights are those of the masters until now
             executor.restore_parameters(chunk_state.chunk)
     with torch.no_grad():
         for number, managed in by_number.items():

@@ -695,8 +695,8 @@ MUTANTS = [
     Mutant(
         "a fetch reads a lent home",
         "gemini/executor/executor.py",
-        "            self.restore_parameters(chunk)\n        if chunk.state is ChunkState.RESIDENT:",
-        "            pass\n        if chunk.state is ChunkState.RESIDENT:",
+        "            self.restore_parameters(chunk)\n        if chunk.state is ParamState.RESIDENT:",
+        "            pass\n        if chunk.state is ParamState.RESIDENT:",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(

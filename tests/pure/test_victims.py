@@ -7,7 +7,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.chunks.chunk import ChunkState
+from gemini.chunks.param_state import ParamState
 from gemini.executor.victims import Victims
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.slot import Slot, SlotPool
@@ -22,7 +22,7 @@ class FakeChunk:
 
     index: int
     oversize: bool = False
-    state: ChunkState = ChunkState.RELEASED
+    state: ParamState = ParamState.RELEASED
     pins: int = 0
     own_slot: None = None
     slot: Slot | None = None
@@ -40,14 +40,14 @@ class Cache:
     def touch(self, chunk: FakeChunk, pins: bool) -> None:
         self.uses.touch(chunk.index)
         self.victims.note(cast(Any, chunk))
-        if chunk.state is ChunkState.RELEASED:
+        if chunk.state is ParamState.RELEASED:
             slot = self.pool.free()
             assert slot is next((slot for slot in self.pool.slots if slot.chunk is None), None), "the first in order"
             if slot is None:
                 slot = self.evict()
             if slot is None:
                 return
-            slot.chunk, chunk.slot, chunk.state = chunk.index, slot, ChunkState.GATHERED
+            slot.chunk, chunk.slot, chunk.state = chunk.index, slot, ParamState.GATHERED
             self.victims.note(cast(Any, chunk))
         chunk.pins += pins
 
@@ -58,7 +58,7 @@ class Cache:
         return None if expected is None else self.leave(expected)
 
     def leave(self, chunk: FakeChunk) -> Slot:
-        slot, chunk.slot, chunk.state = chunk.slot, None, ChunkState.RELEASED
+        slot, chunk.slot, chunk.state = chunk.slot, None, ParamState.RELEASED
         assert slot is not None
         self.pool.vacate(slot)
         return slot
