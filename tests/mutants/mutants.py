@@ -494,7 +494,7 @@ MUTANTS = [
         "gemini/model/move_in.py",
         '        communicator.wait_for_all("room")',
         "        pass",
-        "tests/dist/test_failing_wraps.py::test_one_of_three_ranks_runs_out_of_memory_at_any_time",
+        "tests/features/test_failing_wraps.py::test_wrapping_that_runs_out_of_memory_at_any_time_leaves_the_module_as_it_was",
     ),
     Mutant(
         "a failure in a wrap is not heard where others gather what was built",
@@ -508,7 +508,7 @@ MUTANTS = [
         "gemini/model/move_in.py",
         '        communicator.wait_for_all("chunk at home")',
         "        pass",
-        "tests/dist/test_failing_wraps.py::test_one_rank_that_fails_late_leaves_a_module_that_was_built_in_part",
+        "tests/features/test_failing_wraps.py::test_wrapping_that_fails_late_leaves_a_module_that_was_built_in_part",
     ),
     Mutant(
         "every rank goes by its own reading of free memory",

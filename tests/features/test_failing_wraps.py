@@ -21,6 +21,7 @@ from gemini.model.hooks import Hooks
 from gemini.model.operator_table import OperatorTable
 from gemini.model.state_hooks import StateHooks
 from gemini.ranks import watchdog
+from tests.harness.on_ranks import in_soak, on_ranks, on_ranks_with
 from tests.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, train_step, weights_of
 
 LAYERS = 3
@@ -166,15 +167,19 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def at_every_take(rank: int, world_size: int, every: int = 1) -> None:
-    """On the last rank. every: only each so-manieth take."""
+@on_ranks_with("every", {1: [1], 2: [16]}, soak={3: [1]}, timeout_s=600.0)
+def test_wrapping_that_runs_out_of_memory_at_any_time_leaves_the_module_as_it_was(
+    rank: int, world_size: int, every: int
+) -> None:
+    """On the last rank. every: only each so-manieth allocation."""
     combinations = [(options, make) for options in OPTIONS for make in (plain, wholly_built)]
     for start, (options, make) in enumerate(combinations):
         for number in range((3 * start + 1) % every, num_takes(**options), every):
             fails_and_wraps_again(rank, world_size - 1, failing_at(number), make, options)
 
 
-def at_other_places(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_wrapping_that_fails_anywhere_else_does_too(rank: int, world_size: int) -> None:
     """On rank 0, which the others look at: in the middle of a chunk, and when everything has moved."""
     places: list[tuple[Any, str, int]] = [
         (move_in, "set_weights", 3),
@@ -187,7 +192,10 @@ def at_other_places(rank: int, world_size: int) -> None:
         fails_and_wraps_again(rank, 0, failing_in(owner, name, number), plain, OPTIONS[1])
 
 
-def partly_built_late(rank: int, world_size: int, every: int = 1) -> None:
+@on_ranks_with("every", {2: [3]}, soak={3: [1]}, timeout_s=600.0)
+def test_wrapping_that_fails_late_leaves_a_module_that_was_built_in_part(
+    rank: int, world_size: int, every: int
+) -> None:
     """On the last rank, in each chunk of a module that was built in part, and when all has moved; and on rank 0."""
     options = {"chunk_size": 2 * CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
     last = num_takes(**options) - 1
@@ -199,7 +207,8 @@ def partly_built_late(rank: int, world_size: int, every: int = 1) -> None:
     fails_and_wraps_again(rank, 0, failing_in(move_in, "set_weights"), wholly_built, options)
 
 
-def an_edit_before_a_refused_wrap(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_an_edit_of_a_built_module_survives_a_wrap_that_is_refused(rank: int, world_size: int) -> None:
     """It was not brought home yet when the plan refused the budget, before any rank had moved anything."""
     module: Any = wholly_built()
     with torch.no_grad():
@@ -223,7 +232,9 @@ HANDING_OVER: tuple[Callable[..., Any], ...] = (
 )
 
 
-def interrupted_anywhere(rank: int, world_size: int, every: int) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("every", [41, *in_soak(1)])
+def test_ctrl_c_while_weights_move_leaves_them_whole(rank: int, world_size: int, every: int) -> None:
     """Ctrl-C at every so-manieth line of what moves parameters, of built modules and others."""
     makes = (wholly_built, plain, partly_built)
     for start, (options, make) in enumerate((options, make) for options in OPTIONS[:2] for make in makes):
@@ -234,7 +245,8 @@ def interrupted_anywhere(rank: int, world_size: int, every: int) -> None:
             fails_and_wraps_again(rank, 0, interrupted_in(HANDING_OVER, number), make, options)
 
 
-def interrupted_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ctrl_c_on_one_rank_leaves_the_weights_of_a_built_module_on_all(rank: int, world_size: int) -> None:
     """On rank 0, before a chunk is gathered and after its values have moved; the other rank finds them all."""
     for function, number in ((BuildBinding.open, 25), (BuildStore.let_go, 6)):
         fails_and_wraps_again(rank, 0, interrupted_in((function,), number), wholly_built, OPTIONS[0])
