@@ -88,14 +88,14 @@ MUTANTS = [
         "gemini/model/saved_tensors.py",
         "return Kept(tensor.detach(), tensor._version)",
         "return Kept(tensor, tensor._version)",
-        "tests/test_dropped_graphs.py::test_a_graph_that_is_dropped_without_a_complete_backward_keeps_nothing",
+        "tests/features/test_dropped_graphs.py::test_a_graph_that_is_dropped_without_a_complete_backward_keeps_nothing",
     ),
     Mutant(
         "a saved tensor may be modified",
         "gemini/model/saved_tensors.py",
         "if packed.tensor._version != packed.version:",
         "if False:",
-        "tests/test_dropped_graphs.py::test_a_tensor_that_was_modified_after_it_was_saved_is_autograds_error",
+        "tests/features/test_dropped_graphs.py::test_a_tensor_that_was_modified_after_it_was_saved_is_autograds_error",
     ),
     Mutant(
         "checkpointing does not count the weights that we have handles of",

@@ -1,9 +1,10 @@
-"""Ways in which a user drops a graph without a complete backward, and what stays alive afterwards."""
+"""Graphs that a user drops without a complete backward, and tensors that are modified after autograd saved them."""
 
 import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness.on_ranks import on_ranks
 from tests.live_storages import LiveStorages
-from tests.mlp import WIDTH, inputs
+from tests.mlp import WIDTH, build, inputs, wrap
 
 
 class Routed(nn.Module):
@@ -154,3 +156,88 @@ def assert_dropped_graphs_keep_nothing(model: Any, kind: str, count: int) -> Non
             time.sleep(0.01)  # a thread of gloo's drops a collective's tensors some ms after its end
         after = live.num_now, live.bytes_now
     assert after <= before, f"{kind}: (storages, bytes) grew from {before} to {after} over {count} graphs"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["cuda", "smallest"])
+def test_a_graph_that_is_dropped_without_a_complete_backward_keeps_nothing(place: str, kind: str) -> None:
+    assert_dropped_graphs_keep_nothing(wrap(place, TwoHeads), kind, 200 if kind == "evaluate" else 30)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["cuda", "cpu", "auto", "smallest"])
+def test_two_thousand_dropped_graphs_keep_nothing(place: str, kind: str) -> None:
+    assert_dropped_graphs_keep_nothing(wrap(place, TwoHeads), kind, 2000)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", ["cuda", "smallest"])
+def test_a_graph_that_every_rank_drops_keeps_nothing(rank: int, world_size: int, place: str) -> None:
+    """The model has a leaf of which ranks may use different parts; its outputs are tied to its inputs."""
+    model = wrap(place, TwoHeads)
+    for kind in ("evaluate", "leave_a_head_unused", "checkpoint_it"):
+        model.train()
+        assert_dropped_graphs_keep_nothing(model, kind, 8)
+    model.close()
+
+
+class Modifies(nn.Module):
+    """Writes to a tensor after an operation has used it: `which` says where autograd has it from."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.which = which
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        out: Tensor = self.third(self.second(hidden.tanh()))
+        if self.which == "an operator's input":
+            x.add_(1)
+        elif self.which == "an operation's input":
+            out = out * hidden
+            hidden.add_(1)
+        elif self.which == "an operation's output":
+            out = out.sigmoid()
+            other = out * 2
+            out.mul_(2)
+            out = other + out
+        elif self.which == "a view":
+            out = out * hidden
+            hidden[0].zero_()
+        elif self.which == "a buffer":
+            out = out * self.scale
+            self.scale.mul_(2)
+        return out
+
+
+@pytest.mark.parametrize("place", ["cuda", "smallest"])
+@pytest.mark.parametrize(
+    "which", ["an operator's input", "an operation's input", "an operation's output", "a view", "a buffer"]
+)
+def test_a_tensor_that_was_modified_after_it_was_saved_is_autograds_error(which: str, place: str) -> None:
+    """Never a gradient of other values than those that forward used."""
+    make = partial(Modifies, which)
+    sharded = wrap(place, make)
+    assert sharded.executor.is_resident == (place == "cuda")  # else autograd keeps what it saves, and checks it
+    said = []
+    for model in (build(make), sharded):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as found:
+            model(inputs(0)).sum().backward()
+        said.append(str(found.value))
+    at_versions = [words[words.index("is at version") :].split(" Hint")[0] for words in said]
+    assert at_versions[0] == at_versions[1]
+    assert f"[torch.FloatTensor [{WIDTH if which == 'a buffer' else f'8, {WIDTH}'}]]" in said[1]
+
+
+def test_a_tensor_may_be_modified_before_it_is_saved_or_where_nothing_needs_it() -> None:
+    make = partial(Modifies, "nothing")
+    grads = []
+    for model in (build(make), wrap("smallest", make)):
+        x = inputs(0).add_(1).requires_grad_()
+        out = model(x).add_(1).mul_(2)
+        out.sum().backward()
+        grads.append([x.grad, *(parameter.grad.clone() for parameter in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
