@@ -319,14 +319,14 @@ MUTANTS = [
         "gemini/optimizer/summary.py",
         "    executor.gradients.catch_up()\n",
         "",
-        "tests/dist/test_unsynced.py::test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed[0]",
+        "tests/features/test_unsynced.py::test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed",
     ),
     Mutant(
         "the sum of unsynced micro-batches travels in 16 bits",
         "gemini/settings.py",
         "sums=dtype_of(self.reduce_dtype or torch.float32),",
         "sums=dtype_of(self.reduce_dtype) if self.reduce_dtype else weight,",
-        "tests/dist/test_unsynced.py::test_a_sum_of_16_bit_micro_batches_is_not_rounded_on_its_way",
+        "tests/features/test_unsynced.py::test_a_sum_of_16_bit_micro_batches_is_not_rounded_on_its_way",
     ),
     Mutant(
         "hooks that are registered after wrapping run after the model's own",
@@ -1020,7 +1020,7 @@ MUTANTS = [
         "gemini/placement/reduction_order.py",
         "        if not as_expected:\n            self.at_touch = None\n",
         "",
-        "tests/dist/test_unsynced.py::test_a_rank_adds_up_what_no_sync_left_though_each_step_uses_other_operators",
+        "tests/features/test_unsynced.py::test_a_rank_adds_up_what_no_sync_left_though_each_step_uses_other_operators",
     ),
     Mutant(
         "ranks compare tags that they have agreed on",

@@ -9,9 +9,22 @@ from torch import Tensor, nn
 
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, safe_get_full_grad, safe_get_local_grad, state_hash
 from tests import mlp
+from tests.harness.on_ranks import gathered, on_ranks
 from tests.mlp import CHUNK_NUMEL, adam, build, loss_of
 
 MICROS = 3
+BF16 = {"dtype": torch.bfloat16}
+WRAPS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 1, "tensor_placement_policy": "cpu"},
+    {"stage": 2, "shard_strategy": "tensor", "chunk_size": 2048},
+    {"stage": 3, "model_data_memory": "smallest"},
+    {"stage": 0, "shard_strategy": "tensor", "chunk_size": 2048, **BF16},
+    {"stage": 1, **BF16},
+    {"stage": 2, "tensor_placement_policy": "cpu", "accumulate_dtype": torch.float32, **BF16},
+    {"stage": 3, "model_data_memory": "smallest", "shard_strategy": "tensor", "chunk_size": 2048, **BF16},
+    {"stage": 3, "reuse_fp16_shard": True, **BF16},
+]
 
 
 def _wrap(wrap: dict[str, Any]) -> tuple[ShardedModel, ShardedOptimizer]:
@@ -64,37 +77,40 @@ def _gets(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
 WAYS: list[Callable[[ShardedModel, ShardedOptimizer], None]] = [_steps, _clips, _reads, _gets]
 
 
-def reduced_when_needed(rank: int, world_size: int, wraps: list[dict[str, Any]], synced: int = 0) -> None:
+@on_ranks(2, soak=(3, 4))
+@pytest.mark.parametrize("synced", [0, 1])
+@pytest.mark.parametrize("number", range(len(WRAPS)))
+def test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed(
+    rank: int, world_size: int, number: int, synced: int
+) -> None:
     """The last `synced` micro-batches are outside no_sync(); the mean is that of all, for whoever asks first."""
-    for number, wrap in enumerate(wraps):
-        model, optimizer = _wrap(wrap)
-        dtype = wrap.get("dtype")
-        reference = build()
-        plain = adam(reference.parameters())
-        for step in range(2):
-            wanted = _means(reference, step, world_size, dtype)
-            for micro in range(MICROS):
-                loss = (step * MICROS + micro) * world_size + rank
-                if micro < MICROS - synced:
-                    with model.no_sync():
-                        loss_of(model, loss, dtype).backward()
-                else:
+    wrap = WRAPS[number]
+    model, optimizer = _wrap(wrap)
+    dtype = wrap.get("dtype")
+    reference = build()
+    plain = adam(reference.parameters())
+    for step in range(2):
+        wanted = _means(reference, step, world_size, dtype)
+        for micro in range(MICROS):
+            loss = (step * MICROS + micro) * world_size + rank
+            if micro < MICROS - synced:
+                with model.no_sync():
                     loss_of(model, loss, dtype).backward()
-            WAYS[(number + step) % len(WAYS)](model, optimizer)
-            for name, parameter in reference.named_parameters():
-                parameter.grad = wanted[name]
-            norm = nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
-            optimizer.step()
-            plain.step()
-            torch.testing.assert_close(optimizer.grad_norm, norm, msg=str(wrap))
-            state = optimizer.state_dict()
-            moments = {name: state["state"][number]["exp_avg"] for number, (name, _) in _numbered(reference)}
-            for name, parameter in reference.named_parameters():
-                assert torch.equal(moments[name], plain.state[parameter]["exp_avg"]), (wrap, step, name)
-        hashes: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(hashes, state_hash(model, optimizer))
-        assert len(set(hashes)) == 1, wrap
-        model.close()
+            else:
+                loss_of(model, loss, dtype).backward()
+        WAYS[(number + step) % len(WAYS)](model, optimizer)
+        for name, parameter in reference.named_parameters():
+            parameter.grad = wanted[name]
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+        optimizer.step()
+        plain.step()
+        torch.testing.assert_close(optimizer.grad_norm, norm, msg=str(wrap))
+        state = optimizer.state_dict()
+        moments = {name: state["state"][number]["exp_avg"] for number, (name, _) in _numbered(reference)}
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(moments[name], plain.state[parameter]["exp_avg"]), (wrap, step, name)
+    assert len(set(gathered(state_hash(model, optimizer)))) == 1, wrap
+    model.close()
 
 
 def _numbered(module: nn.Module) -> Any:
@@ -112,7 +128,20 @@ class Scaled(nn.Module):
         return (self.weight * x).sum()
 
 
-def small_ones_beside_large_ones(rank: int, world_size: int, wrap: dict[str, Any], wanted: float) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("wrap", "wanted"),
+    [
+        ({}, 257.0),
+        ({"stage": 0, "tensor_placement_policy": "cpu"}, 257.0),
+        ({"reduce_dtype": torch.float32, "accumulate_dtype": torch.float32}, 257.0),
+        ({"reduce_dtype": torch.bfloat16}, 256.0),  # as was asked for
+        ({"accumulate_dtype": torch.bfloat16, "stage": 2, "reuse_fp16_shard": True}, 256.0),
+    ],
+)
+def test_a_sum_of_16_bit_micro_batches_is_not_rounded_on_its_way(
+    rank: int, world_size: int, wrap: dict[str, Any], wanted: float
+) -> None:
     """256 and 1 have a sum that 16 bits cannot hold."""
     model = ShardedModel(Scaled(), device="emulated", dtype=torch.bfloat16, **wrap)
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
@@ -128,7 +157,9 @@ def small_ones_beside_large_ones(rank: int, world_size: int, wrap: dict[str, Any
     model.close()
 
 
-def discarded(rank: int, world_size: int, stage: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_under_no_sync_can_be_discarded(rank: int, world_size: int, stage: int) -> None:
     """`.grad = None` and zero_grad() under no_sync() discard what waits to be reduced."""
     model, optimizer = _wrap({"stage": stage})
     reference = build()
@@ -168,38 +199,42 @@ class Scheduled(mlp.Mlp):
         return x
 
 
-def other_operators_each_step(rank: int, world_size: int, wraps: list[dict[str, Any]]) -> None:
-    """A rank adds its micro-batches up before they are reduced, though each step uses other layers than the last."""
-    for wrap in wraps:
-        budget = mlp.smallest_budget(Scheduled, chunk_size=CHUNK_NUMEL, **wrap)
-        wrap = {"chunk_size": CHUNK_NUMEL, "model_data_memory": budget, **wrap}
-        model = ShardedModel(build(Scheduled), device="emulated", **wrap)
-        optimizer = ShardedOptimizer(model, adam(model.parameters()))
-        reference = build(Scheduled)
-        plain = adam(reference.parameters())
-        for step in range(4):
-            model.module.step = reference.step = step
-            with model.no_sync():
-                loss_of(model, 10 * step + rank).backward()
-            loss_of(model, 10 * step + 5 + rank).backward()
-            optimizer.step()
-            totals: dict[nn.Parameter, Tensor] = {}
-            for each in range(world_size):
-                loss_of(reference, 10 * step + each).backward()
-                loss_of(reference, 10 * step + 5 + each).backward()
-                for parameter in reference.parameters():
-                    if parameter.grad is not None:
-                        totals[parameter] = totals[parameter] + parameter.grad if each else parameter.grad
-                        parameter.grad = None
-            for parameter, total in totals.items():
-                parameter.grad = total / world_size
-            plain.step()
-            plain.zero_grad()
-            mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
-        model.close()
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [{"stage": 3}, {"stage": 3, "shard_strategy": "tensor"}], ids=str)
+def test_a_rank_adds_up_what_no_sync_left_though_each_step_uses_other_operators(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
+    """Micro-batches are added up before they are reduced, though each step uses other layers than the last."""
+    budget = mlp.smallest_budget(Scheduled, chunk_size=CHUNK_NUMEL, **wrap)
+    wrap = {"chunk_size": CHUNK_NUMEL, "model_data_memory": budget, **wrap}
+    model = ShardedModel(build(Scheduled), device="emulated", **wrap)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    reference = build(Scheduled)
+    plain = adam(reference.parameters())
+    for step in range(4):
+        model.module.step = reference.step = step
+        with model.no_sync():
+            loss_of(model, 10 * step + rank).backward()
+        loss_of(model, 10 * step + 5 + rank).backward()
+        optimizer.step()
+        totals: dict[nn.Parameter, Tensor] = {}
+        for each in range(world_size):
+            loss_of(reference, 10 * step + each).backward()
+            loss_of(reference, 10 * step + 5 + each).backward()
+            for parameter in reference.parameters():
+                if parameter.grad is not None:
+                    totals[parameter] = totals[parameter] + parameter.grad if each else parameter.grad
+                    parameter.grad = None
+        for parameter, total in totals.items():
+            parameter.grad = total / world_size
+        plain.step()
+        plain.zero_grad()
+        mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+    model.close()
 
 
-def used_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_one_rank_alone_used_under_no_sync_reaches_all(rank: int, world_size: int) -> None:
     """A layer that one rank alone used under no_sync() is reduced on all; one that nobody used does not move."""
     model = ShardedModel(build(Alternating), device="emulated", chunk_size=CHUNK_NUMEL, stage=2)
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
