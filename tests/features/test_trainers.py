@@ -1,19 +1,38 @@
-"""Accelerate and `transformers.Trainer` on several ranks."""
+"""Training by `transformers.Trainer` and under `Accelerator.prepare`: the model as it is, on one rank with its bits."""
 
 import os
 import shutil
 import tempfile
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from gemini import ShardedOptimizer, UnsupportedError
+from tests.harness.on_ranks import on_ranks
 from tests.hf_models import gpt2
-from tests.mlp import assert_same, build, loss_of, plain, sharded, train_step, weights_of, wrap
-from tests.test_trainers import Tokens
+from tests.mlp import adam, assert_same, both_dtypes, build, loss_of, plain, sharded, train_step, weights_of, wrap
+
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 256, (16,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def _gpt2() -> nn.Module:
+    model: nn.Module = gpt2().model  # type: ignore[union-attr]
+    return model
 
 
 def _assert_close(model: nn.Module, reference: nn.Module) -> None:
@@ -22,7 +41,9 @@ def _assert_close(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-4)  # AdamW's steps are of 1e-2
 
 
-def accelerate_trains_the_model_as_it_is(rank: int, world_size: int) -> None:
+@needs_accelerate
+@on_ranks(2)
+def test_accelerate_trains_the_model_as_it_is_on_ranks(rank: int, world_size: int) -> None:
     import accelerate
 
     model, optimizer = sharded()
@@ -41,7 +62,9 @@ def accelerate_trains_the_model_as_it_is(rank: int, world_size: int) -> None:
     model.close()
 
 
-def mixed_precision_of_accelerate_is_refused(rank: int, world_size: int) -> None:
+@needs_accelerate
+@on_ranks(2)
+def test_mixed_precision_of_accelerate_is_refused(rank: int, world_size: int) -> None:
     import accelerate
     from accelerate.state import AcceleratorState
 
@@ -57,7 +80,12 @@ def mixed_precision_of_accelerate_is_refused(rank: int, world_size: int) -> None
     model.close()
 
 
-def accelerate_saves_a_state_from_which_training_goes_on(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
+@needs_accelerate
+@on_ranks(2)
+@both_dtypes
+def test_training_goes_on_from_a_state_that_accelerate_saved(
+    rank: int, world_size: int, dtype: torch.dtype | None
+) -> None:
     """In a new model with other weights, as a new process would make it: the bits of a training that went on."""
     import accelerate
 
@@ -99,7 +127,9 @@ def _accelerated_step(
     optimizer.zero_grad()
 
 
-def what_would_save_the_model_by_another_librarys_functions_is_refused(rank: int, world_size: int) -> None:
+@needs_accelerate
+@on_ranks(2)
+def test_what_would_save_the_model_by_another_librarys_functions_is_refused(rank: int, world_size: int) -> None:
     """Accelerate takes FSDP or DeepSpeed from its own configuration, on a GPU: here its state is set to them."""
     import accelerate
     from accelerate.state import DistributedType, PartialState
@@ -115,12 +145,9 @@ def what_would_save_the_model_by_another_librarys_functions_is_refused(rank: int
     model.close()
 
 
-def _gpt2() -> nn.Module:
-    model: nn.Module = gpt2().model  # type: ignore[union-attr]
-    return model
-
-
-def a_trainer_trains_the_model_as_it_is(rank: int, world_size: int) -> None:
+@needs_accelerate
+@on_ranks(2)
+def test_a_trainer_trains_the_model_as_it_is_on_ranks(rank: int, world_size: int) -> None:
     """Ranks get halves of each batch: the loss is a mean over tokens, so the mean over ranks is the batch's."""
     import transformers
 
@@ -160,3 +187,68 @@ def a_trainer_trains_the_model_as_it_is(rank: int, world_size: int) -> None:
     assert len(batches) == 2
     _assert_close(model, reference)
     model.close()
+
+
+def test_a_hugging_face_trainer_trains_and_evaluates(tmp_path: Path) -> None:
+    """`label_names` is said, as for any model that is not one of Hugging Face's classes itself."""
+    import transformers
+
+    model, reference = wrap(make=_gpt2, chunk_size=16384), build(_gpt2)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    losses = []
+    for each, its in ((model, optimizer), (reference, adam(reference.parameters()))):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            use_cpu=True,
+            per_device_train_batch_size=4,
+            num_train_epochs=1,
+            max_grad_norm=0,  # the norm of torch's own clipping has other bits than the exact one
+            label_names=["labels"],
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(its, lambda step: 1 / (1 + step))
+        trainer: Any = transformers.Trainer(each, arguments, train_dataset=Tokens(), optimizers=(its, schedule))
+        trainer.train()
+        losses.append(trainer.evaluate(Tokens())["eval_loss"])
+    assert losses[0] == losses[1]
+    assert_same(weights_of(model), dict(reference.state_dict()))
+
+
+def test_accelerate_prepares_trains_and_saves(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    states = []
+    for model, optimizer in (sharded(), plain()):
+        accelerator = accelerate.Accelerator(cpu=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        for step in range(3):
+            accelerator.backward(loss_of(model, step))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        accelerator.save_state(tmp_path / "state")
+        wanted = dict(accelerator.get_state_dict(model))
+        accelerator.backward(loss_of(model, 3))
+        optimizer.step()
+        accelerator.load_state(tmp_path / "state")
+        states.append(dict(accelerator.get_state_dict(model)))
+        assert_same(states[-1], wanted)
+        accelerator.save_model(model, tmp_path / "model")
+        assert "model.safetensors" in os.listdir(tmp_path / "model")
+    assert_same(*states)
+
+
+def test_one_process_that_accelerate_launched_trains_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate wraps a plain model in DDP there, as it does on several ranks."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import DistributedType, PartialState
+
+    model, optimizer = sharded()
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert not hasattr(model, "_is_accelerate_prepared")
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_CPU)
+    assert accelerator.prepare_model(model) is model
+    train_step(model, optimizer)
