@@ -1,7 +1,8 @@
 """`make check`: the tests to run while working, in under a minute. One process a core, no ranks, no subprocesses.
 
 A file is on the list if it is quick and guards something that any change may break; the reason stands beside it.
-What it leaves out: ranks (`tests/dist`), all arguments of every kernel, Hugging Face models, trainers, benchmarks.
+What it leaves out: ranks (`tests/dist`, `tests/features`), all arguments of every kernel, Hugging Face models,
+trainers, benchmarks.
 `make test` has all of these.
 
     python tests/check.py            the list
