@@ -19,7 +19,13 @@ from gemini.memory.slot import Slot
 from gemini.placement.demand import Kind, Tier
 
 
-class GradState(Enum):
+class _State(Enum):
+    """A state that is looked up in `_NEXT`, in the path of every gradient: Enum's own hash is a call of Python."""
+
+    __hash__ = object.__hash__
+
+
+class GradState(_State):
     """Where the local gradient is: what autograd made in this backward, on its way into the reduced gradient.
 
     CLOSED: nowhere. No memory is held for it.
@@ -50,7 +56,7 @@ class Content(Enum):
     SUM = "the sum so far"
 
 
-class ReducedState(Enum):
+class ReducedState(_State):
     """Where the reduced gradient of this step is, of which this rank has the part that it steps.
 
     NONE: there is none yet. Its memory is reserved and holds nothing of use; a lent parameter home (see
@@ -64,7 +70,7 @@ class ReducedState(Enum):
     WIDE = "in fp32"
 
 
-class UnsyncedState(Enum):
+class UnsyncedState(_State):
     """Whether backwards under no_sync() have left something to be reduced. With one rank it is always NONE.
 
     NONE: all that came was reduced.
@@ -77,7 +83,6 @@ class UnsyncedState(Enum):
     HELD = "held on the host"
 
 
-_State = GradState | ReducedState | UnsyncedState
 _NEXT: dict[_State, tuple[_State, ...]] = {
     GradState.CLOSED: (GradState.AT_HOME, GradState.IN_SLOT),
     GradState.AT_HOME: (GradState.REDUCING, GradState.CLOSED),
@@ -151,7 +156,8 @@ class ChunkGradient:
         held: the slot of one that is IN_SLOT, with the chunk's views in it; the host memory of one that is SPILLED.
         content: what a payload that is opened holds; one that moves keeps what it has.
         """
-        self._check(self.state, state)
+        if state not in _NEXT[self.state]:
+            raise self._cannot(self.state, state)
         slot, spilled = (held, None) if isinstance(held, Slot) else (None, held)
         if (slot is None, spilled is None) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
             raise RuntimeError(f"chunk {self.chunk.index}: a gradient that is {state.value} has other memory than that")
@@ -181,7 +187,8 @@ class ChunkGradient:
 
         backward: the number of the one that the step's first reduced gradient is of.
         """
-        self._check(self.reduced_state, state)
+        if state not in _NEXT[self.reduced_state]:
+            raise self._cannot(self.reduced_state, state)
         if self.reduced_state is ReducedState.NONE:
             self.first_backward = backward
         self.reduced_state = state
@@ -192,15 +199,15 @@ class ChunkGradient:
 
     def become_unsynced(self, state: UnsyncedState) -> None:
         """Something was left to be reduced, or was reduced. Raises RuntimeError for a step that no gradient makes."""
-        self._check(self.unsynced_state, state)
+        if state not in _NEXT[self.unsynced_state]:
+            raise self._cannot(self.unsynced_state, state)
         self.unsynced_state = state
 
-    def _check(self, before: _State, after: _State) -> None:
-        if after not in _NEXT[before]:
-            raise RuntimeError(
-                f"chunk {self.chunk.index} ({self.chunk.names()}): its gradient is {before.value!r} and cannot become "
-                f"{after.value!r}. This is an error in gemini"
-            )
+    def _cannot(self, before: _State, after: _State) -> RuntimeError:
+        return RuntimeError(
+            f"chunk {self.chunk.index} ({self.chunk.names()}): its gradient is {before.value!r} and cannot become "
+            f"{after.value!r}. This is an error in gemini"
+        )
 
     # -- what follows from the states
 
@@ -269,10 +276,6 @@ class ChunkGradient:
         self.expects = [
             view if is_trained and not (fired or is_held) else None for fired, is_held, is_trained, view in rows
         ]
-
-    def expect_what_came(self) -> None:
-        """The payload is complete with the gradients it got last time: unused parameters do not keep it open."""
-        self.expected = max(1, sum(self.got))
 
     def expect_all(self) -> None:
         """The payload is complete with a gradient of every parameter. Called again after flags have changed."""

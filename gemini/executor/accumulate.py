@@ -108,4 +108,4 @@ class AccumulateInPlace(Accumulation):
             elif gradient.is_open:
                 self.reduce(gradient, backward)
             if backward == 1 and self.synchronizes:
-                gradient.expect_what_came()
+                gradient.expected = max(1, sum(gradient.got))  # unused parameters do not keep it open next time

@@ -70,7 +70,7 @@ class GradMemory:
             return
         slot, content = None, Content.UNDEFINED
         if gradient.whole is not None and self._may_write_home(gradient):
-            if gradient.in_place and gradient.is_reduced:
+            if gradient.in_place and gradient.reduced_state is not ReducedState.NONE:
                 content = Content.SUM
         else:
             slot = self._slot_for(gradient)
@@ -95,7 +95,8 @@ class GradMemory:
             return
         for start, end in gradient.gaps:
             gradient.payload[start:end].zero_()
-        _zero_unwritten(gradient)
+        if gradient.num_fired < len(gradient.fired):
+            _zero_unwritten(gradient)
 
     def _may_write_home(self, gradient: ChunkGradient) -> bool:
         """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
@@ -108,9 +109,10 @@ class GradMemory:
 
     def rest_in_place(self, gradient: ChunkGradient, backward: int) -> None:
         """A gradient that was written to its home is at rest. What no gradient wrote to becomes zero."""
-        if not gradient.is_reduced:
+        if gradient.reduced_state is ReducedState.NONE:
             gradient.become_reduced(ReducedState.IN_SHARD, backward)
-            _zero_unwritten(gradient)
+            if gradient.num_fired < len(gradient.fired):
+                _zero_unwritten(gradient)
         self.close(gradient)
 
     def close(self, gradient: ChunkGradient) -> None:
@@ -212,7 +214,6 @@ class GradMemory:
 
 def _zero_unwritten(gradient: ChunkGradient) -> None:
     """Views of the open payload that no gradient was written to <- 0."""
-    if gradient.num_fired < len(gradient.fired):
-        for fired, view in zip(gradient.fired, gradient.views, strict=True):
-            if not fired:
-                view.zero_()
+    for fired, view in zip(gradient.fired, gradient.views, strict=True):
+        if not fired:
+            view.zero_()

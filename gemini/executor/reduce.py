@@ -80,8 +80,9 @@ class AccumulateAndReduce(Accumulation):
 
     def make_way(self, gradient: ChunkGradient) -> None:
         """See `Accumulation`. What is in flight may be this chunk's, or hold the last slot."""
-        if gradient.state is GradState.REDUCING or self._memory.lacks_slot(gradient):
-            self._finish()
+        if self._in_flight is not None:
+            if gradient.state is GradState.REDUCING or self._memory.lacks_slot(gradient):
+                self._finish()
 
     def arrived(self, gradient: ChunkGradient, backward: int) -> None:
         """See `Accumulation`."""
@@ -124,7 +125,7 @@ class AccumulateAndReduce(Accumulation):
             self._finish()
             self._reduced.add(gradient.chunk.index)
             self._completion.end(gradient.chunk.index)
-            if gradient.is_behind:
+            if gradient.unsynced_state is not UnsyncedState.NONE:
                 self._unsynced.reduce(gradient, backward)
                 return
             self._memory.open(gradient, backward)
@@ -205,10 +206,10 @@ class AccumulateAndReduce(Accumulation):
             return
         self._agree_on_points()
         for gradient in gradients:
-            # Not where ranks use different parameters each time: a gradient that came late on some ranks only would be
-            # added up in another order than that of ranks.
+            # Unused parameters do not keep a chunk open next time. Not where ranks use different ones each time: a
+            # gradient that came late on some ranks only would be added up in another order than that of ranks.
             if backward == 1 and not gradient.chunk.is_chosen:
-                gradient.expect_what_came()
+                gradient.expected = max(1, sum(gradient.got))
 
     def catch_up(self, backward: int) -> None:
         """See `Accumulation`."""
@@ -235,7 +236,7 @@ class AccumulateAndReduce(Accumulation):
             start = end
             if agreed[number + 1]:
                 self.reduce(gradient, backward)
-            if gradient.is_behind:
+            if self.awaits_reduction and gradient.is_behind:
                 gradient.become_unsynced(UnsyncedState.NONE)
         self.awaits_reduction = False
         return bool(agreed[0])

@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "gradient slots are not zeroed",
         "gemini/executor/grad_memory.py",
-        "            if not fired:\n                view.zero_()",
-        "            pass",
+        "        if not fired:\n            view.zero_()",
+        "        pass",
         f"{TWO_RANKS}[sometimes_unused]",
     ),
     Mutant(
