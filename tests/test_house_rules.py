@@ -327,3 +327,13 @@ def test_every_mutant_changes_one_place() -> None:
     """Code moves on; `make mutants` takes minutes to find out."""
     counts = {mutant.name: (ROOT / mutant.file).read_text().count(mutant.old) for mutant in MUTANTS}
     assert not {name: count for name, count in counts.items() if count != 1}
+
+
+def test_every_mutant_names_a_test_that_is_there() -> None:
+    missing = []
+    for mutant in MUTANTS:
+        path, _, name = mutant.test.partition("::")
+        text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        if not re.search(rf"^def {name.partition('[')[0]}\(" if name else "^def test_", text, re.M):
+            missing.append(mutant.test)
+    assert not missing

@@ -501,7 +501,7 @@ MUTANTS = [
         "gemini/model/sharded_model.py",
         "                    store.go_over(communicator)\n",
         "",
-        "tests/dist/test_failing_wraps.py::test_one_rank_that_fails_late_leaves_a_module_that_was_built_in_part",
+        "tests/features/test_failing_wraps.py::test_wrapping_that_fails_late_leaves_a_module_that_was_built_in_part",
     ),
     Mutant(
         "ranks let built weights go before all have the chunk at home",
