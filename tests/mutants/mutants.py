@@ -998,14 +998,14 @@ MUTANTS = [
         "gemini/model/state_hooks.py",
         "                    state[name] = self._whole(value, name, state)\n",
         "                    pass\n",
-        "tests/test_state_dicts.py::test_a_saved_state_dict_of_the_module_holds_tensors_that_load_anywhere",
+        "tests/features/test_state_dicts.py::test_a_saved_state_dict_of_the_module_holds_tensors_that_load_anywhere",
     ),
     Mutant(
         "hooks are copied with the module",
         "gemini/model/plain_copy.py",
         "            _leave_out(self._hooks.handles, memo)\n",
         "",
-        "tests/test_plain_copies.py::test_a_deepcopy_is_the_plain_module_whole_and_on_its_own[cuda]",
+        "tests/features/test_plain_copies.py::test_a_deepcopy_is_the_plain_module_whole_and_on_its_own",
     ),
     Mutant(
         "a parametrization takes its parameter out of the chunk",

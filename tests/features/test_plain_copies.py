@@ -1,4 +1,4 @@
-"""`copy.deepcopy`, moving averages, and conversions that change nothing."""
+"""`copy.deepcopy`, and conversions that change nothing."""
 
 import copy
 import inspect
@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from gemini import ShardedModel, UnsupportedError, set_leaf_module
-from tests import plain_copies
+from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, set_leaf_module
+from tests.harness.on_ranks import on_ranks_with
 from tests.mlp import (
     CHUNK_NUMEL,
     PLACES,
     WIDTH,
     Mlp,
+    adam,
     assert_same,
     build,
     inputs,
@@ -29,15 +29,71 @@ from tests.mlp import (
 )
 from tests.plain_copies import Parts
 
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_deepcopy_is_the_plain_module_whole_and_on_its_own(place: str) -> None:
-    plain_copies.copies_are_plain(0, 1, {}, place)
+WRAPS: list[dict[str, Any]] = [{}, {"stage": 1, "shard_strategy": "tensor"}]
 
 
-@pytest.mark.parametrize("case", [plain_copies.copies_of_parts_are_plain, plain_copies.averages_of_parts])
-def test_copies_of_the_module_and_of_parts_of_it_are_plain(case: Callable[..., None]) -> None:
-    case(0, 1, {})
+@on_ranks_with("arguments", {1: [{"place": place} for place in PLACES], 2: WRAPS}, timeout_s=90)
+def test_a_deepcopy_is_the_plain_module_whole_and_on_its_own(
+    rank: int, world_size: int, arguments: dict[str, Any]
+) -> None:
+    """A copy is equal and shares nothing; training the one does not change the other."""
+    model = wrap(make=Parts, **arguments)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train_step(model, optimizer)
+    before = weights_of(model)
+    copied: Any = copy.deepcopy(model)
+    assert type(copied) is Parts
+    assert {type(parameter) for parameter in copied.parameters()} == {nn.Parameter}
+    assert {tensor.device.type for tensor in (*copied.parameters(), *copied.buffers())} == {"cpu"}
+    assert copied.tied.weight is copied.layers[0].weight
+    assert list(copied.state_dict()) == list(build(Parts).state_dict())
+    assert_same(dict(copied.state_dict()), before)
+    for module in copied.modules():
+        own = (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks, module._backward_hooks)
+        assert not any(own), "hooks of the sharded model are left in its copy"
+    plain_optimizer = adam(copied.parameters())
+    train_step(copied, plain_optimizer, 1)
+    assert_same(weights_of(model), before)
+    train_step(model, optimizer, 2)
+    assert torch.equal(loss_of(copy.deepcopy(model), 3), loss_of(model, 3))
+    model.close()
+
+
+@on_ranks_with("arguments", {1: [{}], 2: WRAPS}, timeout_s=90)
+def test_copies_of_the_module_and_of_parts_of_it_are_plain(
+    rank: int, world_size: int, arguments: dict[str, Any]
+) -> None:
+    """The module itself, modules in it, parameters, and containers of those: whole, tied as they were, on their own."""
+    model = wrap(make=Parts, **arguments)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train_step(model, optimizer)
+    wanted = weights_of(model)
+    copied: Any = copy.deepcopy(model.module)
+    assert type(copied) is Parts
+    assert_same(dict(copied.state_dict()), wanted)
+    assert copied.tied.weight is copied.layers[0].weight
+    module_too, layers, weight = copy.deepcopy([model.module, model.module.layers, model.tied.weight])
+    assert module_too.layers is layers
+    assert module_too.tied.weight is weight
+    for path in ("layers", "layers.2", "norm", "recurrent"):
+        part = copy.deepcopy(model.module.get_submodule(path))
+        assert_same({f"{path}.{name}": value for name, value in part.state_dict().items()}, _of(path, wanted))
+    for each in (*copied.modules(), *module_too.modules()):
+        assert "__reduce_ex__" not in vars(each)
+        assert not any((each._forward_hooks, each._forward_pre_hooks, each._state_dict_hooks))
+    assert {(type(t), t.device.type) for t in copied.parameters()} == {(nn.Parameter, "cpu")}
+    bias, data = copy.deepcopy(model.layers[1].bias), copy.deepcopy(model.layers[1].bias.detach())
+    assert (type(bias), type(data), bias.requires_grad) == (nn.Parameter, Tensor, True)
+    assert torch.equal(bias, wanted["layers.1.bias"])
+    assert torch.equal(data, bias)
+    train_step(copied, adam(copied.parameters()), 1)
+    assert_same(weights_of(model), wanted)
+    assert torch.equal(loss_of(module_too, 3), loss_of(model, 3))
+    model.close()
+
+
+def _of(path: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in weights.items() if name.startswith(f"{path}.")}
 
 
 def test_a_part_is_refused_inside_a_forward_and_plain_again_after_close() -> None:
@@ -131,29 +187,6 @@ def test_a_copy_is_refused_inside_a_forward() -> None:
     model = wrap(make=Copies)
     with pytest.raises(Exception, match=r"copy.deepcopy\(\) inside a forward"):
         model(inputs(0))
-
-
-AVERAGES: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "ema": {"avg_fn": get_ema_avg_fn(0.9)},
-    "ema of lists": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
-}
-
-
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_an_averaged_model_has_the_bits_of_the_plain_one(kind: str) -> None:
-    """At a budget that holds a third of the chunks: a function of all parameters takes them chunk by chunk."""
-    both = [sharded(make=Parts), plain(make=Parts)]
-    averages = []
-    for model, optimizer in both:
-        average = AveragedModel(model, **AVERAGES[kind])
-        for step in range(3):
-            train_step(model, optimizer, step)
-            average.update_parameters(model)
-        averages.append(average)
-    assert_same(dict(averages[0].state_dict()), dict(averages[1].state_dict()))
-    assert torch.equal(averages[0](inputs(5)), averages[1](inputs(5)))
-    assert_same(weights_of(both[0][0]), weights_of(both[1][0]))
 
 
 def test_functions_of_lists_return_and_write_what_they_do_on_plain_parameters() -> None:

@@ -1,15 +1,17 @@
-"""State dicts taken of the wrapped module itself, and what libraries save with them, on one rank or several."""
+"""What libraries save of a sharded model is whole: Hugging Face, `torch.distributed.checkpoint.state_dict`, peft."""
 
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 
 from gemini import ShardedModel, ShardedOptimizer, state_hash
-from tests import lora
+from tests import lora, plain_copies
+from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.hf_models import gpt2
 from tests.mlp import adam, assert_same, build, train_step, weights_of, wrap
 from tests.plain_copies import Parts
@@ -17,6 +19,8 @@ from tests.plain_copies import Parts
 HF_CHUNK_NUMEL = 16384
 FULL = checkpoint.StateDictOptions(full_state_dict=True)
 FULL_ON_CPU = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)
+WRAPS: list[dict[str, Any]] = [{}, {"stage": 1, "shard_strategy": "tensor"}]
+everywhere = on_ranks_with("arguments", {1: [{}], 2: WRAPS}, timeout_s=90)
 
 
 def hugging_face_model() -> nn.Module:
@@ -24,59 +28,9 @@ def hugging_face_model() -> nn.Module:
     return model
 
 
-def are_whole(state: Any) -> bool:
-    return {(type(value), value.device.type) for value in state.values()} == {(Tensor, "cpu")}
-
-
-def of_the_module_itself(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """Whole copies of the module, of a part of it and of a plain module around it; loading goes the same ways."""
-    model = wrap(make=Parts, **arguments)
-    optimizer = ShardedOptimizer(model, adam(model.parameters()))
-    train_step(model, optimizer)
-    wanted = weights_of(model)
-    state = model.module.state_dict()
-    assert are_whole(state)
-    assert_same(dict(state), wanted)
-    assert state["tied.weight"] is state["layers.0.weight"]
-    assert state["tied.weight"] is not model.module.state_dict()["tied.weight"], "a copy of its own for every call"
-    plain = build(Parts)
-    assert state._metadata == plain.state_dict()._metadata == model.state_dict()._metadata
-    plain.load_state_dict(state)
-    part = model.module.layers[2].state_dict(prefix="a.")
-    assert_same(dict(part), {f"a.{name}": wanted[f"layers.2.{name}"] for name in ("weight", "bias")})
-    outer = nn.ModuleDict({"trunk": model.module})
-    assert_same(dict(outer.state_dict()), {f"trunk.{name}": value for name, value in wanted.items()})
-    train_step(model, optimizer, 1)
-    assert_same(dict(state), wanted)
-    for assign in (False, True):
-        train_step(model, optimizer, 2)
-        model.module.load_state_dict(wanted, assign=assign)
-        assert_same(weights_of(model), wanted)
-    model.module.layers[2].load_state_dict({name: value + 1 for name, value in build().layers[3].state_dict().items()})
-    assert torch.equal(model.state_dict()["layers.2.bias"], build().layers[3].bias + 1)
-    train_step(model, optimizer, 3)  # the parameters are still those that the optimizer has
-    model.close()
-
-
-def fp32_into_16_bits(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """Weights loaded into the wrapped module make masters as those that the model itself loads do."""
-    hashes = []
-    for through_module in (False, True):
-        model = wrap(dtype=torch.bfloat16, **arguments)
-        optimizer = ShardedOptimizer(model, adam(model.parameters()))
-        train_step(model, optimizer, dtype=torch.bfloat16)
-        exact = {name: value / 3 for name, value in build().state_dict().items()}
-        assert not torch.equal(exact["layers.0.weight"], exact["layers.0.weight"].bfloat16())
-        (model.module if through_module else model).load_state_dict(exact)
-        masters = optimizer.state_dict()["masters"]
-        assert torch.equal(masters[0], exact["layers.0.weight"])
-        train_step(model, optimizer, 1, dtype=torch.bfloat16)
-        hashes.append(state_hash(model, optimizer))
-        model.close()
-    assert hashes[0] == hashes[1]
-
-
-def libraries_save_whole_files(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+@on_ranks(1, 2, timeout_s=90)
+@pytest.mark.parametrize("arguments", WRAPS[:1], ids=str)
+def test_libraries_save_whole_files(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """`save_pretrained()` of Hugging Face and peft without `state_dict=`; every rank calls it, one writes."""
     import peft
 
@@ -101,7 +55,8 @@ def libraries_save_whole_files(rank: int, world_size: int, arguments: dict[str, 
     adapted.close()
 
 
-def checkpoints_of_models(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+@everywhere
+def test_torchs_checkpoint_gets_and_sets_whole_models(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """torch.distributed.checkpoint.state_dict gets and sets whole models, of the module too."""
     model, other = (wrap(make=Parts, **arguments) for _ in range(2))
     train_step(model, ShardedOptimizer(model, adam(model.parameters())))
@@ -109,7 +64,7 @@ def checkpoints_of_models(rank: int, world_size: int, arguments: dict[str, Any])
     for target in (model, model.module):
         state = checkpoint.get_model_state_dict(target, options=FULL)
         assert_same(dict(state), wanted)
-        assert are_whole(state)
+        assert plain_copies.are_whole(state)
         saved = checkpoint.get_model_state_dict(target, options=FULL_ON_CPU)
         assert_same(dict(saved), wanted if rank == 0 else {})
     for target in (other, other.module):
@@ -125,7 +80,10 @@ def checkpoints_of_models(rank: int, world_size: int, arguments: dict[str, Any])
         each.close()
 
 
-def checkpoints_of_optimizers(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+@everywhere
+def test_torchs_checkpoint_gets_and_sets_whole_optimizers(
+    rank: int, world_size: int, arguments: dict[str, Any]
+) -> None:
     """What torch.distributed.checkpoint.state_dict gets of a trained pair makes a new pair go on with the same bits."""
 
     def pair() -> tuple[ShardedModel, ShardedOptimizer]:
@@ -153,7 +111,8 @@ def checkpoints_of_optimizers(rank: int, world_size: int, arguments: dict[str, A
         closing.close()
 
 
-def adapters_are_merged_and_unloaded(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+@everywhere
+def test_adapters_are_merged_and_unloaded(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """peft merges into the sharded weights, of which some are tied: what is left computes and is saved as plain."""
     reference: Any = lora.make()
     with torch.no_grad():
@@ -175,11 +134,10 @@ def adapters_are_merged_and_unloaded(rank: int, world_size: int, arguments: dict
     model.close()
 
 
-CASES = [
-    adapters_are_merged_and_unloaded,
-    of_the_module_itself,
-    fp32_into_16_bits,
-    libraries_save_whole_files,
-    checkpoints_of_models,
-    checkpoints_of_optimizers,
-]
+def test_masters_are_in_our_optimizer_state_dict_and_not_in_that_of_torchs_checkpoint() -> None:
+    model = wrap(dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train_step(model, optimizer, dtype=torch.bfloat16)
+    states = checkpoint.get_optimizer_state_dict(model, optimizer, options=FULL)
+    assert "masters" not in states
+    assert optimizer.state_dict()["masters"]

@@ -3,22 +3,72 @@
 import copy
 import io
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import GeminiError, ShardedModel, ShardedOptimizer
-from tests import lora, state_dicts
+from gemini import GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from tests import lora
+from tests.harness.on_ranks import on_ranks_with
 from tests.mlp import Mlp, adam, assert_same, build, inputs, train_step, weights_of, wrap
-from tests.plain_copies import Parts
+from tests.plain_copies import Parts, are_whole
+
+WRAPS: list[dict[str, Any]] = [{}, {"stage": 1, "shard_strategy": "tensor"}]
+everywhere = on_ranks_with("arguments", {1: [{}], 2: WRAPS}, timeout_s=90)
 
 
-@pytest.mark.parametrize("case", state_dicts.CASES, ids=lambda case: case.__name__)
-def test_one_rank_has_whole_state_dicts(case: Callable[[int, int, dict[str, Any]], None]) -> None:
-    case(0, 1, {})
+@everywhere
+def test_state_dicts_of_the_wrapped_module_itself_are_whole(
+    rank: int, world_size: int, arguments: dict[str, Any]
+) -> None:
+    """Whole copies of the module, of a part of it and of a plain module around it; loading goes the same ways."""
+    model = wrap(make=Parts, **arguments)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train_step(model, optimizer)
+    wanted = weights_of(model)
+    state = model.module.state_dict()
+    assert are_whole(state)
+    assert_same(dict(state), wanted)
+    assert state["tied.weight"] is state["layers.0.weight"]
+    assert state["tied.weight"] is not model.module.state_dict()["tied.weight"], "a copy of its own for every call"
+    plain = build(Parts)
+    assert state._metadata == plain.state_dict()._metadata == model.state_dict()._metadata
+    plain.load_state_dict(state)
+    part = model.module.layers[2].state_dict(prefix="a.")
+    assert_same(dict(part), {f"a.{name}": wanted[f"layers.2.{name}"] for name in ("weight", "bias")})
+    outer = nn.ModuleDict({"trunk": model.module})
+    assert_same(dict(outer.state_dict()), {f"trunk.{name}": value for name, value in wanted.items()})
+    train_step(model, optimizer, 1)
+    assert_same(dict(state), wanted)
+    for assign in (False, True):
+        train_step(model, optimizer, 2)
+        model.module.load_state_dict(wanted, assign=assign)
+        assert_same(weights_of(model), wanted)
+    model.module.layers[2].load_state_dict({name: value + 1 for name, value in build().layers[3].state_dict().items()})
+    assert torch.equal(model.state_dict()["layers.2.bias"], build().layers[3].bias + 1)
+    train_step(model, optimizer, 3)  # the parameters are still those that the optimizer has
+    model.close()
+
+
+@everywhere
+def test_fp32_values_loaded_into_16_bits_are_the_masters(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    """Weights loaded into the wrapped module make masters as those that the model itself loads do."""
+    hashes = []
+    for through_module in (False, True):
+        model = wrap(dtype=torch.bfloat16, **arguments)
+        optimizer = ShardedOptimizer(model, adam(model.parameters()))
+        train_step(model, optimizer, dtype=torch.bfloat16)
+        exact = {name: value / 3 for name, value in build().state_dict().items()}
+        assert not torch.equal(exact["layers.0.weight"], exact["layers.0.weight"].bfloat16())
+        (model.module if through_module else model).load_state_dict(exact)
+        masters = optimizer.state_dict()["masters"]
+        assert torch.equal(masters[0], exact["layers.0.weight"])
+        train_step(model, optimizer, 1, dtype=torch.bfloat16)
+        hashes.append(state_hash(model, optimizer))
+        model.close()
+    assert hashes[0] == hashes[1]
 
 
 def test_parts_of_one_chunk_are_copied_alone() -> None:
@@ -59,7 +109,7 @@ def test_a_module_that_writes_its_own_state_has_whole_tensors_in_it() -> None:
     wanted = module[0].weight.detach().clone()
     model = ShardedModel(module, device="emulated")
     state = model.module.state_dict()
-    assert state_dicts.are_whole(state)
+    assert are_whole(state)
     assert torch.equal(state["0.kernel"], wanted)
 
 
@@ -174,12 +224,3 @@ def test_an_optimizers_state_is_a_view_by_parameter() -> None:
         optimizer.state[nn.Parameter(torch.zeros(2))]
     with pytest.raises(KeyError):
         optimizer.state[weight]["momentum"]
-
-
-def test_masters_are_in_our_optimizer_state_dict_and_not_in_that_of_torchs_checkpoint() -> None:
-    model = wrap(dtype=torch.bfloat16)
-    optimizer = ShardedOptimizer(model, adam(model.parameters()))
-    train_step(model, optimizer, dtype=torch.bfloat16)
-    states = state_dicts.checkpoint.get_optimizer_state_dict(model, optimizer, options=state_dicts.FULL)
-    assert "masters" not in states
-    assert optimizer.state_dict()["masters"]
