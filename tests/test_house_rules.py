@@ -230,6 +230,14 @@ def test_a_state_is_written_by_its_own_method_only() -> None:
     assert not found, "\n".join(found)
 
 
+def test_how_gradients_accumulate_is_chosen_once() -> None:
+    """The store makes the way for one rank or for several; no other part of it asks how many ranks there are."""
+    asking = re.compile(r"world_size (==|!=|>|>=|<|<=) \d")
+    parts = ("accumulate", "arrivals", "grad_homes", "grad_memory", "grads", "leftovers", "reduce", "unsynced")
+    texts = {part: (ROOT / f"gemini/executor/{part}.py").read_text() for part in parts}
+    assert [part for part, text in texts.items() for _ in asking.findall(text)] == ["grads"]
+
+
 def test_the_rule_about_states_sees_what_it_should() -> None:
     importing = "from gemini.chunks.gradient import ChunkGradient\ndef f(gradient):\n    gradient.%s = None\n"
     assert written_states("gemini/executor/any.py", importing % "slot")

@@ -196,6 +196,20 @@ MUTANTS = [
         PAIRS,
     ),
     Mutant(
+        "a gradient takes any step that its caller asks for",
+        "gemini/chunks/gradient.py",
+        "        if state not in _NEXT[self.state]:\n",
+        "        if False:\n",
+        "tests/test_grad_states.py",
+    ),
+    Mutant(
+        "the slot that a reduction reads is not waited for",
+        "gemini/executor/reduce.py",
+        "            if gradient.state is GradState.REDUCING or self._memory.lacks_slot(gradient):\n",
+        "            if gradient.state is GradState.REDUCING:\n",
+        f"{TWO_RANKS}[llama]",
+    ),
+    Mutant(
         "gradient slots are not zeroed",
         "gemini/executor/grad_memory.py",
         "        if not fired:\n            view.zero_()",
