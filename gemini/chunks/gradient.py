@@ -165,6 +165,8 @@ class ChunkGradient:
             self.expects = [None] * len(self.fired)
             self.state = state
             return
+        if state is not GradState.CLOSED:
+            self.state = state  # first: what an interrupted transition has opened is closed after it
         if slot is not None:
             self.payload, self.views = slot.views[self.chunk.index]
         elif state is GradState.AT_HOME:
@@ -180,7 +182,7 @@ class ChunkGradient:
             self.expects = [None] * len(self.fired)
         else:
             self.expect()
-        self.state = state  # last: an interrupted transition can be made again
+        self.state = state  # CLOSED last: nothing of an interrupted transition stays
 
     def become_reduced(self, state: ReducedState, backward: int = 0) -> None:
         """The reduced gradient is elsewhere, or used up. Raises RuntimeError for a step that no gradient makes.

@@ -120,9 +120,10 @@ class GradMemory:
         self._num_open -= gradient.state in (GradState.IN_SLOT, GradState.SPILLED)
         if gradient.slot is not None:
             self.pools[gradient.chunk.oversize].vacate(gradient.slot)
-        if gradient.spilled is not None:
-            self.tiers.give(gradient.spilled, "spilled gradients")
-        gradient.become(GradState.CLOSED)
+        spilled = gradient.spilled
+        gradient.become(GradState.CLOSED)  # first: an interrupted close must not give this memory back twice
+        if spilled is not None:
+            self.tiers.give(spilled, "spilled gradients")
 
     def _slot_for(self, gradient: ChunkGradient) -> Slot:
         """A slot with views of the chunk's parameters, which is the chunk's from now on."""
@@ -164,9 +165,9 @@ class GradMemory:
         index, ends = gradient.chunk.index, (self.host.name, "gradient slot")
         with self.observer.moving("unspill", index, *ends, spilled.nbytes, "gradients of it, or its reduction"):
             self.tiers.transfer.copy(payload, spilled)
+        gradient.become(GradState.IN_SLOT, slot)
         self.tiers.give(spilled, "spilled gradients")
         wait_on_stream(payload)
-        gradient.become(GradState.IN_SLOT, slot)
 
     def widen(self, gradient: ChunkGradient, backward: int) -> None:
         """From the second micro-batch on a 16-bit shard is added up in fp32; its room is kept for later steps.

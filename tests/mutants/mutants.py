@@ -1058,4 +1058,11 @@ MUTANTS = [
         "for name_of_parameter, parameter in module.named_parameters(recurse=False):",
         "tests/test_torch_wrappers.py::test_wrappers_that_shard_or_reduce_themselves_are_refused_by_name",
     ),
+    Mutant(
+        "an interrupted opening of a gradient leaves it closed",
+        "gemini/chunks/gradient.py",
+        "        if state is not GradState.CLOSED:\n            self.state = state  # first",
+        "        if False:\n            self.state = state  # first",
+        "tests/test_interrupted_lines.py",
+    ),
 ]
