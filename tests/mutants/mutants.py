@@ -53,14 +53,14 @@ MUTANTS = [
         "gemini/executor/executor.py",
         "            self._staying.outdate(chunk)\n",
         "            pass\n",
-        "tests/dist/test_small_parameters.py",
+        "tests/features/test_small_parameters_that_stay.py",
     ),
     Mutant(
         "a slot for many small gradients keeps what it held",
         "gemini/executor/grad_memory.py",
         "            payload.flat.zero_()\n            content = Content.ZERO\n",
         "            content = Content.ZERO\n",
-        "tests/dist/test_small_parameters.py",
+        "tests/features/test_small_parameters_that_stay.py",
     ),
     Mutant(
         "nodes do not pin what they have unpacked",
@@ -172,14 +172,14 @@ MUTANTS = [
         "gemini/executor/arrivals.py",
         "        if gradient.is_reduced and (gradient.in_place or gradient.resumes(backward)):\n",
         "        if False:\n",
-        "tests/test_small_parameters.py",
+        "tests/features/test_small_parameters.py",
     ),
     Mutant(
         "gradients that wait when a backward ends stay there",
         "gemini/executor/grads.py",
         "        self._collect_begun()\n        self.in_backward = False\n",
         "        self.in_backward = False\n",
-        "tests/test_small_parameters.py",
+        "tests/features/test_small_parameters.py",
     ),
     Mutant(
         "pieces of a gradient are added to the sum of micro-batches one by one",

@@ -4,41 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, safe_get_full_grad
 from tests import mlp
-
-WIDTH = 8
-LAYERS = 50
-CHUNK_NUMEL = 64 * 256  # a parameter takes 256 elements
-
-
-class Chain(nn.Module):
-    """Layers of which the caller chooses some; each may run a second time inside reentrant checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4, WIDTH))
-        self.table = nn.Embedding(16, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor, used: slice = slice(None), again: str = "") -> Tensor:
-        x = x * self.scale + self.table(torch.arange(x.size(0)) % 7)
-        for layer in self.layers[used]:
-            x = x + torch.tanh(layer(x))
-            if again == "inside":
-                x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=True)
-            elif again == "outside":
-                x = checkpoint(layer, x, use_reentrant=True) + layer(x)
-        return x
-
-
-def loss_of(model: nn.Module, step: int, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype or torch.float32)
-    loss: Tensor = model(x, **how).float().square().mean()
-    return loss
+from tests.small_parameters import CHUNK_NUMEL, LAYERS, WIDTH, Chain, loss_of, raw_grads
 
 
 def pairs(dtype: torch.dtype | None = None, **arguments: Any) -> list[tuple[Any, Any]]:
@@ -48,12 +18,6 @@ def pairs(dtype: torch.dtype | None = None, **arguments: Any) -> list[tuple[Any,
     plain = mlp.build(Chain)
     plain = plain if dtype is None else plain.to(dtype)
     return [(model, ShardedOptimizer(model, mlp.adam(model.parameters()))), (plain, mlp.adam(plain.parameters()))]
-
-
-def raw_grads(model: nn.Module) -> int:
-    """Gradients that are where autograd puts them."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return sum(parameter.grad is not None for parameter in model.parameters())
 
 
 @mlp.both_dtypes
