@@ -142,7 +142,7 @@ def _facts(training: Training) -> dict[str, Any]:
     report = getattr(training.model, "memory_report", None)
     if report is None:
         return {}
-    device, host = training.model._tiers  # type: ignore[misc]
+    device, host = training.model.chunk_manager.memory.tiers  # type: ignore[misc]
     return {
         "model_data_device_bytes": device.ledger.peak_bytes,
         "model_data_host_bytes": host.ledger.peak_bytes,

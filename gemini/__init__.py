@@ -20,6 +20,7 @@ from gemini.errors import (
     StaleGraphError,
     UnsupportedError,
 )
+from gemini.executor.chunk_manager import ChunkManager
 from gemini.launch import launch_from_torch
 from gemini.model.estimate import MemoryEstimate, estimate_memory
 from gemini.model.external import register_external_parameter, unregister_external_parameter
@@ -66,6 +67,7 @@ __all__ = [
     "BudgetError",
     "CPUAdam",
     "ChunkDemand",
+    "ChunkManager",
     "ChunkShardStrategy",
     "Demand",
     "DivergenceError",

@@ -16,7 +16,7 @@ MODEL_DATA = ("param", "grad", "master", "optim")
 
 def state_bytes(model: ShardedModel) -> dict[str, int]:
     """Bytes at rest on this rank, on both tiers, by kind."""
-    ledgers = [tier.ledger.bytes_by_kind for tier in model._tiers]
+    ledgers = [tier.ledger.bytes_by_kind for tier in model.chunk_manager.memory.tiers]
     return {kind: sum(ledger[kind] for ledger in ledgers) for kind in MODEL_DATA}
 
 

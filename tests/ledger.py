@@ -33,7 +33,7 @@ def measured(model: ShardedModel) -> tuple[dict[str, int], dict[str, int]]:
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters()))
     optimizer.backward(mlp.loss_of(model, dtype=next(model.parameters()).dtype).float() / 2**10)
     optimizer.step()
-    device, host = model._tiers
+    device, host = model.chunk_manager.memory.tiers
     return dict(device.ledger.bytes_by_kind), dict(host.ledger.bytes_by_kind)
 
 
@@ -42,7 +42,7 @@ def assert_equals_ledger(wrap: dict[str, Any], world_size: int) -> None:
     estimate = estimate_memory(module, world_size=world_size, **wrap)
     model = ShardedModel(module, device="emulated", **wrap)
     device, host = measured(model)
-    assert model._tiers[1].mapped_bytes == estimate.host_bytes, wrap
+    assert model.chunk_manager.memory.tiers[1].mapped_bytes == estimate.host_bytes, wrap
     model.close()
     for found, wanted in ((estimate.device, device), (estimate.host, host)):
         assert {k: n for k, n in found.items() if n} == {k: n for k, n in wanted.items() if n}, wrap

@@ -58,7 +58,10 @@ def trains_like_plain(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     assert_same(
         peft.get_peft_model_state_dict(model.module, state_dict=state), peft.get_peft_model_state_dict(reference)
     )
-    held = {kind: sum(tier.ledger.bytes_by_kind[kind] for tier in model._tiers) for kind in ("param", "grad", "optim")}
+    held = {
+        kind: sum(tier.ledger.bytes_by_kind[kind] for tier in model.chunk_manager.memory.tiers)
+        for kind in ("param", "grad", "optim")
+    }
     every = list(reference.parameters())
     frozen, trained = (sum(p.numel() for p in every if p.requires_grad is flag) for flag in (False, True))
     shards = world_size if wrap.get("stage", 3) == 3 else 1

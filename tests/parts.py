@@ -105,7 +105,7 @@ class Pair:
 
     def held(self, kind: str) -> int:
         """Bytes of a kind on both tiers."""
-        return sum(tier.ledger.bytes_by_kind[kind] for tier in self.model._tiers)
+        return sum(tier.ledger.bytes_by_kind[kind] for tier in self.model.chunk_manager.memory.tiers)
 
 
 def unfreezes(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ def memory(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
         now = bytes_now()
         assert {kind: now[kind] * LAYERS for kind in kinds} == {kind: full[kind] * count for kind in kinds}
         budget = pair.model.plan.budget_bytes
-        assert budget is None or pair.model._tiers[0].ledger.peak_bytes <= budget
+        assert budget is None or pair.model.chunk_manager.memory.tiers[0].ledger.peak_bytes <= budget
     pair.model.close()
 
 

@@ -97,7 +97,7 @@ def train_sharded(
         model.observer.counts["fetch"] + model.observer.counts["prefetch"],
         sum(len(slots) > 1 for slots in slots_of.values()),
         any(len({c.index for c in op.chunks}) > 1 for op in model.operators),
-        model._tiers[0].ledger.peak_bytes,
+        model.chunk_manager.memory.tiers[0].ledger.peak_bytes,
         model.plan.budget_bytes,
         model.observer.counts["spill"],
         executor.gradients.memory.peak_open,

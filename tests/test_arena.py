@@ -116,7 +116,7 @@ def test_room_that_was_given_up_counts_for_what_comes_next_and_the_budget_holds(
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_a_step_maps_no_memory_once_the_first_ones_are_done(dtype: torch.dtype | None) -> None:
     model, optimizer = mlp.sharded("smallest", dtype=dtype)
-    host, mapped = model._tiers[1], []
+    host, mapped = model.chunk_manager.memory.tiers[1], []
     for step in range(5):
         mlp.loss_of(model, step, dtype).backward()
         mlp.train_step(model, optimizer, step, dtype)

@@ -24,7 +24,10 @@ def test_autocast_equals_the_plain_module_under_autocast(place: str) -> None:
             losses.append(loss.detach())
         assert torch.equal(*losses)
     assert_same(weights_of(model), weights_of(reference))
-    assert model.plan.budget_bytes is None or model._tiers[0].ledger.peak_bytes <= model.plan.budget_bytes
+    assert (
+        model.plan.budget_bytes is None
+        or model.chunk_manager.memory.tiers[0].ledger.peak_bytes <= model.plan.budget_bytes
+    )
 
 
 @everywhere

@@ -132,7 +132,7 @@ def test_host_memory_that_ends_at_the_optimizer_state_is_refused_there(make: Any
     with pytest.raises(BudgetError, match=r"host: .*optim.*host_memory=") as e:
         ShardedOptimizer(model, make(model.parameters()))
     assert e.value.tier == "host" and e.value.budget_bytes == 2 * state_bytes + room < e.value.needed_bytes
-    assert model._tiers[1].ledger.bytes_by_kind["optim"] == 0
+    assert model.chunk_manager.memory.tiers[1].ledger.bytes_by_kind["optim"] == 0
     assert_same(weights_of(model), weights_of(build()))
     optimizer = ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     reference = build()

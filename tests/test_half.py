@@ -286,7 +286,7 @@ def test_embeddings_that_renormalise_keep_their_masters() -> None:
 def test_weights_from_before_edits_are_counted_and_freed_by_the_step() -> None:
     trained = half.Trained(0, 1, False, PLACES["cuda"])
     trained.step(0)
-    ledger = trained.model._tiers[1].ledger.bytes_by_kind
+    ledger = trained.model.chunk_manager.memory.tiers[1].ledger.bytes_by_kind
     with torch.no_grad():
         trained.weight.norm()
         trained.weight.data.norm()

@@ -160,7 +160,7 @@ def test_state_of_what_is_frozen_rests_on_the_host_where_the_device_is_full() ->
                 layer.requires_grad_((number < 3) == (step % 2 == 0))
             mlp.train_step(module, optimizer, step)
         mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
-    device, host = model._tiers
+    device, host = model.chunk_manager.memory.tiers
     assert device.ledger.peak_bytes <= budget
     placed = zip(model.plan.demand.chunks, model.plan.placement.homes, strict=True)
     tiers = {(chunk.is_frozen, homes["optim"]) for chunk, homes in placed}
@@ -199,7 +199,7 @@ def test_state_that_groups_need_later_is_there_or_comes_with_the_step() -> None:
         sgd = torch.optim.SGD([{"params": weights[:2], "momentum": 0.9}, {"params": weights[2:4]}], lr=0.1)
         optimizers.append(ShardedOptimizer(model, sgd) if module is model else sgd)
         optimizers[-1].add_param_group({"params": weights[4:6], "momentum": 0.5})
-    held = [tier.ledger.bytes_by_kind["optim"] for tier in model._tiers]
+    held = [tier.ledger.bytes_by_kind["optim"] for tier in model.chunk_manager.memory.tiers]
     assert sum(held) == 4 * 2 * mlp.CHUNK_NUMEL, "of the two chunks whose groups have momentum"
     for step in range(4):
         for module, optimizer in zip((model, plain), optimizers):
@@ -211,7 +211,9 @@ def test_state_that_groups_need_later_is_there_or_comes_with_the_step() -> None:
             optimizer.step()
             optimizer.zero_grad()
         mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
-    assert sum(tier.ledger.bytes_by_kind["optim"] for tier in model._tiers) == 4 * 3 * mlp.CHUNK_NUMEL
+    assert (
+        sum(tier.ledger.bytes_by_kind["optim"] for tier in model.chunk_manager.memory.tiers) == 4 * 3 * mlp.CHUNK_NUMEL
+    )
 
 
 @pytest.mark.parametrize("model_data_memory", [None, 24000, 30000, 40000])

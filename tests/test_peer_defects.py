@@ -207,7 +207,7 @@ def test_close_removes_every_hook_and_gives_the_memory_back() -> None:
     train_step(model, ShardedOptimizer(model, adam(model.parameters())))
     model.close()
     assert not any(getattr(m, table) for m in module.modules() for table in tables)
-    assert model._tiers[0].ledger.total_bytes == 0
+    assert model.chunk_manager.memory.tiers[0].ledger.total_bytes == 0
     for p in module.parameters():
         with torch._C.DisableTorchFunctionSubclass():
             assert not p._backward_hooks

@@ -98,14 +98,14 @@ def test_an_error_that_a_launch_does_not_clear_is_not_swallowed(runtime: Runtime
 def test_memory_is_registered_once_when_a_model_is_wrapped_and_once_for_its_optimizer(runtime: Runtime) -> None:
     model = mlp.wrap("cpu", dtype=torch.bfloat16)
     assert runtime.num_registered == 1
-    assert sum(runtime.ranges.values()) == model._tiers[1].ledger.total_bytes
+    assert sum(runtime.ranges.values()) == model.chunk_manager.memory.tiers[1].ledger.total_bytes
     optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
     for step in range(2):
         mlp.train_step(model, optimizer, step, torch.bfloat16)
         mlp.loss_of(model, step, torch.bfloat16).backward()  # two micro-batches: fp32 sums, which no plan knows of
         mlp.train_step(model, optimizer, step, torch.bfloat16)
     assert runtime.num_registered == 2
-    registered, total = sum(runtime.ranges.values()), model._tiers[1].ledger.total_bytes
+    registered, total = sum(runtime.ranges.values()), model.chunk_manager.memory.tiers[1].ledger.total_bytes
     assert registered == total - 4 * mlp.CHUNK_NUMEL * mlp.LAYERS, "all but the sums"
     del model, optimizer
 
@@ -121,7 +121,7 @@ def test_what_is_unfrozen_later_is_registered_beside_what_there_is(runtime: Runt
     module.requires_grad_(True)
     mlp.train_step(model, optimizer, 1)
     assert before.items() < runtime.ranges.items(), "nothing was registered again"
-    host = model._tiers[1]
+    host = model.chunk_manager.memory.tiers[1]
     assert sum(runtime.ranges.values()) == host.mapped_bytes == host.ledger.total_bytes
     for turn in range(4):  # room that is given up is found again
         module.layers[: 2 + turn].requires_grad_(turn % 2 == 1)

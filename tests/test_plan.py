@@ -82,7 +82,7 @@ def test_the_minimum_of_a_wrapped_model_trains_and_one_byte_less_is_refused() ->
     model, optimizer = mlp.sharded("smallest")
     assert model.plan.budget_bytes == least
     mlp.train_step(model, optimizer)
-    assert model._tiers[0].ledger.peak_bytes <= least
+    assert model.chunk_manager.memory.tiers[0].ledger.peak_bytes <= least
     with pytest.raises(BudgetError) as refused:
         ShardedModel(mlp.build(), device="emulated", chunk_size=mlp.CHUNK_NUMEL, model_data_memory=least - 1)
     assert refused.value.needed_bytes == least

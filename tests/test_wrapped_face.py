@@ -77,7 +77,7 @@ def test_the_memory_report_tells_what_is_where() -> None:
     for step in range(2):
         train_step(model, optimizer, step)
     report = model.memory_report()
-    device, host = model._tiers
+    device, host = model.chunk_manager.memory.tiers
     for word in ("device", "host", "slots", "gradient slots", "param", "grad", "optim", "total", "peak"):
         assert word in report, word
     assert "policy auto" in report

@@ -303,7 +303,7 @@ def test_building_holds_no_more_than_the_model_an_operator_and_a_chunk() -> None
                 module = build()
             model = ShardedModel(module, chunk_size=8192, device="emulated", tensor_placement_policy="cpu")
             optimizer = ShardedOptimizer(model, HybridAdam(model.parameters()))
-            rest = sum(tier.ledger.total_bytes for tier in model._tiers)
+            rest = sum(tier.ledger.total_bytes for tier in model.chunk_manager.memory.tiers)
         assert rest >= 4 * whole and optimizer is not None
         assert live.peak_bytes <= rest + operator + 8192 * 4 + 2048
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.gradient import ChunkGradient
+from gemini.executor.chunk_manager import ChunkManager, OptimizerPart, StateStore
 from gemini.executor.executor import Executor
 from gemini.executor.masters import follow_edits, full_precision, round_as_master, set_weights, weights_of
 from gemini.memory.transfer import ready
@@ -28,36 +28,22 @@ from gemini.placement.demand import Kind
 from sharding import ALIGNMENT, ShardLayout, Unit, round_up
 
 
-class GradientUser(Protocol):
-    """The optimizer that gradients are for."""
-
-    def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
-        """What the step will multiply stored gradients by, as far as it is known: 1 / loss scale, clip coefficient."""
-
-    def before_gradient_write(self) -> None:
-        """A gradient is about to change: what it was clipped by takes effect, and its norm is stale. Local."""
-
-    def forget_summary(self) -> None:
-        """A gradient was changed: its norm is stale. What was asked to clip to stays. Local."""
-
-
-class StateStore(Protocol):
-    """What an optimizer keeps."""
-
-    def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
-        """The states that a parameter has; empty where it has no memory for any."""
-
-    def flat_of(self, chunk: Chunk, name: str) -> Tensor:
-        """(optim_numel,) a state where it rests; zeros where this rank has no memory for it yet."""
-
-
 class States:
     """All states of one model's parameters."""
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.optimizer: GradientUser | None = None  # once there is one
-        self.kept: StateStore | None = None  # the optimizer's
+    def __init__(self, manager: ChunkManager) -> None:
+        self.manager = manager
+        self.executor = manager.step
+
+    @property
+    def optimizer(self) -> OptimizerPart | None:
+        """Of the model, once there is one."""
+        return self.manager.optimizer
+
+    @property
+    def kept(self) -> StateStore | None:
+        """What the optimizer keeps."""
+        return None if self.optimizer is None else self.optimizer.states
 
     def weights(self, chunk: Chunk) -> WeightAccess:
         """The weights in the dtype in which they are used."""

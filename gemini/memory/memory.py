@@ -22,6 +22,11 @@ class Memory:
         self.slots = SlotPools(device, "slots")  # of payloads
         self.gradient_slots = SlotPools(device, "gradient slots")
 
+    @property
+    def tiers(self) -> tuple[MemoryTier, HostTier]:
+        """Device and host."""
+        return self.device, self.host
+
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host
 

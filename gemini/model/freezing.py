@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError, GeminiError
-from gemini.executor.executor import Executor
+from gemini.executor.chunk_manager import ChunkManager
 from gemini.executor.masters import master_from_weights
 from gemini.executor.rehoming import Rehoming, StateOwner
 from gemini.placement.demand import Kind
@@ -39,18 +39,24 @@ class Freezing:
 
     def __init__(
         self,
-        executor: Executor,
+        manager: ChunkManager,
         managed: list[ManagedParameter],
         plan: Plan,
     ) -> None:
-        self._executor = executor
+        self._manager = manager
+        self._executor = manager.step
         self._managed = managed
         self._parameters = [each.parameter for each in managed]
         self._flags = [each.requires_grad for each in managed]
         self.plan = plan
-        self.owner: StateOwner | None = None
         self.unfrozen: set[int] = set()  # indices of parameters that were frozen when the model was wrapped, or later
         self.flags_raised: set[int] = set()  # parameters whose flags were raised since memory followed, unless plain
+
+    @property
+    def owner(self) -> StateOwner | None:
+        """Who keeps optimizer state, if anybody does."""
+        optimizer = self._manager.optimizer
+        return None if optimizer is None else optimizer.states
 
     def settle(self) -> None:
         """Bring memory in line with the flags, if one has changed. Collective then.

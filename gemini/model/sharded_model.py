@@ -12,19 +12,11 @@ from torch import nn
 from gemini.access.states import States
 from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError
-from gemini.executor.binding import Binding
-from gemini.executor.executor import Executor
-from gemini.executor.fetcher import Fetcher
-from gemini.executor.grad_memory import GradMemory
-from gemini.executor.grads import GradStore
+from gemini.executor.chunk_manager import ChunkManager
 from gemini.executor.leftovers import Becomes
 from gemini.executor.operator import Operator
-from gemini.executor.scratch import Scratch
-from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.collector import uncollected
-from gemini.memory.host import HostTier
 from gemini.memory.memory import Memory
-from gemini.memory.tier import MemoryTier
 from gemini.model.aliases import tie_aliases, warn_of_ties
 from gemini.model.arguments import check_module, choose_tiers
 from gemini.model.budgets import read_free
@@ -129,15 +121,10 @@ class ShardedModel(PlainView):
                 device_tier.capacity_bytes, host_tier.capacity_bytes = first.budget.device, first.budget.host
                 self._show(module)
                 self.settings = settings
-                self._memory = memory
-                self.observer = Observer()
-                self._tiers: tuple[MemoryTier, HostTier] = (device_tier, host_tier)
-                self._chunks: list[Chunk] = chunks
-                self._optimizer: object | None = None
                 for store in wrapping.stores:
                     store.go_over(communicator)
                     store.release_all()  # what was edited is home before anything moves
-                self._build(chunks, operators, gathers, communicator, weights, first, wrapping.moves)
+                self._build(chunks, memory, operators, gathers, communicator, weights, first, wrapping.moves)
                 communicator.wait_for_all("model is wrapped")
                 close_empty(wrapping.stores, communicator)
         except BaseException as error:
@@ -150,6 +137,7 @@ class ShardedModel(PlainView):
     def _build(
         self,
         chunks: list[Chunk],
+        memory: Memory,
         operators: list[FoundOperator],
         gathers: bool,
         communicator: Communicator,
@@ -158,28 +146,15 @@ class ShardedModel(PlainView):
         moves: Moves,
     ) -> None:
         """Take memory, move the weights in, install hooks."""
-        memory = self._memory
-        placement, demand = plan.placement, plan.demand
         move_buffers_in(self.module, communicator, memory.device, moves)
-        move_in(chunks, placement, demand, communicator, memory, moves)
-        binding = Binding(chunks, memory, ReleasedParameter)
-        fetcher = Fetcher(chunks, memory, communicator, binding, self.observer)
-        memory.slots.open(*zip(demand.slot_bytes, placement.num_slots, strict=True))
-        stage = self.settings.stage
-        grads = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
-        memory.gradient_slots.open(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
-        for chunk in chunks:
-            if chunk.trainable:
-                grads.add(chunk)
-        shared = SharedHomes(fetcher, grads)
-        scratch = Scratch(memory.device, demand.scratch_bytes)
-        gradients = GradStore(grads, shared, scratch, communicator, fetcher.next_use, stage)
-        self.executor = Executor(chunks, fetcher, gradients, communicator)
-        self._states = States(self.executor)
+        move_in(chunks, plan.placement, plan.demand, communicator, memory, moves)
+        self.chunk_manager = ChunkManager(chunks, memory, plan, communicator, self.settings.stage, ReleasedParameter)
+        self.executor = self.chunk_manager.step
+        self._states = States(self.chunk_manager)
         saved_tensors = SavedTensors(self.executor)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
         self._places: list[tuple[str, int]] = []  # of parameters, when they were last checked
-        self.freezing = Freezing(self.executor, self._managed, plan)
+        self.freezing = Freezing(self.chunk_manager, self._managed, plan)
         for managed in self._managed:
             link = Link(managed, self._states, self.freezing, saved_tensors)
             managed.parameter._gemini = link  # type: ignore[attr-defined]
@@ -257,6 +232,11 @@ class ShardedModel(PlainView):
         self._places = places
 
     @property
+    def observer(self) -> Observer:
+        """Is told of every move of a chunk; `model.observer.listen(...)` hears of them."""
+        return self.chunk_manager.observer
+
+    @property
     def operators(self) -> list[Operator]:
         """The model's operators, in order of registration: what is fetched and released together."""
         return self._table.operators
@@ -291,7 +271,7 @@ class ShardedModel(PlainView):
 
         Raises nothing of its own.
         """
-        return memory_table(self._memory, self.plan, self.executor)
+        return memory_table(self.chunk_manager.memory, self.plan, self.executor)
 
     def close(self) -> None:
         """Remove all hooks and give slots and process group back. Collective. The model cannot be used afterwards.
@@ -302,6 +282,4 @@ class ShardedModel(PlainView):
             raise GeminiError("close() inside a backward")
         self._hooks.remove()
         self._copies.remove()
-        self.executor.fetcher.close()
-        self._memory.gradient_slots.close()
-        self.executor.communicator.close()
+        self.chunk_manager.close()

@@ -23,8 +23,7 @@ def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Opti
     """Raises unless `optimizer` is a plain one without state, of type `sharded` neither, and the model's first."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, sharded):
         raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")
-    if model._optimizer is not None:
-        raise UnsupportedError("this model has a ShardedOptimizer already")
+    model.chunk_manager.refuse_second()
     if any(int(entry.get("step", 1)) for entry in optimizer.state.values()):
         raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
 

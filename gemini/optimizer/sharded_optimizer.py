@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.executor.leftovers import Becomes
 from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm, checked_model
+from gemini.optimizer.chunk_optimizer import ChunkOptimizer
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.chunk_update import ChunkUpdates
 from gemini.optimizer.clipping import Clipping
@@ -106,21 +106,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scaling = Scaling(model.executor, self._chunk_states, scale)
         prepare(model.executor.fetcher.device.device)
         self._take_states()
-        model.freezing.owner = self._chunk_states
         self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)
         self._clipping = Clipping(model.executor.gradients)
         self._num_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
-        model._optimizer = self
-        model.executor.gradients.scaled_loss.is_expected = True
-        model._states.optimizer, model._states.kept = self, self._chunk_states
+        model.chunk_manager.attach(ChunkOptimizer(self._chunk_states, self._scaling, self._clipping))
 
     def _take_states(self) -> None:
         """Memory for all states. Raises BudgetError, and holds nothing then."""
         homes = self.model.plan.placement.homes
         with self.model.executor.publishing(), torch.inference_mode(False), torch.no_grad():
-            tiers = {chunk: homes[chunk.index][Kind.OPTIM] for chunk in self.model._chunks if chunk.trainable}
+            tiers = {
+                chunk: homes[chunk.index][Kind.OPTIM] for chunk in self.model.chunk_manager.chunks if chunk.trainable
+            }
             try:
                 self._chunk_states.reserve(tiers)
                 for chunk, tier in tiers.items():
@@ -208,20 +207,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         executor.check_idle(what)
         if any(chunk.pins for chunk in executor.chunks):
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
-
-    def forget_summary(self) -> None:
-        """Take the norm again: gradients were changed by hand. For gemini itself. Local; raises nothing."""
-        self._clipping.summary = None
-
-    def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
-        """What the next step will multiply `managed`'s gradient by. For gemini itself. Local; raises nothing."""
-        is_ours = self._chunk_states.group(managed) is not None
-        return 1.0 / self.loss_scale, self._clipping.coefficient(self.loss_scale) if is_ours else 1.0
-
-    def before_gradient_write(self) -> None:
-        """Apply a requested clip before a gradient is changed by hand. For gemini itself. Local; raises nothing."""
-        if self._clipping.summary is not None:
-            self._clipping.take_effect(self.loss_scale, self._chunk_states.ungrouped())
 
     def _summarize(self, norm_type: float) -> GradientSummary:
         """What all ranks must know. Who cannot update says so before it, while nobody has changed anything."""

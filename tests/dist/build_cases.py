@@ -97,16 +97,16 @@ def memory_while_building(rank: int, world_size: int, name: str, source: str | N
         operator = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in module.modules()) * FP32
         buffers = sum(b.nbytes for b in module.buffers())
         model = ShardedModel(module, device="emulated", tensor_placement_policy="cpu")
-        wrap_rest = sum(tier.ledger.total_bytes for tier in model._tiers)
+        wrap_rest = sum(tier.ledger.total_bytes for tier in model.chunk_manager.memory.tiers)
         wrap_peak = live.peak_bytes
         optimizer = ShardedOptimizer(model, HybridAdam(model.parameters()))
-        rest = sum(tier.ledger.total_bytes for tier in model._tiers)
+        rest = sum(tier.ledger.total_bytes for tier in model.chunk_manager.memory.tiers)
         peak = live.peak_bytes
     assert optimizer is not None
     return {
         "numel": numel,
         "operator": operator,
-        "chunk": max(chunk.payload_bytes for chunk in model._chunks if not chunk.oversize),
+        "chunk": max(chunk.payload_bytes for chunk in model.chunk_manager.chunks if not chunk.oversize),
         "buffers": buffers,
         "num_parameters": len(list(model.parameters())),
         "context peak": context_peak,

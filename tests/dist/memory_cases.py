@@ -29,7 +29,7 @@ def ledger_after_a_step(rank: int, world_size: int, wrap: dict[str, Any]) -> dic
         optimizer.step()
         collectives = model.executor.communicator.collectives
         sent = [sent[1], collectives.bytes_sent]
-    device, host = model._tiers
+    device, host = model.chunk_manager.memory.tiers
     kinds = {
         kind: device.ledger.peak_by_kind[kind] + host.ledger.peak_by_kind[kind]
         for kind in ("param", "grad", "master", "optim", "slots", "gradient slots")
@@ -66,8 +66,8 @@ def device_storage_bytes(model: ShardedModel) -> int:
             for slot in pool.slots + pool.held:
                 add(slot.buffer)
     add(executor.gradients.scratch._buffer)
-    if model._optimizer is not None:
-        for state in model._optimizer._states.values():
+    if model.chunk_manager.optimizer is not None:
+        for state in model.chunk_manager.optimizer.states.by_chunk.values():
             for flat in state.flats.values():
                 if state.tier == "device":
                     add(flat)
@@ -87,7 +87,7 @@ def live_tensors_within_budget(rank: int, world_size: int, budget: int) -> dict[
         optimizer.step()
         largest = max(largest, device_storage_bytes(model))
         gc.collect()
-    ledger = model._tiers[0].ledger
+    ledger = model.chunk_manager.memory.tiers[0].ledger
     return {
         "storages": largest,
         "ledger": ledger.peak_bytes,
@@ -105,7 +105,7 @@ def steady_state_allocations(rank: int, world_size: int) -> tuple[int, int]:
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         if step in (1, 11):
-            counts.append(sum(tier.ledger.num_takes for tier in model._tiers))
+            counts.append(sum(tier.ledger.num_takes for tier in model.chunk_manager.memory.tiers))
     return counts[0], counts[1]
 
 

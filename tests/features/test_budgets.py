@@ -117,7 +117,7 @@ def test_a_model_at_the_least_budget_has_the_bits_of_one_without_a_budget(policy
         assert model.plan.packing is packing
         results.append(weights_of(model))
         if budget is not None:
-            assert model._tiers[0].ledger.peak_bytes <= budget
+            assert model.chunk_manager.memory.tiers[0].ledger.peak_bytes <= budget
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
 
@@ -130,7 +130,7 @@ def test_host_memory_that_a_smaller_chunk_size_fits_is_enough() -> None:
     least = refused.value.needed_bytes
     assert least is not None and (refused.value.tier, refused.value.budget_bytes) == ("host", 1000)
     model = ShardedModel(build(Uneven), host_memory=least, **options)
-    assert model._tiers[1].ledger.peak_bytes <= least
+    assert model.chunk_manager.memory.tiers[1].ledger.peak_bytes <= least
     with pytest.raises(BudgetError, match=f"host: {least} bytes"):
         ShardedModel(build(Uneven), host_memory=least - 1, **options)
 
@@ -165,7 +165,7 @@ def test_ranks_that_read_different_free_memory_go_by_the_least(rank: int, world_
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
     losses = [float(train_step(model, optimizer, step)) for step in range(2)]
     assert losses[1] < losses[0]
-    device, host = model._tiers
+    device, host = model.chunk_manager.memory.tiers
     budget = model.plan.budget_bytes
     assert budget is not None and device.capacity_bytes == budget and host.capacity_bytes is not None
     homes = {tier for its in model.plan.placement.homes for tier in its.values()}
@@ -205,7 +205,7 @@ def test_ranks_at_the_least_budget_have_the_bits_of_ranks_without_one(rank: int,
         results.append(weights_of(model))
         numbers.append(model.plan.packing.chunk_bytes)
         if budget is not None:
-            assert model._tiers[0].ledger.peak_bytes <= budget
+            assert model.chunk_manager.memory.tiers[0].ledger.peak_bytes <= budget
         model.close()
     assert numbers[1] < numbers[0]
     assert_same(results[1], results[0])

@@ -47,7 +47,7 @@ def test_a_kept_payload_and_its_home_are_one_memory(rank: int, world_size: int) 
     for step in range(3):
         before = model.executor.communicator.collectives.calls["all_gather"]
         train_step(model, optimizer, step)
-    kinds = model._tiers[0].ledger.peak_by_kind
+    kinds = model.chunk_manager.memory.tiers[0].ledger.peak_by_kind
     payloads = [chunk.payload_bytes for chunk in model.executor.chunks]
     assert kinds["param"] * world_size == sum(payloads)
     room = sum(payloads) + max(payloads)
@@ -106,7 +106,7 @@ def a_view_outlives_a_step(rank: int, world_size: int, spare_bytes: int | None) 
         train_step(model, optimizer, step)
         train_step(reference, its, step)
     before = weights_of(model)
-    bytes_before = model._tiers[0].ledger.total_bytes
+    bytes_before = model.chunk_manager.memory.tiers[0].ledger.total_bytes
     views: list[Tensor] = []
     if rank == 0:
         layer = model.layers[2]
@@ -125,7 +125,7 @@ def a_view_outlives_a_step(rank: int, world_size: int, spare_bytes: int | None) 
     optimizer.zero_grad()
     for view in views:
         assert torch.equal(view, before["layers.2.weight"]), "the view has its memory alone"
-        assert model._tiers[0].ledger.total_bytes == bytes_before + PAYLOAD_BYTES
+        assert model.chunk_manager.memory.tiers[0].ledger.total_bytes == bytes_before + PAYLOAD_BYTES
     train_step(reference, its, 2)
     views.clear()
     view = None  # type: ignore[assignment]
@@ -133,7 +133,7 @@ def a_view_outlives_a_step(rank: int, world_size: int, spare_bytes: int | None) 
         train_step(model, optimizer, step)
         train_step(reference, its, step)
     assert_same(weights_of(model), weights_of(reference))
-    assert model._tiers[0].ledger.total_bytes == bytes_before, "what the view had is given back"
+    assert model.chunk_manager.memory.tiers[0].ledger.total_bytes == bytes_before, "what the view had is given back"
     return said
 
 

@@ -101,14 +101,14 @@ def run(rank: int, world_size: int, way: str, bounded: bool) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             optimizer.step()
         assert optimizer.last_step is not None and (optimizer.last_step.skipped is not None) is (step == 3)
-    ledger = model._tiers[0].ledger
+    ledger = model.chunk_manager.memory.tiers[0].ledger
     facts = {
         "losses": [str(loss) for loss in losses],
         "hash": state_hash(model, optimizer),
         "budget": budget,
         "peak": ledger.peak_bytes,
         "evictions": model.observer.counts["evict"],
-        "host": model._tiers[1].ledger.peak_bytes,
+        "host": model.chunk_manager.memory.tiers[1].ledger.peak_bytes,
         "chunks": len(model.executor.chunks),
     }
     model.close()

@@ -124,11 +124,11 @@ def work_counts(model: ShardedModel) -> dict[str, Any]:
         "spills": [moves.counts["spill"], executor.gradients.memory.peak_open],
         "links": {
             link: num_bytes
-            for link, num_bytes in sorted(model._memory.transfer.traffic.bytes_by_link.items())
+            for link, num_bytes in sorted(model.chunk_manager.memory.transfer.traffic.bytes_by_link.items())
             if num_bytes
         },
     }
-    for tier in model._tiers:
+    for tier in model.chunk_manager.memory.tiers:
         ledger = tier.ledger
         peaks = {str(kind): peak for kind, peak in sorted(ledger.peak_by_kind.items()) if peak}
         counts[tier.name] = {"peak": ledger.peak_bytes, "end": ledger.total_bytes, **peaks}

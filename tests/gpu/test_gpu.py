@@ -40,7 +40,7 @@ def test_training_gives_the_plain_loops_bits(
     if place != "half":  # what fits on the device, or has a slot for every chunk, is never evicted
         assert (model.observer.counts["evict"] > 0) == (place == "smallest")
     if place in ("cpu", "smallest"):
-        assert model._memory.transfer.traffic.bytes_by_link["host->device"] > 0
+        assert model.chunk_manager.memory.transfer.traffic.bytes_by_link["host->device"] > 0
 
 
 @DTYPES
@@ -219,7 +219,7 @@ def test_the_allocators_figures_stay_inside_the_budget(part: int, cuda: torch.de
     budget = STATE_BYTES // part + 2**20
     model, optimizer = _wrapped(cuda, budget)
     _step(model, optimizer, x)  # slots take their memory inside the first forward, beside activations
-    device_tier = model._tiers[0]
+    device_tier = model.chunk_manager.memory.tiers[0]
     rounding = 512 * device_tier.ledger.num_takes + 64 * 1024  # the allocator's, and placeholders and buffers
     taken = _allocated(cuda) - base
     assert taken <= budget + rounding, "the module's own memory was kept, or more than the budget was taken"
@@ -237,11 +237,11 @@ def test_nothing_is_reserved_or_taken_after_warm_up(cuda: torch.device) -> None:
     for _ in range(3):
         _step(model, optimizer, x)
     reserved = torch.cuda.memory_reserved(cuda)
-    takes = [tier.ledger.num_takes for tier in model._tiers]
+    takes = [tier.ledger.num_takes for tier in model.chunk_manager.memory.tiers]
     for _ in range(STEADY_STEPS):
         _step(model, optimizer, x)
     assert torch.cuda.memory_reserved(cuda) == reserved
-    assert [tier.ledger.num_takes for tier in model._tiers] == takes
+    assert [tier.ledger.num_takes for tier in model.chunk_manager.memory.tiers] == takes
 
 
 def test_what_rests_on_the_host_is_pinned(cuda: torch.device) -> None:

@@ -1,0 +1,126 @@
+"""The chunk manager: the owner of a model's chunks, of their memory, of what ranks agree on, and of every move of them.
+
+Its parts refer downwards only: `step` calls both stores in written order, the stores know memory and communicator, and
+nothing below knows the manager. See "Objects" in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.errors import UnsupportedError
+from gemini.executor.binding import Binding
+from gemini.executor.executor import Executor
+from gemini.executor.fetcher import Fetcher
+from gemini.executor.grad_memory import GradMemory
+from gemini.executor.grads import GradStore
+from gemini.executor.rehoming import StateOwner
+from gemini.executor.scratch import Scratch
+from gemini.executor.shared_homes import SharedHomes
+from gemini.memory.memory import Memory
+from gemini.observe import Observer
+from gemini.placement.plan import Plan
+from gemini.ranks.communicator import Communicator
+
+
+class StateStore(StateOwner, Protocol):
+    """What an optimizer keeps of each chunk."""
+
+    def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
+        """The states that a parameter has; empty where it has no memory for any."""
+
+    def flat_of(self, chunk: Chunk, name: str) -> Tensor:
+        """(optim_numel,) a state where it rests; zeros where this rank has no memory for it yet."""
+
+
+class OptimizerPart(Protocol):
+    """What chunks and their parameters need of the model's optimizer."""
+
+    @property
+    def states(self) -> StateStore:
+        """What it keeps of each chunk."""
+
+    def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
+        """What the step will multiply stored gradients by, as far as it is known: 1 / loss scale, clip coefficient."""
+
+    def before_gradient_write(self) -> None:
+        """A gradient is about to change: what it was clipped by takes effect, and its norm is stale. Local."""
+
+    def forget_summary(self) -> None:
+        """A gradient was changed: its norm is stale. What was asked to clip to stays. Local."""
+
+
+class ChunkManager:
+    """Owns the chunks of one model on this rank, with their memory, and makes every move of them.
+
+    `ShardedModel` makes it, as `model.chunk_manager`. Its attributes may be read, and are not for writing. Local.
+
+    Args:
+        chunks: with their homes and the values in them.
+        memory: what the homes were taken of.
+        plan: says how many slots there are, and how much scratch.
+        communicator: of the ranks that share the chunks.
+        stage: of ZeRO, 0 to 3.
+        released_class: of parameters outside their operators.
+
+    Attributes:
+        chunks: all chunks of the model, in the order of `model.plan`.
+        memory: the tiers with their ledgers, copies between them, and the slots.
+        communicator: collectives, and what ranks agree on.
+        observer: is told of every move; `model.observer`.
+        params: the payloads in their slots, and what parameters show.
+        grads: gradients on their way, and at rest.
+        step: what happens to chunks in a forward, a backward and an update, in written order.
+        optimizer: the model's optimizer, as far as chunks need it. None before there is one.
+
+    Raises nothing of its own: slots and scratch take their memory at the first use.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        memory: Memory,
+        plan: Plan,
+        communicator: Communicator,
+        stage: int,
+        released_class: type[nn.Parameter],
+    ) -> None:
+        placement, demand = plan.placement, plan.demand
+        self.chunks = list(chunks)
+        self.memory = memory
+        self.communicator = communicator
+        self.observer = Observer()
+        self.optimizer: OptimizerPart | None = None
+        binding = Binding(self.chunks, memory, released_class)
+        self.params = Fetcher(self.chunks, memory, communicator, binding, self.observer)
+        memory.slots.open(*zip(demand.slot_bytes, placement.num_slots, strict=True))
+        grad_memory = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
+        memory.gradient_slots.open(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
+        for chunk in self.chunks:
+            if chunk.trainable:
+                grad_memory.add(chunk)
+        shared = SharedHomes(self.params, grad_memory)
+        scratch = Scratch(memory.device, demand.scratch_bytes)
+        self.grads = GradStore(grad_memory, shared, scratch, communicator, self.params.next_use, stage)
+        self.step = Executor(self.chunks, self.params, self.grads, communicator)
+
+    def attach(self, optimizer: OptimizerPart) -> None:
+        """Let chunks and parameters know the model's optimizer. Local. Raises UnsupportedError for a second one."""
+        self.refuse_second()
+        self.optimizer = optimizer
+        self.grads.scaled_loss.is_expected = True
+
+    def refuse_second(self) -> None:
+        """Raises UnsupportedError if the model has an optimizer. Local."""
+        if self.optimizer is not None:
+            raise UnsupportedError("this model has a ShardedOptimizer already")
+
+    def close(self) -> None:
+        """Give slots and process group back. Collective. Raises nothing of its own."""
+        self.params.close()
+        self.memory.gradient_slots.close()
+        self.communicator.close()
