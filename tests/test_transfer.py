@@ -111,6 +111,14 @@ def test_a_copy_on_another_stream_is_behind_those_of_its_regions(lane: CountingL
     assert lane.current.waited_for, "the slot is still read, and the home is still written"
 
 
+def test_a_copy_of_what_another_copy_brings_is_behind_it(lane: CountingLane) -> None:
+    slot, copies = region(Tier.DEVICE), made()
+    copies.copy(slot, region(Tier.HOST))
+    lane.current = Stream()
+    copies.copy(region(Tier.HOST), slot)
+    assert len(lane.current.waited_for) == 1
+
+
 def test_events_are_used_again(lane: CountingLane) -> None:
     copies, homes = made(), [region(Tier.HOST) for _ in range(3)]
     slot = region(Tier.DEVICE)
