@@ -15,7 +15,7 @@ import torch
 from gemini.chunks.gradient import ChunkGradient, GradState
 from gemini.executor.grad_homes import GradHomes
 from gemini.executor.grad_memory import GradMemory
-from gemini.executor.scratch import Scratch
+from gemini.memory.scratch import Scratch
 from gemini.ranks.communicator import Communicator
 
 

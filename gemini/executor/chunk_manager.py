@@ -19,9 +19,9 @@ from gemini.executor.fetcher import Fetcher
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.grads import GradStore
 from gemini.executor.rehoming import StateOwner
-from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.memory import Memory
+from gemini.memory.scratch import Scratch
 from gemini.observe import Observer
 from gemini.placement.plan import Plan
 from gemini.ranks.communicator import Communicator

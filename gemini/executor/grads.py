@@ -22,8 +22,8 @@ from gemini.executor.grad_memory import GradMemory
 from gemini.executor.leftovers import Becomes, Leftovers
 from gemini.executor.reduce import AccumulateAndReduce
 from gemini.executor.scaled_loss import ScaledLoss
-from gemini.executor.scratch import Scratch
 from gemini.executor.shared_homes import SharedHomes
+from gemini.memory.scratch import Scratch
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
 

@@ -17,8 +17,8 @@ from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient, UnsyncedState
 from gemini.executor.grad_homes import GradHomes
 from gemini.executor.grad_memory import GradMemory
-from gemini.executor.scratch import Scratch
 from gemini.memory.region import Region
+from gemini.memory.scratch import Scratch
 from gemini.memory.transfer import ready, wait_on_host, wait_on_stream
 from gemini.placement.demand import Tier
 from gemini.placement.scratch import tile_bytes
