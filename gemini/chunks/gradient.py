@@ -105,13 +105,13 @@ class ChunkGradient:
         """keeps_whole: the chunk's GRAD home, if it has one, has room for a whole payload."""
         home, count = chunk.homes.get(Kind.GRAD), len(chunk.parameters)
         keeps_whole = keeps_whole and chunk.gradient_dtype is chunk.dtype
-        whole = home.flat[: chunk.numel] if home is not None and keeps_whole and home.tier is Tier.DEVICE else None
+        whole = home[: chunk.numel] if home is not None and keeps_whole and home.tier is Tier.DEVICE else None
         is_alone = chunk.layout.world_size == 1
 
         # facts
         self.chunk: Final = chunk
         self.whole: Final = whole  # (numel,) on the device: a payload of its own, no slot needed
-        self.whole_views: Final = () if whole is None else chunk.views_of(whole)
+        self.whole_views: Final = () if whole is None else chunk.views_of(whole.flat)
         self.is_alone: Final = is_alone  # there is one rank: its gradient is the mean
         self.in_place: Final = whole is not None and is_alone  # what is written to `whole` is reduced already
         self.gaps: Final = _gaps(chunk)  # (start, end) of the paddings, in payload elements
@@ -170,7 +170,8 @@ class ChunkGradient:
         if slot is not None:
             self.payload, self.views = slot.views[self.chunk.index]
         elif state is GradState.AT_HOME:
-            self.payload, self.views = self.whole, self.whole_views
+            assert self.whole is not None
+            self.payload, self.views = self.whole.flat, self.whole_views
         else:
             self.payload, self.views = None, ()
         self.slot, self.spilled = slot, spilled
@@ -261,7 +262,7 @@ class ChunkGradient:
         if slot is not None:
             return Region(Tier.DEVICE, slot.views[self.chunk.index][0], slot.tickets)
         assert self.whole is not None
-        return Region(Tier.DEVICE, self.whole, self.resting.tickets)
+        return self.whole
 
     # -- what is expected of autograd
 

@@ -100,7 +100,8 @@ class GradMemory:
 
     def _may_write_home(self, gradient: ChunkGradient) -> bool:
         """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
-        return not gradient.is_reduced or (gradient.in_place and gradient.chunk.dtype.itemsize >= 4)
+        is_first = gradient.reduced_state is ReducedState.NONE
+        return is_first or (gradient.in_place and gradient.chunk.dtype.itemsize >= 4)
 
     def leave(self, gradient: ChunkGradient) -> None:
         """The payload goes to the other ranks: it is not open any more."""

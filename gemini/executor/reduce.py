@@ -153,7 +153,7 @@ class AccumulateAndReduce(Accumulation):
         rests_as_is = chunk.gradient_dtype is chunk.dtype
         if self._stage == 0 and not rests_as_is:
             whole = scratch.region(chunk.numel, chunk.gradient_dtype)
-        in_place = payload is gradient.whole or self._stage == 0
+        in_place = gradient.state is GradState.AT_HOME or self._stage == 0
         if in_place and len(chunk.layout.units) == 1:
             begin = chunk.layout.slices(chunk.rank)[0].payload_start
             out = whole[begin : begin + chunk.layout.shard_numel]
