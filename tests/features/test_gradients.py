@@ -215,3 +215,30 @@ def test_a_gradient_that_one_rank_alone_gives_is_an_error_on_all(rank: int, worl
 
     with pytest.raises(DivergenceError, match="ranks took different ways"):
         gives_and_steps()
+
+
+def test_a_function_may_return_the_parameter_beside_its_gradient() -> None:
+    pair = access.Pair(1, {})
+    pair.backward(0)
+    parameter, wanted = pair.both()[0]
+    both = torch.broadcast_tensors(parameter.grad, parameter)
+    for found, its in zip(both, torch.broadcast_tensors(wanted.grad, wanted), strict=True):
+        assert torch.equal(found, its)
+
+
+def test_the_gradient_of_a_parameter_without_elements() -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none, self.layer = nn.Parameter(torch.zeros(0, 3)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + self.none.sum()
+
+    model, optimizer = wrapped(Empty, {})
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.none.grad.shape == (0, 3)
+    assert model.none.grad.mul_(2).sum() == 0
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm == torch.tensor(20.0).sqrt(), "16 weights and 4 biases, each with a gradient of 1"
+    optimizer.step()
