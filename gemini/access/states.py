@@ -168,7 +168,6 @@ class FullPrecisionAccess(StateAccess):
         self.executor.fetcher.settle()  # a payload on its way would arrive with the old weights
         if chunk.holds_grad:
             self.executor.restore_parameters(chunk)
-        binding.write_back_one(managed)  # else an edit from before would count as one of the new weights
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes
         if has_master and managed.owns_master and values.dtype is not chunk.dtype:
             managed.has_fractions = True

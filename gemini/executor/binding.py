@@ -201,6 +201,7 @@ class Binding:
         """We have given the parameter new values, at home and in its payload: graphs from before are stale."""
         chunk = managed.chunk
         chunk.num_updates += 1
+        self.edited.get(chunk.index, set()).discard(managed.position)  # an edit from before is gone
         if chunk.bound and chunk.payload is not None:
             torch.autograd.graph.increment_version(managed.parameter)  # for what autograd saved without our hooks
             self._rebase_one(managed)
