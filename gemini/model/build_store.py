@@ -152,21 +152,23 @@ class BuildStore:
         self._check_open(wanted[0].name)
         chunks = sorted(dict.fromkeys(each.chunk for each in wanted), key=lambda chunk: chunk.index)
         before = self._position.now
-        with self.communicator.publishing(), torch.inference_mode(False), torch.no_grad():
-            for chunk in [chunk for chunk in self.binding.valid if chunk not in chunks and not chunk.pins]:
-                self._release(chunk)
-            for chunk in chunks:
-                members = [each for each in wanted if each.chunk is chunk]
-                self._position.set(members[0].operator, Phase.TOUCH)
-                self._fetch(chunk, members, overwrites)
-                chunk.pins += 1
-        try:  # what the user does inside and fails in is no failure of ours
-            yield
+        pinned: list[Chunk] = []
+        try:
+            with self.communicator.publishing(), torch.inference_mode(False), torch.no_grad():
+                for chunk in [chunk for chunk in self.binding.valid if chunk not in chunks and not chunk.pins]:
+                    self._release(chunk)
+                for chunk in chunks:
+                    members = [each for each in wanted if each.chunk is chunk]
+                    self._position.set(members[0].operator, Phase.TOUCH)
+                    self._fetch(chunk, members, overwrites)
+                    chunk.pins += 1
+                    pinned.append(chunk)
+            yield  # what the user does inside and fails in is no failure of ours
             if overwrites:
                 self.binding.valid[wanted[0].chunk].add(wanted[0].position)
         finally:
             self._position.now = before
-            for chunk in chunks:
+            for chunk in pinned:
                 chunk.pins -= 1
                 if not chunk.pins and chunk.plain:
                     self.binding.cover_chunk(chunk)
