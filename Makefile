@@ -46,7 +46,7 @@ check: $(STAMP)
 	$(PY) tests/check.py
 
 test: $(STAMP)
-	$(PY) -m pytest -q -n 2 --dist loadfile --durations=15 -m "not soak" tests
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "not soak" tests
 
 soak: $(STAMP)
 	$(PY) -m pytest -q --durations=15 --timeout=3600 -m soak tests

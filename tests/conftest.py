@@ -21,6 +21,25 @@ hypothesis.settings.register_profile("gemini", deadline=None)
 hypothesis.settings.load_profile("gemini")
 
 
+LONG = (
+    "tests/golden/test_golden.py",
+    "tests/test_many_parameters.py",
+    "tests/test_examples.py",
+    "tests/test_benchmarks.py",
+    "tests/dist/test_rank_failures.py",
+    "tests/dist/test_many_chunks.py",
+    "tests/dist/test_memory.py",
+    "tests/dist/test_building.py",
+    "tests/dist/test_compile.py",
+)
+"""Files with few tests that take long: they begin first. Workers that share a run by files would otherwise meet them
+last, as these have few tests, and one worker would be idle at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """`ranks(world_size).run(case, *args)` on gloo processes that live for the session."""

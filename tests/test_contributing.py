@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import conftest
 from tests.built_site import loaded_from_elsewhere
 from tests.check import CHECKED, LEFT_OUT
 
@@ -48,6 +49,10 @@ def test_the_quick_tests_are_there_and_start_no_ranks() -> None:
     folders = [file for path in CHECKED for file in (ROOT / path).glob("test_*.py")]
     files = [*folders, *(ROOT / path for path in CHECKED if path.endswith(".py"))]
     assert not [file.name for file in files if re.search(r"RankPool|on_ranks", file.read_text())]
+
+
+def test_the_files_that_begin_first_are_there() -> None:
+    assert [name for name in conftest.LONG if not (ROOT / name).is_file()] == []
 
 
 def test_hooks_before_a_commit_run_the_checkouts_own_tools() -> None:
