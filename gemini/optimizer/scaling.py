@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gemini.executor.executor import Executor
+from gemini.executor.grads import GradStore
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.loss_scale import LossScale
 
@@ -13,8 +13,8 @@ from gemini.optimizer.loss_scale import LossScale
 class Scaling:
     """The loss scale of one optimizer, which is on while weights in fp16 are trained."""
 
-    def __init__(self, executor: Executor, states: ChunkStates, scale: LossScale) -> None:
-        self._executor = executor
+    def __init__(self, gradients: GradStore, states: ChunkStates, scale: LossScale) -> None:
+        self._gradients = gradients
         self._states = states
         self._scale = scale
 
@@ -37,9 +37,9 @@ class Scaling:
         return scaled
 
     def _on_scaled_loss(self, grad: Tensor) -> None:
-        self._executor.gradients.scaled_loss.is_scaled = True
+        self._gradients.scaled_loss.is_scaled = True
         # end_backward() says so too, but not where nothing of the model is reached
-        torch.autograd.Variable._execution_engine.queue_callback(self._executor.gradients.scaled_loss.end)
+        torch.autograd.Variable._execution_engine.queue_callback(self._gradients.scaled_loss.end)
 
     def after_step(self, skipped: str | None) -> None:
         """The scale moves. skipped: the parameter for whose gradient nothing was updated. Raises GeminiError."""
@@ -49,6 +49,6 @@ class Scaling:
         before = scale.scale
         scale.update(skipped is not None)
         if scale.scale != before:
-            self._executor.gradients.leftovers.rescale(scale.scale / before)
+            self._gradients.leftovers.rescale(scale.scale / before)
         if skipped is not None:
             scale.refuse_endless_skips(skipped)

@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._chunk_states = ChunkStates(model.executor.fetcher, self._update, self.param_groups, group_of)
         self._states = self._chunk_states.by_chunk
         self.state = StateView(self._chunk_states)  # type: ignore[assignment]
-        self._scaling = Scaling(model.executor, self._chunk_states, scale)
+        self._scaling = Scaling(model.executor.gradients, self._chunk_states, scale)
         prepare(model.executor.fetcher.device.device)
         self._take_states()
         self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)

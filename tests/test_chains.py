@@ -1,0 +1,71 @@
+"""House rule: no expression goes through more than three attributes of ours, one after the other.
+
+Who writes `self.model.executor.gradients.end(...)` knows how four objects are made. Files that did so when the rule
+came are listed with how often they do; a number only goes down, and a file without any is taken off.
+"""
+
+import ast
+
+import pytest
+
+from tests.test_house_rules import PACKAGES, ROOT, sources
+
+MAX_ATTRIBUTES = 3
+LONG_CHAINS = {
+    "gemini/executor/rehoming.py": 2,
+    "gemini/executor/unsynced.py": 1,
+    "gemini/model/gradient.py": 2,
+    "gemini/model/operator_table.py": 1,
+    "gemini/optimizer/full_access.py": 1,
+    "gemini/optimizer/shard_view.py": 3,
+    "gemini/optimizer/sharded_optimizer.py": 4,
+}
+
+
+def our_attributes() -> set[str]:
+    """Names of attributes and methods of our classes."""
+    names = set()
+    for path in sources(*PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.ClassDef):
+                names.update(each.name for each in node.body if isinstance(each, ast.FunctionDef))
+                names.update(ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign))
+    return names
+
+
+def long_chains(text: str, names: set[str]) -> list[str]:
+    """Expressions `a.b.c.d.e` of the module `text` whose attributes are all ours."""
+    tree = ast.parse(text)
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            base, attributes = ast.unparse(node).split(".")[0], ast.unparse(node).split(".")[1:]
+            if base != "torch" and len(attributes) > MAX_ATTRIBUTES and names.issuperset(attributes):
+                found.append(f"{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def test_no_chain_of_our_attributes_is_longer_than_three_but_those_that_were() -> None:
+    names = our_attributes()
+    found = {path.relative_to(ROOT).as_posix(): long_chains(path.read_text(), names) for path in sources(*PACKAGES)}
+    too_many = {name: chains for name, chains in found.items() if len(chains) > LONG_CHAINS.get(name, 0)}
+    assert not too_many, "give the object what it needs when it is made"
+    fewer = {name: len(found.get(name, ())) for name, count in LONG_CHAINS.items() if len(found.get(name, ())) < count}
+    assert not fewer, "these have fewer now: lower LONG_CHAINS"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_long"),
+    [
+        ("self.a.b.c.d", True),
+        ("a.b.c.d.e(1)", True),
+        ("self.a.b.c", False),
+        ("torch.a.b.c.d", False),
+        ("x.a.b.c.z", False),
+    ],
+)
+def test_the_rule_about_chains_sees_what_it_should(text: str, is_long: bool) -> None:
+    assert bool(long_chains(text, set("abcde"))) == is_long
