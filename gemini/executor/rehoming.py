@@ -17,7 +17,7 @@ from gemini.executor.executor import Executor
 from gemini.executor.masters import master_from_weights
 from gemini.memory.region import Region
 from gemini.memory.slot import KeptSlot
-from gemini.memory.transfer import ready, wait_on_tier
+from gemini.memory.transfer import ready
 from gemini.observe import Moving
 from gemini.placement.demand import Demand, Kind, Placement, Tier
 
@@ -170,7 +170,6 @@ class Rehoming:
         home = chunk.homes[Kind.PARAM]
         if content is None:
             fetcher.memory.transfer.copy(home, before)
-            wait_on_tier(home)
             self._give_up(before, slot)
         else:
             home.flat.copy_(content)
@@ -198,7 +197,6 @@ class Rehoming:
         before, memory = chunk.homes[kind], self._fetcher.memory
         self._take(chunk, kind, target)
         memory.transfer.copy(chunk.homes[kind], before)
-        wait_on_tier(chunk.homes[kind])
         memory.give(before, kind)
 
     def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], owner: StateOwner | None) -> None:

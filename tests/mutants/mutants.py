@@ -919,8 +919,8 @@ MUTANTS = [
     Mutant(
         "a state that moves is copied from memory that is gone",
         "gemini/executor/rehoming.py",
-        "            wait_on_tier(home)\n            self._give_up(before, slot)\n",
-        "            self._give_up(before, slot)\n",
+        "            fetcher.memory.transfer.copy(home, before)\n            self._give_up(before, slot)\n",
+        "            self._give_up(before, slot)\n            fetcher.memory.transfer.copy(home, before)\n",
         "tests/test_late_copies.py",
     ),
     Mutant(
