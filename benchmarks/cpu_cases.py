@@ -127,16 +127,17 @@ def _rounds(cases: dict[str, Case], rank: int, rounds: int, tokens: Callable[[in
 
 
 def _facts(model: ShardedModel) -> dict[str, Any]:
-    executor, (device, host) = model.executor, model.chunk_manager.memory.tiers
+    manager = model.chunk_manager
+    device, host = manager.memory.tiers
     return {
-        "chunks": len(executor.chunks),
+        "chunks": len(manager.chunks),
         "chunk_bytes": model.plan.packing.chunk_bytes,
         "device_peak_bytes": device.ledger.peak_bytes,
         "host_peak_bytes": host.ledger.peak_bytes,
         "fetches": model.observer.num_fetches,
         "evictions": model.observer.counts["evict"],
         "bytes_by_link": dict(model.chunk_manager.memory.transfer.traffic.bytes_by_link),
-        "bytes_sent": executor.communicator.collectives.bytes_sent,
+        "bytes_sent": manager.communicator.collectives.bytes_sent,
         "memory_report": model.memory_report(),
     }
 

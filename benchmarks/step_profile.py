@@ -59,12 +59,12 @@ def profile(rank: int, world_size: int, tiny: bool, budget_bytes: int) -> dict[s
     case = ours(tiny, clips=True, budget_bytes=budget_bytes)
     clock = Clock()
     assert isinstance(case.model, ShardedModel)
-    executor = case.model.executor
-    clock.around(executor.fetcher, "fetch", "fetch_ahead", "settle")
-    clock.around(executor.gradients, "on_gradient", "before_touch", "end_backward")
-    clock.around(executor.gradients.accumulation, "reduce", "_finish")
+    manager = case.model.chunk_manager
+    clock.around(manager.params, "fetch", "fetch_ahead", "settle")
+    clock.around(manager.grads, "on_gradient", "before_touch", "end_backward")
+    clock.around(manager.grads.accumulation, "reduce", "_finish")
     clock.around(
-        executor.communicator.collectives,
+        manager.communicator.collectives,
         *("start_all_gather", "start_reduce_scatter", "all_reduce_sum_", "all_reduce_max_", "check"),
     )
     for step in range(WARM_UP):

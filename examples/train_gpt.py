@@ -369,8 +369,8 @@ def say_what_comes(settings: Settings, rank: int, world_size: int, num_parameter
 
 def memory_tiers(model: ShardedModel) -> dict[str, Any]:
     """The byte ledgers of this rank's tiers, by name."""
-    fetcher = model.executor.fetcher
-    return {"device": fetcher.device.ledger, "host": fetcher.host.ledger}
+    memory = model.chunk_manager.memory
+    return {"device": memory.device.ledger, "host": memory.host.ledger}
 
 
 def memory_now(model: ShardedModel) -> str:

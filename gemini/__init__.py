@@ -3,7 +3,7 @@
     model = ShardedModel(module, device_memory="20GiB")
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3))
 
-Reading order: placement, memory, chunks, executor, model, optimizer. See docs/architecture.md.
+Reading order: placement, memory, ranks, chunks, executor, access, model, optimizer. See docs/architecture.md.
 """
 
 from gemini import shadowing as shadowing  # stands first: it checks that `optim` and `sharding` below are ours

@@ -241,7 +241,9 @@ def bytes_per_parameter(rank: int, world_size: int, wrap: dict[str, Any]) -> tup
         trained = Trained(rank, world_size, reuse, wrap)
         for step in range(3):
             trained.step(step)
-        found.append(sum(state_bytes(trained.model).values()) / sum(c.numel for c in trained.model.executor.chunks))
+        found.append(
+            sum(state_bytes(trained.model).values()) / sum(c.numel for c in trained.model.chunk_manager.chunks)
+        )
         trained.model.close()
     return found[0], found[1]
 

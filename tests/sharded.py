@@ -89,10 +89,10 @@ def train_sharded(
     }
     if half:
         run.masters = {numbers[n]: master for n, master in saved["masters"].items()}
-    executor = model.executor
+    manager = model.chunk_manager
     facts = Facts(
-        len(executor.chunks),
-        sum(chunk.oversize for chunk in executor.chunks),
+        len(manager.chunks),
+        sum(chunk.oversize for chunk in manager.chunks),
         model.observer.counts["evict"],
         model.observer.counts["fetch"] + model.observer.counts["prefetch"],
         sum(len(slots) > 1 for slots in slots_of.values()),
@@ -100,8 +100,8 @@ def train_sharded(
         model.chunk_manager.memory.tiers[0].ledger.peak_bytes,
         model.plan.budget_bytes,
         model.observer.counts["spill"],
-        executor.gradients.memory.peak_open,
-        executor.communicator.collectives.bytes_sent,
+        manager.grads.memory.peak_open,
+        manager.communicator.collectives.bytes_sent,
     )
     return run, facts
 
@@ -115,13 +115,13 @@ def smallest_budget(case: ModelCase, recipe: Recipe, **wrap: Any) -> int:
 
 
 def _watch_slots(model: ShardedModel, slots_of: dict[int, set[int]]) -> None:
-    fetcher = model.executor.fetcher
+    params = model.chunk_manager.params
 
     def watch(move: Move) -> None:
-        chunk = model.executor.chunks[move.chunk]
+        chunk = model.chunk_manager.chunks[move.chunk]
         if move.what in ("fetch", "prefetch") and chunk.own_slot is None:
             slots_of.setdefault(chunk.index, set()).add(
-                next(i for i, s in enumerate(fetcher.pools[chunk.oversize].slots) if s.chunk == chunk.index)
+                next(i for i, s in enumerate(params.pools[chunk.oversize].slots) if s.chunk == chunk.index)
             )
 
     model.observer.listen(watch)

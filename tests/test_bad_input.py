@@ -284,7 +284,7 @@ def _replace(m: ShardedModel) -> None:
 def test_a_parameter_that_is_replaced_or_added_behind_the_models_back_is_noticed(
     replace: Callable[[ShardedModel], Any],
 ) -> None:
-    """The executor would go on training the ones that the module does not use any more."""
+    """Steps would go on training the ones that the module does not use any more."""
     model, optimizer = sharded()
     train_step(model, optimizer)
     with pytest.raises(GeminiError, match=r"parameter '.*' was added or replaced after ShardedModel"):

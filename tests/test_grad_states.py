@@ -29,7 +29,7 @@ LEGAL = {
 @pytest.fixture(scope="module")
 def chunk() -> Any:
     model = ShardedModel(build(), chunk_size=CHUNK_NUMEL)
-    yield model.executor.chunks[0]
+    yield model.chunk_manager.chunks[0]
     model.close()
 
 

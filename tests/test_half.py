@@ -107,10 +107,10 @@ def test_no_weights_are_left_between_backward_and_step_and_reading_them_brings_t
     assert half.state_bytes(trained.model)["grad"] == 0
     gradient = trained.weight.grad
     assert gradient is not None
-    home = trained.model.executor.chunks[2].homes["param"].flat  # type: ignore[index]
+    home = trained.model.chunk_manager.chunks[2].homes["param"].flat  # type: ignore[index]
     assert torch.equal(home[: gradient.numel()], gradient.flatten()), "the gradient is where the weights were"
     assert torch.equal(trained.weight, before["layers.2.weight"])
-    numel = trained.model.executor.chunks[2].numel
+    numel = trained.model.chunk_manager.chunks[2].numel
     assert half.state_bytes(trained.model)["grad"] == 2 * numel, "one chunk's gradient has memory of its own now"
     mlp.assert_same(mlp.weights_of(trained.model), before)
 
@@ -126,7 +126,7 @@ def test_micro_batches_are_said_to_take_the_memory_once() -> None:
         trained.backward(2)
         trained.backward(3)
         trained.optimizer.step()
-    kinds, numel = half.state_bytes(trained.model), sum(chunk.numel for chunk in trained.model.executor.chunks)
+    kinds, numel = half.state_bytes(trained.model), sum(chunk.numel for chunk in trained.model.chunk_manager.chunks)
     assert kinds["grad"] == (2 + 4) * numel, "a shard, and the fp32 sum"
 
 
@@ -154,7 +154,7 @@ def test_a_backward_that_fails_leaves_the_weights() -> None:
     x.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         trained.model(x).float().sum().backward()
-    assert any(chunk.holds_grad for chunk in trained.model.executor.chunks), "gradients were there already"
+    assert any(chunk.holds_grad for chunk in trained.model.chunk_manager.chunks), "gradients were there already"
     with torch.no_grad():
         trained.model(x)
     mlp.assert_same(mlp.weights_of(trained.model), before)
@@ -174,7 +174,7 @@ def test_loaded_weights_are_those_that_are_made_anew_of_their_masters(place: str
         assert torch.equal(safe_get_full_fp32_param(parameter), state[name].float()), "masters are what was given"
     before = mlp.weights_of(trained.model)
     trained.backward(0)
-    assert all(chunk.holds_grad for chunk in trained.model.executor.chunks)
+    assert all(chunk.holds_grad for chunk in trained.model.chunk_manager.chunks)
     trained.optimizer.zero_grad()
     mlp.assert_same(mlp.weights_of(trained.model), before)
 

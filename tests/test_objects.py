@@ -58,7 +58,7 @@ def test_nothing_refers_to_what_is_above_it(place: str) -> None:
         "optimizer": optimizer,
         "model": model,
         "hooks": model._hooks,
-        "freezing": model.freezing,
+        "trainability": model.trainability,
         "chunk manager": manager,
         "step": manager.step,
         "gradients": manager.grads,

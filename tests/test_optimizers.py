@@ -75,7 +75,7 @@ def test_groups_inside_one_chunk_keep_their_hyperparameters(place: str, kind: st
         return torch.optim.AdamW(groups, lr=1e-2, foreach=False)
 
     model, reference = wrap(place, chunk_size=2 * CHUNK_NUMEL), build()
-    assert all(len(chunk.parameters) >= 2 for chunk in model.executor.chunks)
+    assert all(len(chunk.parameters) >= 2 for chunk in model.chunk_manager.chunks)
     optimizer, plain_optimizer = ShardedOptimizer(model, grouped(model)), grouped(reference)
     assert len(optimizer.param_groups) == 2
     for step in range(4):

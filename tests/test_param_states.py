@@ -8,7 +8,7 @@ from tests import mlp
 
 
 def test_a_step_that_no_chunk_makes_raises_and_changes_nothing() -> None:
-    (resident, *_), (released, *_) = (mlp.wrap(place).executor.chunks for place in ("cuda", "smallest"))
+    (resident, *_), (released, *_) = (mlp.wrap(place).chunk_manager.chunks for place in ("cuda", "smallest"))
     assert resident.state is ParamState.RESIDENT
     assert released.state is ParamState.RELEASED
     for chunk, state in ((chunk, state) for chunk in (resident, released) for state in ParamState):
@@ -34,7 +34,7 @@ def test_each_state_holds_the_memory_that_it_says(place: str) -> None:
                 loss.backward()
             else:
                 optimizer.step()
-            for chunk in model.executor.chunks:
+            for chunk in model.chunk_manager.chunks:
                 seen.add(chunk.state)
                 gathered = chunk.state in (ParamState.GATHERED, ParamState.GATHERED_BESIDE_GRAD)
                 assert (chunk.slot is not None) == gathered

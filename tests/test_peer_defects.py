@@ -351,7 +351,7 @@ def test_fp32_clipping_equals_the_plain_loop(place: str) -> None:
 def test_a_model_that_is_dropped_gives_its_memory_back() -> None:
     model, optimizer = sharded("cuda")
     train_step(model, optimizer)
-    home = next(iter(model.executor.chunks[0].homes.values())).flat
+    home = next(iter(model.chunk_manager.chunks[0].homes.values())).flat
     alive = weakref.ref(home)
     del model, optimizer, home
     gc.collect()

@@ -56,7 +56,7 @@ def test_models_of_one_process_one_after_the_other_pin_the_same_addresses(runtim
 
 def test_memory_stays_registered_for_as_long_as_a_tensor_of_it_lives(runtime: Runtime) -> None:
     model, optimizer = trained()
-    homes: list[Any] = [home.flat for chunk in model.executor.chunks for home in chunk.homes.values()]
+    homes: list[Any] = [home.flat for chunk in model.chunk_manager.chunks for home in chunk.homes.values()]
     assert all(runtime.holds(flat) for flat in homes)
     model.close()
     del model, optimizer

@@ -55,7 +55,7 @@ QUIET = {
 @pytest.mark.parametrize("question", [*QUESTIONS, *QUIET])
 def test_questions_about_a_released_parameter_never_fetch(question: str) -> None:
     model, reference = wrap(), build()
-    model.executor.fetcher.release_all()
+    model.chunk_manager.params.release_all()
     for mine, theirs in zip(model.parameters(), reference.parameters()):
         if question in QUESTIONS:
             assert QUESTIONS[question](mine) == QUESTIONS[question](theirs)

@@ -101,7 +101,7 @@ def test_grad_is_the_plain_gradient_and_reading_it_changes_nothing(place: str) -
         for micro in range(2):
             loss_of(model, 10 * step + micro).backward()
             loss_of(reference, 10 * step + micro).backward()
-            before = state_hash(model, optimizer), optimizer.model.executor.gradients.num_backwards
+            before = state_hash(model, optimizer), optimizer.model.chunk_manager.grads.num_backwards
             for (name, mine), theirs in zip(model.named_parameters(), reference.parameters()):
                 if name.startswith("idle."):
                     assert mine.grad is None
@@ -117,7 +117,7 @@ def test_grad_is_the_plain_gradient_and_reading_it_changes_nothing(place: str) -
                 assert torch.equal(grad * 2, theirs.grad * 2)
                 assert torch.equal(grad.data.abs().max(), theirs.grad.abs().max())
                 assert torch.equal(torch.zeros_like(theirs.grad).add_(grad), theirs.grad)
-            assert (state_hash(model, optimizer), optimizer.model.executor.gradients.num_backwards) == before
+            assert (state_hash(model, optimizer), optimizer.model.chunk_manager.grads.num_backwards) == before
         optimizer.step()
         plain_optimizer.step()
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ gradients that users write to, plain copies. What is *local* is this rank's part
 the payload. What is *whole* is gathered from all ranks, (numel,) in the same order (`ParamPlace.shaped` gives it the
 parameter's shape), or given equally on all ranks. Nothing here holds more than one chunk's state.
 
-All of it is called between steps, after `Executor.check_idle`, so that nothing is on its way from or to a home.
+All of it is called between steps, after `Step.check_idle`, so that nothing is on its way from or to a home.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.gradient import ChunkGradient
 from gemini.executor.chunk_manager import ChunkManager, OptimizerPart, StateStore
-from gemini.executor.executor import Executor
 from gemini.executor.masters import follow_edits, full_precision, round_as_master, set_weights, weights_of
+from gemini.executor.step import Step
 from gemini.memory.transfer import ready
 from gemini.placement.demand import Kind
 from sharding import ALIGNMENT, ShardLayout, Unit, round_up
@@ -33,7 +33,7 @@ class States:
 
     def __init__(self, manager: ChunkManager) -> None:
         self.manager = manager
-        self.executor = manager.step
+        self.step = manager.step
 
     @property
     def optimizer(self) -> OptimizerPart | None:
@@ -47,21 +47,21 @@ class States:
 
     def weights(self, chunk: Chunk) -> WeightAccess:
         """The weights in the dtype in which they are used."""
-        return WeightAccess(self.executor, chunk)
+        return WeightAccess(self.step, chunk)
 
     def full_precision(self, chunk: Chunk) -> FullPrecisionAccess:
         """The fp32 masters of 16-bit weights; other weights themselves, in fp32 or fp64."""
-        return FullPrecisionAccess(self.executor, chunk)
+        return FullPrecisionAccess(self.step, chunk)
 
     def gradients(self, chunk: Chunk) -> GradientAccess | None:
         """The reduced gradients; None if no backward since the last step has left any in the chunk.
 
         Call `GradStore.catch_up()` before, which may be collective.
         """
-        gradient = self.executor.gradients.find(chunk)
+        gradient = self.step.grads.find(chunk)
         if gradient is None or not gradient.is_reduced:
             return None
-        return GradientAccess(self.executor, chunk, gradient, self.factors_of)
+        return GradientAccess(self.step, chunk, gradient, self.factors_of)
 
     def factors_of(self, managed: ManagedParameter) -> tuple[float, float]:
         """Stored gradients times both are what users see: 1 / loss scale, and what they are to be clipped by."""
@@ -75,7 +75,7 @@ class States:
     def of_optimizer(self, chunk: Chunk, name: str) -> FlatAccess:
         """A state that the optimizer keeps of the chunk, such as "exp_avg"."""
         assert self.kept is not None, "there is no optimizer"
-        return FlatAccess(self.executor, chunk, self.kept.flat_of(chunk, name))
+        return FlatAccess(self.step, chunk, self.kept.flat_of(chunk, name))
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The states for `of_optimizer` that a parameter has."""
@@ -85,10 +85,10 @@ class States:
 class StateAccess(ABC):
     """One state of the parameters of one chunk. Elements are counted as the optimizer counts them, in `optim_numel`."""
 
-    def __init__(self, executor: Executor, chunk: Chunk) -> None:
-        self.executor = executor
+    def __init__(self, step: Step, chunk: Chunk) -> None:
+        self.step = step
         self.chunk = chunk
-        self.device = executor.fetcher.device.device
+        self.device = step.params.device.device
 
     @abstractmethod
     def read(self, start: int, numel: int) -> Tensor:
@@ -110,7 +110,7 @@ class StateAccess(ABC):
         whole = self.read(0, self.chunk.optim_numel)
         if self.chunk.optim_layout.world_size > 1:
             own, whole = whole.to(self.device), whole.new_empty(self.chunk.numel, device=self.device)
-            self.executor.communicator.all_gather(whole, own, self.chunk.layout, self.chunk.index)
+            self.step.communicator.all_gather(whole, own, self.chunk.layout, self.chunk.index)
         return {each.index: self._shown(each, each.view(whole).to("cpu", copy=True)) for each in wanted}
 
     def join(self, managed: ManagedParameter, own: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class StateAccess(ABC):
         own = own.to(self.device)
         if managed.chunk.optim_layout.world_size == 1:
             return own
-        return _joined(self.executor, managed, own)
+        return _joined(self.step, managed, own)
 
     def _own(self, managed: ManagedParameter) -> Tensor:
         """A copy of this rank's part of a parameter, as it is kept."""
@@ -136,7 +136,7 @@ class WeightAccess(StateAccess):
         return weights_of(self.chunk, start, numel)
 
     def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
-        payload = self.executor.fetch(self.chunk)
+        payload = self.step.fetch(self.chunk)
         return {managed.index: managed.view(payload).to("cpu", copy=True) for managed in wanted}
 
 
@@ -147,11 +147,11 @@ class FullPrecisionAccess(StateAccess):
         return full_precision(self.chunk, start, numel)
 
     def _own(self, managed: ManagedParameter) -> Tensor:
-        self.executor.binding.write_back_one(managed)
+        self.step.binding.write_back_one(managed)
         return super()._own(managed)
 
     def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
-        self.executor.binding.write_back_all([self.chunk])
+        self.step.binding.write_back_all([self.chunk])
         return super().copies(wanted)
 
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
@@ -164,10 +164,10 @@ class FullPrecisionAccess(StateAccess):
         A master takes them as they are, and the weights are rounded. Where there is no master, or where `values` have
         the dtype of the weights, the weights are set: a master changes only where it rounds to another weight.
         """
-        chunk, binding = self.chunk, self.executor.binding
-        self.executor.fetcher.settle()  # a payload on its way would arrive with the old weights
+        chunk, binding = self.chunk, self.step.binding
+        self.step.params.settle()  # a payload on its way would arrive with the old weights
         if chunk.holds_grad:
-            self.executor.restore_parameters(chunk)
+            self.step.restore_parameters(chunk)
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes
         if has_master and managed.owns_master and values.dtype is not chunk.dtype:
             managed.has_fractions = True
@@ -186,8 +186,8 @@ class FullPrecisionAccess(StateAccess):
 class FlatAccess(StateAccess):
     """A state that rests in one flat tensor, (optim_numel,)."""
 
-    def __init__(self, executor: Executor, chunk: Chunk, flat: Tensor) -> None:
-        super().__init__(executor, chunk)
+    def __init__(self, step: Step, chunk: Chunk, flat: Tensor) -> None:
+        super().__init__(step, chunk)
         self._flat = flat
 
     def read(self, start: int, numel: int) -> Tensor:
@@ -213,12 +213,12 @@ class GradientAccess(FlatAccess):
 
     def __init__(
         self,
-        executor: Executor,
+        step: Step,
         chunk: Chunk,
         gradient: ChunkGradient,
         factors_of: Callable[[ManagedParameter], tuple[float, float]],
     ) -> None:
-        super().__init__(executor, chunk, ready(gradient.reduced()))
+        super().__init__(step, chunk, ready(gradient.reduced()))
         self._gradient = gradient
         self._factors_of = factors_of
 
@@ -241,7 +241,7 @@ class GradientAccess(FlatAccess):
         if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
             pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
             own = [values[piece.from_start(managed.offset).in_payload] for piece in pieces]
-            values = _joined(self.executor, managed, torch.cat([values[:0], *own]).to(self.device))
+            values = _joined(self.step, managed, torch.cat([values[:0], *own]).to(self.device))
         self.set_whole(managed, values)
 
     def _shown(self, managed: ManagedParameter, kept: Tensor) -> Tensor:
@@ -251,9 +251,9 @@ class GradientAccess(FlatAccess):
         return kept if clip == 1.0 else kept * clip
 
 
-def _joined(executor: Executor, managed: ManagedParameter, own: Tensor) -> Tensor:
+def _joined(step: Step, managed: ManagedParameter, own: Tensor) -> Tensor:
     """(numel,) the parts of all ranks, of which `own` is this one's, in the order of the payload. Collective."""
-    communicator = executor.communicator
+    communicator = step.communicator
     ranks = communicator.world_size
     pieces = managed.chunk.layout.owner_pieces(managed.offset, managed.numel)
     taken = [0] * ranks

@@ -126,7 +126,7 @@ class Chunk(LocalFacts):
     """One chunk on this rank: its facts, the memory of its states, and where its parameters are."""
 
     trainable: bool  # one of its parameters is: it has gradient, master and optimizer state
-    kept: frozenset[Kind] = frozenset()  # of a frozen chunk: states that its training left, see model/freezing.py
+    kept: frozenset[Kind] = frozenset()  # of a frozen chunk: states that its training left, see model/trainability.py
     parameters: list[ManagedParameter] = field(default_factory=list)
     raw: list[nn.Parameter] = field(default_factory=list)  # the parameters themselves, by position
     homes: dict[Kind, Region] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class Chunk(LocalFacts):
 
     @property
     def holds_grad(self) -> bool:
-        """The parameter home holds the reduced gradient now, see executor/shared_homes.py."""
+        """The parameter home holds the reduced gradient now, see executor/grad_in_param.py."""
         return self.state is ParamState.HOLDS_GRAD or self.state is ParamState.GATHERED_BESIDE_GRAD
 
     def become(self, state: ParamState, slot: Slot | None = None, payload: Tensor | None = None) -> None:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import UnsupportedError
 from gemini.executor.binding import Binding
-from gemini.executor.executor import Executor
-from gemini.executor.fetcher import Fetcher
+from gemini.executor.grad_in_param import GradInParam
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.grads import GradStore
-from gemini.executor.rehoming import StateOwner
-from gemini.executor.shared_homes import SharedHomes
+from gemini.executor.migrate import StateOwner
+from gemini.executor.params import ParamStore
+from gemini.executor.step import Step
 from gemini.memory.memory import Memory
 from gemini.memory.scratch import Scratch
 from gemini.observe import Observer
@@ -96,17 +96,17 @@ class ChunkManager:
         self.observer = Observer()
         self.optimizer: OptimizerPart | None = None
         binding = Binding(self.chunks, memory, released_class)
-        self.params = Fetcher(self.chunks, memory, communicator, binding, self.observer)
+        self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer)
         memory.slots.open(*zip(demand.slot_bytes, placement.num_slots, strict=True))
         grad_memory = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
         memory.gradient_slots.open(*zip(demand.gradient_slot_bytes, placement.num_gradient_slots, strict=True))
         for chunk in self.chunks:
             if chunk.trainable:
                 grad_memory.add(chunk)
-        shared = SharedHomes(self.params, grad_memory)
+        shared = GradInParam(self.params, grad_memory)
         scratch = Scratch(memory.device, demand.scratch_bytes)
         self.grads = GradStore(grad_memory, shared, scratch, communicator, self.params.next_use, stage)
-        self.step = Executor(self.chunks, self.params, self.grads, communicator)
+        self.step = Step(self.chunks, self.params, self.grads, communicator)
 
     def attach(self, optimizer: OptimizerPart) -> None:
         """Let chunks and parameters know the model's optimizer. Local. Raises UnsupportedError for a second one."""

@@ -14,8 +14,8 @@ from torch import nn
 
 from gemini.errors import GeminiError, torn
 from gemini.executor.calls import backward_runs
-from gemini.executor.fetcher import Fetcher
 from gemini.executor.grads import GradStore
+from gemini.executor.params import ParamStore
 from gemini.executor.underway import Underway
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
@@ -31,10 +31,10 @@ _DROPPED = (
 class Failures:
     """What one model does about failures. Where there are several ranks, Watchdog tells them."""
 
-    def __init__(self, underway: Underway, fetcher: Fetcher, gradients: GradStore, communicator: Communicator) -> None:
+    def __init__(self, underway: Underway, params: ParamStore, grads: GradStore, communicator: Communicator) -> None:
         self._underway = underway
-        self._fetcher = fetcher
-        self._gradients = gradients
+        self._params = params
+        self._grads = grads
         self._communicator = communicator
         self._torn_by = ""  # what left the state half changed, where there are no other ranks that need to know
 
@@ -47,7 +47,7 @@ class Failures:
         try:
             yield
         except BaseException as error:
-            interrupted = calls.end_above(depth) or (self._fetcher.in_step and not calls.by_thread)
+            interrupted = calls.end_above(depth) or (self._params.in_step and not calls.by_thread)
             if interrupted and _graph_task_id() == -1:
                 self._communicator.publish(error)
                 if not calls.by_thread:
@@ -63,11 +63,11 @@ class Failures:
         calls = self._underway.calls
         if _graph_task_id() != -1:
             return
-        if (calls.by_thread or self._fetcher.in_step) and not calls.still_run(entering):
+        if (calls.by_thread or self._params.in_step) and not calls.still_run(entering):
             calls.end_all()
             self._communicator.publish(_caught("forward"))
             self._drop_forward()
-        if self._gradients.in_backward and not backward_runs():
+        if self._grads.in_backward and not backward_runs():
             self._communicator.publish(_caught("backward"))
             if self._communicator.watch is None:
                 warnings.warn(f"a backward ended with an exception: {_DROPPED}", stacklevel=4)
@@ -82,16 +82,16 @@ class Failures:
             clear_our_frames()
             self._underway.forget_forward()
             self._communicator.position.now = 0
-            self._fetcher.start_anew()
+            self._params.start_anew()
 
     def abandon(self) -> None:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""
         clear_our_frames()
         self._underway.forget()
-        self._gradients.start_anew()
+        self._grads.start_anew()
         self._communicator.position.now = 0
-        self._fetcher.start_anew()
-        self._gradients.in_backward = False  # last: what is interrupted in here is done again
+        self._params.start_anew()
+        self._grads.in_backward = False  # last: what is interrupted in here is done again
 
     @contextmanager
     def tearing(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ class Failures:
             raise torn(self._torn_by)
         watch = self._communicator.watch
         if watch is not None and watch.failed:
-            if self._gradients.num_backwards:
+            if self._grads.num_backwards:
                 warnings.warn(f"a forward, backward or step ended with an exception: {_DROPPED}", stacklevel=4)
             self.abandon()
             self._communicator.restart()

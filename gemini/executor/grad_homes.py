@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from gemini.chunks.gradient import ChunkGradient, Content, ReducedState
+from gemini.executor.grad_in_param import GradInParam
 from gemini.executor.grad_memory import GradMemory
-from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.region import Region
 from gemini.memory.transfer import ready, wait_on_host
 from gemini.placement.demand import Tier
@@ -19,7 +19,7 @@ from gemini.placement.demand import Tier
 class GradHomes:
     """Of all trainable chunks of one model. All of it is local."""
 
-    def __init__(self, memory: GradMemory, shared: SharedHomes) -> None:
+    def __init__(self, memory: GradMemory, shared: GradInParam) -> None:
         self._memory = memory
         self._shared = shared
 

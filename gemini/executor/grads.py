@@ -18,11 +18,11 @@ from gemini.chunks.gradient import ChunkGradient
 from gemini.executor.accumulate import AccumulateInPlace, Accumulation
 from gemini.executor.arrivals import Arrivals, Waiting
 from gemini.executor.grad_homes import GradHomes
+from gemini.executor.grad_in_param import GradInParam
 from gemini.executor.grad_memory import GradMemory
 from gemini.executor.leftovers import Becomes, Leftovers
 from gemini.executor.reduce import AccumulateAndReduce
 from gemini.executor.scaled_loss import ScaledLoss
-from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.scratch import Scratch
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
@@ -37,7 +37,7 @@ class GradStore:
     def __init__(
         self,
         memory: GradMemory,
-        shared: SharedHomes,
+        shared: GradInParam,
         scratch: Scratch,
         communicator: Communicator,
         next_use: NextUse,

@@ -15,8 +15,8 @@ import torch
 from gemini.chunks.chunk import ManagedParameter
 from gemini.chunks.gradient import ChunkGradient, UnsyncedState
 from gemini.executor.grad_homes import GradHomes
+from gemini.executor.grad_in_param import GradInParam
 from gemini.executor.grad_memory import GradMemory
-from gemini.executor.shared_homes import SharedHomes
 from gemini.memory.transfer import ready
 
 
@@ -36,7 +36,7 @@ class Becomes(Enum):
 class Leftovers:
     """Of one model. All of it is local, and what it decides is equal on all ranks."""
 
-    def __init__(self, memory: GradMemory, homes: GradHomes, shared: SharedHomes) -> None:
+    def __init__(self, memory: GradMemory, homes: GradHomes, shared: GradInParam) -> None:
         self._memory = memory
         self._homes = homes
         self._shared = shared

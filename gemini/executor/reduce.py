@@ -18,7 +18,7 @@ import torch
 from gemini.chunks.gradient import ChunkGradient, GradState, UnsyncedState
 from gemini.executor.accumulate import Accumulation
 from gemini.executor.completion import Completion
-from gemini.executor.shared_homes import SharedHomes
+from gemini.executor.grad_in_param import GradInParam
 from gemini.executor.unsynced import UnsyncedSums
 from gemini.memory.region import Region
 from gemini.observe import Moving
@@ -45,7 +45,7 @@ class AccumulateAndReduce(Accumulation):
     is all that they share.
     """
 
-    _shared: SharedHomes
+    _shared: GradInParam
     _next_use: NextUse
     _stage: int
 

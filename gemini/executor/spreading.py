@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 
 from gemini.chunks.chunk import Chunk
-from gemini.executor.executor import Executor
+from gemini.executor.step import Step
 from gemini.memory.transfer import wait_on_stream
 from gemini.placement.demand import Kind, Tier
 
 
-def spread(executor: Executor, chunk: Chunk) -> None:
+def spread(step: Step, chunk: Chunk) -> None:
     """Whole weights of which every rank has updated its slices become whole again. Collective."""
-    fetcher, home = executor.fetcher, chunk.homes[Kind.PARAM]
+    params, home = step.params, chunk.homes[Kind.PARAM]
     with torch.no_grad():
         if home.tier is Tier.DEVICE:
             wait_on_stream(home)
-            fetcher.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
+            params.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
             return
-        payload = executor.fetch(chunk)
-        fetcher.communicator.all_gather(payload, None, chunk.layout, chunk.index)
-        fetcher.memory.transfer.copy(home, chunk.region())
+        payload = step.fetch(chunk)
+        params.communicator.all_gather(payload, None, chunk.layout, chunk.index)
+        params.memory.transfer.copy(home, chunk.region())
         wait_on_stream(chunk.region())

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.param_state import ParamState
-from gemini.executor.fetcher import Fetcher
+from gemini.executor.params import ParamStore
 
 
 class Staying:
     """The chunks of one model that stay, if all of them do or are at home."""
 
-    def __init__(self, chunks: Sequence[Chunk], fetcher: Fetcher) -> None:
+    def __init__(self, chunks: Sequence[Chunk], params: ParamStore) -> None:
         self._all = chunks
-        self._fetcher = fetcher
+        self._params = params
         self._chunks: list[Chunk] = []
 
     def note_placement(self) -> bool:
@@ -39,13 +39,13 @@ class Staying:
         """Gather what updates have made stale, and make all parameters plain. Collective."""
         stale = [chunk for chunk in self._chunks if chunk.state is ParamState.RELEASED]
         if stale:
-            self._fetcher.fetch_all(stale)
+            self._params.fetch_all(stale)
         for chunk in self._all:
-            self._fetcher.binding.bind(chunk)
+            self._params.binding.bind(chunk)
 
     def outdate(self, chunk: Chunk) -> None:
         """The chunk, which was gathered, is about to be updated: whoever uses it next gathers it again. Local."""
-        binding, slot = self._fetcher.binding, chunk.own_slot
+        binding, slot = self._params.binding, chunk.own_slot
         assert slot is not None and chunk.slot is slot
         binding.write_back(chunk)
         binding.outdate(chunk)

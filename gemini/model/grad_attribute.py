@@ -35,7 +35,7 @@ def set_grad(link: Link, value: Tensor | None) -> None:
     elif value is None:
         if link.states.optimizer is not None:
             link.states.optimizer.before_gradient_write()
-        link.executor.gradients.discard(link.managed)
+        link.step.grads.discard(link.managed)
     elif not isinstance(value, ReducedGradient):
         assign(link, value)
     elif not value.is_all_of(link.managed):
@@ -56,13 +56,13 @@ def set_own_grad(parameter: Tensor, value: Tensor | None) -> None:
 
 def refuse_write_in_hook(link: Link) -> None:
     """Raises UnsupportedError if a user's hook writes to weights of which several ranks have parts or copies."""
-    if link.in_user_hook and link.executor.communicator.world_size > 1:
+    if link.in_user_hook and link.step.communicator.world_size > 1:
         raise of_one_rank(link, "writes to the weights")
 
 
 def of_one_rank(link: Link, what: str) -> UnsupportedError:
     """A hook does something that ranks cannot do apart from one another."""
-    ranks = link.executor.communicator.world_size
+    ranks = link.step.communicator.world_size
     return UnsupportedError(
         f"a post-accumulate hook {what} of {link.managed.name!r}, and there are {ranks} ranks: "
         "inside a hook each rank has its own gradient, before the mean over ranks, so ranks would be trained "

@@ -26,7 +26,7 @@ class WholeGradient:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self._num_forgotten = link.executor.gradients.num_forgotten
+        self._num_forgotten = link.step.grads.num_forgotten
 
     @property
     def managed(self) -> ManagedParameter:
@@ -34,36 +34,36 @@ class WholeGradient:
 
     def stamp(self) -> tuple[object, ...]:
         """Equal as long as `gather()` would return the same values; equal on all ranks."""
-        gradients = self.link.executor.gradients
+        gradients = self.link.step.grads
         gradient = gradients.find(self.managed.chunk)  # None: frozen meanwhile
         num_writes = 0 if gradient is None else gradient.num_writes
         return gradients.num_forgotten, gradients.num_backwards, num_writes, self.link.states.factors_of(self.managed)
 
     def is_current(self) -> bool:
         """Neither used by a step nor discarded since."""
-        return self._num_forgotten == self.link.executor.gradients.num_forgotten and has_gradient(self.link)
+        return self._num_forgotten == self.link.step.grads.num_forgotten and has_gradient(self.link)
 
     def count_write(self) -> None:
         """Copies that were gathered before do not count any more."""
-        gradient = self.link.executor.gradients.find(self.managed.chunk)
+        gradient = self.link.step.grads.find(self.managed.chunk)
         if gradient is not None:
             gradient.num_writes += 1
 
     def gather(self) -> Tensor:
         """(numel,) A copy on the compute device, in the order of the payload. Collective where it is sharded."""
-        managed, executor = self.managed, self.link.executor
-        with executor.publishing(), torch.inference_mode(False), torch.no_grad():
+        managed, step = self.managed, self.link.step
+        with step.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
             reduced = self.link.states.gradients(managed.chunk)
-            if reduced is None or executor.gradients.of(managed.chunk).state is not GradState.CLOSED:
+            if reduced is None or step.grads.of(managed.chunk).state is not GradState.CLOSED:
                 raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
             return reduced.whole(managed)
 
     def write(self, whole: Tensor) -> None:
         """The step uses `whole`, which is as `gather()` returns it: of it this rank's part. Collective at stage 0."""
-        executor = self.link.executor
-        executor.check_idle(f"a write to the gradient of {self.managed.name!r}")
-        with executor.publishing(), torch.inference_mode(False), torch.no_grad():
+        step = self.link.step
+        step.check_idle(f"a write to the gradient of {self.managed.name!r}")
+        with step.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
             _write(self.link, whole)
 
@@ -80,9 +80,9 @@ def has_gradient(link: Link) -> bool:
 
     Local; collective if backwards under no_sync() have left their reduction for later.
     """
-    managed, gradients = link.managed, link.executor.gradients
+    managed, gradients = link.managed, link.step.grads
     if not gradients.in_backward:
-        with link.executor.publishing():
+        with link.step.publishing():
             gradients.catch_up()
     elif gradients.accumulation.awaits_reduction:
         raise GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
@@ -94,9 +94,9 @@ def has_gradient(link: Link) -> bool:
 
 def assign(link: Link, value: Tensor) -> None:
     """`parameter.grad = value`. Collective where no rank had a gradient of it. Raises before anything has changed."""
-    managed, executor = link.managed, link.executor
-    executor.check_idle(f"setting the gradient of {managed.name!r}")
-    with executor.publishing(), torch.inference_mode(False), torch.no_grad():
+    managed, step = link.managed, link.step
+    step.check_idle(f"setting the gradient of {managed.name!r}")
+    with step.publishing(), torch.inference_mode(False), torch.no_grad():
         if not isinstance(value, Tensor):
             raise TypeError(f"the gradient of {managed.name!r} must be a tensor or None, found {type(value).__name__}")
         value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
@@ -105,16 +105,16 @@ def assign(link: Link, value: Tensor) -> None:
                 f"the gradient of {managed.name!r} must be {tuple(managed.shape)} {managed.dtype}, found "
                 f"{tuple(value.shape)} {value.dtype}"
             )
-        if not executor.gradients.num_backwards:
-            link.freezing.settle_unfrozen()
-        gradient = executor.gradients.find(managed.chunk)
+        if not step.grads.num_backwards:
+            link.trainability.settle_unfrozen()
+        gradient = step.grads.find(managed.chunk)
         if gradient is None or not (managed.requires_grad and managed.parameter.requires_grad):
             raise UnsupportedError(
                 f"{managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
             )
         if not has_gradient(link):
-            executor.communicator.agree(managed.name.encode(), "the parameter that is given a gradient", remedy=_ALIKE)
-            executor.gradients.start_at_zero(gradient, managed)
+            step.communicator.agree(managed.name.encode(), "the parameter that is given a gradient", remedy=_ALIKE)
+            step.grads.start_at_zero(gradient, managed)
         _write(link, managed.laid_out(value))
 
 

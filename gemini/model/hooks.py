@@ -1,4 +1,4 @@
-"""Hooks: where the module tree and autograd call the executor. All are removable, none patches a class.
+"""Hooks: where the module tree and autograd call `Step`. All are removable, none patches a class.
 
 [Note: Root hooks] Saved-tensor hooks are pushed at the root's forward, so that functions between operators are
 covered, and again in an operator whenever they are not on top (inside a checkpointed region, under save_on_cpu).
@@ -25,15 +25,15 @@ from torch.utils.hooks import RemovableHandle
 
 from gemini.chunks.chunk import ManagedParameter
 from gemini.executor.arrivals import Waiting, graph_refused
-from gemini.executor.executor import Executor
 from gemini.executor.operator import Operator
 from gemini.executor.operator_hooks import OperatorHooks
+from gemini.executor.step import Step
 from gemini.memory.modes import num_modes, unseen
 from gemini.model.compiled import CompiledCall
-from gemini.model.freezing import Freezing
 from gemini.model.leaf import reached_by_backward
 from gemini.model.link import link_of
 from gemini.model.saved_tensors import SavedTensors
+from gemini.model.trainability import Trainability
 from gemini.model.transforms import check_operator, hooks_are_allowed
 from gemini.model.user_hooks import hook_last
 
@@ -46,10 +46,10 @@ _set_grad = _GRAD.__set__
 class Hooks:
     """The hooks of one model."""
 
-    def __init__(self, executor: Executor, freezing: Freezing, saved_tensors: SavedTensors, gathers: bool) -> None:
+    def __init__(self, step: Step, trainability: Trainability, saved_tensors: SavedTensors, gathers: bool) -> None:
         """gathers: parameters are gathered from other ranks."""
-        self._executor = executor
-        self._freezing = freezing
+        self._step = step
+        self._trainability = trainability
         self._gathers = gathers
         self._saved_tensors = saved_tensors
         self._handles: list[RemovableHandle] = []
@@ -88,17 +88,17 @@ class Hooks:
 
     def watch(self, parameters: list[ManagedParameter]) -> None:
         """Be called with every gradient of these."""
-        executor = weakref.ref(self._executor)
-        arrivals = self._executor.gradients.arrivals
+        step = weakref.ref(self._step)
+        arrivals = self._step.grads.arrivals
         of_fine = {
-            managed.chunk.index: _note_gradients(executor, managed.chunk.index, arrivals.waiting_of(managed.chunk))
+            managed.chunk.index: _note_gradients(step, managed.chunk.index, arrivals.waiting_of(managed.chunk))
             for managed in parameters
             if managed.chunk.is_fine
         }
         for managed in parameters:
             chunk = managed.chunk
             if chunk.dtype.is_floating_point or chunk.dtype.is_complex:
-                hook = of_fine.get(chunk.index) or _on_gradient(executor, chunk.index, managed.position)
+                hook = of_fine.get(chunk.index) or _on_gradient(step, chunk.index, managed.position)
                 self._handles.append(hook_last(managed.parameter, hook))
 
     def take_over(self, handles: list[RemovableHandle]) -> None:
@@ -123,12 +123,12 @@ class Hooks:
             if torch.compiler.is_dynamo_compiling():  # what is traced has hooks around it
                 return
             with unseen():
-                if self._freezing.flags_raised:
-                    self._freezing.settle_outside(module)
-                call = self._executor.enter_operator(module, operator)
-            with self._executor.publishing():
+                if self._trainability.flags_raised:
+                    self._trainability.settle_outside(module)
+                call = self._step.enter_operator(module, operator)
+            with self._step.publishing():
                 with unseen():
-                    self._executor.fetch_operator(call)
+                    self._step.fetch_operator(call)
                 check_operator(module, operator.chunks)
                 if self._saved_tensors.needed():
                     call.hooks = self._saved_tensors.push()
@@ -139,7 +139,7 @@ class Hooks:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return None
-            self._executor.exit_operator(operator)
+            self._step.exit_operator(operator)
             if operator.routes and torch.is_grad_enabled() and hooks_are_allowed():
                 return reached_by_backward((args, kwargs), output, lambda: self._enter_leaf(operator))
             if operator.is_compiled and self._gathers and torch.is_grad_enabled():
@@ -151,24 +151,24 @@ class Hooks:
         return after
 
     def _enter_leaf(self, operator: Operator) -> None:
-        with self._executor.publishing(), unseen(), torch.inference_mode(False), torch.no_grad():
-            self._executor.enter_leaf(operator)
+        with self._step.publishing(), unseen(), torch.inference_mode(False), torch.no_grad():
+            self._step.enter_leaf(operator)
 
     # -- the root
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
-        executor = self._executor
+        step = self._step
         with unseen():
-            call, begins = executor.enter_forward(module)
+            call, begins = step.enter_forward(module)
             if begins:
-                with executor.publishing():
-                    executor.begin_forward()
+                with step.publishing():
+                    step.begin_forward()
                     if torch.is_grad_enabled():
-                        self._freezing.settle()
-                    executor.begin_pass()
-        if executor.is_resident and executor.fetcher.in_step and self._operators.lift():
+                        self._trainability.settle()
+                    step.begin_pass()
+        if step.is_resident and step.params.in_step and self._operators.lift():
             call.lifted = self._operators
         call.caches_autocast = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would serve the weights of a payload that left its slot
@@ -178,11 +178,11 @@ class Hooks:
         if torch.compiler.is_dynamo_compiling():
             return
         error = sys.exc_info()[1] if output is None else None
-        recomputing = self._executor.is_recomputing()
-        if not self._executor.end_forward():
+        recomputing = self._step.is_recomputing()
+        if not self._step.end_forward():
             return  # it was refused
         if error is not None and not recomputing:  # a recomputation may be stopped early by an exception of torch's own
-            self._executor.communicator.publish(error)
+            self._step.communicator.publish(error)
             return
         if torch.is_grad_enabled() and not recomputing and hooks_are_allowed():
             for tensor in tensors_in(output):
@@ -190,18 +190,18 @@ class Hooks:
                     tensor.register_hook(self._on_root_output)
 
     def _on_root_output(self, grad: Tensor) -> None:
-        self._executor.begin_backward()
+        self._step.begin_backward()
 
 
-def _on_gradient(executor: weakref.ref[Executor], index: int, position: int) -> Callable[[Tensor], None]:
+def _on_gradient(step: weakref.ref[Step], index: int, position: int) -> Callable[[Tensor], None]:
     """Of the parameter at `position` of chunk `index`.
 
     Holds nothing of the model: autograd keeps the hook where the garbage collector does not look for cycles.
     """
-    return partial(_take_gradient, executor, index, position)
+    return partial(_take_gradient, step, index, position)
 
 
-def _take_gradient(executor: weakref.ref[Executor], index: int, position: int, parameter: Tensor) -> None:
+def _take_gradient(step: weakref.ref[Step], index: int, position: int, parameter: Tensor) -> None:
     with _WithoutTorchFunction():
         grad = _grad_of(parameter)
         _set_grad(parameter, None)
@@ -211,16 +211,16 @@ def _take_gradient(executor: weakref.ref[Executor], index: int, position: int, p
         raise graph_refused(_name_of(parameter))
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
-    its_executor = executor()
-    assert its_executor is not None, "a parameter keeps its executor alive"
+    its_step = step()
+    assert its_step is not None, "a parameter keeps the Step of its model alive"
     if num_modes():
         with unseen():
-            its_executor.on_gradient(index, position, grad)
+            its_step.on_gradient(index, position, grad)
     else:  # not even a context that does nothing, for every parameter
-        its_executor.on_gradient(index, position, grad)
+        its_step.on_gradient(index, position, grad)
 
 
-def _note_gradients(executor: weakref.ref[Executor], index: int, waiting: Waiting) -> Callable[[Tensor], None]:
+def _note_gradients(step: weakref.ref[Step], index: int, waiting: Waiting) -> Callable[[Tensor], None]:
     """Of all parameters of chunk `index`: a gradient waits in `.grad` if it may. See [Note: Waiting gradients].
 
     One hook for all: what thousands of them would have of their own is in no cache when it is needed. Holds no model.
@@ -231,13 +231,13 @@ def _note_gradients(executor: weakref.ref[Executor], index: int, waiting: Waitin
         arrived.append(id(parameter))
         if len(arrived) < waiting.due:
             return
-        its_executor = executor()
-        assert its_executor is not None, "a parameter keeps its executor alive"
+        its_step = step()
+        assert its_step is not None, "a parameter keeps the Step of its model alive"
         with unseen():
-            waits = its_executor.wait_for_gradients(index, waiting)
+            waits = its_step.wait_for_gradients(index, waiting)
         if not waits:
             del arrived[-1:]  # it may be gone, with those of an earlier backward that have waited so far
-            _take_gradient(executor, index, waiting.positions[id(parameter)], parameter)
+            _take_gradient(step, index, waiting.positions[id(parameter)], parameter)
 
     return note_gradient
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gemini.executor.binding import Binding
-    from gemini.model.freezing import Freezing
     from gemini.model.saved_tensors import SavedTensors
+    from gemini.model.trainability import Trainability
     from gemini.ranks.communicator import Communicator
 
 
@@ -175,18 +175,18 @@ class Link(ParameterLink):
     """The link of a `ShardedModel`'s parameter."""
 
     def __init__(
-        self, managed: ManagedParameter, states: States, freezing: Freezing, saved_tensors: SavedTensors
+        self, managed: ManagedParameter, states: States, trainability: Trainability, saved_tensors: SavedTensors
     ) -> None:
         self.managed = managed
         self.states = states
-        self.executor = states.executor
-        self.freezing = freezing
+        self.step = states.step
+        self.trainability = trainability
         self.saved_tensors = saved_tensors
         self.in_user_hook = False  # a post-accumulate hook of the user's runs, with this parameter
 
     @property
     def owner(self) -> object:
-        return self.executor
+        return self.step
 
     @contextmanager
     def fetched(self, links: Sequence[Link], overwrites: bool) -> Iterator[None]:
@@ -197,32 +197,32 @@ class Link(ParameterLink):
 
     def _touch(self, links: Sequence[Link], stack: ExitStack) -> None:
         """What the user does with the parameters and fails in is no failure of ours: that is not published."""
-        with self.executor.publishing(), unseen():
-            if self.freezing.flags_raised:
-                self.freezing.settle_outside()
+        with self.step.publishing(), unseen():
+            if self.trainability.flags_raised:
+                self.trainability.settle_outside()
             touched = [link.managed for link in links]
-            stack.enter_context(self.executor.touching(touched, self.managed.operator))
+            stack.enter_context(self.step.touching(touched, self.managed.operator))
 
     @contextmanager
     def gathered(self, links: Sequence[Link]) -> Iterator[None]:
-        executor = self.executor
-        executor.check_idle("GatheredParameters")
+        step = self.step
+        step.check_idle("GatheredParameters")
         with ExitStack() as stack:
             self._touch(links, stack)
             chunks = {link.managed.chunk.index: link.managed.chunk for link in links}.values()
-            executor.binding.write_back_all(chunks)
+            step.binding.write_back_all(chunks)
             for chunk in chunks:
                 for managed in chunk.parameters:
-                    executor.binding.before_write(managed)
+                    step.binding.before_write(managed)
             yield
 
     @property
     def communicator(self) -> Communicator:
-        return self.executor.communicator
+        return self.step.communicator
 
     @property
     def binding(self) -> Binding:
-        return self.executor.binding
+        return self.step.binding
 
     def spread(self, rank: int) -> None:
         managed = self.managed
@@ -241,7 +241,7 @@ class Link(ParameterLink):
         if payload is None or not any(shares_memory(result, payload) for result in results):
             return False
         # in a step, autograd refuses writes to what it follows
-        if not (self.executor.fetcher.in_step and all(result.requires_grad for result in results)):
+        if not (self.step.params.in_step and all(result.requires_grad for result in results)):
             self.before_write()
         return True
 
@@ -253,7 +253,7 @@ class Link(ParameterLink):
         return round_as_master(value.expand(self.managed.shape), self.managed.dtype)
 
     def holder_of(self, value: Tensor) -> str | None:
-        chunk = self.executor.fetcher.chunk_at(value) if value.numel() else None
+        chunk = self.step.params.chunk_at(value) if value.numel() else None
         if chunk is None or chunk.payload is None:
             return None
         start = (value.data_ptr() - chunk.payload.data_ptr()) // chunk.payload.element_size()
@@ -281,13 +281,13 @@ class Link(ParameterLink):
 
     def before_requires_grad(self, value: bool) -> None:
         if value:
-            self.freezing.flags_raised.add(self.managed.index)  # memory follows
+            self.trainability.flags_raised.add(self.managed.index)  # memory follows
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter, whole, in host memory. Collective."""
         parameter = self.managed.parameter
-        with self.executor.publishing(), torch.no_grad():
-            self.executor.check_idle("copy.deepcopy()")
+        with self.step.publishing(), torch.no_grad():
+            self.step.check_idle("copy.deepcopy()")
             whole = self.states.weights(self.managed.chunk).copies([self.managed])[self.managed.index]
         with torch._C.DisableTorchFunctionSubclass():
             copied = nn.Parameter(whole, requires_grad=parameter.requires_grad)

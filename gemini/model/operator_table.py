@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from gemini.errors import UnsupportedError
-from gemini.executor.executor import Executor
 from gemini.executor.operator import Operator
+from gemini.executor.step import Step
 from gemini.model.compiled import OuterCompiler, is_compiled
-from gemini.model.freezing import Freezing
 from gemini.model.hooks import Hooks
 from gemini.model.link import link_of
 from gemini.model.operators import FoundOperator, find_operators
 from gemini.model.specs import operator_specs
+from gemini.model.trainability import Trainability
 from gemini.ranks.position import Phase
 
 
@@ -32,14 +32,14 @@ class OperatorTable:
         root: nn.Module,
         found: list[FoundOperator],
         gathers: bool,
-        executor: Executor,
-        freezing: Freezing,
+        step: Step,
+        trainability: Trainability,
         hooks: Hooks,
     ) -> None:
         """found: what `find_operators(root, gathers)` returned, of which the plan was made."""
         self._gathers = gathers
-        self._executor = executor
-        self._freezing = freezing
+        self._step = step
+        self._trainability = trainability
         self._hooks = hooks
         self.compiler = OuterCompiler()
         self._numbers: dict[nn.Module, int] = {}  # of operators in the table of positions, those that are none now too
@@ -52,10 +52,10 @@ class OperatorTable:
         Raises GeminiError between the micro-batches of a step, BudgetError if a compiled module's chunks do not fit
         together, DivergenceError if ranks differ; nothing has changed then.
         """
-        executor = self._executor
-        if executor.calls.by_thread:
-            executor.failures.find()
-        if executor.calls.by_thread or executor.is_recomputing():
+        step = self._step
+        if step.calls.by_thread:
+            step.failures.find()
+        if step.calls.by_thread or step.is_recomputing():
             return
         if self.compiler.is_on and not is_compiled(root):
             self.compiler.compile(root)
@@ -72,35 +72,35 @@ class OperatorTable:
 
     def _change(self, root: nn.Module) -> None:
         """Find the operators again and plan for them. Collective."""
-        self._executor.check_idle("compiling a module")
-        self._executor.position.set(0, Phase.FORWARD)
+        self._step.check_idle("compiling a module")
+        self._step.position.set(0, Phase.FORWARD)
         found = find_operators(root, self._gathers)
-        by_name = {weight.name: place for place, weight in enumerate(self._freezing.plan.spec.weights)}
+        by_name = {weight.name: place for place, weight in enumerate(self._trainability.plan.spec.weights)}
         places: dict[nn.Parameter, int] = {}
         for each in found:
             for parameter in each.parameters:
                 link = link_of(parameter)
-                if link is None or link.executor is not self._executor:
+                if link is None or link.step is not self._step:
                     raise UnsupportedError(
                         f"{each.name or 'the model'} was compiled or replaced and has parameters that were not in the "
                         "model when it was wrapped: change the module before ShardedModel(...)"
                     )
                 places[parameter] = by_name[link.managed.name]
-        with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
+        with self._step.publishing(), torch.inference_mode(False), torch.no_grad():
             shown = f"compiled: {', '.join(_names(found)) or 'nothing'}"
-            self._freezing.replan(shown, operator_specs(found, places))
+            self._trainability.replan(shown, operator_specs(found, places))
         self._attach(root, found)
 
     def _attach(self, root: nn.Module, found: list[FoundOperator]) -> None:
         """Hooks on the operators that there are now, and none elsewhere."""
-        numbers, position = self._numbers, self._executor.position
+        numbers, position = self._numbers, self._step.position
         if not numbers:  # the first ones are in the table of positions since it was made
             numbers.update((each.module, place + 1) for place, each in enumerate(found))
         hooked = []
-        for each, indices in zip(found, self._freezing.plan.use_order, strict=True):
+        for each, indices in zip(found, self._trainability.plan.use_order, strict=True):
             if each.module not in numbers:
                 numbers[each.module] = position.add(each.name)
-            chunks = tuple(self._executor.chunks[index] for index in indices)
+            chunks = tuple(self._step.chunks[index] for index in indices)
             operator = Operator(numbers[each.module], each.name, chunks, each.routes, each.is_compiled)
             hooked.append((each.module, operator))
         self.operators = [operator for _, operator in hooked]

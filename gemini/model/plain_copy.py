@@ -1,6 +1,6 @@
 """`copy.deepcopy` of a sharded model, of the module in it or of a part of that.
 
-The copy is plain and whole, in host memory, and has nothing of ours in it: hooks of ours would drive the executor of
+The copy is plain and whole, in host memory, and has nothing of ours in it: hooks of ours would drive the steps of
 the original. A module of a sharded model therefore has a `__reduce_ex__` in its `__dict__`, where `copy.deepcopy` and
 pickle look for one. Not a `__deepcopy__`: nn.Module has none, so a wrapper that hands unknown attributes on to the
 module in it, as peft's do, would be copied by way of that module's.
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import UnsupportedError
-from gemini.executor.executor import Executor
+from gemini.executor.step import Step
 from gemini.model.hooks import Hooks
 from gemini.model.link import link_of
 
@@ -27,8 +27,8 @@ _ATTRIBUTE = "__reduce_ex__"
 class PlainCopies:
     """Makes copies of the modules of one model."""
 
-    def __init__(self, executor: Executor, hooks: Hooks) -> None:
-        self._executor = executor
+    def __init__(self, step: Step, hooks: Hooks) -> None:
+        self._step = step
         self._hooks = hooks
         self._modules: list[weakref.ref[nn.Module]] = []
 
@@ -51,8 +51,8 @@ class PlainCopies:
 
         memo: of the `copy.deepcopy` that is under way; tied parameters stay tied through it.
         """
-        with self._executor.publishing():
-            self._executor.check_idle("copy.deepcopy()")
+        with self._step.publishing():
+            self._step.check_idle("copy.deepcopy()")
             links = {link.managed.index: link for p in module.parameters() if (link := link_of(p)) is not None}
             for index in sorted(links):  # chunk by chunk
                 if id(links[index].managed.parameter) not in memo:
@@ -108,7 +108,7 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def _leave_out(handles: Iterable[RemovableHandle], memo: dict[int, Any]) -> None:
-    """Dictionaries of hooks are copied without ours: those would drive the executor of the original."""
+    """Dictionaries of hooks are copied without ours: those would drive the steps of the original."""
     found: dict[int, tuple[dict[int, Any], set[int]]] = {}
     for handle in handles:
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gemini.access.states import States
 from gemini.errors import UnsupportedError
-from gemini.executor.executor import Executor
+from gemini.executor.chunk_manager import ChunkManager
 from gemini.model.compiled import is_mark
 from gemini.model.conversion import CONVERSION, changes_nothing
 from gemini.model.plain_copy import PlainCopies
@@ -24,7 +24,7 @@ class PlainView(nn.Module):
     """What a `ShardedModel` answers on behalf of the module that it wraps."""
 
     module: nn.Module
-    executor: Executor
+    chunk_manager: ChunkManager
     _states: States
     _copies: PlainCopies
 
@@ -41,7 +41,8 @@ class PlainView(nn.Module):
         Raises what the module raises, SlotError if views that were kept leave too few slots, and, on the other ranks of
         one that failed, RemoteRankError.
         """
-        with self.executor.failures.ending_calls():
+        failures = self.chunk_manager.step.failures
+        with failures.ending_calls():
             return self.module(*args, **kwargs)
 
     def named_parameters(
@@ -83,7 +84,7 @@ class PlainView(nn.Module):
         if keep_vars:
             own: Any = OrderedDict() if destination is None else destination
             return nn.Module.state_dict(self.module, destination=own, prefix=prefix, keep_vars=True)
-        with self.executor.publishing():
+        with self.chunk_manager.step.publishing():
             state = whole_state_dict(self.module, self._states, rank0_only, prefix)
         if destination is None:
             return state
@@ -104,8 +105,8 @@ class PlainView(nn.Module):
         Returns missing and unexpected names, as torch does. Raises RuntimeError, which names every wrong key and shape,
         or TypeError if `state_dict` is not a dict; nothing has changed then.
         """
-        with self.executor.publishing():
-            return load_whole_state_dict(self.module, self._states, self.freezing, state_dict, strict)
+        with self.chunk_manager.step.publishing():
+            return load_whole_state_dict(self.module, self._states, self.trainability, state_dict, strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For `torch.distributed.checkpoint.state_dict`: names have no "module." in them, which it goes through."""
@@ -113,11 +114,15 @@ class PlainView(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """torch calls it for the parts of a plain module that loads its state dict."""
-        with self.executor.publishing():
-            load_part(self.module, self._states, self.freezing, state_dict, prefix, *rest[-3:])
+        with self.chunk_manager.step.publishing():
+            load_part(self.module, self._states, self.trainability, state_dict, prefix, *rest[-3:])
 
     def __getattr__(self, name: str) -> Any:
-        if name == PREPARED and "executor" in vars(self) and is_prepared(self.executor.communicator.world_size):
+        if (
+            name == PREPARED
+            and "chunk_manager" in vars(self)
+            and is_prepared(self.chunk_manager.communicator.world_size)
+        ):
             return True
         try:
             return super().__getattr__(name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gemini.executor.executor import Executor
+from gemini.executor.step import Step
 from gemini.memory.memory import Memory
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
 
 
-def memory_table(memory: Memory, plan: Plan, executor: Executor) -> str:
+def memory_table(memory: Memory, plan: Plan, step: Step) -> str:
     """Bytes by tier and kind, now and at the peak; slots; traffic over links and between ranks."""
     rows = [("tier", "kind", "now", "peak")]
     for tier in (memory.device, memory.host):
@@ -30,7 +30,7 @@ def memory_table(memory: Memory, plan: Plan, executor: Executor) -> str:
         f"pinned; {format_bytes(host.staging.mapped_bytes)} for temporaries"
     )
     budget = "unlimited" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    observer = executor.fetcher.observer
+    observer = step.params.observer
     counts = observer.counts
     lines.append(
         f"policy {plan.policy}, model data budget {budget}, {len(plan.packing.chunks)} chunks of up to "
@@ -42,6 +42,6 @@ def memory_table(memory: Memory, plan: Plan, executor: Executor) -> str:
     )
     for link, num_bytes in sorted(memory.transfer.traffic.bytes_by_link.items()):
         lines.append(f"{link}: {format_bytes(num_bytes)}")
-    if executor.communicator.world_size > 1:
-        lines.append(f"to other ranks: {format_bytes(executor.communicator.collectives.bytes_sent)}")
+    if step.communicator.world_size > 1:
+        lines.append(f"to other ranks: {format_bytes(step.communicator.collectives.bytes_sent)}")
     return "\n".join(lines)

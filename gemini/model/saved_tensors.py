@@ -30,7 +30,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.param_state import ParamState
 from gemini.errors import StaleGraphError, UnsupportedError
-from gemini.executor.executor import Executor
+from gemini.executor.step import Step
 from gemini.memory.modes import unseen
 from gemini.model.cast_weights import Cast, find_cast
 from gemini.model.link import link_of
@@ -77,10 +77,10 @@ class Foreign(NamedTuple):
 class SavedTensors:
     """The saved-tensor hooks of one model."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._slots = executor.fetcher.slot_by_storage
-        self._resident = executor.fetcher.resident_by_storage
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._slots = step.params.slot_by_storage
+        self._resident = step.params.resident_by_storage
 
     def is_covered(self) -> bool:
         """Nothing that autograd saves from now on needs hooks that are not in force.
@@ -88,7 +88,7 @@ class SavedTensors:
         They are the ones that the next saved tensor meets, and know whether autocast is on. Or no payload ever leaves:
         then only casts need handles, which autograd would keep as copies.
         """
-        if self._executor.is_resident and not self._autocasts():
+        if self._step.is_resident and not self._autocasts():
             return True
         top = _top_hooks(True)
         pack = None if top is None else top[0]
@@ -99,7 +99,7 @@ class SavedTensors:
         return torch.is_grad_enabled() and not self.is_covered() and hooks_are_allowed()
 
     def _autocasts(self) -> bool:
-        return torch.is_autocast_enabled(self._executor.fetcher.device.device.type)
+        return torch.is_autocast_enabled(self._step.params.device.device.type)
 
     def push(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Put our hooks on top of those in force. The caller exits what it gets."""
@@ -127,15 +127,15 @@ class SavedTensors:
             return None
         storage = tensor.untyped_storage()._cdata
         slot = self._slots.get(storage)
-        executor = self._executor
+        step = self._step
         if slot is not None and slot.chunk is not None:
-            chunk = executor.chunks[slot.chunk]
+            chunk = step.chunks[slot.chunk]
         elif storage in self._resident:
             chunk = self._resident[storage]
         else:
             return None
         offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
-        updates, operator = chunk.num_updates, executor.position.operator
+        updates, operator = chunk.num_updates, step.position.operator
         edits = chunk.num_edits(offset_bytes // chunk.dtype.itemsize)
         return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, edits, operator)
 
@@ -145,7 +145,7 @@ class SavedTensors:
         link = None if cast is None else link_of(cast.parameter)
         if cast is None or link is None or link.saved_tensors is not self:
             return None
-        if self._executor.binding.is_edited(link.managed):
+        if self._step.binding.is_edited(link.managed):
             return None
         weight = self.handle(cast.parameter)
         return None if weight is None else CastHandle(weight, cast)
@@ -162,7 +162,7 @@ class SavedTensors:
             with torch.autocast(weight.device.type, enabled=False), torch.no_grad():
                 return packed.cast.of(weight)
         handle: Handle = packed
-        executor = self._executor
+        step = self._step
         chunk = handle.chunk
         if handle.num_updates != chunk.num_updates:
             raise StaleGraphError(
@@ -177,14 +177,14 @@ class SavedTensors:
         if chunk.state is ParamState.RESIDENT:
             with unseen():
                 return self._view(handle)
-        if torch.is_grad_enabled() and executor.is_recomputing():
+        if torch.is_grad_enabled() and step.is_recomputing():
             raise UnsupportedError(
                 f"double backward (create_graph=True) through {chunk.names()} is not possible while it can leave "
                 "the device. Keep everything resident with tensor_placement_policy='cuda' or a larger device_memory=, "
                 "or keep the penalty's modules outside"
             )
-        with executor.publishing(), unseen(), torch.inference_mode(False), torch.no_grad():
-            executor.node_fetch(chunk, handle.operator)
+        with step.publishing(), unseen(), torch.inference_mode(False), torch.no_grad():
+            step.node_fetch(chunk, handle.operator)
             return self._view(handle)
 
     def _view(self, handle: Handle) -> Tensor:

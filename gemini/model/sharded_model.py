@@ -23,7 +23,6 @@ from gemini.model.budgets import read_free
 from gemini.model.built_link import built_link_of
 from gemini.model.casting import Casting
 from gemini.model.compiled import never_traced
-from gemini.model.freezing import Freezing
 from gemini.model.hooks import Hooks
 from gemini.model.link import Link
 from gemini.model.move_in import Moves, close_empty, move_buffers_in, move_in, stores_of
@@ -39,6 +38,7 @@ from gemini.model.report import memory_table
 from gemini.model.saved_tensors import SavedTensors
 from gemini.model.specs import describe, model_spec
 from gemini.model.state_hooks import StateHooks
+from gemini.model.trainability import Trainability
 from gemini.model.unasked import guard_placeholders
 from gemini.model.wrap import make_chunks
 from gemini.model.wrappers import cannot_take, is_dtensor, refuse_ddp
@@ -149,24 +149,24 @@ class ShardedModel(PlainView):
         move_buffers_in(self.module, communicator, memory.device, moves)
         move_in(chunks, plan.placement, plan.demand, communicator, memory, moves)
         self.chunk_manager = ChunkManager(chunks, memory, plan, communicator, self.settings.stage, ReleasedParameter)
-        self.executor = self.chunk_manager.step
         self._states = States(self.chunk_manager)
-        saved_tensors = SavedTensors(self.executor)
+        step = self.chunk_manager.step
+        saved_tensors = SavedTensors(step)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
         self._places: list[tuple[str, int]] = []  # of parameters, when they were last checked
-        self.freezing = Freezing(self.chunk_manager, self._managed, plan)
+        self.trainability = Trainability(self.chunk_manager, self._managed, plan)
         for managed in self._managed:
-            link = Link(managed, self._states, self.freezing, saved_tensors)
+            link = Link(managed, self._states, self.trainability, saved_tensors)
             managed.parameter._gemini = link  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
-        self._hooks = Hooks(self.executor, self.freezing, saved_tensors, gathers)
-        self._copies = PlainCopies(self.executor, self._hooks)
+        self._hooks = Hooks(step, self.trainability, saved_tensors, gathers)
+        self._copies = PlainCopies(step, self._hooks)
         self._copies.install(self.module)
         for each, dtype in weights.casting.items():
             self._hooks.take_over(Casting(dtype, weights.default).install(each))
         self._hooks.watch(self._managed)
         self._hooks.take_over(StateHooks(self._states).install(self.module))
-        self._table = OperatorTable(self.module, operators, gathers, self.executor, self.freezing, self._hooks)
+        self._table = OperatorTable(self.module, operators, gathers, step, self.trainability, self._hooks)
 
     # -- use
 
@@ -196,7 +196,7 @@ class ShardedModel(PlainView):
         unless `reduce_dtype` is given, and rests in fp32 unless `accumulate_dtype` is. Its bits differ from those of
         reducing every micro-batch. A backward inside raises BudgetError if the host has no room.
         """
-        accumulation = self.executor.gradients.accumulation
+        accumulation = self.chunk_manager.grads.accumulation
         before = accumulation.synchronizes
         accumulation.synchronizes = False
         try:
@@ -244,17 +244,17 @@ class ShardedModel(PlainView):
     @property
     def plan(self) -> Plan:
         """The plan in force: chunks, the tier on which each state rests, and the number of slots."""
-        return self.freezing.plan
+        return self.trainability.plan
 
     @property
     def world_size(self) -> int:
         """The number of ranks in the model's process group."""
-        return self.executor.communicator.world_size
+        return self.chunk_manager.communicator.world_size
 
     @property
     def rank(self) -> int:
         """This process's rank in the model's process group."""
-        return self.executor.communicator.rank
+        return self.chunk_manager.communicator.rank
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients. Local, alike on every rank.
@@ -264,21 +264,21 @@ class ShardedModel(PlainView):
 
         Raises nothing of its own.
         """
-        self.executor.gradients.end(Becomes.NONE if set_to_none else Becomes.ZERO)
+        self.chunk_manager.grads.end(Becomes.NONE if set_to_none else Becomes.ZERO)
 
     def memory_report(self) -> str:
         """A table of this rank's memory: bytes by tier and kind, now and at the peak; slots; bytes moved. Local.
 
         Raises nothing of its own.
         """
-        return memory_table(self.chunk_manager.memory, self.plan, self.executor)
+        return memory_table(self.chunk_manager.memory, self.plan, self.chunk_manager.step)
 
     def close(self) -> None:
         """Remove all hooks and give slots and process group back. Collective. The model cannot be used afterwards.
 
         Raises GeminiError inside a backward.
         """
-        if self.executor.gradients.in_backward:
+        if self.chunk_manager.grads.in_backward:
             raise GeminiError("close() inside a backward")
         self._hooks.remove()
         self._copies.remove()

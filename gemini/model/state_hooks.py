@@ -23,7 +23,7 @@ class StateHooks:
 
     def __init__(self, states: States) -> None:
         self._states = states
-        self._executor = states.executor
+        self._step = states.step
         self._keeps_vars = False  # as the innermost state_dict() that began last was asked; its parts are asked alike
         self._tied: set[nn.Parameter] = set()  # that have several names; membership only
         self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # of them, by index
@@ -48,8 +48,8 @@ class StateHooks:
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._keeps_vars = keep_vars
         if not keep_vars:
-            with self._executor.publishing():
-                self._executor.check_idle("state_dict()")
+            with self._step.publishing():
+                self._step.check_idle("state_dict()")
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._keeps_vars:
@@ -58,7 +58,7 @@ class StateHooks:
             names = [prefix + name for name in (*module._parameters, *module._buffers)]
         else:
             names = [name for name in state if name.startswith(prefix)]
-        with self._executor.publishing():
+        with self._step.publishing():
             for name in names:
                 value = state.get(name)
                 if isinstance(value, LazyDetach):
@@ -89,5 +89,5 @@ class StateHooks:
     ) -> None:
         """torch copies into the parameters, which takes values to their masters; it must not replace them."""
         metadata["assign_to_params_buffers"] = False  # the model goes on training the parameters that it has
-        with self._executor.publishing():
-            self._executor.check_idle("load_state_dict()")
+        with self._step.publishing():
+            self._step.check_idle("load_state_dict()")

@@ -68,9 +68,9 @@ def _guarded(hook: Hook) -> Hook:
         if link is None:  # the model is closed
             hook(parameter)
             return
-        executor = link.executor
-        with executor.publishing():
-            executor.begin_backward()
+        step = link.step
+        with step.publishing():
+            step.begin_backward()
             had = own_grad(parameter) is not None
             link.in_user_hook = True
             try:
@@ -80,7 +80,7 @@ def _guarded(hook: Hook) -> Hook:
                 raise
             finally:
                 link.in_user_hook = False
-            if had and executor.communicator.world_size > 1 and own_grad(parameter) is None:
+            if had and step.communicator.world_size > 1 and own_grad(parameter) is None:
                 raise of_one_rank(link, "drops the gradient")
 
     return call

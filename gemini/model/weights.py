@@ -15,24 +15,24 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from torch.nn.modules.module import _IncompatibleKeys
 
 from gemini.access.states import States
-from gemini.model.freezing import Freezing
 from gemini.model.link import link_of
+from gemini.model.trainability import Trainability
 
 _ALIKE = "All ranks must load the same keys"
 
 
 def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix: str) -> OrderedDict[str, Any]:
     """Copies of all parameters and buffers under the plain module's names, on the CPU. Collective."""
-    executor = states.executor
-    executor.check_idle("state_dict()")
+    step = states.step
+    step.check_idle("state_dict()")
     entries: Mapping[str, Any] = nn.Module.state_dict(module, prefix=prefix, keep_vars=True)
     links = {name: link_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
-    keep = not rank0_only or executor.communicator.rank == 0
+    keep = not rank0_only or step.communicator.rank == 0
     wanted = {link.managed.chunk.index for link in links.values() if link is not None}
     wholes: dict[int, Tensor] = {}  # by parameter index: tied names share one copy, as in the plain module
     with torch.no_grad():
         for index in sorted(wanted):
-            chunk = executor.chunks[index]
+            chunk = step.chunks[index]
             wholes |= states.weights(chunk).copies(chunk.parameters if keep else ())
     if not keep:
         return OrderedDict()
@@ -55,15 +55,15 @@ def _take_metadata(to: OrderedDict[str, Any], entries: Mapping[str, Any]) -> Non
 
 
 def load_whole_state_dict(
-    module: nn.Module, states: States, freezing: Freezing, state: Mapping[str, Any], strict: bool
+    module: nn.Module, states: States, trainability: Trainability, state: Mapping[str, Any], strict: bool
 ) -> _IncompatibleKeys:
     """Set parameters, fp32 masters and buffers from whole tensors, equal on all ranks. Collective.
 
     Raises RuntimeError with every missing, unexpected and wrong-shaped key before anything is changed.
     """
-    executor = states.executor
-    executor.check_idle("load_state_dict()")
-    freezing.settle_unfrozen()
+    step = states.step
+    step.check_idle("load_state_dict()")
+    trainability.settle_unfrozen()
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict() takes a dict of tensors, found {type(state).__name__}")
     entries: Mapping[str, Any] = nn.Module.state_dict(module, keep_vars=True)
@@ -83,9 +83,7 @@ def load_whole_state_dict(
                 problems.append(f"{name} has shape {tuple(value.shape)}, the model has {tuple(entries[name].shape)}")
     if problems:
         raise RuntimeError("load_state_dict() changed nothing: " + "; ".join(problems))
-    executor.communicator.agree(
-        "\n".join(sorted(map(str, state))).encode(), "the keys of load_state_dict()", remedy=_ALIKE
-    )
+    step.communicator.agree("\n".join(sorted(map(str, state))).encode(), "the keys of load_state_dict()", remedy=_ALIKE)
     with torch.no_grad():
         for name, entry in entries.items():
             if name not in state or not isinstance(entry, Tensor):
@@ -106,7 +104,7 @@ def load_whole_state_dict(
 def load_part(
     module: nn.Module,
     states: States,
-    freezing: Freezing,
+    trainability: Trainability,
     state: dict[str, Any],
     prefix: str,
     missing: list[str],
@@ -116,7 +114,7 @@ def load_part(
     """`load_whole_state_dict` of the keys that begin with `prefix`, as a part of a module that is not sharded."""
     mine = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
     try:
-        result = load_whole_state_dict(module, states, freezing, mine, strict=False)
+        result = load_whole_state_dict(module, states, trainability, mine, strict=False)
     except RuntimeError as error:
         errors.append(str(error))
     else:

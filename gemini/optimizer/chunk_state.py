@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError
-from gemini.executor.fetcher import Fetcher
+from gemini.executor.params import ParamStore
 from gemini.memory.region import Region
 from gemini.memory.transfer import wait_on_tier
 from gemini.optimizer.elementwise import RunState
@@ -62,51 +62,51 @@ class ChunkOptimizerState:
         """Of one flat state."""
         return self.chunk.optim_numel * self.dtype.itemsize
 
-    def take(self, names: Sequence[str], fetcher: Fetcher) -> None:
+    def take(self, names: Sequence[str], params: ParamStore) -> None:
         """Zeroed flat states beside those that there are. Raises BudgetError, and nothing has changed then.
 
         Where the device is full, or placement did not count on so many, all of them rest on the host from now on.
         """
-        self._rest([*self.flats, *names], self.tier, fetcher)
+        self._rest([*self.flats, *names], self.tier, params)
 
-    def move(self, tier: Tier, fetcher: Fetcher) -> None:
+    def move(self, tier: Tier, params: ParamStore) -> None:
         """Rest on `tier` from now on, or on the host, as for `take`. Raises BudgetError; nothing has changed then."""
-        self._rest(list(self.flats), tier, fetcher)
+        self._rest(list(self.flats), tier, params)
 
-    def give(self, names: Sequence[str], fetcher: Fetcher) -> None:
+    def give(self, names: Sequence[str], params: ParamStore) -> None:
         """Give flat states back."""
         for name in names:
-            fetcher.memory.give(Region(self.tier, self.flats.pop(name)), Kind.OPTIM)
+            params.memory.give(Region(self.tier, self.flats.pop(name)), Kind.OPTIM)
 
-    def _rest(self, names: list[str], tier: Tier, fetcher: Fetcher) -> None:
+    def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
         if tier is Tier.DEVICE and len(names) > OPTIM_STATES:
             tier = Tier.HOST
         leaves = tier is not self.tier
         try:
-            taken = self._taken([name for name in names if leaves or name not in self.flats], tier, fetcher)
+            taken = self._taken([name for name in names if leaves or name not in self.flats], tier, params)
         except BudgetError:
             if tier is Tier.HOST:
                 raise
-            self._rest(names, Tier.HOST, fetcher)
+            self._rest(names, Tier.HOST, params)
             return
         if leaves:
             moves = [(taken[name], Region(self.tier, flat)) for name, flat in self.flats.items()]
             for to, source in moves:
-                fetcher.memory.transfer.copy(to, source)
+                params.memory.transfer.copy(to, source)
             wait_on_tier(*(region for both in moves for region in both))
-            self.give(list(self.flats), fetcher)
+            self.give(list(self.flats), params)
             self.tier = tier
         self.flats.update((name, region.flat) for name, region in taken.items())
 
-    def _taken(self, names: Sequence[str], tier: Tier, fetcher: Fetcher) -> dict[str, Region]:
+    def _taken(self, names: Sequence[str], tier: Tier, params: ParamStore) -> dict[str, Region]:
         """All of them, or none and a BudgetError."""
         taken: dict[str, Region] = {}
         try:
             for name in names:
-                taken[name] = fetcher.memory.take(tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM)
+                taken[name] = params.memory.take(tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM)
         except BudgetError:
             for region in taken.values():
-                fetcher.memory.give(region, Kind.OPTIM)
+                params.memory.give(region, Kind.OPTIM)
             raise
         return taken
 
@@ -177,11 +177,11 @@ class ChunkOptimizerState:
         flat = {name: self.flats[name][start : start + numel] for name in self.names(position) if name in self.flats}
         return RunState(flat, dict(scalars or {}), is_new=scalars is None)
 
-    def keep(self, run: Run, replaced: dict[str, Tensor], fetcher: Fetcher) -> None:
+    def keep(self, run: Run, replaced: dict[str, Tensor], params: ParamStore) -> None:
         """Note the flat states that an update of the run has made."""
         missing = [name for name in replaced if name not in self.flats]
         if missing:
-            self.take(missing, fetcher)
+            self.take(missing, params)
         for name, value in replaced.items():
             self.flats[name][run.start : run.start + run.numel].copy_(value)
 

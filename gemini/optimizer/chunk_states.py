@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.executor.fetcher import Fetcher
+from gemini.executor.params import ParamStore
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate, EntryNames
 from gemini.placement.demand import OPTIM_STATES, Kind, Tier
@@ -21,13 +21,13 @@ class ChunkStates:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        params: ParamStore,
         update: ElementwiseUpdate,
         param_groups: list[dict[str, Any]],
         group_of: Mapping[int, int],
     ) -> None:
         """group_of: the param group of every parameter that has one, by parameter index."""
-        self._fetcher = fetcher
+        self._params = params
         self._update = update
         self._param_groups = param_groups
         self._group_of = dict(group_of)
@@ -89,7 +89,7 @@ class ChunkStates:
         there = (self.by_chunk[chunk.index] for chunk in tiers if self.has(chunk))
         held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
         needed = sum(self.host_bytes(chunk, tier) for chunk, tier in tiers.items())
-        self._fetcher.host.reserve(needed - held, Kind.OPTIM)
+        self._params.host.reserve(needed - held, Kind.OPTIM)
 
     def drop_all(self) -> None:
         """No chunk has state in this optimizer."""
@@ -100,11 +100,11 @@ class ChunkStates:
         """A chunk's state is given up, and its memory with it."""
         state = self.by_chunk.pop(chunk.index)
         self._fp16.pop(chunk.index, None)
-        state.give(list(state.flats), self._fetcher)
+        state.give(list(state.flats), self._params)
 
     def move(self, chunk: Chunk, tier: Tier) -> None:
         """A chunk's state rests on `tier` from now on, or on the host where that is full."""
-        self.by_chunk[chunk.index].move(tier, self._fetcher)
+        self.by_chunk[chunk.index].move(tier, self._params)
 
     def discard(self, managed: ManagedParameter) -> None:
         """One parameter's state becomes what it was before its first step."""
@@ -133,7 +133,7 @@ class ChunkStates:
         def undo() -> None:
             self._regroup(before)
             for state, names in zip(self.by_chunk.values(), names_before, strict=True):
-                state.give([name for name in state.flats if name not in names], self._fetcher)
+                state.give([name for name in state.flats if name not in names], self._params)
 
         self._regroup(group_of)
         try:
@@ -159,7 +159,7 @@ class ChunkStates:
         return count * state.num_flat_bytes if tier is Tier.HOST or count > OPTIM_STATES else 0
 
     def _take(self, state: ChunkOptimizerState) -> None:
-        state.take(self._missing(state), self._fetcher)
+        state.take(self._missing(state), self._params)
 
     def _missing(self, state: ChunkOptimizerState) -> list[str]:
         """The flat states that the chunk's groups need and it lacks."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
-from gemini.executor.executor import Executor
 from gemini.executor.spreading import spread
+from gemini.executor.step import Step
 from gemini.memory.region import Region
 from gemini.memory.transfer import ready
 from gemini.optimizer.chunk_state import ChunkOptimizerState, Run
@@ -44,12 +44,12 @@ class ChunkUpdates:
 
     def __init__(
         self,
-        executor: Executor,
+        step: Step,
         states: Mapping[int, ChunkOptimizerState],
         update: ElementwiseUpdate,
         param_groups: list[dict[str, Any]],
     ) -> None:
-        self._executor = executor
+        self._step = step
         self._states = states
         self._update = update
         self._param_groups = param_groups
@@ -72,7 +72,7 @@ class ChunkUpdates:
         """Update chunks where their states live; each is on this rank alone until its new weights are gathered."""
         batch = _Batch()
         for chunk in chunks:
-            self._executor.before_chunk_update(chunk)  # again, for those that were used after the summary
+            self._step.before_chunk_update(chunk)  # again, for those that were used after the summary
             must_end = self._prepare(chunk, self.steps(chunk, summary), factors, batch)
             if must_end or batch.numel >= BATCH_NUMEL:
                 self._finish(batch)
@@ -108,10 +108,10 @@ class ChunkUpdates:
         factors: GradientFactors,
         launches: Launches,
     ) -> tuple[ShardView, bool]:
-        fetcher = self._executor.fetcher
-        gradient = self._executor.gradients.of(chunk)
+        params = self._step.params
+        gradient = self._step.grads.of(chunk)
         tier = self._where(chunk, state)
-        view = ShardView(chunk, fetcher, self._staging, tier)
+        view = ShardView(chunk, params, self._staging, tier)
         reduced = gradient.reduced()
         is_grad_staged = reduced.tier is not tier
         grad = self._staged(reduced, tier) if is_grad_staged else ready(reduced)
@@ -123,23 +123,23 @@ class ChunkUpdates:
             replaced = self._update.update_run(
                 view, run.start, run.spans, grad[run.start : end], run_state, group, factors, launches
             )
-            state.keep(run, replaced, fetcher)
+            state.keep(run, replaced, params)
             updated.append((run.positions, run_state.scalars, tuple(replaced)))
         state.keep_scalars(updated)
         return view, is_grad_staged or view.is_staged
 
     def _finish(self, batch: _Batch) -> None:
         """Launch what waits, and bring the new weights to where they are read. Collective where they are spread."""
-        executor = self._executor
+        step = self._step
         batch.launches.run()
         for chunk, view, is_complete in batch.chunks:
             if view is not None:
-                executor.gradients.shared.consumed(chunk)
+                step.grads.shared.consumed(chunk)
                 view.close(is_complete)
-            executor.gradients.shared.give_back(chunk)  # where this rank had nothing to update
-            executor.after_chunk_update(chunk)
+            step.grads.shared.give_back(chunk)  # where this rank had nothing to update
+            step.after_chunk_update(chunk)
             if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-                spread(executor, chunk)
+                spread(step, chunk)
 
     def _count_elsewhere(self, state: ChunkOptimizerState, absent: Sequence[tuple[int, ...]]) -> None:
         """Parameters that lie wholly in other ranks' shards count their steps here too, so that all ranks agree."""
@@ -155,7 +155,7 @@ class ChunkUpdates:
 
     def _staged(self, gradient: Region, tier: Tier) -> Tensor:
         """The gradient on `tier`, ready to be read there."""
-        memory = self._executor.fetcher.memory
+        memory = self._step.params.memory
         if tier is Tier.HOST:
             staged = self._staging.take("gradient", gradient.numel, gradient.dtype)
         else:
@@ -168,5 +168,5 @@ class ChunkUpdates:
         if state.flats:
             return state.tier
         tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
-        tiers.add(self._executor.gradients.of(chunk).reduced().tier)
+        tiers.add(self._step.grads.of(chunk).reduced().tier)
         return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST

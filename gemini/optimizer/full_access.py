@@ -99,7 +99,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
     """
     link = _begin("safe_get_local_grad", param)
-    if link.executor.gradients.accumulation.awaits_reduction:
+    if link.step.grads.accumulation.awaits_reduction:
         raise GeminiError(
             f"the gradient of {link.managed.name!r} is from backwards under no_sync() and not reduced yet, which needs "
             "all ranks: call safe_get_full_grad() or optimizer.clip_grad_norm_() on all of them first"
@@ -157,9 +157,9 @@ def _begin(what: str, param: nn.Parameter) -> Link:
     link = link_of(param) if isinstance(param, Tensor) else None
     if link is None:
         raise TypeError(f"{what}() takes a parameter of a ShardedModel, found {type(param).__name__}")
-    link.executor.check_idle(f"{what}()")
-    if what.startswith("safe_set_full") and not link.executor.gradients.num_backwards:
-        link.freezing.settle_unfrozen()
+    link.step.check_idle(f"{what}()")
+    if what.startswith("safe_set_full") and not link.step.grads.num_backwards:
+        link.trainability.settle_unfrozen()
     return link
 
 
@@ -174,8 +174,8 @@ def _state(link: Link, key: str) -> FlatAccess:
 
 def _gradients(link: Link) -> GradientAccess:
     """Collective if backwards under no_sync() have left their reduction for later."""
-    with link.executor.publishing():
-        link.executor.gradients.catch_up()
+    with link.step.publishing():
+        link.step.grads.catch_up()
     gradients = link.states.gradients(link.managed.chunk)
     if gradients is None:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")
@@ -183,7 +183,7 @@ def _gradients(link: Link) -> GradientAccess:
 
 
 def _whole(link: Link, access: StateAccess) -> Tensor:
-    with link.executor.publishing(), torch.no_grad():
+    with link.step.publishing(), torch.no_grad():
         return link.managed.shaped(access.whole(link.managed))
 
 
@@ -194,9 +194,9 @@ def _local(link: Link, access: StateAccess) -> Tensor:
 
 def _set_whole(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tensor) -> None:
     """Rank 0's value counts."""
-    managed, communicator = link.managed, link.executor.communicator
+    managed, communicator = link.managed, link.step.communicator
     dtype = torch.float64 if managed.dtype is torch.float64 else torch.float32
-    with link.executor.publishing(), torch.no_grad():
+    with link.step.publishing(), torch.no_grad():
         _check(value, managed.shape, f"the value for {managed.name!r}")
         flat = torch.empty(managed.numel, dtype=dtype, device=access.device).copy_(managed.laid_out(value))
         if communicator.world_size > 1:
@@ -208,7 +208,7 @@ def _set_local(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tens
     managed = link.managed
     numel = sum(piece.numel for piece in managed.pieces)
     _check(value, torch.Size([numel]), f"this rank's part of {managed.name!r}")
-    with link.executor.publishing(), torch.no_grad():
+    with link.step.publishing(), torch.no_grad():
         access.set_local(managed, value)
 
 

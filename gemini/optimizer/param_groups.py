@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from gemini.chunks.chunk import ManagedParameter
-from gemini.executor.executor import Executor
+from gemini.executor.step import Step
 from gemini.model.link import link_of
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors, RunState
 
 
-def members_of(executor: Executor, owner: str, number: int, group: dict[str, Any]) -> list[ManagedParameter]:
+def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> list[ManagedParameter]:
     """The parameters of a param group of `owner`. Raises ValueError if one is not this model's, or there twice."""
     members: dict[int, ManagedParameter] = {}
     for parameter in group["params"]:
         link = link_of(parameter)
-        if link is None or link.executor is not executor:
+        if link is None or link.step is not step:
             raise ValueError(
                 f"param group {number} of {owner} has a parameter of shape {tuple(parameter.shape)} that is not this "
                 "model's: take model.parameters() of the wrapped model"
@@ -29,15 +29,13 @@ def members_of(executor: Executor, owner: str, number: int, group: dict[str, Any
     return list(members.values())
 
 
-def add_group(
-    executor: Executor, states: ChunkStates, update: ElementwiseUpdate, number: int, group: dict[str, Any]
-) -> None:
+def add_group(step: Step, states: ChunkStates, update: ElementwiseUpdate, number: int, group: dict[str, Any]) -> None:
     """Give the members of a new param group their state. Collective.
 
     Raises ValueError for what cannot be in it, BudgetError if there is no room for the state, DivergenceError if ranks
     add other ones; nothing has changed then.
     """
-    members = members_of(executor, "ShardedOptimizer", number, group)
+    members = members_of(step, "ShardedOptimizer", number, group)
     none = torch.zeros(0)
     state = RunState(dict.fromkeys(update.flat_names(group), none))
     update.update(none, none.clone(), state, group, GradientFactors())
@@ -46,7 +44,7 @@ def add_group(
     remedy = "All ranks must add the same param group at the same step"
     undo = states.add_group(number, members)
     try:
-        executor.communicator.agree(words.encode(), "new param group", remedy=remedy)
+        step.communicator.agree(words.encode(), "new param group", remedy=remedy)
     except BaseException:
         undo()
         raise

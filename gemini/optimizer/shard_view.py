@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
-from gemini.executor.fetcher import Fetcher
+from gemini.executor.params import ParamStore
 from gemini.memory.region import Region
 from gemini.memory.transfer import wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Kind, Tier
@@ -88,9 +88,9 @@ class Segment(NamedTuple):
 class ShardView:
     """One chunk's steppable weights on the tier where its update runs: in segments, or as one flat tensor."""
 
-    def __init__(self, chunk: Chunk, fetcher: Fetcher, staging: Staging, tier: Tier) -> None:
+    def __init__(self, chunk: Chunk, params: ParamStore, staging: Staging, tier: Tier) -> None:
         self._chunk = chunk
-        self._fetcher = fetcher
+        self._params = params
         self._staging = staging
         self._tier = tier
         self._home = chunk.homes[Kind.PARAM]
@@ -139,7 +139,7 @@ class ShardView:
         if self._flat is not None or not complete:
             for segment in self.segments():
                 segment.settle(self._flat)
-        copy = self._fetcher.memory.transfer.copy
+        copy = self._params.memory.transfer.copy
         if self._staged_home is not None:
             for start, target in self._home_parts():
                 copy(target, self._staged_home[start : start + target.numel])
@@ -166,7 +166,7 @@ class ShardView:
         on_tier = [(start, staged[start : start + part.numel]) for start, part in parts]
         if reads:
             for (_, target), (_, source) in zip(on_tier, parts, strict=True):
-                self._fetcher.memory.transfer.copy(target, source)
+                self._params.memory.transfer.copy(target, source)
         return on_tier
 
     def _master_on_tier(self) -> Region:
@@ -176,11 +176,11 @@ class ShardView:
             return master
         if self._staged_master is None:
             self._staged_master = self._stage("master", master.dtype)
-            self._fetcher.memory.transfer.copy(self._staged_master, master)
+            self._params.memory.transfer.copy(self._staged_master, master)
         return self._staged_master
 
     def _stage(self, name: str, dtype: torch.dtype) -> Region:
         numel, self.is_staged = self._chunk.optim_numel, True
         if self._tier is Tier.DEVICE:
-            return Region(self._tier, torch.empty(numel, dtype=dtype, device=self._fetcher.device.device))
+            return Region(self._tier, torch.empty(numel, dtype=dtype, device=self._params.device.device))
         return self._staging.take(name, numel, dtype)

@@ -94,20 +94,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update = resolve_update(optimizer, elementwise)
         self._clip_grad_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
         self.model = model
+        self._manager = manager = model.chunk_manager
         self._num_parameters = len(model._managed)
         given, name = optimizer.param_groups, type(optimizer).__name__
-        members = [members_of(model.executor, name, number, group) for number, group in enumerate(given)]
+        members = [members_of(manager.step, name, number, group) for number, group in enumerate(given)]
         group_of = {managed.index: number for number, group in enumerate(members) for managed in group}
         optimizer.state.clear()  # Adagrad has a whole state from the start
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._chunk_states = ChunkStates(model.executor.fetcher, self._update, self.param_groups, group_of)
+        self._chunk_states = ChunkStates(manager.params, self._update, self.param_groups, group_of)
         self._states = self._chunk_states.by_chunk
         self.state = StateView(self._chunk_states)  # type: ignore[assignment]
-        self._scaling = Scaling(model.executor.gradients, self._chunk_states, scale)
-        prepare(model.executor.fetcher.device.device)
+        self._scaling = Scaling(manager.grads, self._chunk_states, scale)
+        prepare(manager.memory.device.device)
         self._take_states()
-        self._updates = ChunkUpdates(model.executor, self._states, self._update, self.param_groups)
-        self._clipping = Clipping(model.executor.gradients)
+        self._updates = ChunkUpdates(manager.step, self._states, self._update, self.param_groups)
+        self._clipping = Clipping(manager.grads)
         self._num_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
@@ -116,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_states(self) -> None:
         """Memory for all states. Raises BudgetError, and holds nothing then."""
         homes = self.model.plan.placement.homes
-        with self.model.executor.publishing(), torch.inference_mode(False), torch.no_grad():
+        with self._manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
             tiers = {
                 chunk: homes[chunk.index][Kind.OPTIM] for chunk in self.model.chunk_manager.chunks if chunk.trainable
             }
@@ -133,7 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises what backward raises; the other ranks then raise RemoteRankError.
         """
-        with self.model.executor.publishing():
+        with self._manager.step.publishing():
             self.scale(loss).backward()
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -161,11 +162,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         checked = check_clipping(max_norm, norm_type)
         self._check_between_steps("clip_grad_norm_()")
-        with self.model.executor.publishing():
+        with self._manager.step.publishing():
             self._clipping.requested = checked, norm_type
             summary = self._summarize(norm_type)
             self._clipping.saw(summary)
-        self.grad_norm = norm_tensor(self._true_norm(summary), self.model.executor.fetcher.device.device)
+        self.grad_norm = norm_tensor(self._true_norm(summary), self._manager.memory.device.device)
         return self.grad_norm
 
     @torch.no_grad()
@@ -187,9 +188,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_between_steps("step()")
         self._clipping.before_step()
         self.model.check_parameters()
-        with self.model.executor.publishing():
+        with self._manager.step.publishing():
             self._step()
-            self.model.executor.end_update()
+            self._manager.step.end_update()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -199,37 +200,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Parameters that the next backwards do not reach are then moved by their moments. Raises nothing of its own.
         """
         becomes = Becomes.NONE if set_to_none else Becomes.ZERO
-        self.model.executor.gradients.end(becomes, self._chunk_states.ungrouped())
+        self._manager.grads.end(becomes, self._chunk_states.ungrouped())
         self._clipping.forget()
 
     def _check_between_steps(self, what: str) -> None:
-        executor = self.model.executor
-        executor.check_idle(what)
-        if any(chunk.pins for chunk in executor.chunks):
+        step = self._manager.step
+        step.check_idle(what)
+        if any(chunk.pins for chunk in step.chunks):
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
 
     def _summarize(self, norm_type: float) -> GradientSummary:
         """What all ranks must know. Who cannot update says so before it, while nobody has changed anything."""
         trained = self._chunk_states.trained
         for chunk in trained:
-            self.model.executor.before_chunk_update(chunk)
+            self._manager.step.before_chunk_update(chunk)
         ungrouped = self._chunk_states.ungrouped()
-        return summarize(self.model.executor, trained, ungrouped, self._num_parameters, norm_type, self._settings())
+        return summarize(self._manager.step, trained, ungrouped, self._num_parameters, norm_type, self._settings())
 
     def _step(self) -> None:
-        executor = self.model.executor
+        step = self._manager.step
         self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self.model, self._chunk_states)
-        executor.before_update()
+        step.before_update()
         max_norm, norm_type = self._clipping.requested or (self._clip_grad_norm, 2.0)
         if self._clipping.summary is not None:  # a learning rate may have been set since
-            compare_settings(executor, self._settings())
+            compare_settings(step, self._settings())
         summary = self._clipping.summary or self._summarize(norm_type)
         refuse_idle(self.model, summary)
         self._clipping.forget()
         self._num_steps += 1
         norm = self._true_norm(summary)
-        self.grad_norm = norm_tensor(norm, executor.fetcher.device.device)
+        self.grad_norm = norm_tensor(norm, step.params.device.device)
         ungrouped = self._chunk_states.ungrouped()
         updated = [chunk for chunk in self._chunk_states.trained if any(self._updates.steps(chunk, summary))]
         skipped = None
@@ -242,10 +243,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
-            executor.gradients.leftovers.before_update(ungrouped)
-            with executor.failures.tearing():
+            step.grads.leftovers.before_update(ungrouped)
+            with step.failures.tearing():
                 self._updates.update(updated, summary, factors)
-        executor.gradients.end(Becomes.USED, ungrouped)
+        step.grads.end(Becomes.USED, ungrouped)
         self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)
         if updated:
             self._scaling.after_step(skipped)
@@ -264,7 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Beside "state" and "param_groups" it has "masters", the fp32 weights by parameter number, and "loss_scale".
         Raises GeminiError inside a forward or backward.
         """
-        with self.model.executor.publishing():
+        with self._manager.step.publishing():
             state = whole_optimizer_state(self.model, self._chunk_states, self.param_groups)
         if self._scaling.active is not None:
             state["loss_scale"] = self._scaling.active.state_dict()
@@ -275,7 +276,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError, KeyError or TypeError, which names the entry that is wrong; nothing has changed then.
         """
-        with self.model.executor.publishing():
+        with self._manager.step.publishing():
             kept = None if self._scaling.active is None else self._scaling.active.state_dict()
             try:
                 if self._scaling.active is not None and "loss_scale" in state_dict:
@@ -294,11 +295,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Without `parameters` all frozen ones are meant. Raises ValueError for a parameter that is not frozen or not this
         model's, and GeminiError between backward and step; nothing has changed then.
         """
-        executor, freezing = self.model.executor, self.model.freezing
-        executor.check_idle("discard_state()")
-        with executor.publishing(), torch.inference_mode(False), torch.no_grad():
-            freezing.settle()
-            freezing.discard_state(frozen_among(self.model, parameters))
+        step, trainability = self._manager.step, self.model.trainability
+        step.check_idle("discard_state()")
+        with step.publishing(), torch.inference_mode(False), torch.no_grad():
+            trainability.settle()
+            trainability.discard_state(frozen_among(self.model, parameters))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that are in no group yet, as in torch. Collective, between steps.
@@ -310,12 +311,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_states"):  # torch's constructor adds those that it was given
             super().add_param_group(param_group)
             return
-        executor = self.model.executor
-        executor.check_idle("add_param_group()")
-        with executor.publishing():
+        step = self._manager.step
+        step.check_idle("add_param_group()")
+        with step.publishing():
             super().add_param_group(param_group)
             try:
-                add_group(executor, self._chunk_states, self._update, len(self.param_groups) - 1, self.param_groups[-1])
+                add_group(step, self._chunk_states, self._update, len(self.param_groups) - 1, self.param_groups[-1])
             except BaseException:
                 self.param_groups.pop()
                 raise

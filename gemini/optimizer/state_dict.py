@@ -32,13 +32,13 @@ _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "
 
 def whole_optimizer_state(model: ShardedModel, states: ChunkStates, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Collective."""
-    executor = model.executor
-    executor.check_idle("optimizer.state_dict()")
+    step = model.chunk_manager.step
+    step.check_idle("optimizer.state_dict()")
     numbers = _numbers(groups)
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
     with torch.no_grad():
-        for chunk in executor.chunks:
+        for chunk in step.chunks:
             known = [managed for managed in chunk.parameters if managed.index in numbers]
             if states.has(chunk):
                 entries = _whole_entries(model._states, states.by_chunk[chunk.index], known)
@@ -62,7 +62,7 @@ def _whole_entries(
         for managed in known
         if (its := scalars[managed.position]) is not None
     }
-    for name in states.executor.communicator.agree_on_names(sorted(chunk_state.flats)):
+    for name in states.step.communicator.agree_on_names(sorted(chunk_state.flats)):
         wanted = [m for m in known if m.index in entries and name in chunk_state.names(m.position)]
         for index, copy in states.of_optimizer(chunk, name).copies(wanted).items():
             entries[index][name] = copy
@@ -79,20 +79,20 @@ def load_optimizer_state(
 
     Raises ValueError or KeyError, or BudgetError where there is no room for that, before anything is changed.
     """
-    executor = model.executor
-    executor.check_idle("optimizer.load_state_dict()")
-    model.freezing.settle_unfrozen()
-    executor.binding.write_back_all()
+    step = model.chunk_manager.step
+    step.check_idle("optimizer.load_state_dict()")
+    model.trainability.settle_unfrozen()
+    step.binding.write_back_all()
     by_number = {number: model._managed[index] for index, number in _numbers(groups).items()}
     saved = _numbered(saved)
     _check(groups, saved, by_number, states)
     masters = saved.get("masters", {})
-    model.freezing.take_state(_wanted(by_number, saved, states))
+    model.trainability.take_state(_wanted(by_number, saved, states))
     for group, loaded in zip(groups, saved["param_groups"], strict=True):
         group.update({name: value for name, value in loaded.items() if name != "params"})
     for chunk_state in states.by_chunk.values():
         if chunk_state.chunk.holds_grad:  # its weights are those of the masters until now
-            executor.restore_parameters(chunk_state.chunk)
+            step.restore_parameters(chunk_state.chunk)
     with torch.no_grad():
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
@@ -134,7 +134,7 @@ def _load_entry(
     for name, value in entry.items():
         if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
             if name not in chunk_state.flats:
-                chunk_state.take([name], states.executor.fetcher)
+                chunk_state.take([name], states.step.params)
             states.of_optimizer(managed.chunk, name).set_whole(managed, managed.laid_out(value))
             chunk_state.note_made({position: (name,)})
         else:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient
-from gemini.executor.executor import Executor
+from gemini.executor.step import Step
 from gemini.memory.transfer import wait_on_tier
 from gemini.optimizer.chunk_state import spans_of
 from gemini.ranks.communicator import Communicator
@@ -42,7 +42,7 @@ class GradientSummary:
 
 
 def summarize(
-    executor: Executor,
+    step: Step,
     trainable: Sequence[Chunk],
     ungrouped: Mapping[int, Sequence[bool]],
     num_parameters: int,
@@ -55,11 +55,11 @@ def summarize(
     settings: the optimizer's, in words. Raises DivergenceError on all ranks where they differ: a learning rate that
     differs by rank would give every rank's shard another update, and no error.
     """
-    executor.gradients.catch_up()
+    step.grads.catch_up()
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
-    several = executor.gradients.num_backwards > 1
-    gradients = [executor.gradients.of(chunk) for chunk in trainable]
+    several = step.grads.num_backwards > 1
+    gradients = [step.grads.of(chunk) for chunk in trainable]
     wait_on_tier(*(gradient.reduced() for gradient in gradients if gradient.is_reduced))  # one wait
     for chunk, gradient in zip(trainable, gradients, strict=True):
         if chunk.parameters:
@@ -77,7 +77,7 @@ def summarize(
     for its in sums.values():
         for index in its.non_finite():
             words[index] += _NON_FINITE
-    device, communicator = executor.fetcher.device.device, executor.communicator
+    device, communicator = step.params.device.device, step.communicator
     limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
     both = torch.cat([limbs, torch.tensor(words + bits, dtype=torch.int64)]).to(device)
@@ -105,11 +105,11 @@ def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dic
     return f"clip_grad_norm={clip} loss_scale={loss_scale} {groups}"
 
 
-def compare_settings(executor: Executor, settings: str) -> None:
+def compare_settings(step: Step, settings: str) -> None:
     """As `summarize`, for a step whose gradients were looked at before its settings were final. Collective."""
-    bits = torch.tensor(_bits_of(settings), dtype=torch.int64, device=executor.fetcher.device.device)
-    executor.communicator.all_reduce_sum_(bits, "the optimizer's settings")
-    _refuse_other_settings(executor.communicator, settings, bits.tolist())
+    bits = torch.tensor(_bits_of(settings), dtype=torch.int64, device=step.params.device.device)
+    step.communicator.all_reduce_sum_(bits, "the optimizer's settings")
+    _refuse_other_settings(step.communicator, settings, bits.tolist())
 
 
 def _refuse_other_settings(communicator: Communicator, settings: str, bits: list[int]) -> None:

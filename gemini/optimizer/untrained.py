@@ -16,9 +16,9 @@ from gemini.optimizer.summary import GradientSummary
 
 def refuse_ungrouped(model: ShardedModel, states: ChunkStates) -> None:
     """Raises GeminiError if a parameter was unfrozen that no param group has."""
-    if not model.freezing.unfrozen:
+    if not model.trainability.unfrozen:
         return
-    unfrozen = [each for each in model._managed if each.index in model.freezing.unfrozen]
+    unfrozen = [each for each in model._managed if each.index in model.trainability.unfrozen]
     names = [each.name for each in unfrozen if states.group(each) is None]
     if names:
         raise GeminiError(
@@ -49,7 +49,7 @@ def frozen_among(model: ShardedModel, parameters: Iterable[Tensor] | None) -> li
     found: dict[int, ManagedParameter] = {}
     for parameter in parameters:
         link = link_of(parameter) if isinstance(parameter, Tensor) else None
-        if link is None or link.executor is not model.executor:
+        if link is None or link.step is not model.chunk_manager.step:
             raise ValueError(
                 f"discard_state() takes parameters of the wrapped model, found {type(parameter).__name__} of shape "
                 f"{tuple(getattr(parameter, 'shape', ()))}"

@@ -23,7 +23,7 @@ from gemini import (
     ShardedOptimizer,
     state_hash,
 )
-from gemini.executor import fetcher as fetcher_module
+from gemini.executor import params as param_store
 from gemini.placement.demand import Demand, Placement, Tier
 from gemini.placement.policy import slots_for
 from gemini.ranks import watchdog
@@ -313,7 +313,7 @@ def _diverge(model: ShardedModel, optimizer: ShardedOptimizer, net: Net, rank: i
             optimizer.step()
         else:
             model(batch(rank, 3))
-            optimizer.clip_grad_norm_(1.0) if optimizer.model.executor.gradients.num_backwards else model.state_dict()
+            optimizer.clip_grad_norm_(1.0) if optimizer.model.chunk_manager.grads.num_backwards else model.state_dict()
     elif way == "skipped step":
         optimizer.backward(model(batch(rank, 2)).square().mean())
         if other:
@@ -363,7 +363,7 @@ def late_references(rank: int, world_size: int, disturbed: bool) -> tuple[list[t
     model, optimizer, _ = make()
     moves = _log_moves(model)
     if disturbed and rank == 1:
-        communicator = model.executor.communicator
+        communicator = model.chunk_manager.communicator
         gather = communicator.all_gather
         clock = random.Random(0)
 
@@ -380,10 +380,10 @@ def late_references(rank: int, world_size: int, disturbed: bool) -> tuple[list[t
 
 def kept_view(rank: int, world_size: int, from_step: int, to_step: int) -> tuple[list[tuple[str, int]], str, int, bool]:
     """Rank 1 keeps a view over several steps: (log of moves, hash, most slots set aside, view's content kept)."""
-    fetcher_module._SETTLE_S = 0.05
+    param_store._SETTLE_S = 0.05
     model, optimizer, net = make(slots=1)
     moves = _log_moves(model)
-    pools = model.executor.fetcher.pools
+    pools = model.chunk_manager.params.pools
     assert pools is not None
     kept: list[Tensor] = []
     copies: list[Tensor] = []

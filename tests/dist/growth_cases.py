@@ -31,7 +31,7 @@ def costs(rank: int, world_size: int, num_layers: int, chooses: bool) -> tuple[L
         set_leaf_module(module, [Choice])
     model = ShardedModel(module, device="emulated", chunk_size=CHUNK_NUMEL)
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
-    collectives = model.executor.communicator.collectives
+    collectives = model.chunk_manager.communicator.collectives
 
     def step() -> None:
         model(torch.ones(2, WIDTH)).square().mean().backward()

@@ -27,22 +27,22 @@ def ledger_after_a_step(rank: int, world_size: int, wrap: dict[str, Any]) -> dic
     for _ in range(3):
         model(torch.ones(2, WIDTH) * (rank + 1)).square().mean().backward()
         optimizer.step()
-        collectives = model.executor.communicator.collectives
+        collectives = model.chunk_manager.communicator.collectives
         sent = [sent[1], collectives.bytes_sent]
     device, host = model.chunk_manager.memory.tiers
     kinds = {
         kind: device.ledger.peak_by_kind[kind] + host.ledger.peak_by_kind[kind]
         for kind in ("param", "grad", "master", "optim", "slots", "gradient slots")
     }
-    chunks = model.executor.chunks
+    chunks = model.chunk_manager.chunks
     return {
         "kinds": kinds,
         "numel": sum(chunk.numel for chunk in chunks),
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "sent_per_step": sent[1] - sent[0],
         "num_chunks": len(chunks),
-        "peak_open": model.executor.gradients.memory.peak_open,
-        "calls": dict(model.executor.communicator.collectives.calls),
+        "peak_open": model.chunk_manager.grads.memory.peak_open,
+        "calls": dict(model.chunk_manager.communicator.collectives.calls),
     }
 
 
@@ -56,16 +56,16 @@ def device_storage_bytes(model: ShardedModel) -> int:
                 storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
 
-    executor = model.executor
-    for chunk in executor.chunks:
+    manager = model.chunk_manager
+    for chunk in manager.chunks:
         for home in chunk.homes.values():
             if home.tier == "device":
                 add(home.flat)
-    for pools in (executor.fetcher.pools, executor.gradients.memory.pools):
+    for pools in (manager.params.pools, manager.grads.memory.pools):
         for pool in pools or ():
             for slot in pool.slots + pool.held:
                 add(slot.buffer)
-    add(executor.gradients.scratch._buffer)
+    add(manager.grads.scratch._buffer)
     if model.chunk_manager.optimizer is not None:
         for state in model.chunk_manager.optimizer.states.by_chunk.values():
             for flat in state.flats.values():

@@ -221,7 +221,9 @@ def test_a_tensor_that_was_modified_after_it_was_saved_is_autograds_error(which:
     """Never a gradient of other values than those that forward used."""
     make = partial(Modifies, which)
     sharded = wrap(place, make)
-    assert sharded.executor.is_resident == (place == "cuda")  # else autograd keeps what it saves, and checks it
+    assert sharded.chunk_manager.step.is_resident == (
+        place == "cuda"
+    )  # else autograd keeps what it saves, and checks it
     said = []
     for model in (build(make), sharded):
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as found:

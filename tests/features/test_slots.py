@@ -45,14 +45,14 @@ def everything_kept() -> int:
 def test_a_kept_payload_and_its_home_are_one_memory(rank: int, world_size: int) -> None:
     model, optimizer = sharded(None)
     for step in range(3):
-        before = model.executor.communicator.collectives.calls["all_gather"]
+        before = model.chunk_manager.communicator.collectives.calls["all_gather"]
         train_step(model, optimizer, step)
     kinds = model.chunk_manager.memory.tiers[0].ledger.peak_by_kind
-    payloads = [chunk.payload_bytes for chunk in model.executor.chunks]
+    payloads = [chunk.payload_bytes for chunk in model.chunk_manager.chunks]
     assert kinds["param"] * world_size == sum(payloads)
     room = sum(payloads) + max(payloads)
     assert kinds["slots"] + kinds["param"] <= room, "no home beside a payload, but while one is made"
-    num_gathers = model.executor.communicator.collectives.calls["all_gather"] - before
+    num_gathers = model.chunk_manager.communicator.collectives.calls["all_gather"] - before
     assert num_gathers == len(payloads), "nothing leaves between forward and backward"
 
 

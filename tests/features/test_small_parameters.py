@@ -13,8 +13,8 @@ from tests.small_parameters import CHUNK_NUMEL, LAYERS, WIDTH, Chain, loss_of, r
 
 def pairs(dtype: torch.dtype | None = None, **arguments: Any) -> list[tuple[Any, Any]]:
     model = ShardedModel(mlp.build(Chain), device="emulated", chunk_size=CHUNK_NUMEL, dtype=dtype, **arguments)
-    assert all(chunk.is_fine for chunk in model.executor.chunks), "this file is about such chunks"
-    assert len(model.executor.chunks) == 2
+    assert all(chunk.is_fine for chunk in model.chunk_manager.chunks), "this file is about such chunks"
+    assert len(model.chunk_manager.chunks) == 2
     plain = mlp.build(Chain)
     plain = plain if dtype is None else plain.to(dtype)
     return [(model, ShardedOptimizer(model, mlp.adam(model.parameters()))), (plain, mlp.adam(plain.parameters()))]
@@ -69,7 +69,7 @@ def test_under_a_budget_gradients_of_at_most_two_chunks_wait() -> None:
     order = [layer for pair in zip(module.layers[:25], module.layers[25:], strict=True) for layer in pair]
     model = ShardedModel(module, device="emulated", chunk_size=34 * 256, model_data_memory="1GiB")
     names = {parameter: name for name, parameter in model.named_parameters()}
-    chunks = {managed.name: chunk.index for chunk in model.executor.chunks for managed in chunk.parameters}
+    chunks = {managed.name: chunk.index for chunk in model.chunk_manager.chunks for managed in chunk.parameters}
     most = 0
 
     def look(grad: Tensor) -> None:
@@ -84,7 +84,7 @@ def test_under_a_budget_gradients_of_at_most_two_chunks_wait() -> None:
             x.register_hook(look)
         return x
 
-    assert sum(chunk.is_fine for chunk in model.executor.chunks) >= 3
+    assert sum(chunk.is_fine for chunk in model.chunk_manager.chunks) >= 3
     module.forward = forward
     model(torch.ones(4, WIDTH)).sum().backward()
     assert most == 2

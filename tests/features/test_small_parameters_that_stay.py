@@ -29,7 +29,7 @@ def pairs(stage: int, **arguments: Any) -> list[tuple[Any, Any]]:
 def test_whatever_comes_between_two_steps_changes_no_bit(rank: int, world_size: int, stage: int) -> None:
     """Everything that may come between two steps, beside one plain process."""
     (model, _optimizer), (plain, _its) = both = pairs(stage)
-    executor = model.executor
+    manager = model.chunk_manager
     gathers = []
     for step in range(8):
         for each, steps in both:
@@ -46,14 +46,14 @@ def test_whatever_comes_between_two_steps_changes_no_bit(rank: int, world_size: 
             if step in (4, 6):  # frozen for two steps
                 module.layers[10].requires_grad_(step == 6)
             for micro_batch in range(1 + step % 2):
-                before = executor.communicator.collectives.calls["all_gather"]
+                before = manager.communicator.collectives.calls["all_gather"]
                 used = slice(step % 3, LAYERS - step)
                 unsynced = model.no_sync() if sharded and step == 5 and not micro_batch else nullcontext()
                 again = "inside" if step == 6 else ""
                 with unsynced:
                     loss_of(each, 10 * step + micro_batch, used=used, again=again).backward()
                 if sharded:
-                    gathers.append(executor.communicator.collectives.calls["all_gather"] - before)
+                    gathers.append(manager.communicator.collectives.calls["all_gather"] - before)
             if step == 1:  # an evaluation between backward and step
                 with torch.no_grad():
                     loss_of(each, step)
@@ -64,8 +64,8 @@ def test_whatever_comes_between_two_steps_changes_no_bit(rank: int, world_size: 
             mlp.assert_same(dict(model.state_dict().items()), names)
     mlp.assert_same_models(both)
     assert raw_grads(model) == 0
-    assert executor.is_resident
-    assert [chunk.stays for chunk in executor.chunks] == [stage == 3] * 2
+    assert manager.step.is_resident
+    assert [chunk.stays for chunk in manager.chunks] == [stage == 3] * 2
     if stage == 3:
         assert gathers[0] == 2, "both chunks at the root"
         assert gathers[2] == 0, "nothing is gathered again between micro-batches"

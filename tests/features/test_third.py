@@ -109,7 +109,7 @@ def run(rank: int, world_size: int, way: str, bounded: bool) -> dict[str, Any]:
         "peak": ledger.peak_bytes,
         "evictions": model.observer.counts["evict"],
         "host": model.chunk_manager.memory.tiers[1].ledger.peak_bytes,
-        "chunks": len(model.executor.chunks),
+        "chunks": len(model.chunk_manager.chunks),
     }
     model.close()
     return facts

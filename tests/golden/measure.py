@@ -117,11 +117,11 @@ def plan_counts(model: ShardedModel) -> dict[str, Any]:
 
 def work_counts(model: ShardedModel) -> dict[str, Any]:
     """What has been moved, sent and held since the model was wrapped."""
-    executor, moves = model.executor, model.observer
+    manager, moves = model.chunk_manager, model.observer
     counts: dict[str, Any] = {
         "fetches": [moves.num_fetches, moves.counts["prefetch"]],
         "evictions": moves.counts["evict"],
-        "spills": [moves.counts["spill"], executor.gradients.memory.peak_open],
+        "spills": [moves.counts["spill"], manager.grads.memory.peak_open],
         "links": {
             link: num_bytes
             for link, num_bytes in sorted(model.chunk_manager.memory.transfer.traffic.bytes_by_link.items())

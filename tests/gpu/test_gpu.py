@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gemini
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.chunks.chunk import Chunk
-from gemini.executor.fetcher import Fetcher
+from gemini.executor.params import ParamStore
 from optim import HybridAdam, accumulate_sum_of_squares_, zero_norm_limbs
 from tests.gpu import loops
 from tests.gpu.late import CYCLES, LateCopies
@@ -48,10 +48,10 @@ def test_training_gives_the_plain_loops_bits(
 def test_evicted_memory_that_reads_as_nan_changes_nothing(
     subject: Subject, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = Fetcher.release
+    release = ParamStore.release
     num_poisoned = 0
 
-    def poisoning(self: Fetcher, chunk: Chunk, successor: Chunk | None = None) -> bool:
+    def poisoning(self: ParamStore, chunk: Chunk, successor: Chunk | None = None) -> bool:
         nonlocal num_poisoned
         slot = chunk.slot
         free = release(self, chunk, successor)
@@ -60,7 +60,7 @@ def test_evicted_memory_that_reads_as_nan_changes_nothing(
             num_poisoned += 1
         return free
 
-    monkeypatch.setattr(Fetcher, "release", poisoning)
+    monkeypatch.setattr(ParamStore, "release", poisoning)
     outcome, _ = loops.train_sharded(subject, device, dtype, "smallest")
     assert_same_bits(outcome, plain(subject, device, dtype, 4))
     assert num_poisoned > 0
@@ -248,13 +248,13 @@ def test_what_rests_on_the_host_is_pinned(cuda: torch.device) -> None:
     model, optimizer = loops.wrap(GPT2, cuda, torch.bfloat16, "cpu")
     buffers = {
         f"{kind} of chunk {chunk.index}": home.flat
-        for chunk in model.executor.chunks
+        for chunk in model.chunk_manager.chunks
         for kind, home in chunk.homes.items()
         if home.tier == "host"
     }
     for index, state in optimizer._states.items():
         buffers |= {f"{name} of chunk {index}": flat for name, flat in state.flats.items()}
-    assert len(buffers) >= 5 * len(model.executor.chunks)
+    assert len(buffers) >= 5 * len(model.chunk_manager.chunks)
     unpinned = [name for name, buffer in buffers.items() if buffer.numel() and not buffer.is_pinned()]
     assert not unpinned, f"{len(unpinned)} of {len(buffers)}: {unpinned[:5]}"
 

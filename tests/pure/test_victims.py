@@ -29,7 +29,7 @@ class FakeChunk:
 
 
 class Cache:
-    """Chunks that come to slots and leave them, as the fetcher has them do it."""
+    """Chunks that come to slots and leave them, as the parameter store has them do it."""
 
     def __init__(self, num_slots: int) -> None:
         self.chunks = [FakeChunk(index) for index in range(NUM_CHUNKS)]

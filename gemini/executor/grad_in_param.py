@@ -21,8 +21,8 @@ import torch
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient
 from gemini.chunks.param_state import ParamState
-from gemini.executor.fetcher import Fetcher
 from gemini.executor.grad_memory import GradMemory
+from gemini.executor.params import ParamStore
 from gemini.memory.region import Region
 from gemini.memory.slot import SharedStorage
 from gemini.memory.transfer import ready, wait_on_host, wait_on_tier
@@ -30,11 +30,11 @@ from gemini.placement.demand import Kind, Tier
 from optim import round_master_
 
 
-class SharedHomes:
+class GradInParam:
     """The homes of all chunks of one model that may be lent."""
 
-    def __init__(self, fetcher: Fetcher, store: GradMemory) -> None:
-        self._fetcher = fetcher
+    def __init__(self, params: ParamStore, store: GradMemory) -> None:
+        self._params = params
         self._store = store
         self._chunks: list[Chunk] = []
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
@@ -52,7 +52,7 @@ class SharedHomes:
             payload = chunk.payload
             assert payload is not None
             if index not in self._resident or not self._resident[index].is_of(payload):
-                self._fetcher.binding.unbind(chunk)  # what parameters show does not count as ours
+                self._params.binding.unbind(chunk)  # what parameters show does not count as ours
                 self._resident[index] = SharedStorage(payload)
 
     # -- lending
@@ -63,10 +63,10 @@ class SharedHomes:
             return
         self._note_gather(chunk)
         self._gathers[chunk.index] = chunk.num_gathers
-        if chunk.pins or self._fetcher.is_coming(chunk):
+        if chunk.pins or self._params.is_coming(chunk):
             self._used_after.add(chunk.index)
         elif chunk.state is ParamState.GATHERED and chunk.index not in self._used_after:
-            self._fetcher.release(chunk)
+            self._params.release(chunk)
 
     def _note_gather(self, chunk: Chunk) -> None:
         if self._gathers.get(chunk.index, chunk.num_gathers) < chunk.num_gathers:
@@ -83,7 +83,7 @@ class SharedHomes:
             self._store.take_home(gradient)
 
     def _may_lend(self, chunk: Chunk) -> bool:
-        if self._fetcher.is_coming(chunk):  # other ranks are being sent the home
+        if self._params.is_coming(chunk):  # other ranks are being sent the home
             return False
         if chunk.state is ParamState.RESIDENT:
             return self._leave(chunk)
@@ -93,10 +93,10 @@ class SharedHomes:
         """Release a resident chunk, if nobody uses it or holds a view of it."""
         if chunk.pins:
             return False
-        binding = self._fetcher.binding
+        binding = self._params.binding
         binding.write_back(chunk)
         binding.unbind(chunk)
-        if not self._fetcher.settles(self._resident[chunk.index]):
+        if not self._params.settles(self._resident[chunk.index]):
             return False
         chunk.bump_versions()
         return True
@@ -106,7 +106,7 @@ class SharedHomes:
     def take_back(self, chunk: Chunk) -> None:
         """The parameters are needed before the step: the gradient moves out, and they move in again. Local."""
         gradient, store = self._store.gradients[chunk.index], self._store
-        if self._fetcher.in_step and torch.is_grad_enabled() and not self._has_warned:
+        if self._params.in_step and torch.is_grad_enabled() and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "reuse_fp16_shard=True: parameters are used again between backward and step, as when micro-batches "

@@ -1,4 +1,4 @@
-"""The executor carries a step out: it fetches what operators and autograd nodes need and moves gradients on.
+"""`Step` carries a training step out: it fetches what operators and autograd nodes need and moves gradients on.
 
 It is driven by the model's hooks (gemini/model) and knows phases, not modules:
 
@@ -23,9 +23,9 @@ from gemini.errors import GeminiError
 from gemini.executor.arrivals import Waiting
 from gemini.executor.calls import Call, other_thread
 from gemini.executor.failures import Failures
-from gemini.executor.fetcher import Fetcher
 from gemini.executor.grads import GradStore
 from gemini.executor.operator import Operator
+from gemini.executor.params import ParamStore
 from gemini.executor.staying import Staying
 from gemini.executor.underway import Underway
 from gemini.memory.modes import unseen
@@ -35,37 +35,37 @@ from gemini.ranks.position import Phase
 _graph_task_id = torch._C._current_graph_task_id
 
 
-class Executor:
-    """One model's executor on this rank."""
+class Step:
+    """The steps of one model on this rank: the only object that calls both stores, in written order."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], fetcher: Fetcher, gradients: GradStore, communicator: Communicator
+        self, chunks: Sequence[Chunk], params: ParamStore, grads: GradStore, communicator: Communicator
     ) -> None:
         self.chunks = list(chunks)
-        self.fetcher = fetcher
-        self.binding = fetcher.binding
-        self.gradients = gradients
+        self.params = params
+        self.binding = params.binding
+        self.grads = grads
         self.communicator = communicator
         self.position = communicator.position
-        self._underway = Underway(self.chunks, fetcher.victims)
+        self._underway = Underway(self.chunks, params.victims)
         self.calls = self._underway.calls
         self._nodes = self._underway.nodes
-        self.failures = Failures(self._underway, fetcher, gradients, communicator)
+        self.failures = Failures(self._underway, params, grads, communicator)
         self.has_room = False  # slots and buffers have their memory
-        self._staying = Staying(self.chunks, fetcher)
+        self._staying = Staying(self.chunks, params)
         self.note_placement()
 
     def note_placement(self) -> None:
         """Homes were given to the chunks: see which stay where they are."""
         self.is_resident = self._staying.note_placement()  # none leaves between forward and update
-        self.gradients.accumulation.note_placement(self.is_resident)
+        self.grads.accumulation.note_placement(self.is_resident)
 
     def _take_room(self) -> None:
         """Once the model is used: all slots and buffers together, before one that is held takes another's place."""
         self.has_room = True
         with torch.inference_mode(False):
-            self.fetcher.pools.fill()
-            self.gradients.take_memory()
+            self.params.pools.fill()
+            self.grads.take_memory()
 
     # -- payloads
 
@@ -76,25 +76,25 @@ class Executor:
         if chunk.state is ParamState.RESIDENT:
             assert chunk.payload is not None
             return chunk.payload
-        if self.gradients.in_backward:
-            self.gradients.before_touch()
+        if self.grads.in_backward:
+            self.grads.before_touch()
             if chunk.state is ParamState.HOLDS_GRAD:  # it was reduced just now
                 self.restore_parameters(chunk)
         if not self.has_room:
             self._take_room()
-        return self.fetcher.fetch(chunk)
+        return self.params.fetch(chunk)
 
     def fetch_ahead(self) -> None:
         """Start to gather what will be used next, if a slot is free for it by then. Collective."""
-        ahead = self.fetcher.slot_ahead()
+        ahead = self.params.slot_ahead()
         if ahead is not None:
             if ahead[0].state is ParamState.HOLDS_GRAD:
                 self.restore_parameters(ahead[0])
-            self.fetcher.fetch_ahead(*ahead)
+            self.params.fetch_ahead(*ahead)
 
     def restore_parameters(self, chunk: Chunk) -> None:
         """The chunk's parameters are needed before the step: its gradient leaves their home. Local."""
-        self.gradients.shared.take_back(chunk)
+        self.grads.shared.take_back(chunk)
 
     # -- forward
 
@@ -115,15 +115,15 @@ class Executor:
         if not is_inner:
             with self.publishing():
                 self.failures.recover()
-            if self.gradients.in_backward:
+            if self.grads.in_backward:
                 raise other_thread("a backward")
         return self.calls.enter(module, None, recomputing), not is_inner
 
     def begin_forward(self) -> None:
         """All edits go home; what is trained may change then, and `begin_pass` is next. Local."""
-        self.gradients.scaled_loss.end()  # of a backward that failed before it reached the model
+        self.grads.scaled_loss.end()  # of a backward that failed before it reached the model
         self.position.set(0, Phase.FORWARD)
-        self.fetcher.settle()
+        self.params.settle()
         self.binding.write_back_all()
 
     def begin_pass(self) -> None:
@@ -131,12 +131,12 @@ class Executor:
         if not self.has_room:
             self._take_room()
         if torch.is_grad_enabled() and not self._underway.awaits_backward:
-            self.fetcher.next_use.begin_pass()
+            self.params.next_use.begin_pass()
             self.communicator.begin_pass("forward and backward")
             self._underway.awaits_backward = True
         elif not torch.is_grad_enabled():
             self.communicator.leave_pass()
-        self.fetcher.in_step = True
+        self.params.in_step = True
         if self.is_resident:
             self._staying.make_plain()
 
@@ -145,14 +145,14 @@ class Executor:
         if self.calls.leave(None) is None:
             return False
         if not self.calls.num_forwards and not self.is_recomputing():
-            self.fetcher.in_step = False
+            self.params.in_step = False
             self.binding.cover()
         return True
 
     def enter_operator(self, module: nn.Module, operator: Operator) -> Call:
         """An operator's call starts; `fetch_operator` is next. Raises GeminiError while another thread runs one."""
         recomputing = self.is_recomputing()
-        if not recomputing and not (self.fetcher.in_step and self.calls.depth()):
+        if not recomputing and not (self.params.in_step and self.calls.depth()):
             self.failures.find(module)
         return self.calls.enter(module, operator, recomputing)
 
@@ -173,7 +173,7 @@ class Executor:
     def exit_operator(self, operator: Operator) -> None:
         """The operator is done, or failed: its chunks may leave."""
         chunks = self.calls.leave(operator)
-        if chunks and not self.fetcher.in_step:
+        if chunks and not self.params.in_step:
             self._after_use([chunk for chunk in chunks if not self.calls.pin(chunk)])
 
     def _after_use(self, chunks: Sequence[Chunk]) -> None:
@@ -183,11 +183,11 @@ class Executor:
         checkpointing's hooks are the only ones that meet it, and keep a view of its slot. The leaf that backward is
         in stays plain: touching it would be a collective, at a point that differs by rank.
         """
-        if self.is_recomputing() and not self.fetcher.in_step:
+        if self.is_recomputing() and not self.params.in_step:
             for chunk in chunks:
                 if chunk.plain and chunk.may_leave and chunk not in self._underway.leaf:
                     self.binding.cover_chunk(chunk)
-        elif not self.fetcher.in_step and not self.calls.by_thread:
+        elif not self.params.in_step and not self.calls.by_thread:
             self.binding.cover()
 
     @contextmanager
@@ -201,7 +201,7 @@ class Executor:
         self.position.set(operator, Phase.TOUCH)
         bound: list[Chunk] = []
         # in a step a chunk is made plain once; in a loop over parameters outside, each time only what is used
-        alone = not (self.fetcher.in_step or self.calls.by_thread or self.is_recomputing())
+        alone = not (self.params.in_step or self.calls.by_thread or self.is_recomputing())
         try:
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
                 self.fetch(chunk)
@@ -221,10 +221,10 @@ class Executor:
 
     def begin_backward(self) -> None:
         """Called by the first of the root's outputs, or else of our nodes, that backward reaches."""
-        if self.gradients.in_backward:
+        if self.grads.in_backward:
             return
-        self.gradients.scaled_loss.refuse_unscaled()
-        self.gradients.begin_backward()
+        self.grads.scaled_loss.refuse_unscaled()
+        self.grads.begin_backward()
         self.position.set(0, Phase.BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -270,9 +270,9 @@ class Executor:
     def on_gradient(self, index: int, position: int, grad: Tensor) -> None:
         """The gradient, dense, of the parameter at `position` of chunk `index` is ready."""
         try:  # not `publishing()`, which costs as much as all the rest
-            if not self.gradients.in_backward:
+            if not self.grads.in_backward:
                 self.begin_backward()
-            self.gradients.on_gradient(self.chunks[index], position, grad)
+            self.grads.on_gradient(self.chunks[index], position, grad)
         except BaseException as error:
             self.communicator.publish(error)
             raise
@@ -281,23 +281,23 @@ class Executor:
         """A gradient of chunk `index` is in `.grad`, as `waiting` says. False if it may not wait there."""
         try:
             self.begin_backward()
-            return self.gradients.wait(self.chunks[index], waiting)
+            return self.grads.wait(self.chunks[index], waiting)
         except BaseException as error:
-            self.gradients.arrivals.drop()
+            self.grads.arrivals.drop()
             self.communicator.publish(error)
             raise
 
     def end_backward(self) -> None:
         """The outermost graph task is done. Collective."""
-        if not self.gradients.in_backward:
+        if not self.grads.in_backward:
             return
         with self.publishing(), unseen():
             self._underway.leave_leaf()
             self._nodes.lift()
             self.position.set(0, Phase.BACKWARD)
-            self.gradients.end_backward()
-            self.fetcher.settle()
-            self.fetcher.next_use.end_pass()
+            self.grads.end_backward()
+            self.params.settle()
+            self.params.next_use.end_pass()
             self._underway.awaits_backward = False
             self.binding.cover()
             self.communicator.end_pass()
@@ -307,7 +307,7 @@ class Executor:
     def before_update(self) -> None:
         """Everything an update reads is at home: edits are written back. Collective."""
         self.position.set(0, Phase.STEP)
-        self.fetcher.settle()
+        self.params.settle()
         self.binding.write_back_all()
         self.binding.snapshots.forget_all(self.chunks)
         self.communicator.begin_pass("step")
@@ -319,7 +319,7 @@ class Executor:
     def before_chunk_update(self, chunk: Chunk) -> None:
         """The chunk's home will have new values: a payload in a slot is stale. Before, since both may be one memory."""
         if chunk.may_leave:
-            self.fetcher.release(chunk)
+            self.params.release(chunk)
         elif chunk.slot is not None:
             self._staying.outdate(chunk)
 
@@ -343,6 +343,6 @@ class Executor:
         if self.calls.by_thread or self.is_recomputing():
             raise inside
         self.failures.recover()
-        if self.gradients.in_backward:
+        if self.grads.in_backward:
             raise inside
         self.position.set(0, Phase.TOUCH)

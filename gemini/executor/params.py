@@ -46,7 +46,7 @@ class _Arrival:
     finish: Callable[[], None]
 
 
-class Fetcher:
+class ParamStore:
     """Owns the payload slots."""
 
     def __init__(

@@ -24,7 +24,7 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError, GeminiError
 from gemini.executor.chunk_manager import ChunkManager
 from gemini.executor.masters import master_from_weights
-from gemini.executor.rehoming import Rehoming, StateOwner
+from gemini.executor.migrate import Rehoming, StateOwner
 from gemini.placement.demand import Kind
 from gemini.placement.plan import Plan, replan
 from gemini.placement.specs import OperatorSpec
@@ -34,7 +34,7 @@ _ALIKE = "All ranks must freeze and unfreeze the same parameters at the same ste
 _COMPILED_ALIKE = "All ranks must compile the same modules before the same forward"
 
 
-class Freezing:
+class Trainability:
     """Which parameters of a model are trained, and what follows from a change."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Freezing:
         plan: Plan,
     ) -> None:
         self._manager = manager
-        self._executor = manager.step
+        self._step = manager.step
         self._managed = managed
         self._parameters = [each.parameter for each in managed]
         self._flags = [each.requires_grad for each in managed]
@@ -66,7 +66,7 @@ class Freezing:
         """
         flags = self._flags_now()
         if flags != self._flags:
-            with self._executor.publishing(), torch.inference_mode(False), torch.no_grad():
+            with self._step.publishing(), torch.inference_mode(False), torch.no_grad():
                 self._change(flags)
         self.flags_raised.clear()
 
@@ -88,15 +88,15 @@ class Freezing:
 
         module: whose call is about to begin. Collective if something was unfrozen.
         """
-        executor = self._executor
-        if not torch.is_grad_enabled() or (executor.fetcher.in_step and executor.calls.depth()):
+        step = self._step
+        if not torch.is_grad_enabled() or (step.params.in_step and step.calls.depth()):
             return
-        with executor.publishing():
-            executor.failures.find(module)
-            if executor.calls.by_thread or executor.is_recomputing():
+        with step.publishing():
+            step.failures.find(module)
+            if step.calls.by_thread or step.is_recomputing():
                 return
-            executor.failures.recover()
-            if not executor.gradients.in_backward:
+            step.failures.recover()
+            if not step.grads.in_backward:
                 self.settle_unfrozen()
 
     def take_state(self, wanted: Mapping[int, frozenset[Kind]]) -> None:
@@ -106,7 +106,7 @@ class Freezing:
         """
         if wanted:
             self._refuse_waiting_gradients("loading the state of frozen parameters")
-            names = ", ".join(self._executor.chunks[index].names() for index in sorted(wanted))
+            names = ", ".join(self._step.chunks[index].names() for index in sorted(wanted))
             self._change_chunks(self._flags, f"state loaded for frozen {names}", wanted)
 
     def discard_state(self, discarded: Sequence[ManagedParameter]) -> None:
@@ -116,10 +116,10 @@ class Freezing:
         nothing has changed then.
         """
         self._refuse_waiting_gradients("discard_state()")
-        executor = self._executor
+        step = self._step
         shown = f"state given up: {', '.join(each.name for each in discarded)}"
-        executor.communicator.agree(shown.encode(), "discard_state()", remedy="All ranks must give up the same state")
-        executor.binding.write_back_all()
+        step.communicator.agree(shown.encode(), "discard_state()", remedy="All ranks must give up the same state")
+        step.binding.write_back_all()
         for each in discarded:
             if Kind.MASTER in each.chunk.homes:
                 master_from_weights(each.chunk, each)
@@ -133,15 +133,15 @@ class Freezing:
 
         Raises what `settle` raises.
         """
-        executor = self._executor
+        step = self._step
         if self._gradients_wait():
             raise GeminiError(f"{shown} between the micro-batches of a step: do it after step() or zero_grad()")
-        if any(chunk.pins for chunk in executor.chunks):
+        if any(chunk.pins for chunk in step.chunks):
             raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
-        executor.gradients.forget()
+        step.grads.forget()
         self._change_chunks(self._flags, shown, {}, "change of what is compiled", _COMPILED_ALIKE, operators)
-        executor.gradients.reset_order()
-        executor.fetcher.next_use.forget()
+        step.grads.reset_order()
+        step.params.next_use.forget()
 
     def _flags_now(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -149,17 +149,17 @@ class Freezing:
 
     def _gradients_wait(self) -> bool:
         """A backward since the last step has reached trained parameters."""
-        gradients = self._executor.gradients
+        gradients = self._step.grads
         return bool(gradients.num_backwards and gradients.memory.gradients)
 
     def _refuse_waiting_gradients(self, what: str) -> None:
         if self._gradients_wait():
             raise GeminiError(f"{what} between backward() and step(): call it after step() or zero_grad()")
-        self._executor.gradients.forget()  # backwards that were about inputs only
+        self._step.grads.forget()  # backwards that were about inputs only
 
     def _change(self, flags: list[bool]) -> None:
         """Changes nothing if it has to wait for the step."""
-        executor = self._executor
+        step = self._step
         pairs = list(zip(self._managed, flags, strict=True))
         frozen = [each for each, flag in pairs if each.requires_grad and not flag]
         unfrozen = [each for each, flag in pairs if flag and not each.requires_grad]
@@ -170,13 +170,13 @@ class Freezing:
                     f"{names[1]} were unfrozen between the micro-batches of a step: do it after step() or zero_grad()"
                 )
             return
-        if any(chunk.pins for chunk in executor.chunks):
+        if any(chunk.pins for chunk in step.chunks):
             raise GeminiError(f"inside GatheredParameters(...) nothing can be frozen or unfrozen: {', '.join(names)}")
-        executor.gradients.forget()  # backwards that were about inputs only
+        step.grads.forget()  # backwards that were about inputs only
         self._change_chunks(flags, f"frozen: {names[0] or 'none'}; unfrozen: {names[1] or 'none'}", {})
         for each in frozen + unfrozen:
             each.requires_grad = not each.requires_grad
-        executor.gradients.reset_order()
+        step.grads.reset_order()
         self.unfrozen.difference_update(each.index for each in frozen)
         self.unfrozen.update(each.index for each in unfrozen)
         self._flags = flags
@@ -191,31 +191,31 @@ class Freezing:
         operators: tuple[OperatorSpec, ...] | None = None,
     ) -> None:
         """Decide and agree on the new plan, then carry it out. `wanted`: states that frozen chunks get, by index."""
-        executor, before = self._executor, self.plan
+        step, before = self._step, self.plan
         trained = {each.chunk.index for each, flag in zip(self._managed, flags, strict=True) if flag}
         kept = {
             chunk.index: self._left_by_training(chunk) | wanted.get(chunk.index, frozenset())
-            for chunk in executor.chunks
+            for chunk in step.chunks
             if chunk.index not in trained
         }
         try:
             plan = replan(before, flags, kept, operators)
             homes = (before.demand, before.placement), (plan.demand, plan.placement)
-            rehoming = Rehoming(executor, *homes)
-            rehoming.check_room(self.owner)
+            migrate = Rehoming(step, *homes)
+            migrate.check_room(self.owner)
         except BudgetError as error:
             raise error.reworded(f"{shown}. This does not fit: {error}") from None
         words = f"{shown}; model data budget of {plan.budget_bytes} bytes, {plan.placement.num_slots} slots"
-        executor.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
+        step.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
         is_other = homes[0] != homes[1]
-        for chunk in executor.chunks:
+        for chunk in step.chunks:
             now = chunk.index in trained, kept.get(chunk.index, frozenset())
             is_other = is_other or now != (chunk.trainable, chunk.kept)
             chunk.trainable, chunk.kept = now
         if is_other:
-            with executor.failures.tearing():
-                rehoming.carry_out(self.owner)
-        executor.communicator.plan_hash = plan.hash
+            with step.failures.tearing():
+                migrate.carry_out(self.owner)
+        step.communicator.plan_hash = plan.hash
         self.plan = plan
 
     def _left_by_training(self, chunk: Chunk) -> frozenset[Kind]:

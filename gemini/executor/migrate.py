@@ -13,8 +13,8 @@ from typing import Protocol
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.param_state import ParamState
 from gemini.errors import BudgetError
-from gemini.executor.executor import Executor
 from gemini.executor.masters import master_from_weights
+from gemini.executor.step import Step
 from gemini.memory.region import Region
 from gemini.memory.slot import KeptSlot
 from gemini.memory.transfer import ready
@@ -57,17 +57,17 @@ class StateOwner(Protocol):
 class Rehoming:
     """From one (demand, placement) to another."""
 
-    def __init__(self, executor: Executor, before: tuple[Demand, Placement], after: tuple[Demand, Placement]) -> None:
-        self._executor = executor
-        self._fetcher = executor.fetcher
+    def __init__(self, step: Step, before: tuple[Demand, Placement], after: tuple[Demand, Placement]) -> None:
+        self._step = step
+        self._params = step.params
         self._before = before
         self._demand, self._placement = after
 
     def check_room(self, owner: StateOwner | None) -> None:
         """Raises BudgetError if there is no room for what is to come; nothing has changed then."""
-        device, host = self._fetcher.device, self._fetcher.host
-        self._fetcher.release_all()  # and shows which slots are held by views
-        on_device = self._placement.device_bytes(self._demand) + self._fetcher.held_bytes()
+        device, host = self._params.device, self._params.host
+        self._params.release_all()  # and shows which slots are held by views
+        on_device = self._placement.device_bytes(self._demand) + self._params.held_bytes()
         growth = self._host_growth(owner)
         on_host = host.ledger.total_bytes + growth
         knobs = "model_data_memory= or device_memory=", "host_memory="
@@ -84,8 +84,8 @@ class Rehoming:
 
     def _host_growth(self, owner: StateOwner | None) -> int:
         """Bytes that come to the host, less those that are given up before."""
-        growth = -self._fetcher.host.ledger.bytes_by_kind[Kind.OPTIM]
-        for chunk, homes in zip(self._executor.chunks, self._placement.homes, strict=True):
+        growth = -self._params.host.ledger.bytes_by_kind[Kind.OPTIM]
+        for chunk, homes in zip(self._step.chunks, self._placement.homes, strict=True):
             if owner is not None and Kind.OPTIM in homes:
                 growth += owner.host_bytes(chunk, homes[Kind.OPTIM])
         old_demand, old_placement = self._before
@@ -103,9 +103,9 @@ class Rehoming:
 
         Local: launches nothing.
         """
-        gradients = self._executor.gradients
-        chunks = self._executor.chunks
-        self._executor.binding.write_back_all()
+        gradients = self._step.grads
+        chunks = self._step.chunks
+        self._step.binding.write_back_all()
         trained = [chunk for chunk in chunks if gradients.find(chunk) is not None]
         placed = list(zip(chunks, self._placement.homes, strict=True))
         gradients.give_back(self._demand.scratch_bytes)
@@ -117,23 +117,23 @@ class Rehoming:
             if owner is not None and Kind.OPTIM not in homes and owner.has(chunk):
                 owner.drop(chunk)
         self._move_all(owner, moves_in=False)
-        for slot in self._fetcher.pools.resize(self._placement.num_slots):
-            self._fetcher.slot_by_storage.pop(slot.storage, None)
+        for slot in self._params.pools.resize(self._placement.num_slots):
+            self._params.slot_by_storage.pop(slot.storage, None)
         self._move_all(owner, moves_in=True)
         sizes = zip(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots, strict=True)
         gradients.memory.pools.open(*sizes)
         for chunk, homes in placed:
             self._take_missing(chunk, homes, owner)
-        self._fetcher.host.trim()
+        self._params.host.trim()
         gradients.shared.renew()
         gradients.reset_order()
-        self._executor.note_placement()
-        self._executor.has_room = False  # slots and buffers take theirs at the next use
-        self._fetcher.next_use.forget()
+        self._step.note_placement()
+        self._step.has_room = False  # slots and buffers take theirs at the next use
+        self._params.next_use.forget()
 
     def _move_all(self, owner: StateOwner | None, moves_in: bool) -> None:
         """Move what leaves the device, or what moves in."""
-        for chunk, homes in zip(self._executor.chunks, self._placement.homes, strict=True):
+        for chunk, homes in zip(self._step.chunks, self._placement.homes, strict=True):
             target, keeps = homes[Kind.PARAM], chunk.index in self._placement.kept
             had_slot = chunk.own_slot is not None
             if (chunk.homes[Kind.PARAM].tier is not target or keeps != had_slot) and moves_in == (
@@ -152,10 +152,10 @@ class Rehoming:
     def _migrating(self, chunk: Chunk, kind: Kind, target: Tier) -> Moving:
         before = chunk.homes[kind]
         why = f"another placement of its {kind.value}"
-        return self._fetcher.observer.moving("migrate", chunk.index, before.tier, target, before.nbytes, why)
+        return self._params.observer.moving("migrate", chunk.index, before.tier, target, before.nbytes, why)
 
     def _move_parameters(self, chunk: Chunk, target: Tier, keeps: bool) -> None:
-        fetcher = self._fetcher
+        params = self._params
         if chunk.state is ParamState.RESIDENT:
             self._leave_home(chunk)
         before, slot = chunk.homes.pop(Kind.PARAM), chunk.own_slot
@@ -164,37 +164,37 @@ class Rehoming:
             content = ready(before).to("cpu", copy=True)
             self._give_up(before, slot)
         if keeps:
-            chunk.keep_slot(fetcher.device)
+            chunk.keep_slot(params.device)
         else:
             self._take(chunk, Kind.PARAM, target)
         home = chunk.homes[Kind.PARAM]
         if content is None:
-            fetcher.memory.transfer.copy(home, before)
+            params.memory.transfer.copy(home, before)
             self._give_up(before, slot)
         else:
             home.flat.copy_(content)
         chunk.settle_at_home()
         if chunk.payload is not None:
-            fetcher.resident_by_storage[chunk.payload.untyped_storage()._cdata] = chunk
+            params.resident_by_storage[chunk.payload.untyped_storage()._cdata] = chunk
 
     def _give_up(self, home: Region, slot: KeptSlot | None) -> None:
         """A parameter home, or the kept slot of which it is a part."""
         if slot is None:
-            self._fetcher.memory.give(home, Kind.PARAM)
+            self._params.memory.give(home, Kind.PARAM)
         else:
-            self._fetcher.slot_by_storage.pop(slot.storage, None)
+            self._params.slot_by_storage.pop(slot.storage, None)
             slot.close()
 
     def _leave_home(self, chunk: Chunk) -> None:
         """A resident chunk's home, which is its payload, is about to be given up."""
-        self._fetcher.binding.unbind(chunk)
+        self._params.binding.unbind(chunk)
         chunk.bump_versions()  # see [Note: Version bump]
         assert chunk.payload is not None
-        del self._fetcher.resident_by_storage[chunk.payload.untyped_storage()._cdata]
+        del self._params.resident_by_storage[chunk.payload.untyped_storage()._cdata]
         chunk.leave_home()
 
     def _move(self, chunk: Chunk, kind: Kind, target: Tier) -> None:
-        before, memory = chunk.homes[kind], self._fetcher.memory
+        before, memory = chunk.homes[kind], self._params.memory
         self._take(chunk, kind, target)
         memory.transfer.copy(chunk.homes[kind], before)
         memory.give(before, kind)
@@ -204,7 +204,7 @@ class Rehoming:
         if chunk.trainable:
             if not chunk.lends_home:
                 self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
-            self._executor.gradients.memory.add(chunk)
+            self._step.grads.memory.add(chunk)
         if Kind.MASTER in homes and Kind.MASTER not in chunk.homes:
             self._take(chunk, Kind.MASTER, homes[Kind.MASTER])
             master_from_weights(chunk)
@@ -213,9 +213,9 @@ class Rehoming:
 
     def _take(self, chunk: Chunk, kind: Kind, tier: Tier) -> None:
         num_bytes = self._demand.chunks[chunk.index].home_bytes[kind]
-        chunk.take_home(kind, tier, self._fetcher.memory, num_bytes)
+        chunk.take_home(kind, tier, self._params.memory, num_bytes)
 
     def _give(self, chunk: Chunk, kind: Kind) -> None:
         home = chunk.homes.pop(kind, None)
         if home is not None:
-            self._fetcher.memory.give(home, kind)
+            self._params.memory.give(home, kind)
