@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer
-from tests import mlp
-from tests.mlp import assert_same, build, weights_of
+from tests.zoo import mlp
+from tests.zoo.mlp import assert_same, build, weights_of
 
 CHUNK_NUMEL = 512
 STAGES: list[dict[str, Any]] = [

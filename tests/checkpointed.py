@@ -14,7 +14,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.mlp import WIDTH, inputs
+from tests.zoo.mlp import WIDTH, inputs
 
 aten = torch.ops.aten
 SELECTIVE: dict[str, tuple[Any, ...]] = {  # whose results are kept

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.mlp import WIDTH
+from tests.zoo.mlp import WIDTH
 
 BLOCKS = 3
 

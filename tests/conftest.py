@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("gemini", deadline=None)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import GatheredParameters, ShardedModel, ShardedOptimizer, state_hash
-from tests import mlp
-from tests.mlp import CHUNK_NUMEL, assert_same, build, weights_of
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, weights_of
 
 MODEL_DATA = ("param", "grad", "master", "optim")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import BudgetError, GatheredParameters, GeminiError, ShardedModel, ShardedOptimizer, state_hash
-from tests import mlp
-from tests.mlp import CHUNK_NUMEL, LAYERS, WIDTH, assert_same, build, weights_of
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, WIDTH, assert_same, build, weights_of
 
 POLICIES = ({"tensor_placement_policy": "cuda"}, {"tensor_placement_policy": "cpu"})
 WRAPS: list[dict[str, Any]] = [{"stage": stage, **policy} for stage in (0, 1, 2, 3) for policy in POLICIES]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.mlp import WIDTH, Mlp
+from tests.zoo.mlp import WIDTH, Mlp
 
 
 class Parts(Mlp):

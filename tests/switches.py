@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.mlp import WIDTH
+from tests.zoo.mlp import WIDTH
 
 NUM_BRANCHES = 4
 IDLE = "idle"  # one of the ways: rank 1 uses no branch at all

@@ -13,8 +13,8 @@ from gemini.memory.arena import Arena
 from gemini.memory.host import HostTier
 from gemini.memory.pinned import Pinning
 from gemini.placement.demand import Kind
-from tests import mlp
-from tests.registrar import Runtime
+from tests.zoo import mlp
+from tests.zoo.registrar import Runtime
 
 MIB = 2**20
 

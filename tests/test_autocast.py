@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import mlp
-from tests.mlp import assert_same, everywhere, plain, sharded, weights_of, wrap
+from tests.zoo import mlp
+from tests.zoo.mlp import assert_same, everywhere, plain, sharded, weights_of, wrap
 
 
 @everywhere

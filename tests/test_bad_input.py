@@ -18,8 +18,20 @@ from gemini import (
     state_hash,
 )
 from optim import HybridAdam
-from tests import mlp
-from tests.mlp import WIDTH, adam, assert_same, both_dtypes, build, plain, sharded, train_step, weight, weights_of, wrap
+from tests.zoo import mlp
+from tests.zoo.mlp import (
+    WIDTH,
+    adam,
+    assert_same,
+    both_dtypes,
+    build,
+    plain,
+    sharded,
+    train_step,
+    weight,
+    weights_of,
+    wrap,
+)
 
 # ---- arguments -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import ShardedModel
-from tests import mlp
+from tests.zoo import mlp
 
 
 @dataclasses.dataclass

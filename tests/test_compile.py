@@ -20,8 +20,8 @@ from gemini import (
     register_external_parameter,
 )
 from tests.compiled import BLOCKS, BY_BLOCKS, WAYS, WHOLE, Block, Counting, Net, compile_blocks
-from tests.mlp import CHUNK_NUMEL, WIDTH, adam, assert_same, build, inputs, loss_of, smallest_budget, train_step
-from tests.mlp import weights_of as weights
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, adam, assert_same, build, inputs, loss_of, smallest_budget, train_step
+from tests.zoo.mlp import weights_of as weights
 
 STEPS = 3
 Step = Callable[[nn.Module, Any, int], Tensor]

@@ -20,8 +20,8 @@ from gemini import (
     Tier,
     slots_for,
 )
-from tests import mlp
-from tests.mlp import (
+from tests.zoo import mlp
+from tests.zoo.mlp import (
     PLACES,
     WIDTH,
     adam,

@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 from gemini import BudgetError, estimate_memory
-from tests import mlp
-from tests.ledger import WRAPS, assert_equals_ledger
+from tests.harness.ledger import WRAPS, assert_equals_ledger
+from tests.zoo import mlp
 
 
 def seven_billion() -> nn.Module:

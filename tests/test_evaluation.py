@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gemini import ShardedOptimizer
-from tests.mlp import (
+from tests.zoo.mlp import (
     LAYERS,
     Mlp,
     adam,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, safe_get_full_grad
-from tests import mlp
-from tests.models import MODELS
-from tests.reference import Recipe, assert_equal_runs, train_plain
-from tests.sharded import train_sharded
+from tests.harness.reference import Recipe, assert_equal_runs, train_plain
+from tests.harness.sharded import train_sharded
+from tests.zoo import mlp
+from tests.zoo.models import MODELS
 
 FP16: dict[str, Any] = {"dtype": torch.float16, "loss_scale": 2.0**8}
 

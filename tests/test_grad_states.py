@@ -9,7 +9,7 @@ from gemini import ShardedModel
 from gemini.chunks.gradient import ChunkGradient, GradState, ReducedState, UnsyncedState
 from gemini.memory.host import HostTier
 from gemini.memory.slot import Slot
-from tests.mlp import CHUNK_NUMEL, build
+from tests.zoo.mlp import CHUNK_NUMEL, build
 
 CLOSED, AT_HOME, IN_SLOT, SPILLED, REDUCING = GradState
 LEGAL = {

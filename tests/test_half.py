@@ -20,11 +20,12 @@ from gemini import (
 )
 from gemini.errors import ReleasedParameterError
 from optim import HybridAdam
-from tests import half, mlp
-from tests.models import MODELS
-from tests.pairwise import all_pairs
-from tests.reference import Recipe, assert_equal_runs, train_plain
-from tests.sharded import train_sharded
+from tests import half
+from tests.harness.pairwise import all_pairs
+from tests.harness.reference import Recipe, assert_equal_runs, train_plain
+from tests.harness.sharded import train_sharded
+from tests.zoo import mlp
+from tests.zoo.models import MODELS
 
 PLACES: dict[str, dict[str, Any]] = {
     "cuda": {"tensor_placement_policy": "cuda"},

@@ -32,12 +32,12 @@ MAX_LINES = 350
 # who splits a file by feature takes it off. tests/mutants/mutants.py is a table.
 LONG_TEST_FILES = {
     "tests/dist/failure_cases.py": 600,
-    "tests/dist/ranks.py": 450,
+    "tests/harness/ranks.py": 450,
     "tests/dist/test_sharding_collectives.py": 450,
     "tests/parts.py": 500,
     "tests/pure/test_cpu_kernels.py": 400,
     "tests/pure/test_optim_adam.py": 400,
-    "tests/reference.py": 400,
+    "tests/harness/reference.py": 400,
     "tests/test_half.py": 500,
     "tests/test_peer_defects.py": 400,
     "tests/test_zero_init.py": 400,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import mlp
+from tests.zoo import mlp
 
 _ROOT = Path(__file__).parents[1]
 _OURS = tuple(str(_ROOT / package) for package in ("gemini", "sharding", "optim"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gemini import GeminiError, ShardedModel
-from tests import mlp
+from tests.zoo import mlp
 
 PLACES = pytest.mark.parametrize("place", ["smallest", "cuda"])
 CALLS: dict[str, Callable[[ShardedModel], Callable[..., Any]]] = {

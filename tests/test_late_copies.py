@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import late_copies, mlp, parts
+from tests import parts
+from tests.harness import late_copies
+from tests.zoo import mlp
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"tensor_placement_policy": "cpu"},

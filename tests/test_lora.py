@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gemini import ReleasedParameterError, ShardedModel, ShardedOptimizer, state_hash
-from tests import lora, mlp
-from tests.hf_models import gpt2
+from tests.zoo import lora, mlp
+from tests.zoo.hf_models import gpt2
 
 WRAPS: list[dict[str, Any]] = [{"tensor_placement_policy": policy} for policy in ("cuda", "cpu")]
 WRAPS += [{"model_data_memory": "700KiB"}]

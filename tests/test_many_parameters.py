@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.calls import CHUNK_NUMEL, USES, growing_phases, moved_by_states
+from tests.harness.calls import CHUNK_NUMEL, USES, growing_phases, moved_by_states
 
 ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models import MODELS, ModelCase, cases, padded_numel
+from tests.zoo.models import MODELS, ModelCase, cases, padded_numel
 
 
 @pytest.mark.parametrize("case", MODELS.values(), ids=str)

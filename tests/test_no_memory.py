@@ -11,7 +11,7 @@ from gemini.memory.accelerator import AcceleratorTier
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from tests.features.test_access import FewSlots
-from tests.mlp import (
+from tests.zoo.mlp import (
     CHUNK_NUMEL,
     adam,
     assert_same,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ChunkManager, ShardedModel, ShardedOptimizer, UnsupportedError
-from tests import mlp
+from tests.zoo import mlp
 
 ENDS = (Tensor, torch.dtype, torch.device, ModuleType, type, str, bytes, int, float, weakref.ref)
 

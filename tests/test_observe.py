@@ -9,7 +9,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from gemini import Move
-from tests.mlp import LAYERS, sharded, train_step
+from tests.zoo.mlp import LAYERS, sharded, train_step
 
 
 def moves_of_a_step(place: str) -> list[Move]:
@@ -79,7 +79,7 @@ def test_a_profile_reads_like_the_design() -> None:
 
 
 SCRIPT = """
-from tests.mlp import sharded, train_step
+from tests.zoo.mlp import sharded, train_step
 model, optimizer = sharded("smallest")
 train_step(model, optimizer, 0)
 print(sum(model.observer.counts.values()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gemini import ShardedOptimizer
 from gemini.optimizer.elementwise import TESTED
 from optim import CPUAdam, HybridAdam
-from tests.mlp import (
+from tests.zoo.mlp import (
     CHUNK_NUMEL,
     adam,
     assert_same,
@@ -23,7 +23,7 @@ from tests.mlp import (
     weights_of,
     wrap,
 )
-from tests.torch_optimizers import SCHEDULERS, make_torch_optimizer
+from tests.zoo.torch_optimizers import SCHEDULERS, make_torch_optimizer
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

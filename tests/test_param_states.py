@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gemini.chunks.param_state import NEXT, ParamState
-from tests import mlp
+from tests.zoo import mlp
 
 
 def test_a_step_that_no_chunk_makes_raises_and_changes_nothing() -> None:

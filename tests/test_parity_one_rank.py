@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gemini import BudgetError
-from tests.models import MODELS
-from tests.pairwise import all_pairs
-from tests.reference import Recipe, assert_equal_runs, train_plain
-from tests.sharded import smallest_budget, train_sharded
+from tests.harness.pairwise import all_pairs
+from tests.harness.reference import Recipe, assert_equal_runs, train_plain
+from tests.harness.sharded import smallest_budget, train_sharded
+from tests.zoo.models import MODELS
 
 NAMES = [name for name in MODELS if name != "mixed_dtypes"]  # HybridAdam has no fp64; it has a test of its own
 BIG = [name for name in NAMES if "big" in MODELS[name].tags]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gemini import BudgetError, ShardedModel, ShardedOptimizer, UnsupportedError, state_hash
-from tests import mlp, parts
+from tests import parts
+from tests.zoo import mlp
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, clip_grad_norm_, state_hash
 from optim import HybridAdam
-from tests.mlp import (
+from tests.zoo.mlp import (
     LAYERS,
     PLACES,
     WIDTH,

@@ -18,8 +18,8 @@ from gemini import BudgetError, ShardedModel, ShardedOptimizer
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.model import sharded_model
-from tests import mlp
-from tests.registrar import Runtime
+from tests.zoo import mlp
+from tests.zoo.registrar import Runtime
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ import gc, os, sys
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.model import sharded_model
-from tests import mlp
-from tests.registrar import Runtime
+from tests.zoo import mlp
+from tests.zoo.registrar import Runtime
 
 runtime = Runtime()
 sharded_model.choose_tiers = lambda device: (EmulatedTier(), HostTier(runtime=runtime))

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gemini import BudgetError, Settings, ShardedModel, estimate_memory, plan_model, specs_of
-from tests import mlp
-from tests.models import cases
+from tests.zoo import mlp
+from tests.zoo.models import cases
 
 _CHOICES: dict[str, list[Any]] = {
     "stage": [0, 1, 2, 3],

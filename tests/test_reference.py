@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from tests.models import MODELS
-from tests.reference import Run, assert_equal_runs, reduce_over_ranks, train_plain
+from tests.harness.reference import Run, assert_equal_runs, reduce_over_ranks, train_plain
+from tests.zoo.models import MODELS
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

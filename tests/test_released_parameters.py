@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gemini import ReleasedParameterError, ShardedModel, UnsupportedError
-from tests import mlp
-from tests.mlp import build, sharded, train_step, weight, wrap
+from tests.zoo import mlp
+from tests.zoo.mlp import build, sharded, train_step, weight, wrap
 
 
 def num_fetches(model: ShardedModel) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, safe_get_full_grad
 from optim import HybridAdam
-from tests import mlp
+from tests.zoo import mlp
 
 WIDTH = 8
 

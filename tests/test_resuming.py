@@ -11,7 +11,7 @@ import torch
 from gemini import ShardedOptimizer, state_hash
 from gemini.optimizer.elementwise import TESTED
 from optim import HybridAdam
-from tests.mlp import (
+from tests.zoo.mlp import (
     CHUNK_NUMEL,
     PLACES,
     assert_same,
@@ -23,7 +23,7 @@ from tests.mlp import (
     weights_of,
     wrap,
 )
-from tests.torch_optimizers import SCHEDULERS, make_torch_optimizer
+from tests.zoo.torch_optimizers import SCHEDULERS, make_torch_optimizer
 
 
 @both_dtypes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, state_hash
-from tests.mlp import (
+from tests.zoo.mlp import (
     WIDTH,
     Mlp,
     adam,

@@ -10,7 +10,7 @@ import torch
 
 from gemini import Settings, ShardedModel, estimate_memory
 from gemini.settings import Options
-from tests.mlp import CHUNK_NUMEL, build
+from tests.zoo.mlp import CHUNK_NUMEL, build
 
 GIVEN: dict[str, Any] = {
     "shard_strategy": "tensor",

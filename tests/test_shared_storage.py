@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gemini import GatheredParameters, ReleasedParameterError, ShardedModel, UnsupportedError, ZeroInitContext
-from tests.mlp import PLACES, WIDTH, Mlp, assert_same, build, plain, sharded, train_step, weights_of, wrap
+from tests.zoo.mlp import PLACES, WIDTH, Mlp, assert_same, build, plain, sharded, train_step, weights_of, wrap
 
 # ---- between a wrapped parameter and a plain one ---------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from gemini import ShardedModel, ShardedOptimizer, state_hash
 from gemini.memory import transfer
 from gemini.optimizer import chunk_update, launches
 from optim import update_pieces
-from tests import mlp
-from tests.streams import CountingLane
+from tests.harness.streams import CountingLane
+from tests.zoo import mlp
 
 DTYPES = [None, torch.bfloat16, torch.float16]
 

@@ -7,8 +7,8 @@ from gemini.memory import transfer
 from gemini.memory.region import Region
 from gemini.memory.transfer import Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Tier
-from tests import late_copies
-from tests.streams import CountingLane, Stream
+from tests.harness import late_copies
+from tests.harness.streams import CountingLane, Stream
 
 NUMEL = 8
 
@@ -138,7 +138,7 @@ def test_regions_that_are_read_for_ever_keep_one_ticket(lane: CountingLane) -> N
     assert len(home.tickets.pending()) == 1
 
 
-# -- the device of tests/late_copies.py finds who does not wait
+# -- the device of tests/harness/late_copies.py finds who does not wait
 
 
 def test_a_late_copy_is_made_when_the_host_waits_for_it() -> None:

@@ -9,8 +9,8 @@ from torch import nn
 
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, UnsupportedError, state_hash
 from optim import HybridAdam
-from tests import mlp
-from tests.mlp import (
+from tests.zoo import mlp
+from tests.zoo.mlp import (
     adam,
     assert_same,
     both_dtypes,

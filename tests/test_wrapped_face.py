@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gemini import state_hash
-from tests.mlp import LAYERS, WIDTH, Mlp, assert_same, build, sharded, train_step, weights_of, wrap
+from tests.zoo.mlp import LAYERS, WIDTH, Mlp, assert_same, build, sharded, train_step, weights_of, wrap
 
 
 def test_names_and_state_dict_keys_are_the_plain_modules() -> None:
@@ -33,7 +33,7 @@ def test_names_and_state_dict_keys_are_the_plain_modules() -> None:
 
 
 def test_a_hugging_face_model_keeps_its_attributes_and_generates() -> None:
-    from tests.hf_models import gpt2
+    from tests.zoo.hf_models import gpt2
 
     def make() -> nn.Module:
         return gpt2().model

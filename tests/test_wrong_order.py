@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini import GeminiError, StaleGraphError, UnsupportedError, state_hash
-from tests import mlp
-from tests.mlp import (
+from tests.zoo import mlp
+from tests.zoo.mlp import (
     WIDTH,
     Mlp,
     assert_same,

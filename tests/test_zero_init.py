@@ -21,7 +21,7 @@ from gemini import (
 )
 from optim import HybridAdam, to_bfloat16_half_up
 from tests import building
-from tests.live_storages import LiveStorages
+from tests.harness.live_storages import LiveStorages
 
 
 def built(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:

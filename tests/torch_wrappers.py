@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini import UnsupportedError
-from tests.mlp import WIDTH, inputs, sharded, train_step, weights_of
+from tests.zoo.mlp import WIDTH, inputs, sharded, train_step, weights_of
 
 
 class Outer(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from tests.mlp import inputs
+from tests.zoo.mlp import inputs
 
 
 def _energy(model: Any) -> Callable[[Tensor], Tensor]:

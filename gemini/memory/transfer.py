@@ -8,7 +8,8 @@
 
 Today a copy runs on the stream that is current where it is asked for, so `wait_on_stream` does nothing unless the user
 has changed streams meanwhile. Callers keep the contract of many streams nevertheless: if copies get streams of their
-own, no other file changes. `tests/late_copies.py` has a device on which every copy is as late as its ticket allows.
+own, no other file changes. `tests/harness/late_copies.py` has a device on which every copy is as late as its ticket
+allows.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from gemini.placement.demand import Kind
 from optim import HybridAdam
 from sharding import BucketTensorShardStrategy, ChunkShardStrategy, TensorShardStrategy
 from tests import building
-from tests.live_storages import LiveStorages
-from tests.mlp import weights_of
+from tests.harness.live_storages import LiveStorages
+from tests.zoo.mlp import weights_of
 
 FP32 = 4
 STRATEGIES = (TensorShardStrategy, BucketTensorShardStrategy, ChunkShardStrategy)

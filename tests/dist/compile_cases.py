@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gemini import DivergenceError, RemoteRankError, ShardedModel, ShardedOptimizer, set_leaf_module
 from tests import switches
 from tests.compiled import BLOCKS, WAYS, Block, Counting, Net, compile_blocks, compile_blocks_in_place
-from tests.mlp import CHUNK_NUMEL, WIDTH, adam, assert_same, build, smallest_budget, weights_of
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, adam, assert_same, build, smallest_budget, weights_of
 
 STEPS = 4
 

@@ -17,7 +17,7 @@ from gemini import BudgetError, DivergenceError, RemoteRankError, ShardedModel, 
 from gemini.placement.demand import Demand, Placement
 from gemini.placement.policy import AutoPolicy
 from gemini.ranks import watchdog
-from tests.mlp import CHUNK_NUMEL, adam, assert_same, build, inputs, plain, train_step, weights_of
+from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, inputs, plain, train_step, weights_of
 
 Held = tuple[int, int]
 

@@ -28,7 +28,7 @@ from gemini.placement.demand import Demand, Placement, Tier
 from gemini.placement.policy import slots_for
 from gemini.ranks import watchdog
 from optim import HybridAdam
-from tests.mlp import minimum_bytes
+from tests.zoo.mlp import minimum_bytes
 
 WIDTH = 32
 CHUNK = WIDTH * WIDTH + 512  # a weight and a bias, and a shard ends on a multiple of 256 elements

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from tests.mlp import assert_same, plain, sharded, train_step
+from tests.zoo.mlp import assert_same, plain, sharded, train_step
 
 _TIMEOUT_S = 20.0
 

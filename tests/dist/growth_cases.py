@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, set_leaf_module
-from tests import calls
-from tests.calls import CHUNK_NUMEL, WIDTH, Lines, growing, growing_phases, lines_of
-from tests.mlp import adam
+from tests.harness import calls
+from tests.harness.calls import CHUNK_NUMEL, WIDTH, Lines, growing, growing_phases, lines_of
+from tests.zoo.mlp import adam
 
 
 class Choice(nn.Module):

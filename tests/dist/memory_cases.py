@@ -8,8 +8,8 @@ from torch import nn
 
 from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
-from tests.ledger import WRAPS, assert_equals_ledger
-from tests.mlp import CHUNK_NUMEL
+from tests.harness.ledger import WRAPS, assert_equals_ledger
+from tests.zoo.mlp import CHUNK_NUMEL
 
 LAYERS, WIDTH = 8, 64
 

@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from tests.models import MODELS
-from tests.reference import Recipe, Run
-from tests.sharded import Facts, train_sharded
+from tests.harness.reference import Recipe, Run
+from tests.harness.sharded import Facts, train_sharded
+from tests.zoo.models import MODELS
 
 
 def train(

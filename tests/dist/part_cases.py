@@ -7,7 +7,7 @@ import torch
 
 from gemini import DivergenceError, RemoteRankError, state_hash
 from tests import parts
-from tests.mlp import CHUNK_NUMEL
+from tests.zoo.mlp import CHUNK_NUMEL
 
 
 def diverges(rank: int, world_size: int, what: str, wrap: dict[str, Any]) -> str:

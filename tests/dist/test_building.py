@@ -8,7 +8,7 @@ import pytest
 
 from tests import building
 from tests.dist import build_cases as cases
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 FP32 = 4
 

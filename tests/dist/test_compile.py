@@ -4,7 +4,7 @@ import pytest
 
 from tests.compiled import WAYS
 from tests.dist import compile_cases as cases
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.dist import dropped_cases
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 CASES = [
     dropped_cases.dropped_on_one_rank_first,

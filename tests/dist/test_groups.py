@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.dist import group_cases
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 
 @pytest.mark.parametrize(

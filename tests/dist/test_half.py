@@ -9,10 +9,10 @@ import torch
 
 from tests import half
 from tests.dist.parity_cases import train_many
-from tests.dist.ranks import RankPool
 from tests.dist.test_parity import wanted_on
-from tests.models import MODELS
-from tests.reference import assert_equal_runs, train_plain
+from tests.harness.ranks import RankPool
+from tests.harness.reference import assert_equal_runs, train_plain
+from tests.zoo.models import MODELS
 
 KEPT = {"tensor_placement_policy": "cuda"}  # at stage 3 the parameter homes lie in kept slots
 PLACES: list[dict[str, Any]] = [

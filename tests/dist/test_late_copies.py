@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import late_copies, parts
-from tests.dist.ranks import RankPool
+from tests import parts
+from tests.harness import late_copies
+from tests.harness.ranks import RankPool
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"tensor_placement_policy": "cpu"},

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.calls import CHUNK_NUMEL
 from tests.dist import growth_cases as cases
-from tests.dist.ranks import RankPool
+from tests.harness.calls import CHUNK_NUMEL
+from tests.harness.ranks import RankPool
 
 USES = ["state_dict", "load_state_dict", "set_each_parameter", "set_each_state", "freeze_and_train", "copy"]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist import memory_cases as cases
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 FP32 = 4
 

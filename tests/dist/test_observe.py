@@ -1,8 +1,8 @@
 """Moves between ranks, as a listener sees them."""
 
-from tests.dist.ranks import RankPool
-from tests.mlp import LAYERS
+from tests.harness.ranks import RankPool
 from tests.test_observe import watched
+from tests.zoo.mlp import LAYERS
 
 
 def test_gathers_that_were_started_ahead_and_reductions_are_seen(ranks: RankPool) -> None:

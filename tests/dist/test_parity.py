@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.dist.parity_cases import train, train_many
-from tests.dist.ranks import RankPool
-from tests.models import MODELS, ModelCase
-from tests.pairwise import all_pairs
-from tests.reference import Recipe, Run, assert_equal_runs, train_plain
-from tests.sharded import smallest_budget
+from tests.harness.pairwise import all_pairs
+from tests.harness.ranks import RankPool
+from tests.harness.reference import Recipe, Run, assert_equal_runs, train_plain
+from tests.harness.sharded import smallest_budget
+from tests.zoo.models import MODELS, ModelCase
 
 LATE = "checkpoint_shared_reentrant"  # its gradients arrive in four pieces, each reduced by itself
 NAMES = [name for name in MODELS if name != "mixed_dtypes"]

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests import lora, parts
+from tests import parts
 from tests.dist import part_cases
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
+from tests.zoo import lora
 
 
 @pytest.mark.parametrize("case", parts.PARITY, ids=lambda case: case.__name__)

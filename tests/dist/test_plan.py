@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 from tests.test_plan import NAMES, over_the_zoo
 
 

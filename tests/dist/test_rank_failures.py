@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.dist import failure_cases as cases
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 SCRIPT = Path(__file__).with_name("script_that_fails.py")
 SOAK = pytest.mark.soak

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.ranks import RankError, RankPool, Ranks, RankTimeout
+from tests.harness.ranks import RankError, RankPool, Ranks, RankTimeout
 
 
 def where(rank: int, world_size: int) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sharding import ALIGNMENT, Collectives, ShardLayout, Tag, TagMismatch, Unit
 from sharding.rank_order_sum import SUM_TILE_NUMEL
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 WORLD_SIZES = [1, 2, 3, 5]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

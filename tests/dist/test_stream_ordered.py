@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.dist import stream_cases as cases
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(3, None), (3, torch.bfloat16), (1, None)], ids=str)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import torch_wrappers
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 
 @pytest.mark.parametrize(("place", "stage"), [("smallest", 3), ("cuda", 0)])

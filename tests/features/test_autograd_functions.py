@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, UnsupportedError
-from tests import mlp
 from tests.harness.on_ranks import on_ranks
-from tests.mlp import CHUNK_NUMEL, assert_same, build, inputs, loss_of, plain, sharded, weights_of, wrap
 from tests.transforms import ANYWHERE, REVERSE
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, inputs, loss_of, plain, sharded, weights_of, wrap
 
 PLACES = ["cuda", "cpu", "smallest"]
 

@@ -9,8 +9,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from gemini import ShardedOptimizer
 from tests.harness.on_ranks import on_ranks_with
-from tests.mlp import adam, assert_same, inputs, plain, sharded, train_step, weights_of, wrap
 from tests.plain_copies import Parts
+from tests.zoo.mlp import adam, assert_same, inputs, plain, sharded, train_step, weights_of, wrap
 
 WRAPS: list[dict[str, Any]] = [{}, {"stage": 1, "shard_strategy": "tensor"}]
 AVERAGES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ import torch
 from gemini import BudgetError, DivergenceError, ShardedModel, ShardedOptimizer, ZeroInitContext, estimate_memory
 from gemini.memory import live
 from tests.harness.on_ranks import gathered, on_ranks
-from tests.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, smallest_budget, train_step, weights_of
 from tests.uneven import Uneven, batch_loss
+from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, smallest_budget, train_step, weights_of
 
 FREE_BYTES = 10**6
 HOST_BYTES = 10**9

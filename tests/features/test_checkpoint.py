@@ -8,11 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gemini import ShardedModel, ShardedOptimizer, SlotError
-from tests import mlp
 from tests.checkpointed import SELECTIVE, WAYS, Net, keeping, loss_of, train
+from tests.harness.live_storages import LiveStorages
 from tests.harness.on_ranks import on_ranks
-from tests.live_storages import LiveStorages
-from tests.mlp import CHUNK_NUMEL, assert_same, build, inputs, plain, sharded, weights_of, wrap
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, inputs, plain, sharded, weights_of, wrap
 
 PLACES = ["cuda", "smallest"]
 

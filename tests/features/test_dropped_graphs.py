@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness.live_storages import LiveStorages
 from tests.harness.on_ranks import on_ranks
-from tests.live_storages import LiveStorages
-from tests.mlp import WIDTH, build, inputs, wrap
+from tests.zoo.mlp import WIDTH, build, inputs, wrap
 
 
 class Routed(nn.Module):

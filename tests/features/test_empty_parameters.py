@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, state_hash
 from tests.harness.on_ranks import on_ranks
-from tests.mlp import adam, assert_same, weights_of
+from tests.zoo.mlp import adam, assert_same, weights_of
 
 OPTIONS: list[dict[str, Any]] = [
     {},

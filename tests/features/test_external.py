@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError
 from gemini import register_external_parameter as register
 from gemini import unregister_external_parameter as unregister
-from tests import mlp
 from tests.harness.on_ranks import on_ranks
-from tests.mlp import WIDTH, assert_same, build, weights_of
+from tests.zoo import mlp
+from tests.zoo.mlp import WIDTH, assert_same, build, weights_of
 
 
 class Borrower(nn.Module):

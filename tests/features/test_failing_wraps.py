@@ -22,7 +22,7 @@ from gemini.model.operator_table import OperatorTable
 from gemini.model.state_hooks import StateHooks
 from gemini.ranks import watchdog
 from tests.harness.on_ranks import in_soak, on_ranks, on_ranks_with
-from tests.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, train_step, weights_of
+from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, train_step, weights_of
 
 LAYERS = 3
 

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import gemini
-from tests import access, mlp
+from tests import access
 from tests.access import STAGES, WRAPS, wrapped
+from tests.harness.live_storages import LiveStorages
 from tests.harness.on_ranks import gathered, on_ranks, on_ranks_with
-from tests.live_storages import LiveStorages
+from tests.zoo import mlp
 
 # Of each world size a sample, and all of them in the long run.
 ALL = [*WRAPS, {"chunk_size": 2048}]

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import DivergenceError, GeminiError, ShardedModel, UnsupportedError
-from tests import access, mlp
+from tests import access
 from tests.access import WRAPS, wrapped
 from tests.harness.on_ranks import on_ranks, on_ranks_with
-from tests.mlp import CHUNK_NUMEL, WIDTH, build
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, build
 
 FP16: list[dict[str, Any]] = [
     {"dtype": torch.float16, "reuse_fp16_shard": reuse, "tensor_placement_policy": policy}

@@ -16,11 +16,12 @@ from gemini import (
     unset_leaf_module,
 )
 from gemini.model.operators import find_operators
-from tests import mlp, switches
-from tests.dist.ranks import RankPool
+from tests import switches
 from tests.harness.on_ranks import on_ranks, on_ranks_with
-from tests.mlp import CHUNK_NUMEL, WIDTH, Mlp, assert_same, build, weights_of, wrap
+from tests.harness.ranks import RankPool
 from tests.switches import IDLE, INSIDE
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, Mlp, assert_same, build, weights_of, wrap
 
 
 def test_set_leaf_module_names_what_it_does_not_find() -> None:

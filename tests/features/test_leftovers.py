@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import ShardedOptimizer, state_hash
-from tests import mlp
 from tests.harness.on_ranks import in_soak, on_ranks
-from tests.mlp import CHUNK_NUMEL, LAYERS, assert_same, weights_of
 from tests.parts import Pair
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, assert_same, weights_of
 
 WRAPS: list[dict[str, Any]] = [
     {"stage": 0},

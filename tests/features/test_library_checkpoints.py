@@ -10,11 +10,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 
 from gemini import ShardedModel, ShardedOptimizer, state_hash
-from tests import lora, plain_copies
+from tests import plain_copies
 from tests.harness.on_ranks import on_ranks, on_ranks_with
-from tests.hf_models import gpt2
-from tests.mlp import adam, assert_same, build, train_step, weights_of, wrap
 from tests.plain_copies import Parts
+from tests.zoo import lora
+from tests.zoo.hf_models import gpt2
+from tests.zoo.mlp import adam, assert_same, build, train_step, weights_of, wrap
 
 HF_CHUNK_NUMEL = 16384
 FULL = checkpoint.StateDictOptions(full_state_dict=True)

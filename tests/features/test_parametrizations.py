@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from gemini import GeminiError, ReleasedParameterError, ShardedModel, ShardedOptimizer, state_hash
 from tests.harness.on_ranks import gathered, on_ranks
-from tests.mlp import PLACES, Mlp, adam, assert_same, build, loss_of, plain, sharded, train_step, weights_of, wrap
+from tests.zoo.mlp import PLACES, Mlp, adam, assert_same, build, loss_of, plain, sharded, train_step, weights_of, wrap
 
 
 class Symmetric(nn.Module):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, set_leaf_module
 from tests.harness.on_ranks import on_ranks_with
-from tests.mlp import (
+from tests.plain_copies import Parts
+from tests.zoo.mlp import (
     CHUNK_NUMEL,
     PLACES,
     WIDTH,
@@ -27,7 +28,6 @@ from tests.mlp import (
     weights_of,
     wrap,
 )
-from tests.plain_copies import Parts
 
 WRAPS: list[dict[str, Any]] = [{}, {"stage": 1, "shard_strategy": "tensor"}]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, SlotError
 from gemini.placement.demand import Tier
 from gemini.placement.policy import slots_for
-from tests import mlp
 from tests.harness.on_ranks import gathered, on_ranks
-from tests.mlp import CHUNK_NUMEL, LAYERS, assert_same, build, loss_of, plain, train_step, weights_of
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, assert_same, build, loss_of, plain, train_step, weights_of
 
 PAYLOAD_BYTES = 4 * CHUNK_NUMEL
 

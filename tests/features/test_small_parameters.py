@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, safe_get_full_grad
-from tests import mlp
 from tests.small_parameters import CHUNK_NUMEL, LAYERS, WIDTH, Chain, loss_of, raw_grads
+from tests.zoo import mlp
 
 
 def pairs(dtype: torch.dtype | None = None, **arguments: Any) -> list[tuple[Any, Any]]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gemini import GatheredParameters, ShardedModel, ShardedOptimizer, UnsupportedError, safe_get_full_grad
-from tests import mlp
 from tests.harness.on_ranks import gathered, on_ranks, on_ranks_with
 from tests.small_parameters import CHUNK_NUMEL, LAYERS, WIDTH, Chain, loss_of, raw_grads
 from tests.test_resident import chain, per_layer, python_calls, wrapped
 from tests.test_resident import loss_of as loss_of_chain
+from tests.zoo import mlp
 
 
 def pairs(stage: int, **arguments: Any) -> list[tuple[Any, Any]]:

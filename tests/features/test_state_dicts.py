@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, state_hash
-from tests import lora
 from tests.harness.on_ranks import on_ranks_with
-from tests.mlp import Mlp, adam, assert_same, build, inputs, train_step, weights_of, wrap
 from tests.plain_copies import Parts, are_whole
+from tests.zoo import lora
+from tests.zoo.mlp import Mlp, adam, assert_same, build, inputs, train_step, weights_of, wrap
 
 WRAPS: list[dict[str, Any]] = [{}, {"stage": 1, "shard_strategy": "tensor"}]
 everywhere = on_ranks_with("arguments", {1: [{}], 2: WRAPS}, timeout_s=90)

@@ -16,9 +16,9 @@ from gemini import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
-from tests import mlp
 from tests.harness.on_ranks import on_ranks, on_ranks_with
-from tests.mlp import CHUNK_NUMEL, WIDTH, build
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, build
 
 CUDA: dict[str, Any] = {"stage": 3, "tensor_placement_policy": "cuda"}
 CPU: dict[str, Any] = {"stage": 3, "tensor_placement_policy": "cpu"}

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from gemini import ShardedOptimizer, UnsupportedError
 from tests.harness.on_ranks import on_ranks
-from tests.hf_models import gpt2
-from tests.mlp import adam, assert_same, both_dtypes, build, loss_of, plain, sharded, train_step, weights_of, wrap
+from tests.zoo.hf_models import gpt2
+from tests.zoo.mlp import adam, assert_same, both_dtypes, build, loss_of, plain, sharded, train_step, weights_of, wrap
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, safe_get_full_grad, safe_get_local_grad, state_hash
-from tests import mlp
 from tests.harness.on_ranks import gathered, on_ranks
-from tests.mlp import CHUNK_NUMEL, adam, build, loss_of
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, adam, build, loss_of
 
 MICROS = 3
 BF16 = {"dtype": torch.bfloat16}

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError
-from tests import mlp
 from tests.harness.on_ranks import on_ranks
-from tests.mlp import CHUNK_NUMEL, assert_same, build, loss_of, weights_of
+from tests.zoo import mlp
+from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, loss_of, weights_of
 
 WRAPS: list[dict[str, Any]] = [
     {"stage": 0},

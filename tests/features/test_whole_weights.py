@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gemini import ShardedModel
 from tests.harness.on_ranks import on_ranks
-from tests.mlp import CHUNK_NUMEL, WIDTH, Mlp, assert_same, build, inputs, loss_of, sharded, weights_of, wrap
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, Mlp, assert_same, build, inputs, loss_of, sharded, weights_of, wrap
 
 
 class Weights(Mlp):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, state_hash
-from tests import mlp
 from tests.harness.on_ranks import on_ranks
+from tests.zoo import mlp
 
 
 def _load(model: ShardedModel, values: dict[str, Tensor]) -> None:

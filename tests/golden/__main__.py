@@ -7,11 +7,11 @@ import warnings
 
 import torch
 
-from tests.dist.ranks import RankPool
 from tests.golden.cases import all_cases
 from tests.golden.checking import check, other_versions
 from tests.golden.recording import PATH, Recording, commit_here, what_computes
 from tests.golden.running import on_ranks
+from tests.harness.ranks import RankPool
 
 
 def main() -> int:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
-from tests.models import MODELS
-from tests.pairwise import sampled_pairs
+from tests.harness.pairwise import sampled_pairs
+from tests.zoo.models import MODELS
 
 OPTIONS: dict[str, list[Any]] = {
     "model": list(MODELS),

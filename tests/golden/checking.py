@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tests.dist.ranks import RankPool
 from tests.golden.cases import Case
 from tests.golden.recording import Recording, differences, what_computes
 from tests.golden.running import on_ranks
+from tests.harness.ranks import RankPool
 
 
 @dataclass

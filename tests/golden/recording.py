@@ -21,7 +21,7 @@ import transformers
 
 from tests.golden.cases import Case, sort_key
 from tests.golden.training import Result, hash_of
-from tests.models import MODELS
+from tests.zoo.models import MODELS
 
 PATH = Path(__file__).with_name("golden.json")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

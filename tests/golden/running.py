@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tests.dist.ranks import RankPool
 from tests.golden.cases import Case
 from tests.golden.training import Result, train
+from tests.harness.ranks import RankPool
 
 BATCH = 8  # cases that ranks get at a time
 

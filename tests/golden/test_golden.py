@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.dist.ranks import RankPool
 from tests.golden.cases import CORE, OPTIONS, Case, is_allowed, sample_of
 from tests.golden.checking import check, other_versions
 from tests.golden.recording import Recording, differences
 from tests.golden.running import merged
+from tests.harness.ranks import RankPool
 
 RECORDING = Recording.read()
 SAMPLE = sample_of(list(RECORDING.results))

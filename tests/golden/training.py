@@ -14,7 +14,7 @@ from gemini import ShardedModel, ShardedOptimizer, ZeroInitContext
 from optim import HybridAdam
 from tests.golden import measure
 from tests.golden.cases import Case
-from tests.models import MODELS, ModelCase
+from tests.zoo.models import MODELS, ModelCase
 
 STEPS = 4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import gemini
 from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
-from tests import hf_models, mlp
-from tests.mlp import minimum_bytes
+from tests.zoo import hf_models, mlp
+from tests.zoo.mlp import minimum_bytes
 
 STATE_BYTES = 16  # a parameter: fp32 weight, gradient, moments; or bf16 weight and gradient, fp32 master, moments
 MAX_NORM = 0.05  # below the subjects' norms, so that clipping changes bits

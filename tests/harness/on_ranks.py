@@ -5,7 +5,7 @@
     def test_what_a_user_does(rank: int, world_size: int, stage: int) -> None: ...
 
 On one rank the function runs in this process, without a process group. On several it runs on the warm gloo ranks of
-`tests/dist/ranks.py`, which import its module and take the function from there: what a test module does at import it
+`tests/harness/ranks.py`, which import its module and take the function from there: what a test module does at import it
 does on every rank too. Other arguments are pickled on their way, so they are numbers, texts, settings or top-level
 functions, and no fixtures that change something in this process.
 """
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.ranks import RankPool
+from tests.harness.ranks import RankPool
 
 Case = Callable[..., None]
 

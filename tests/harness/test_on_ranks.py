@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.ranks import Ranks, RankTimeout
 from tests.harness.on_ranks import gathered, in_soak, on_ranks, on_ranks_with
+from tests.harness.ranks import Ranks, RankTimeout
 
 
 def is_soak(param: Any) -> bool:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.awkward.embedded import Embedded, H, linears, mean_logsumexp
+from tests.zoo.awkward.embedded import Embedded, H, linears, mean_logsumexp
 
 
 class Chain(Embedded):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer
-from tests.hf_models import gpt2
-from tests.mlp import adam, assert_same, weights_of
+from tests.zoo.hf_models import gpt2
+from tests.zoo.mlp import adam, assert_same, weights_of
 
 CHUNK_NUMEL = 16384
 

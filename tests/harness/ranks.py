@@ -124,7 +124,7 @@ _living: set[Any] = set()
 # Ranks that serve are forked from a process that has imported what they need and has done nothing else: no thread, no
 # tensor. Fresh ones are whole interpreters: how those end is what their cases are about.
 _FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["tests.dist.preloaded"])
+_FORKED.set_forkserver_preload(["tests.harness.preloaded"])
 _SPAWNED = multiprocessing.get_context("spawn")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tests.awkward.embedded import Embedded, H
+from tests.zoo.awkward.embedded import Embedded, H
 
 
 class ExpertLayer(nn.Module):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.awkward.embedded import Embedded, linears, mean_logsumexp
+from tests.zoo.awkward.embedded import Embedded, linears, mean_logsumexp
 
 
 class Checkpointed(Embedded):

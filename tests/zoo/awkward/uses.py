@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.awkward.chains import Chain
-from tests.awkward.embedded import VOCAB, Embedded, H, linears, mean_logsumexp
-from tests.awkward.outputs import MatmulView
+from tests.zoo.awkward.chains import Chain
+from tests.zoo.awkward.embedded import VOCAB, Embedded, H, linears, mean_logsumexp
+from tests.zoo.awkward.outputs import MatmulView
 
 
 class Reused(Embedded):

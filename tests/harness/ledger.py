@@ -6,7 +6,7 @@ import torch
 
 from gemini import ShardedModel, ShardedOptimizer, estimate_memory
 from optim import HybridAdam
-from tests import mlp
+from tests.zoo import mlp
 
 WRAPS: list[dict[str, Any]] = [
     {"stage": stage, "dtype": dtype, "tensor_placement_policy": policy, "chunk_size": mlp.CHUNK_NUMEL}

@@ -31,7 +31,7 @@ from gemini import (
     safe_set_local_fp32_param,
 )
 from gemini.memory.collector import uncollected
-from tests.mlp import adam
+from tests.zoo.mlp import adam
 
 WIDTH = 8
 CHUNK_NUMEL = 256  # each parameter is a chunk

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tests.models import ModelCase
+from tests.zoo.models import ModelCase
 
 Grads = dict[str, Tensor | None]
 OptimizerName = Literal["hybrid_adam", "adamw", "sgd"]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.awkward.embedded import Embedded, H, linears
+from tests.zoo.awkward.embedded import Embedded, H, linears
 
 
 class InplaceOnOutput(Embedded):

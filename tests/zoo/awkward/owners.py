@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from tests.awkward.chains import Chain
-from tests.awkward.embedded import Embedded, H
+from tests.zoo.awkward.chains import Chain
+from tests.zoo.awkward.embedded import Embedded, H
 
 
 class ScaledBlock(nn.Module):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests import hf_models as hf
-from tests.awkward import chains, checkpoints, experts, outputs, owners, shapes, uses
+from tests.zoo import hf_models as hf
+from tests.zoo.awkward import chains, checkpoints, experts, outputs, owners, shapes, uses
 
 Batch = dict[str, Any]
 ALIGNMENT = 256  # elements on which every parameter starts

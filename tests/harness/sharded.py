@@ -1,4 +1,4 @@
-"""The sharded counterpart of tests/reference.py: the same recipe through ShardedModel and ShardedOptimizer."""
+"""The sharded counterpart of tests/harness/reference.py: the same recipe through ShardedModel and ShardedOptimizer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gemini import Move, ShardedModel, ShardedOptimizer
-from tests.mlp import minimum_bytes
-from tests.models import ModelCase
-from tests.reference import Recipe, Run, make_optimizer
+from tests.harness.reference import Recipe, Run, make_optimizer
+from tests.zoo.mlp import minimum_bytes
+from tests.zoo.models import ModelCase
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tests.awkward.embedded import VOCAB, Embedded, H, linears, mean_logsumexp
+from tests.zoo.awkward.embedded import VOCAB, Embedded, H, linears, mean_logsumexp
 
 
 class ZeroSize(Embedded):
