@@ -60,7 +60,7 @@ def profile(rank: int, world_size: int, tiny: bool, budget_bytes: int) -> dict[s
     clock = Clock()
     assert isinstance(case.model, ShardedModel)
     manager = case.model.chunk_manager
-    clock.around(manager.params, "fetch", "fetch_ahead", "settle")
+    clock.around(manager.params, "fetch", "fetch_ahead", "finish_prefetch")
     clock.around(manager.grads, "on_gradient", "before_touch", "end_backward")
     clock.around(manager.grads.accumulation, "reduce", "_finish")
     clock.around(

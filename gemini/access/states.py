@@ -165,7 +165,7 @@ class FullPrecisionAccess(StateAccess):
         the dtype of the weights, the weights are set: a master changes only where it rounds to another weight.
         """
         chunk, binding = self.chunk, self.step.binding
-        self.step.params.settle()  # a payload on its way would arrive with the old weights
+        self.step.params.finish_prefetch()  # a payload on its way would arrive with the old weights
         if chunk.holds_grad:
             self.step.restore_parameters(chunk)
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes

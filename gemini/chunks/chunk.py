@@ -249,7 +249,7 @@ class Chunk(LocalFacts):
         dtype = {Kind.MASTER: master, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
         self.homes[kind] = memory.take(tier, num_bytes // dtype.itemsize, dtype, kind)
 
-    def settle_at_home(self) -> None:
+    def reside_at_home(self) -> None:
         """If this rank holds it whole on the device, the home is the payload."""
         if self.home_layout.world_size == 1 and self.homes[Kind.PARAM].tier is Tier.DEVICE:
             self.resident_views = self.views_of(self.homes[Kind.PARAM].flat)

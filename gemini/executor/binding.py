@@ -141,7 +141,7 @@ class Binding:
         if chunk.bound:
             self._edits_when_left[chunk.index] = [v - chunk.num_bumps for v in self.versions[chunk.index]]
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """`cover` after a failure, which may have interrupted `bind` or `unbind` half way."""
         with torch.inference_mode(False), torch.no_grad(), unguarded():
             for chunk in self.chunks:

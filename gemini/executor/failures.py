@@ -82,15 +82,15 @@ class Failures:
             clear_our_frames()
             self._underway.forget_forward()
             self._communicator.position.now = 0
-            self._params.start_anew()
+            self._params.reset()
 
     def abandon(self) -> None:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""
         clear_our_frames()
         self._underway.forget()
-        self._grads.start_anew()
+        self._grads.reset()
         self._communicator.position.now = 0
-        self._params.start_anew()
+        self._params.reset()
         self._grads.in_backward = False  # last: what is interrupted in here is done again
 
     @contextmanager

@@ -96,7 +96,7 @@ class GradInParam:
         binding = self._params.binding
         binding.write_back(chunk)
         binding.unbind(chunk)
-        if not self._params.settles(self._resident[chunk.index]):
+        if not self._params.nobody_holds(self._resident[chunk.index]):
             return False
         chunk.bump_versions()
         return True
@@ -155,6 +155,6 @@ class GradInParam:
             self._note_gather(chunk)
         self._gathers.clear()
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """After a failed step, of which ranks may have seen more or less."""
         self._used_after.clear()

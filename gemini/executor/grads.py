@@ -201,7 +201,7 @@ class GradStore:
         self.scaled_loss.note_trained(gradient.chunk for gradient in self.memory.gradients.values())
         self.accumulation.reset_order()
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """After a failed step: no gradient, and no agreement with other ranks on when to reduce which."""
         self.forget()
         with torch._C.DisableTorchFunctionSubclass():
@@ -210,5 +210,5 @@ class GradStore:
                     _set_grad(parameter, None)
         self.memory.pools.empty()
         self.scratch.renew()
-        self.shared.start_anew()
+        self.shared.reset()
         self.reset_order()

@@ -173,7 +173,7 @@ class Rehoming:
             self._give_up(before, slot)
         else:
             home.flat.copy_(content)
-        chunk.settle_at_home()
+        chunk.reside_at_home()
         if chunk.payload is not None:
             params.resident_by_storage[chunk.payload.untyped_storage()._cdata] = chunk
 

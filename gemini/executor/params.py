@@ -23,14 +23,15 @@ from gemini.executor.victims import Victims
 from gemini.memory.memory import Memory
 from gemini.memory.modes import unwrapped
 from gemini.memory.region import Region
-from gemini.memory.slot import KeptSlot, SharedStorage, Slot, settle
+from gemini.memory.slot import KeptSlot, SharedStorage, Slot, wait_until_free
 from gemini.memory.transfer import wait_on_stream
 from gemini.observe import Moving, Observer
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
 
-_SETTLE_S = 2.0  # a gloo worker drops its references within tens of ms; anything longer is a view that someone keeps
+# A gloo worker drops its references within tens of ms; anything longer is a view that someone keeps.
+_FREE_WITHIN_S = 2.0
 
 _TOUCHES_AHEAD = 8  # far enough that a gather of some ms is over, near enough that its slot does not stand idle
 
@@ -90,13 +91,13 @@ class ParamStore:
                     assert slot is not None
                     self._arrive(self._depart(chunk, slot))
             else:
-                self.settle()
+                self.finish_prefetch()
         assert chunk.payload is not None
         return chunk.payload
 
     def fetch_all(self, chunks: Sequence[Chunk]) -> None:
         """Fetch released chunks with slots of their own, all of them on their way at once. Collective."""
-        self.settle()
+        self.finish_prefetch()
         arrivals = []
         with torch.inference_mode(False), torch.no_grad():
             for lane, chunk in enumerate(chunks):
@@ -123,7 +124,7 @@ class ParamStore:
         with torch.inference_mode(False), torch.no_grad():
             self._ahead = self._depart(chunk, slot, lane=1, what="prefetch")
 
-    def settle(self) -> None:
+    def finish_prefetch(self) -> None:
         """What was fetched ahead has arrived. Local: launches nothing."""
         if self._ahead is not None:
             arrival, self._ahead = self._ahead, None
@@ -187,7 +188,7 @@ class ParamStore:
             return slot
         victim = self.victims.first(pool, chunk.oversize)
         if victim is None and not ahead:
-            self.settle()
+            self.finish_prefetch()
             victim = self.victims.first(pool, chunk.oversize)
             if victim is None:
                 has_budget = self.device.capacity_bytes is not None
@@ -230,10 +231,10 @@ class ParamStore:
         home = chunk.homes[Kind.PARAM].tier
         moving = self.observer.moving(what, chunk.index, "slot", home, chunk.payload_bytes, reason)
         with moving:
-            settles = self._leave(chunk, slot)
-            if settles and successor is None:
+            is_free = self._leave(chunk, slot)
+            if is_free and successor is None:
                 slot.wipe()
-        return settles
+        return is_free
 
     def _leave(self, chunk: Chunk, slot: Slot) -> bool:
         self.binding.write_back(chunk)
@@ -246,7 +247,7 @@ class ParamStore:
             slot.chunk = None
         else:
             self.pools[chunk.oversize].vacate(slot)
-        if self.settles(slot):
+        if self.nobody_holds(slot):
             return True
         if slot is chunk.own_slot:
             self._keep_another(chunk)
@@ -254,9 +255,10 @@ class ParamStore:
             self.pools[chunk.oversize].set_aside(slot)
         return False
 
-    def settles(self, memory: Slot | SharedStorage) -> bool:
+    def nobody_holds(self, memory: Slot | SharedStorage) -> bool:
         """Nobody holds the memory, or only a collective that is over."""
-        return memory.num_holders() <= 0 or settle(memory, _SETTLE_S if self.communicator.world_size > 1 else 0.0)
+        within_s = _FREE_WITHIN_S if self.communicator.world_size > 1 else 0.0
+        return memory.num_holders() <= 0 or wait_until_free(memory, within_s)
 
     def _close_left(self) -> None:
         for slot in [slot for slot in self._left if slot.num_holders() <= 0]:
@@ -275,17 +277,17 @@ class ParamStore:
 
     def release_all(self) -> None:
         """Every gathered chunk leaves its slot."""
-        self.settle()
+        self.finish_prefetch()
         for chunk in self.chunks:
             if chunk.slot is not None:
                 self.release(chunk)
             elif chunk.stays:
                 self.binding.unbind(chunk)
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """After a failed step: every slot is empty and nothing is expected, equally on all ranks."""
         self._ahead = None
-        self.binding.start_anew()
+        self.binding.reset()
         self.release_all()
         self.pools.empty()
         for chunk in self.chunks:

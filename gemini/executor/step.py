@@ -123,7 +123,7 @@ class Step:
         """All edits go home; what is trained may change then, and `begin_pass` is next. Local."""
         self.grads.scaled_loss.end()  # of a backward that failed before it reached the model
         self.position.set(0, Phase.FORWARD)
-        self.params.settle()
+        self.params.finish_prefetch()
         self.binding.write_back_all()
 
     def begin_pass(self) -> None:
@@ -296,7 +296,7 @@ class Step:
             self._nodes.lift()
             self.position.set(0, Phase.BACKWARD)
             self.grads.end_backward()
-            self.params.settle()
+            self.params.finish_prefetch()
             self.params.next_use.end_pass()
             self._underway.awaits_backward = False
             self.binding.cover()
@@ -307,7 +307,7 @@ class Step:
     def before_update(self) -> None:
         """Everything an update reads is at home: edits are written back. Collective."""
         self.position.set(0, Phase.STEP)
-        self.params.settle()
+        self.params.finish_prefetch()
         self.binding.write_back_all()
         self.binding.snapshots.forget_all(self.chunks)
         self.communicator.begin_pass("step")

@@ -87,7 +87,7 @@ class Slot:
         return _use_count(self.storage) - self._base_count - self._num_cached
 
 
-def settle(memory: Slot | SharedStorage, timeout_s: float) -> bool:
+def wait_until_free(memory: Slot | SharedStorage, timeout_s: float) -> bool:
     """True once nobody holds the memory; waits for finished collectives, whose worker drops references late."""
     deadline = time.monotonic() + timeout_s
     while memory.num_holders() > 0:

@@ -211,7 +211,7 @@ class BuildStore:
         for chunk in list(self.binding.valid):
             chunk.pins = 0
             self.binding.close(chunk)
-        self.binding.start_anew()
+        self.binding.reset()
 
     def go_over(self, communicator: Communicator | None) -> None:
         """Use the communicator of a model that takes the parameters over; None: its own again. Local.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gemini.errors import UnsupportedError
 from gemini.model.link import ParameterLink, any_link_of
-from gemini.model.zero_init import settle_pending
+from gemini.model.zero_init import shard_pending
 
 
 class GatheredParameters:
@@ -53,7 +53,7 @@ class GatheredParameters:
         if fwd_module is not None and not isinstance(fwd_module, nn.Module):
             raise TypeError(f"fwd_module must be a torch module, found {type(fwd_module).__name__}")
         if enabled:
-            settle_pending(given)
+            shard_pending(given)
         links = (any_link_of(each) for each in given) if enabled else ()
         self._links = list(dict.fromkeys(link for link in links if link is not None))
         self._modifier = modifier_rank
@@ -83,7 +83,7 @@ class GatheredParameters:
     ) -> None:
         with self._stack, torch.no_grad():
             for link in self._links:
-                link.settle_data()
+                link.adopt_data()
             pairs = zip(self._links, self._before, strict=True)
             changed = [(link, before) for link, before in pairs if _differs(link, before)]
             if error is not None or self._modifier is None:

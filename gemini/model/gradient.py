@@ -106,7 +106,7 @@ def assign(link: Link, value: Tensor) -> None:
                 f"{tuple(value.shape)} {value.dtype}"
             )
         if not step.grads.num_backwards:
-            link.trainability.settle_unfrozen()
+            link.trainability.apply_unfrozen()
         gradient = step.grads.find(managed.chunk)
         if gradient is None or not (managed.requires_grad and managed.parameter.requires_grad):
             raise UnsupportedError(

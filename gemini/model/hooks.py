@@ -124,7 +124,7 @@ class Hooks:
                 return
             with unseen():
                 if self._trainability.flags_raised:
-                    self._trainability.settle_outside(module)
+                    self._trainability.apply_outside(module)
                 call = self._step.enter_operator(module, operator)
             with self._step.publishing():
                 with unseen():
@@ -166,7 +166,7 @@ class Hooks:
                 with step.publishing():
                     step.begin_forward()
                     if torch.is_grad_enabled():
-                        self._trainability.settle()
+                        self._trainability.apply_flags()
                     step.begin_pass()
         if step.is_resident and step.params.in_step and self._operators.lift():
             call.lifted = self._operators

@@ -123,7 +123,7 @@ class ParameterLink(ABC):
         """The name of another parameter in whose memory a plain tensor lies, if that is known."""
         return None
 
-    def settle_data(self) -> None:
+    def adopt_data(self) -> None:
         """Inside `gathered`: the user may have assigned other memory to `.data`; its values move in. May raise."""
         whole, parameter = self.whole(), self.managed.parameter
         if type(parameter) is not nn.Parameter:  # then an assignment has told us
@@ -199,7 +199,7 @@ class Link(ParameterLink):
         """What the user does with the parameters and fails in is no failure of ours: that is not published."""
         with self.step.publishing(), unseen():
             if self.trainability.flags_raised:
-                self.trainability.settle_outside()
+                self.trainability.apply_outside()
             touched = [link.managed for link in links]
             stack.enter_context(self.step.touching(touched, self.managed.operator))
 

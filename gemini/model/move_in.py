@@ -62,7 +62,7 @@ def move_in(
         chunk = its.chunk
         its.take((Kind.PARAM, Kind.MASTER), memory, chunk.index in placement.kept)
         _fill(chunk, communicator, memory.device, moves)
-        chunk.settle_at_home()
+        chunk.reside_at_home()
         freed.note(chunk.payload_bytes)
     for its in room:
         its.take((Kind.GRAD,), memory, False)

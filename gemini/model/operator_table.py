@@ -46,7 +46,7 @@ class OperatorTable:
         self.operators: list[Operator] = []
         self._attach(root, found)
 
-    def settle(self, root: nn.Module) -> None:
+    def follow_compilation(self, root: nn.Module) -> None:
         """Bring the operators in line with what is compiled, if that has changed. Collective then.
 
         Raises GeminiError between the micro-batches of a step, BudgetError if a compiled module's chunks do not fit

@@ -171,12 +171,12 @@ class ShardedModel(PlainView):
     # -- use
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._table.compiler.outside(self._call_settled, args, kwargs)
+        return self._table.compiler.outside(self._call_following_compilation, args, kwargs)
 
     never_traced(__call__, "a ShardedModel moves parameters around: compile the model, or modules in it, by themselves")
 
-    def _call_settled(self, *args: Any, **kwargs: Any) -> Any:
-        self._table.settle(self.module)
+    def _call_following_compilation(self, *args: Any, **kwargs: Any) -> Any:
+        self._table.follow_compilation(self.module)
         return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

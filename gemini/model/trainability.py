@@ -58,7 +58,7 @@ class Trainability:
         optimizer = self._manager.optimizer
         return None if optimizer is None else optimizer.states
 
-    def settle(self) -> None:
+    def apply_flags(self) -> None:
         """Bring memory in line with the flags, if one has changed. Collective then.
 
         Raises GeminiError between the micro-batches of a step, BudgetError if there is no room, and DivergenceError
@@ -70,8 +70,8 @@ class Trainability:
                 self._change(flags)
         self.flags_raised.clear()
 
-    def settle_unfrozen(self) -> None:
-        """`settle` if something was unfrozen, which a graph that is about to be built needs memory for.
+    def apply_unfrozen(self) -> None:
+        """`apply_flags` if something was unfrozen, which a graph that is about to be built needs memory for.
 
         What was only frozen keeps its gradient memory until the next forward: it may be trained again by then. Only
         flags that were raised since are looked at, as this may follow each of them.
@@ -80,11 +80,11 @@ class Trainability:
         with torch._C.DisableTorchFunctionSubclass():
             is_unfrozen = any(_requires_grad(self._parameters[index]) and not self._flags[index] for index in raised)
         if is_unfrozen:
-            self.settle()
+            self.apply_flags()
         raised.clear()
 
-    def settle_outside(self, module: nn.Module | None = None) -> None:
-        """A flag was raised: `settle_unfrozen` if a graph is about to be built outside the model's forward.
+    def apply_outside(self, module: nn.Module | None = None) -> None:
+        """A flag was raised: `apply_unfrozen` if a graph is about to be built outside the model's forward.
 
         module: whose call is about to begin. Collective if something was unfrozen.
         """
@@ -97,7 +97,7 @@ class Trainability:
                 return
             step.failures.recover()
             if not step.grads.in_backward:
-                self.settle_unfrozen()
+                self.apply_unfrozen()
 
     def take_state(self, wanted: Mapping[int, frozenset[Kind]]) -> None:
         """Memory for the state of frozen chunks, by chunk index, into which a state dict is loaded. Collective.
@@ -131,7 +131,7 @@ class Trainability:
     def replan(self, shown: str, operators: tuple[OperatorSpec, ...]) -> None:
         """Decide, agree on and carry out a plan for operators that have changed; what is trained has not. Collective.
 
-        Raises what `settle` raises.
+        Raises what `apply_flags` raises.
         """
         step = self._step
         if self._gradients_wait():

@@ -63,7 +63,7 @@ def load_whole_state_dict(
     """
     step = states.step
     step.check_idle("load_state_dict()")
-    trainability.settle_unfrozen()
+    trainability.apply_unfrozen()
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict() takes a dict of tensors, found {type(state).__name__}")
     entries: Mapping[str, Any] = nn.Module.state_dict(module, keep_vars=True)

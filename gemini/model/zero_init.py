@@ -193,7 +193,7 @@ class ZeroInitContext:
         if parameters and self._store is not None:
             self._store.shard(f"{operator} {self._store.num_operators}", parameters)
 
-    def settle(self, parameters: list[Tensor]) -> None:
+    def shard_pending(self, parameters: list[Tensor]) -> None:
         """Shard the operator that is being built now, if one of `parameters` belongs to it. Collective if so.
 
         For `GatheredParameters` inside the context. Raises nothing of its own.
@@ -222,10 +222,10 @@ class ZeroInitContext:
         return lambda size: Tier.DEVICE if (free_device_bytes(self._device) or 0) - size > half else Tier.HOST
 
 
-def settle_pending(parameters: list[Tensor]) -> None:
-    """`ZeroInitContext.settle` of the innermost one, if there is any."""
+def shard_pending(parameters: list[Tensor]) -> None:
+    """`ZeroInitContext.shard_pending` of the innermost one, if there is any."""
     if _active:
-        _active[-1].settle(parameters)
+        _active[-1].shard_pending(parameters)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class ChunkOptimizerState:
     def __post_init__(self) -> None:
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
-        self._settled: _Settled | None = None
+        self._runs_before: _RunsBefore | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,10 +128,10 @@ class ChunkOptimizerState:
         steps: by position, whether the parameter is updated. What was found for the step before is used again as long
         as nothing has changed that decides: lists of thousands are compared, not walked through.
         """
-        before = self._settled
+        before = self._runs_before
         if before is None or not before.holds(steps, self.groups, self.scalars, self.made):
             found = self._find_runs(steps)
-            self._settled = before = _Settled(steps, [*self.groups], [*self.scalars], [*self.made], found)
+            self._runs_before = before = _RunsBefore(steps, [*self.groups], [*self.scalars], [*self.made], found)
         return before.runs
 
     def _find_runs(self, steps: bytes) -> Runs:
@@ -201,8 +201,8 @@ class ChunkOptimizerState:
                 self.chunk.parameters[position].has_fractions = True
             if made:
                 self.note_made(dict.fromkeys(positions, made))
-        if self._settled is not None:
-            self._settled.scalars[:] = self.scalars  # those that shared scalars still do
+        if self._runs_before is not None:
+            self._runs_before.scalars[:] = self.scalars  # those that shared scalars still do
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class _Settled:
+class _RunsBefore:
     """Runs, and what they were derived from."""
 
     steps: bytes

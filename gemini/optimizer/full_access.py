@@ -159,7 +159,7 @@ def _begin(what: str, param: nn.Parameter) -> Link:
         raise TypeError(f"{what}() takes a parameter of a ShardedModel, found {type(param).__name__}")
     link.step.check_idle(f"{what}()")
     if what.startswith("safe_set_full") and not link.step.grads.num_backwards:
-        link.trainability.settle_unfrozen()
+        link.trainability.apply_unfrozen()
     return link
 
 

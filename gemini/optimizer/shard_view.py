@@ -57,7 +57,7 @@ class Segment(NamedTuple):
         else:
             join_master_(part, self.weight, self.remainder)
 
-    def settle(self, flat: Tensor | None) -> None:
+    def write_back(self, flat: Tensor | None) -> None:
         """The weights <- their elements of `flat` (optim_numel,), if given; the half-precision copy follows them."""
         part = self.weight if flat is None else flat[self.start : self.start + self.weight.numel()]
         if flat is not None and self.remainder is not None:
@@ -138,7 +138,7 @@ class ShardView:
         """Bring stepped weights back to the homes. complete: all elements were updated."""
         if self._flat is not None or not complete:
             for segment in self.segments():
-                segment.settle(self._flat)
+                segment.write_back(self._flat)
         copy = self._params.memory.transfer.copy
         if self._staged_home is not None:
             for start, target in self._home_parts():

@@ -298,7 +298,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step, trainability = self._manager.step, self.model.trainability
         step.check_idle("discard_state()")
         with step.publishing(), torch.inference_mode(False), torch.no_grad():
-            trainability.settle()
+            trainability.apply_flags()
             trainability.discard_state(frozen_among(self.model, parameters))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

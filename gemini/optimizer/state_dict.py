@@ -81,7 +81,7 @@ def load_optimizer_state(
     """
     step = model.chunk_manager.step
     step.check_idle("optimizer.load_state_dict()")
-    model.trainability.settle_unfrozen()
+    model.trainability.apply_unfrozen()
     step.binding.write_back_all()
     by_number = {number: model._managed[index] for index, number in _numbers(groups).items()}
     saved = _numbered(saved)

@@ -380,7 +380,7 @@ def late_references(rank: int, world_size: int, disturbed: bool) -> tuple[list[t
 
 def kept_view(rank: int, world_size: int, from_step: int, to_step: int) -> tuple[list[tuple[str, int]], str, int, bool]:
     """Rank 1 keeps a view over several steps: (log of moves, hash, most slots set aside, view's content kept)."""
-    param_store._SETTLE_S = 0.05
+    param_store._FREE_WITHIN_S = 0.05
     model, optimizer, net = make(slots=1)
     moves = _log_moves(model)
     pools = model.chunk_manager.params.pools

@@ -317,7 +317,7 @@ MUTANTS = [
     Mutant(
         "what was fetched ahead survives a step",
         "gemini/executor/step.py",
-        "        self.position.set(0, Phase.STEP)\n        self.params.settle()\n",
+        "        self.position.set(0, Phase.STEP)\n        self.params.finish_prefetch()\n",
         "        self.position.set(0, Phase.STEP)\n",
         "tests/features/test_slots.py::test_what_was_fetched_ahead_in_vain_changes_nothing",
     ),
@@ -702,7 +702,7 @@ MUTANTS = [
     Mutant(
         "a home is lent under a view",
         "gemini/executor/grad_in_param.py",
-        "        if not self._params.settles(self._resident[chunk.index]):",
+        "        if not self._params.nobody_holds(self._resident[chunk.index]):",
         "        if False:",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
@@ -786,7 +786,7 @@ MUTANTS = [
     Mutant(
         "data assigned inside GatheredParameters is lost",
         "gemini/model/gathered.py",
-        "                link.settle_data()",
+        "                link.adopt_data()",
         "                pass",
         HALF,
     ),
