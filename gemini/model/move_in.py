@@ -139,7 +139,7 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
     given = [managed for managed in chunk.parameters if built_link_of(managed.parameter) is None]
     built = [managed for managed in chunk.parameters if built_link_of(managed.parameter) is not None]
     if built:
-        communicator.wait_for_all("room")  # as a broadcast does: no rank lets weights go that another cannot take
+        communicator.wait_for_all("room")  # a rank without room says so here, and not in the middle of a gather
     for managed in built:
         link = built_link_of(managed.parameter)
         assert link is not None

@@ -504,13 +504,6 @@ MUTANTS = [
         f"{MEMORY}::test_at_most_two_gradients_are_open_in_a_sequential_model",
     ),
     Mutant(
-        "ranks let built weights go before all have room",
-        "gemini/model/move_in.py",
-        '        communicator.wait_for_all("room")',
-        "        pass",
-        "tests/features/test_failing_wraps.py::test_wrapping_that_runs_out_of_memory_at_any_time_leaves_the_module_as_it_was",
-    ),
-    Mutant(
         "a failure in a wrap is not heard where others gather what was built",
         "gemini/model/sharded_model.py",
         "                    store.go_over(communicator)\n",
