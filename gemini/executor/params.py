@@ -217,6 +217,7 @@ class ParamStore:
         return slot_is_held(self.where(), what, self.device.capacity_bytes)
 
     def where(self) -> str:
+        """The place in the step, in words for messages and events."""
         return self.communicator.position.here()
 
     def release(self, chunk: Chunk, successor: Chunk | None = None) -> bool:

@@ -34,10 +34,6 @@ class Ledger:
         self.bytes_by_kind[kind] += num_bytes
         self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])
 
-    def reset_peak(self) -> None:
-        self.peak_bytes = self.total_bytes
-        self.peak_by_kind = Counter(self.bytes_by_kind)
-
 
 class Traffic:
     """Bytes copied over each link since the start, counted at the copy primitive."""

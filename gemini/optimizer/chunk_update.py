@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
-from gemini.executor.spreading import spread
 from gemini.executor.step import Step
 from gemini.memory.region import Region
-from gemini.memory.transfer import ready
+from gemini.memory.transfer import ready, wait_on_stream
 from gemini.optimizer.chunk_state import ChunkOptimizerState, Run
 from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors
 from gemini.optimizer.launches import Launches
@@ -129,7 +128,10 @@ class ChunkUpdates:
         return view, is_grad_staged or view.is_staged
 
     def _finish(self, batch: _Batch) -> None:
-        """Launch what waits, and bring the new weights to where they are read. Collective where they are spread."""
+        """Launch what waits, and bring the new weights to where they are read.
+
+        Collective where each rank has updated a part of weights that all keep whole.
+        """
         step = self._step
         batch.launches.run()
         for chunk, view, is_complete in batch.chunks:
@@ -139,7 +141,7 @@ class ChunkUpdates:
             step.grads.shared.give_back(chunk)  # where this rank had nothing to update
             step.after_chunk_update(chunk)
             if chunk.home_layout.world_size < chunk.optim_layout.world_size:
-                spread(step, chunk)
+                _all_gather_weights(step, chunk)
 
     def _count_elsewhere(self, state: ChunkOptimizerState, absent: Sequence[tuple[int, ...]]) -> None:
         """Parameters that lie wholly in other ranks' shards count their steps here too, so that all ranks agree."""
@@ -170,3 +172,17 @@ class ChunkUpdates:
         tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
         tiers.add(self._step.grads.of(chunk).reduced().tier)
         return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
+
+
+def _all_gather_weights(step: Step, chunk: Chunk) -> None:
+    """Weights that each rank keeps whole and has updated in part, as at stages 1 and 2, are whole again. Collective."""
+    params, home = step.params, chunk.homes[Kind.PARAM]
+    with torch.no_grad():
+        if home.tier is Tier.DEVICE:
+            wait_on_stream(home)
+            params.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
+            return
+        payload = step.fetch(chunk)
+        params.communicator.all_gather(payload, None, chunk.layout, chunk.index)
+        params.memory.transfer.copy(home, chunk.region())
+        wait_on_stream(chunk.region())

@@ -485,8 +485,8 @@ MUTANTS = [
     Mutant(
         "stage 2 does not gather what others updated",
         "gemini/optimizer/chunk_update.py",
-        "            spread(step, chunk)",
-        "            pass",
+        "                _all_gather_weights(step, chunk)",
+        "                pass",
         PAIRS,
     ),
     Mutant(
