@@ -252,15 +252,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Of the gradients without the loss scale."""
         return summary.norm / self.loss_scale
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The state in torch.optim's format, whole, in host memory. Collective.
 
         Beside "state" and "param_groups" it has "masters", the fp32 weights by parameter number, and "loss_scale".
+
+        Args:
+            rank0_only: True leaves the dict empty on all ranks but rank 0, and saves their host memory.
+
         Raises GeminiError inside a forward or backward.
         """
         with self._manager.step.publishing():
-            state = whole_optimizer_state(self.model, self._chunk_states, self.param_groups)
-        if self._scaling.active is not None:
+            state = whole_optimizer_state(self.model, self._chunk_states, self.param_groups, rank0_only)
+        if state and self._scaling.active is not None:
             state["loss_scale"] = self._scaling.active.state_dict()
         return state
 

@@ -31,9 +31,12 @@ _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "
 """What tells optimizers apart: a param group without one that this optimizer has comes from another kind."""
 
 
-def whole_optimizer_state(model: ShardedModel, states: ChunkStates, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collective."""
+def whole_optimizer_state(
+    model: ShardedModel, states: ChunkStates, groups: list[dict[str, Any]], rank0_only: bool = False
+) -> dict[str, Any]:
+    """Copies in host memory, on all ranks or on rank 0 alone: the others take part and keep nothing. Collective."""
     step = model.chunk_manager.step
+    keep = not rank0_only or step.communicator.rank == 0
     step.check_idle("optimizer.state_dict()")
     numbers = _numbers(groups)
     state: dict[int, dict[str, Any]] = {}
@@ -42,11 +45,14 @@ def whole_optimizer_state(model: ShardedModel, states: ChunkStates, groups: list
         for chunk in step.chunks:
             known = [managed for managed in chunk.parameters if managed.index in numbers]
             if states.has(chunk):
-                entries = _whole_entries(model._states, states.by_chunk[chunk.index], known)
+                entries = _whole_entries(model._states, states.by_chunk[chunk.index], known if keep else ())
                 state |= {numbers[index]: entry for index, entry in entries.items()}
             if Kind.MASTER in chunk.homes:
-                copies = model._states.full_precision(chunk).copies([m for m in known if m.owns_master])
+                mastered = [managed for managed in known if managed.owns_master]
+                copies = model._states.full_precision(chunk).copies(mastered if keep else ())
                 masters |= {numbers[index]: master for index, master in copies.items()}
+    if not keep:
+        return {}
     counting = count()
     packed = [{**group, "params": list(islice(counting, len(group["params"])))} for group in groups]
     return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}

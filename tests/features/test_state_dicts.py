@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from tests.harness.on_ranks import on_ranks
 from tests.zoo import lora
-from tests.zoo.mlp import Mlp, adam, assert_same, build, inputs, train_step, weights_of, wrap
+from tests.zoo.mlp import Mlp, adam, assert_same, both_dtypes, build, inputs, train_step, weights_of, wrap
 from tests.zoo.plain_copies import Parts, are_whole, everywhere
 
 
@@ -220,3 +221,25 @@ def test_an_optimizers_state_is_a_view_by_parameter() -> None:
         optimizer.state[nn.Parameter(torch.zeros(2))]
     with pytest.raises(KeyError):
         optimizer.state[weight]["momentum"]
+
+
+@on_ranks(1, 2)
+@both_dtypes
+def test_rank_0_alone_has_the_optimizers_state_where_it_alone_writes(
+    rank: int, world_size: int, dtype: torch.dtype | None
+) -> None:
+    model = wrap(dtype=dtype)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train_step(model, optimizer, dtype=dtype)
+    whole = optimizer.state_dict()
+    alone = optimizer.state_dict(rank0_only=True)
+    if rank > 0:
+        assert alone == {}
+    else:
+        assert alone.keys() == whole.keys()
+        assert alone["param_groups"] == whole["param_groups"]
+        assert_same(alone["masters"], whole["masters"])
+        assert alone["state"].keys() == whole["state"].keys()
+        for number, entry in whole["state"].items():
+            assert_same(alone["state"][number], entry)
+    model.close()
