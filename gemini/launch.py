@@ -119,7 +119,9 @@ def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: b
     atexit.register(_leave)
     if verbose:
         get_dist_logger().info(
-            f"{dist.get_world_size()} ranks, {backend}, on {current_device()}; seed {seed}", ranks=[0]
+            f"{dist.get_world_size()} ranks, {backend}, on {current_device()}; "
+            f"{'not seeded' if seed is None else f'seed {seed}'}",
+            ranks=[0],
         )
 
 

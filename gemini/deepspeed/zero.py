@@ -11,6 +11,7 @@ from torch import nn
 
 from gemini.access.external import register_external_parameter, unregister_external_parameter
 from gemini.building.zero_init import ZeroInitContext
+from gemini.deepspeed.arguments import init_distributed
 from gemini.engine.agreement import Source
 from gemini.engine.config import load_config
 from gemini.errors import ConfigError
@@ -34,7 +35,8 @@ class Init(ZeroInitContext):
 
     Args:
         module: one that exists: it is sharded at once, and nothing is entered. None: for use in a `with` statement.
-        data_parallel_group: the ranks. None: all of torch.distributed.
+        data_parallel_group: the ranks. None: all of torch.distributed, which is made first if torchrun has started this
+            script and there is none: DeepSpeed's scripts build their model before anything else.
         remote_device: "cpu" keeps shards in host memory. None: as the config's offload_param says, else where there is
             room. "nvme" is refused: there is no disk tier yet.
         config_dict_or_path: a config, for dtype and offload. config: an older name of it.
@@ -81,6 +83,8 @@ class Init(ZeroInitContext):
                 remote_device = "cpu"
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
+        if data_parallel_group is None and enabled:
+            init_distributed()
         home = "host" if remote_device == "cpu" else "auto"
         super().__init__(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled)
         if module is not None:

@@ -105,7 +105,7 @@ def stores_of(module: nn.Module, ranks: tuple[int, ...]) -> list[BuildStore]:
         if built_on != ranks:
             raise UnsupportedError(
                 f"the model was built in a ZeroInitContext on ranks {built_on} and is wrapped on ranks {ranks}: "
-                "give both the same process_group="
+                "call launch_from_torch() before the context, and give both the same process_group="
             )
     return stores
 

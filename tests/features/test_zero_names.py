@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gemini
@@ -74,6 +75,27 @@ def test_what_is_not_here_is_refused(argument: dict[str, Any], error: type[Excep
 @pytest.mark.filterwarnings("error")
 def test_the_context_is_ours() -> None:
     assert isinstance(deepspeed.zero.Init(enabled=False), ZeroInitContext)
+
+
+def test_the_context_joins_the_ranks_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed's does: its scripts build their model first, and `initialize` must find the same ranks."""
+    started = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**started, "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    deepspeed.zero.Init(enabled=False)
+    assert not dist.is_initialized()
+    try:
+        with deepspeed.zero.Init():
+            module = Mlp()
+        group = dist.group.WORLD
+        engine = deepspeed.initialize(model=module, config={"device": "emulated", "optimizer": {"type": "HybridAdam"}})[
+            0
+        ]
+        assert dist.group.WORLD is group
+        engine.backward(engine(inputs(0)).sum())
+        engine.step()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_launcher_keeps_the_config_for_initialize(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,9 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
     try:
         found = _READERS[path.suffix](text, path)
     except TextError as error:
-        raise ConfigError(f"{path}{f', line {error.line}' if error.line else ''}: {error}") from error
+        # The message has what a parser found, so its traceback is noise; what the user's own code raised is not.
+        cause = error.__cause__ if path.suffix == ".py" else None
+        raise ConfigError(f"{path}{f', line {error.line}' if error.line else ''}: {error}") from cause
     except RecursionError as error:
         raise ConfigError(f"{path}: brackets are nested too deeply for a config") from error
     if not isinstance(found, dict):
