@@ -24,6 +24,7 @@ CPU_BENCHMARKS = {
     "bytes_per_parameter": "what one more parameter costs in memory: ours and FSDP2 (about 5 minutes)",
     "resident_memory": "the same by the system's account, as a user has it: ours, 8 processes (about 2 minutes)",
     "tiny_operators": "1,000 tiny operators, nearly all calls: ours beside plain PyTorch and DDP (half a minute)",
+    "collective_cost": "what launching a collective costs beside its bytes, on two ranks (a quarter of a minute)",
     "engine_overhead": "a step through the Engine beside the same by hand, for two sizes of GPT-2 (a minute)",
     "step_profile": "where a step of two ranks spends its time (half a minute)",
 }

@@ -82,7 +82,16 @@ def test_a_checkout_beside_itself_has_the_same_bits() -> None:
     assert "1 rank, half" in done.stdout
     refused = run("benchmarks.before_after", str(ROOT / "docs"), "--tiny")
     assert refused.returncode == 2
-    assert "has no" in refused.stderr and "run make" in refused.stderr
+    message = " ".join(refused.stderr.replace("│", " ").split())  # typer breaks lines at the terminal's width
+    assert "has no .venv/bin/python: run make setup there" in message
+
+
+@pytest.mark.soak
+def test_a_launch_of_a_collective_is_priced_in_bytes() -> None:
+    done = run("benchmarks.collective_cost", "--tiny")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a launch is worth" in done.stdout
+    assert all(kind in done.stdout for kind in ("all_gather", "reduce_scatter", "as in a step"))
 
 
 @pytest.mark.soak

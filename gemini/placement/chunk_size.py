@@ -16,8 +16,12 @@ from typing import Protocol
 
 from gemini.placement.packing import Cut, Packer
 
-BYTES_PER_COLLECTIVE = 128 * 2**10
-"""What a launch costs, in bytes: about 20 us at 6 GB/s per direction, the order of gloo here and of NCCL on PCIe."""
+BYTES_PER_COLLECTIVE = 512 * 2**10
+"""What a launch is worth, in chunk bytes.
+
+Two gloo ranks on one machine: about 1 MiB (`python -m benchmarks.collective_cost`). NCCL over PCIe, taken at 20 to
+40 us and 12 GB/s, not measured: 240 to 480 KiB. Half a MiB is between the two.
+"""
 
 _COLLECTIVES_PER_CHUNK = 3  # gathered for forward and backward, reduced once
 _GRANULARITY_BYTES = 2**10 * 64

@@ -85,6 +85,6 @@ def test_tiny_operators_share_chunks_as_large_as_what_their_padding_makes_of_the
     """1,000 Linear(8, 8) have 288 KB of numbers, which take 2 MB: chunks of a search up to 288 KB would be eight."""
     packer = Packer(inputs_of([[(64, "a"), (8, "a")]] * 1000), resolve_strategy("bucket"), 2)
     found = [counted for counted, _ in candidates(packer, 2)]
-    assert found[0].num_chunks == 4
+    assert found[0].num_chunks == 2
     assert max(counted.chunk_bytes for counted in found) == 2**21
     assert min(counted.num_chunks for counted in found) == 1

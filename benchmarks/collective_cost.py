@@ -1,0 +1,123 @@
+"""What launching a collective costs beside what its bytes cost: the figure by which chunk sizes are searched.
+
+    python -m benchmarks.collective_cost            # a quarter of a minute
+    python -m benchmarks.collective_cost --tiny     # seconds: to see that it runs
+
+Two ranks gather and reduce-scatter chunks of rising sizes, by the library's own collectives, in turn. Of each kind's
+medians, the line through the smallest size and the best-fitting slope over the others gives seconds a launch and
+seconds a byte; their quotient is the number of chunk bytes that a launch is worth.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launch import ROOT, RankFailed, run_ranks
+from benchmarks.rounds import turn
+from gemini.placement.chunk_size import BYTES_PER_COLLECTIVE
+from sharding import Collectives, ShardLayout, Unit
+
+SIZES = [2**exponent for exponent in range(13, 22)]
+"""Bytes of a chunk: below what the caches of a small machine hold, where the cost of a byte does not jump."""
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a collective of n bytes: `launch_s + n * byte_s`."""
+
+    launch_s: float
+    byte_s: float
+
+    @classmethod
+    def through(cls, seconds: dict[int, float]) -> Line:
+        """The least-squares line through medians by size. Raises ValueError for fewer than two sizes."""
+        slope, intercept = statistics.linear_regression(list(seconds), list(seconds.values()))
+        return cls(intercept, slope)
+
+
+def medians_of(rank: int, world_size: int, sizes: list[int], rounds: int) -> dict[str, dict[int, float]]:
+    """Seconds by kind and chunk bytes, of fp32 chunks of one unit. Collective."""
+    collectives = Collectives(dist.group.WORLD)
+    buffers: dict[str, torch.Tensor] = {}
+
+    def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return buffers.setdefault(f"{numel} {dtype}", torch.empty(numel, dtype=dtype))
+
+    def gather(payload: torch.Tensor, shard: torch.Tensor, layout: ShardLayout) -> None:
+        collectives.all_gather(payload, shard, layout, None)
+
+    def reduce(payload: torch.Tensor, shard: torch.Tensor, layout: ShardLayout) -> None:
+        collectives.start_reduce_scatter(payload, layout, shard, None, scratch=scratch).finish()
+
+    kinds = {"all_gather": gather, "reduce_scatter": reduce}
+    times: dict[tuple[str, int], list[float]] = {(kind, size): [] for kind in kinds for size in sizes}
+    cases = {}
+    for size in sizes:
+        layout = ShardLayout((Unit(0, size // 4),), world_size)
+        cases[size] = torch.zeros(layout.numel), torch.zeros(layout.shard_numel), layout
+    for number in range(-WARM_UP, rounds):
+        for size in (int(each) for each in turn([str(size) for size in sizes], number)):
+            for kind, run in kinds.items():
+                dist.barrier()
+                started = time.perf_counter()
+                run(*cases[size])
+                if number >= 0:
+                    times[kind, size].append(time.perf_counter() - started)
+    return {kind: {size: statistics.median(times[kind, size]) for size in sizes} for kind in kinds}
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds after warm-up.")] = 60,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Two sizes, few rounds: no figures to quote.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Write benchmarks/results/collective_cost*.json.")] = False,
+) -> None:
+    """Measure what a launch of a collective is worth in bytes, on two ranks."""
+    console = Console(width=130)
+    sizes, rounds = (SIZES[::8], 3) if tiny else (SIZES, rounds)
+    try:
+        by_rank = run_ranks("benchmarks.collective_cost:medians_of", 2, {"sizes": sizes, "rounds": rounds}, 120)
+    except RankFailed as failure:
+        console.print(f"[red]{failure}[/red]", markup=True)
+        raise typer.Exit(1) from None
+    table = Table(title=f"2 ranks, chunks of {sizes[0] // 1024} KiB to {sizes[-1] // 1024} KiB, {rounds} rounds")
+    for column in ("collective", "a launch, us", "bytes, GB/s", "a launch is worth, KiB"):
+        table.add_column(column)
+    results: dict[str, Any] = {}
+    lines = {}
+    for kind in by_rank[0]:
+        # JSON made the sizes text; both ranks take part in a collective until the later one is done
+        seconds = {int(size): max(its[kind][size] for its in by_rank) for size in by_rank[0][kind]}
+        lines[kind] = line = Line.through(seconds)
+        results[kind] = {"seconds": seconds, "launch_s": line.launch_s, "byte_s": line.byte_s}
+        table.add_row(kind, *_cells(line))
+    # a step gathers a chunk twice and reduces it once
+    step = Line(
+        sum(lines[kind].launch_s * times for kind, times in (("all_gather", 2), ("reduce_scatter", 1))),
+        sum(lines[kind].byte_s * times for kind, times in (("all_gather", 2), ("reduce_scatter", 1))),
+    )
+    table.add_row("two gathers and a reduction, as in a step", *_cells(step))
+    console.print(table)
+    console.print(f"the search counts a launch as {BYTES_PER_COLLECTIVE // 1024} KiB")
+    if save:
+        path = ROOT / "benchmarks" / "results" / f"collective_cost{'_tiny' if tiny else ''}.json"
+        path.write_text(json.dumps({"torch": torch.__version__, "measured": results}, indent=1) + "\n")
+
+
+def _cells(line: Line) -> list[str]:
+    rate, worth = (1e-9 / line.byte_s, line.launch_s / line.byte_s / 1024) if line.byte_s > 0 else (0.0, 0.0)
+    return [f"{line.launch_s * 1e6:.0f}", f"{rate:.2f}", f"{worth:.0f}"]
+
+
+if __name__ == "__main__":
+    typer.run(main)
