@@ -126,7 +126,7 @@ BATCH_SIZE = 4
 zero = dict(
     model_config=dict(
         shard_strategy=TensorShardStrategy(),
-        tensor_placement_policy="cpu",
+        tensor_placement_policy="auto",
         reuse_fp16_shard=False,
     ),
     optimizer_config=dict(initial_scale=2**5, gpu_margin_mem_ratio=0.0),
@@ -145,19 +145,18 @@ def test_a_python_config_of_colossalais_page_trains_as_the_same_settings_by_hand
         optimizer = HybridAdam(module.parameters(), lr=1e-3)
         engine, *_ = gemini.initialize(module, optimizer, nn.MSELoss(), config=path, verbose=False)
     assert engine.config.constants["BATCH_SIZE"] == 4
-    dtype = next(iter(engine.model.parameters())).dtype
     engine.train()
-    model = ShardedModel(
-        build(), "tensor", device="emulated", tensor_placement_policy="cpu", dtype=engine.model.settings.dtype
-    )
+    model = ShardedModel(build(), "tensor", device="emulated", tensor_placement_policy="cpu", dtype=torch.float16)
     its = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3), initial_scale=2**5, clip_grad_norm=1.0)
     for step in range(4):
-        data = batch(rank, step, dtype)
+        data = batch(rank, step, torch.float32)  # the model casts it to fp16, as Colossal-AI's does
         engine.zero_grad()
         loss = engine.criterion(engine(data), data)
         engine.backward(loss)
         engine.step()
-        its.backward(nn.MSELoss()(model(data), data) / 2)
+        other = nn.MSELoss()(model(data.half()), data)
+        its.backward(other / 2)
+        assert torch.equal(loss, other)
         if step % 2:
             its.step()
     assert engine.global_steps == 2

@@ -29,9 +29,16 @@ MUTANTS = [
     Mutant(
         "a key that is auto and that somebody knows keeps its default",
         f"{CONFIG}/key.py",
-        'if value == "auto" and ".".join(path) in auto:',
+        'if self._is_undecided(value) and ".".join(path) in auto:',
         "if False:",
         "tests/pure/test_config_deepspeed.py::test_auto_is_resolved_by_who_knows_or_by_a_default_that_is_said",
+    ),
+    Mutant(
+        "a placement policy of Colossal-AI's that is auto counts as undecided",
+        f"{CONFIG}/key.py",
+        "and value == self.placeholder",
+        'and value == "auto"',
+        "tests/pure/test_config_colossal.py::test_what_a_config_becomes",
     ),
     Mutant(
         "a Python config runs although that is forbidden",

@@ -39,6 +39,13 @@ def test_the_template_is_read_with_other_imports_only() -> None:
             {"dtype": torch.float16, "reduce_dtype": torch.float32},
         ),
         ({"zero": {}}, {"dtype": torch.float16}),
+        *(
+            (
+                {"zero": {"model_config": {"tensor_placement_policy": policy}}},
+                {"dtype": torch.float16, "tensor_placement_policy": policy},
+            )
+            for policy in ("auto", "cpu", "cuda")
+        ),
         ({"gradient_accumulation": 2}, {"stage": 0}),
         ({"fp16": {"mode": AMP_TYPE.NAIVE}, "clip_grad_norm": 1.0}, {"stage": 0, "dtype": torch.float16}),
         ({"fp16": {"mode": "torch", "init_scale": 32.0}}, {"stage": 0, "dtype": torch.float16}),

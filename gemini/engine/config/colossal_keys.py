@@ -109,7 +109,10 @@ _KEYS = [
 
 
 def finish(data: Mapping[str, Any], found: Translation) -> None:
-    """Without `zero` a Colossal-AI model is replicated; with it, weights are fp16 unless something else is said."""
+    """Without `zero` a Colossal-AI model is replicated; with it, weights are fp16 unless something else is said.
+
+    A model with 16-bit weights casts its inputs to their dtype, as Colossal-AI's does: its loops give fp32 batches.
+    """
     if "zero" not in data:
         found.fields.setdefault("stage", 0)
     elif "fp16" in data:
@@ -118,6 +121,8 @@ def finish(data: Mapping[str, Any], found: Translation) -> None:
         )
     else:
         found.fields.setdefault("dtype", torch.float16)
+    if found.fields.get("dtype") in (torch.float16, torch.bfloat16):
+        found.fields.setdefault("cast_inputs", True)
     mode = data.get("fp16", {}).get("mode") if isinstance(data.get("fp16"), Mapping) else None
     if mode is not None and getattr(mode, "value", mode) not in [each.value for each in AMP_TYPE]:
         found.problems.append(

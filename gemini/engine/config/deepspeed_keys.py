@@ -226,4 +226,5 @@ TABLE = Table(
     [*_BATCHES, *_OPTIMIZER, *_PRECISION, *_COMMUNICATION, *ZERO, *OFFLOAD, *_MONITORS, *_NOT_HERE],
     "zero_optimization",
     finish,
+    placeholder="auto",
 )

@@ -118,12 +118,21 @@ class Table:
         keys: the rows. Where two keys are one field, the later row counts.
         section: the key that no other library has.
         finish: adds what follows from several keys together, and from those that are missing.
+        placeholder: the value that stands for one which somebody else decides. None: no value does, and "auto" is a
+            value like any other.
     """
 
-    def __init__(self, keys: Sequence[Key], section: str, finish: Callable[[Mapping[str, Any], Translation], None]):
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        section: str,
+        finish: Callable[[Mapping[str, Any], Translation], None],
+        placeholder: str | None = None,
+    ):
         self.keys = tuple(keys)
         self.section = section
         self.finish = finish
+        self.placeholder = placeholder
         self.by_path = {path: key for key in keys for path in key.paths}
         self.sections = sorted({path[:end] for path in self.by_path for end, char in enumerate(path) if char == "."})
 
@@ -145,7 +154,7 @@ class Table:
         result, given = Translation(), dict[str, list[tuple[KeyPath, Any]]]()
         for path, value in self.leaves(data):
             key = self.key_of(path)
-            if value == "auto" and ".".join(path) in auto:
+            if self._is_undecided(value) and ".".join(path) in auto:
                 value = auto[".".join(path)]
             if value is None:  # null, or nothing where the value would have been decided
                 continue
@@ -158,7 +167,10 @@ class Table:
         for key in self.keys:
             found = given.get(key.path, [])
             for path, value in found:
-                _apply(key, path, value, result)
+                if self._is_undecided(value) and key.values is not str:
+                    _leave_undecided(key, path, result)
+                else:
+                    _apply(key, path, value, result)
             if len(found) > 1 and not key.path.endswith("*"):
                 spelled = " and ".join(path[-1] for path, _ in found)
                 result.problems.append(Problem(found[1][0], f": {spelled} are one key; leave one out"))
@@ -166,15 +178,19 @@ class Table:
             self.finish(data, result)
         return result
 
+    def _is_undecided(self, value: Any) -> bool:
+        return isinstance(value, str) and value == self.placeholder
+
+
+def _leave_undecided(key: Key, path: KeyPath, result: Translation) -> None:
+    if key.auto:
+        result.ignored.append((".".join(path), f'"auto": {key.auto}'))
+    else:
+        result.problems.append(Problem(path, 'is "auto", which nothing decides here: write the value'))
+
 
 def _apply(key: Key, path: KeyPath, value: Any, result: Translation) -> None:
     name = ".".join(path)
-    if isinstance(value, str) and value == "auto" and key.values is not str:
-        if key.auto:
-            result.ignored.append((name, f'"auto": {key.auto}'))
-        else:
-            result.problems.append(Problem(path, 'is "auto", which nothing decides here: write the value'))
-        return
     try:
         value = TypeAdapter(key.values, config=ConfigDict(strict=True)).validate_python(value)
     except ValidationError as error:
