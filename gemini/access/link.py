@@ -200,6 +200,7 @@ class Link(ParameterLink):
     def gathered(self, links: Sequence[Link]) -> Iterator[None]:
         step = self.step
         step.check_idle("GatheredParameters")
+        self.trainability.before_use()
         with ExitStack() as stack:
             self._touch(links, stack, detached=False)
             chunks = {link.managed.chunk.index: link.managed.chunk for link in links}.values()

@@ -14,7 +14,8 @@ weights. `ShardedOptimizer.discard_state()` gives the rest up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,12 +26,14 @@ from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
 from gemini.placement.demand import Kind
+from gemini.placement.offloaded import offloaded
 from gemini.placement.plan import replan
 from gemini.placement.specs import OperatorSpec
 
 _requires_grad: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _TRAINED = "change of what is trained", "All ranks must freeze and unfreeze the same parameters at the same step"
 _COMPILED = "change of what is compiled", "All ranks must compile the same modules before the same forward"
+_OFFLOADED = "change of what is offloaded", "All ranks must offload and reload the same states at the same step"
 
 _BEFORE_STEP = "between backward() and step()"
 
@@ -118,6 +121,34 @@ class Trainability:
                 optimizer.states.discard(each)
         self._replan(self._flags, shown)
 
+    def offload(self, kinds: Collection[Kind]) -> None:
+        """States of these kinds leave the device, until `reload`, or the next use of the model. Collective.
+
+        Raises GeminiError if gradients wait for a step or parameters are in use, BudgetError if the host has no room,
+        and DivergenceError if ranks offload other states; nothing has changed then.
+        """
+        with self._between_steps("offload_states()"):
+            plan, shown = offloaded(self._manager.plan, kinds), f"offloaded: {', '.join(sorted(kinds))}"
+            self._manager.change_plan(plan, shown, *_OFFLOADED)
+            self._manager.give_room()
+
+    def reload(self) -> None:
+        """What was offloaded is where the policy wants it again. Collective, if something was. Raises as `offload`."""
+        if self._manager.plan.offloaded:
+            with self._between_steps("reload_states()"):
+                self._replan(self._flags, "states reloaded", _OFFLOADED)
+
+    def before_use(self) -> None:
+        """`reload`, if nothing is in its way: the model is about to be used, and works where it is. Collective then."""
+        if self._manager.plan.offloaded and not (self._gradients_wait() or self._in_use()):
+            self.reload()
+
+    @contextmanager
+    def _between_steps(self, what: str) -> Iterator[None]:
+        self._refuse_between_steps(what, _BEFORE_STEP)  # on all ranks alike: published, it would drop gradients
+        with self._step.publishing(), torch.inference_mode(False), torch.no_grad():
+            yield
+
     def change_operators(self, shown: str, operators: tuple[OperatorSpec, ...]) -> None:
         """Operators have changed, and what is trained has not: another plan is put in force. Collective.
 
@@ -136,11 +167,18 @@ class Trainability:
 
     def _check_between_steps(self, what: str, when: str = "between the micro-batches of a step") -> None:
         """Raises GeminiError where another plan could not be carried out now."""
+        self._refuse_between_steps(what, when)
+        self._step.grads.forget()  # backwards that were about inputs only
+
+    def _refuse_between_steps(self, what: str, when: str) -> None:
+        """Raises GeminiError where memory cannot move now. Local, and equal on all ranks."""
         if self._gradients_wait():
             raise GeminiError(f"{what} {when}: do it after step() or zero_grad()")
-        if any(chunk.pins for chunk in self._step.chunks):
+        if self._in_use():
             raise GeminiError(f"inside GatheredParameters(...) nothing can change: {what}")
-        self._step.grads.forget()  # backwards that were about inputs only
+
+    def _in_use(self) -> bool:
+        return any(chunk.pins for chunk in self._step.chunks)
 
     def _change(self, flags: list[bool]) -> None:
         """Changes nothing if it has to wait for the step."""

@@ -148,6 +148,12 @@ class ChunkGradient:
         self.in_pieces = False  # some backward brought a parameter's gradient more than once
         self.expect_all()
 
+    def take_over(self, before: ChunkGradient) -> None:
+        """What was known of the chunk's gradient before its memory moved, between steps."""
+        self.in_pieces = before.in_pieces
+        for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
+            flags[:] = old
+
     # -- transitions
 
     def become(self, state: GradState, held: Slot | Region | None = None, content: Content | None = None) -> None:

@@ -8,10 +8,20 @@ What differs is in docs/coming_from.md. Reading order: `initialize.py`, `engine.
 """
 
 from gemini.deepspeed import ops as ops
+from gemini.deepspeed import runtime as runtime
 from gemini.deepspeed import utils as utils
 from gemini.deepspeed import zero as zero
 from gemini.deepspeed.arguments import add_config_arguments, init_distributed
 from gemini.deepspeed.engine import DeepSpeedEngine
 from gemini.deepspeed.initialize import initialize
 
-__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "ops", "utils", "zero"]
+__all__ = [
+    "DeepSpeedEngine",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum, kinds_of
 from gemini.engine.engine import Engine
 from gemini.engine.saving import save_weights
 from gemini.errors import UnsupportedError
@@ -69,6 +71,35 @@ class DeepSpeedEngine(Engine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError."""
         raise UnsupportedError(f"load_checkpoint(): {_CHECKPOINTS}")
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum | str] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to the host between steps. Collective. See `ShardedModel.offload_states`.
+
+        Args:
+            include: members of `OffloadStateTypeEnum`. None: all.
+            device: "cpu"; "none" does nothing.
+            pin_memory: has no effect: host memory is page-locked wherever there is a CUDA device.
+            non_blocking: has no effect: the memory is free when the call returns.
+
+        Raises UnsupportedError for "nvme", ValueError for other names, and what `ShardedModel.offload_states` raises.
+        """
+        if OffloadDeviceEnum(device) is OffloadDeviceEnum.nvme:
+            raise UnsupportedError("offload_states(device='nvme'): there is no disk tier yet; use device='cpu'")
+        if OffloadDeviceEnum(device) is OffloadDeviceEnum.cpu:
+            self.model.offload_states(kinds_of(include))
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move them back; the next forward does so by itself. Collective. See `ShardedModel.reload_states`.
+
+        non_blocking: has no effect.
+        """
+        self.model.reload_states()
 
     def destroy(self) -> None:
         """Give memory and process group back. Collective."""

@@ -8,7 +8,7 @@ unless `step(last=True)` closes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -197,6 +197,17 @@ class Engine:
         """
         self.chunk_manager.step.check_idle("empty_partition_cache()")
         self.chunk_manager.params.release_all()
+
+    def offload_states(self, include: Collection[str] | None = None) -> None:
+        """Move states to the host between steps: weights, gradients, masters and optimizer state. Collective.
+
+        include: as for `ShardedModel.offload_states`. Raises what that raises.
+        """
+        self.model.offload_states(include)
+
+    def reload_states(self) -> None:
+        """Move them back; the next forward does so by itself. Collective. Raises what the model's raises."""
+        self.model.reload_states()
 
     def close(self) -> None:
         """See `ShardedModel.close`; files of metrics too. Collective. Raises GeminiError inside a backward."""

@@ -122,6 +122,14 @@ class ChunkManager:
         self.communicator.plan_hash = plan.hash
         self.plan = plan
 
+    def give_room(self) -> None:
+        """Between steps: the memory of all slots and buffers is free until the model is used. Local.
+
+        Raises nothing of its own. A slot that a view holds stays until the view dies.
+        """
+        self.step.give_room()
+        self.memory.device.trim()
+
     def attach(self, optimizer: OptimizerPart) -> None:
         """Let chunks and parameters know the model's optimizer. Local. Raises UnsupportedError for a second one."""
         self.refuse_second()

@@ -129,7 +129,7 @@ class GradHomes:
         """Before the first write of a step's reduced gradient: lend it the home, or give it one of its own."""
         chunk = gradient.chunk
         if gradient.home is None and not chunk.holds_grad:
-            if self._may_lend(chunk):
+            if chunk.lends_home and self._may_lend(chunk):
                 chunk.become(ParamState.HOLDS_GRAD if chunk.slot is None else ParamState.GATHERED_BESIDE_GRAD)
             else:
                 self._take_home(gradient)

@@ -188,6 +188,11 @@ class GradStore:
         self.memory.pools.fill()
         self.scratch.fill()
 
+    def rest(self) -> None:
+        """Between steps: slots and scratch take their memory again at the next use. Local."""
+        self.memory.pools.rest()
+        self.scratch.resize(self.scratch.num_bytes)
+
     def give_back(self, scratch_bytes: int) -> None:
         """Between steps: no chunk has a gradient, and no memory for it, until some are added. Local.
 

@@ -85,9 +85,10 @@ class Rehoming:
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
         for before, old_homes, after, homes in pairs:
             for kind in WRAPPED_KINDS:
-                if homes.get(kind) is Tier.HOST and old_homes.get(kind) is not Tier.HOST:
+                is_there, was_there = homes.get(kind) is Tier.HOST, old_homes.get(kind) is Tier.HOST
+                if is_there and (kind is Kind.GRAD or not was_there):
                     growth += after.home_bytes[kind]
-                if kind not in homes and old_homes.get(kind) is Tier.HOST:
+                if was_there and (kind is Kind.GRAD or kind not in homes):
                     growth -= before.home_bytes[kind]
         return growth
 
@@ -98,10 +99,10 @@ class Rehoming:
         """
         step, memory = self._step, self._memory
         step.binding.write_back_all()
-        trained = [chunk for chunk in step.chunks if self._grads.find(chunk) is not None]
+        before = dict(self._grads.memory.gradients)
         self._grads.give_back(self._demand.scratch_bytes)
-        for chunk in trained:
-            self._give(chunk, Kind.GRAD)
+        for index in before:
+            self._give(step.chunks[index], Kind.GRAD)
         for chunk, homes in self._placed:
             if Kind.MASTER not in homes:
                 self._give(chunk, Kind.MASTER)
@@ -113,6 +114,8 @@ class Rehoming:
         memory.gradient_slots.open(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots)
         for chunk, homes in self._placed:
             self._take_missing(chunk, homes, states)
+            if chunk.trainable and chunk.index in before:
+                self._grads.of(chunk).take_over(before[chunk.index])
         memory.host.trim()
         self._grads.homes.renew()
         self._grads.reset_order()
@@ -175,7 +178,7 @@ class Rehoming:
     def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], states: StateStore | None) -> None:
         """Memory for the states that the chunk has a home for and that did not stay."""
         if chunk.trainable:
-            if not chunk.lends_home:
+            if self._demand.chunks[chunk.index].home_bytes[Kind.GRAD]:  # else it rests elsewhere, see grad_homes.py
                 self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
             self._grads.memory.add(chunk)
         if Kind.MASTER in homes and Kind.MASTER not in chunk.homes:

@@ -65,6 +65,13 @@ class Step:
             self.params.pools.fill()
             self.grads.take_memory()
 
+    def give_room(self) -> None:
+        """Between steps: the memory of all slots and buffers is free until the next use. Local."""
+        self.params.release_all()
+        self.params.pools.rest()
+        self.grads.rest()
+        self.has_room = False
+
     # -- payloads
 
     def fetch(self, chunk: Chunk) -> Tensor:

@@ -16,5 +16,9 @@ class AcceleratorTier(MemoryTier):
     def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
         super().__init__("device", device, capacity_bytes, "model_data_memory= or device_memory=")
 
+    def trim(self) -> None:
+        """torch's allocator gives back the blocks that nothing lies in. Waits for the device."""
+        torch.accelerator.empty_cache()
+
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)

@@ -18,6 +18,9 @@ class EmulatedTier(AcceleratorTier):
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__(torch.device("cpu"), capacity_bytes)
 
+    def trim(self) -> None:
+        """Nothing: malloc has no device."""
+
     def give(self, buffer: Tensor, kind: str) -> None:
         super().give(buffer, kind)
         self.poison(buffer)

@@ -229,6 +229,12 @@ class SlotPools(list[SlotPool]):
         for pool, count in zip(self, counts, strict=True):
             pool.resize(count)
 
+    def rest(self) -> None:
+        """All slots, which are free, give their memory back; `fill` takes it again."""
+        counts = [pool.count for pool in self]
+        self.resize([0] * len(counts))
+        self.resize(counts)
+
     def empty(self) -> None:
         """Free all slots, whatever they hold."""
         for pool in self:

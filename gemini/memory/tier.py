@@ -44,6 +44,9 @@ class MemoryTier:
         """Give a buffer from `take` back; its content is gone."""
         self.ledger.give(kind, buffer.nbytes)
 
+    def trim(self) -> None:
+        """Let other processes have what is not in use, where the tier keeps any of it."""
+
     def poison(self, buffer: Tensor) -> None:
         """Mark a buffer's content as gone, where the tier can (a read of it then yields NaN)."""
 

@@ -123,6 +123,7 @@ class Hooks:
             if begins:
                 with step.publishing():
                     step.begin_forward()
+                    self._trainability.before_use()
                     if torch.is_grad_enabled():
                         self._trainability.apply_flags()
                     step.begin_pass()

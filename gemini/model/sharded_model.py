@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Unpack
 
@@ -44,6 +44,7 @@ from gemini.model.specs import describe, model_spec
 from gemini.model.wrap import make_chunks
 from gemini.model.wrappers import is_dtensor, refuse_ddp
 from gemini.observe import Observer
+from gemini.placement.demand import Kind, kind_named
 from gemini.placement.plan import Plan, plan_model
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import publish_exit
@@ -261,6 +262,34 @@ class ShardedModel(PlainView):
         Raises nothing of its own.
         """
         self.chunk_manager.grads.end(Becomes.NONE if set_to_none else Becomes.ZERO)
+
+    def offload_states(self, include: Collection[str] | None = None) -> None:
+        """Move states off the device between steps, so that another model may use it. Collective.
+
+        They rest on the host, with the same bits, until `reload_states()`, the model's next forward or the next
+        `GatheredParameters` moves them back. Weights can be read and saved meanwhile, for which a few slots take
+        device memory until `offload_states()` is called again. Buffers of the module stay on the device, and so does
+        the memory of weights of which the user keeps a view.
+
+        Args:
+            include: "param" (weights), "grad" (the memory of gradients), "master" (the fp32 copies of 16-bit weights),
+                "optim" (what the optimizer keeps). None: all. Slots and buffers are given back in any case.
+
+        Raises ValueError for another name, GeminiError between a backward and its step, BudgetError if the host has no
+        room, and DivergenceError if ranks name other states; nothing has changed then.
+        """
+        kinds = tuple(Kind) if include is None else tuple(dict.fromkeys(map(kind_named, include)))
+        self.chunk_manager.step.check_idle("offload_states()")
+        self.trainability.offload(kinds)
+
+    def reload_states(self) -> None:
+        """Move all states back that `offload_states()` has moved. Collective. Without any it does nothing.
+
+        Raises GeminiError between a backward and its step, and BudgetError if there is no room; nothing has changed
+        then.
+        """
+        self.chunk_manager.step.check_idle("reload_states()")
+        self.trainability.reload()
 
     def memory_report(self) -> str:
         """A table of this rank's memory: bytes by tier and kind, now and at the peak; slots; bytes moved. Local.

@@ -21,6 +21,14 @@ class Kind(StrEnum):
     OPTIM = "optim"  # everything that the optimizer keeps per element (exp_avg, exp_avg_sq, ...)
 
 
+def kind_named(name: str) -> Kind:
+    """The kind with this name. Raises ValueError."""
+    try:
+        return Kind(name)
+    except ValueError:
+        raise ValueError(f"{name!r} is no state of a model: name one of {', '.join(Kind)}") from None
+
+
 WRAPPED_KINDS = (Kind.PARAM, Kind.GRAD, Kind.MASTER)
 """What takes memory when a model is wrapped; optimizer state does when the optimizer comes."""
 

@@ -43,6 +43,7 @@ class Plan:
         placement: the tier of each state of each chunk, and the number of slots.
         hash: 32 bits of all that decides the order of collectives, which ranks compare.
         is_first: made for wrapping, so that another chunk size could still be chosen.
+        offloaded: states that rest on the host until the model is used again, whatever the policy says.
     """
 
     spec: ModelSpec
@@ -55,6 +56,7 @@ class Plan:
     placement: Placement
     hash: int
     is_first: bool = True
+    offloaded: frozenset[Kind] = frozenset()
 
     @property
     def policy(self) -> str:
@@ -179,11 +181,15 @@ def _place(
 ) -> Plan:
     demand = demand_of(packing.chunks, spec, trained, kept, settings.stage, world_size)
     placement = resolve_policy(settings.tensor_placement_policy).place(demand, budget.device)
+    hash_ = hash_of(packing, placement, settings, trained)
+    return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_)
+
+
+def hash_of(packing: Packing, placement: Placement, settings: Settings, trained: Sequence[bool]) -> int:
+    """32 bits of all that decides the order of collectives."""
     chunks = [(chunk.names, chunk.offsets, chunk.layout) for chunk in packing.chunks]
     placed = placement.num_slots, placement.homes, sorted(placement.kept)
-    decided = repr((chunks, placed, settings.shared(), tuple(trained)))
-    hash_ = zlib.crc32(decided.encode())
-    return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_)
+    return zlib.crc32(repr((chunks, placed, settings.shared(), tuple(trained))).encode())
 
 
 def _trained_at_first(spec: ModelSpec, packing: Packing) -> list[bool]:

@@ -179,4 +179,25 @@ MUTANTS = [
         "            if True:\n                positions.update(range(len(now)))\n",
         f"{GOLDEN}[1]",
     ),
+    Mutant(
+        "zeros of zero_grad are forgotten when memory moves",
+        "gemini/manager/migrate.py",
+        "                self._grads.of(chunk).take_over(before[chunk.index])\n",
+        "                pass\n",
+        "tests/features/test_offload_states.py::test_zeros_of_zero_grad_are_there_after_states_were_offloaded[1rank]",
+    ),
+    Mutant(
+        "slots keep the memory that another model was promised",
+        "gemini/manager/step.py",
+        "        self.params.pools.rest()\n",
+        "",
+        "tests/features/test_offload_states.py::test_weights_can_be_read_saved_and_used_while_states_are_offloaded[1rank]",
+    ),
+    Mutant(
+        "gradients that come back to the host are not counted",
+        "gemini/manager/migrate.py",
+        "if is_there and (kind is Kind.GRAD or not was_there):",
+        "if is_there and not was_there:",
+        "tests/features/test_offload_states.py::test_gradients_that_rest_on_the_host_come_back_within_its_budget",
+    ),
 ]

@@ -1,0 +1,1 @@
+"""`deepspeed.runtime`: the modules of it that scripts import from."""

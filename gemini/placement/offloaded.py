@@ -1,0 +1,39 @@
+"""The plan of a model whose states leave the device between steps, so that another model may use it.
+
+It is a plan like any other: the same chunks, and homes on the host. Parameters can be read and the model can train
+with it. `replan` leads back to what the policy decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from gemini.placement.demand import ChunkDemand, Kind, Tier
+from gemini.placement.plan import Plan, hash_of
+from gemini.placement.policy import slots_for
+
+
+def offloaded(before: Plan, kinds: Collection[Kind]) -> Plan:
+    """`before` with these states of all chunks on the host, besides those that it has offloaded already.
+
+    Gradients get no homes there: between steps they hold nothing. One that comes nevertheless takes memory then.
+    """
+    left = before.offloaded | frozenset(kinds)
+    demand, placement = before.demand, before.placement
+    homes = tuple(
+        {kind: Tier.HOST if kind in left else tier for kind, tier in chunk_homes.items()}
+        for chunk_homes in placement.homes
+    )
+    demand = replace(demand, chunks=tuple(_without_gradients(chunk, left) for chunk in demand.chunks))
+    moved = slots_for(demand, homes, () if Kind.PARAM in left else placement.kept)
+    if Kind.PARAM not in left:
+        moved = replace(moved, num_slots=placement.num_slots)
+    hash_ = hash_of(before.packing, moved, before.settings, before.trained)
+    return replace(before, demand=demand, placement=moved, hash=hash_, is_first=False, offloaded=left)
+
+
+def _without_gradients(chunk: ChunkDemand, left: Collection[Kind]) -> ChunkDemand:
+    if Kind.GRAD not in left or Kind.GRAD not in chunk.home_bytes:
+        return chunk
+    return replace(chunk, home_bytes={**chunk.home_bytes, Kind.GRAD: 0})
