@@ -27,6 +27,7 @@ LAYERS = (
     "checkpoint",
     "engine",
     "deepspeed",
+    "integrations",
     "cli",
 )
 MAX_LINES = 350

@@ -3,7 +3,19 @@
 `old` must occur exactly once in `file`, so that a mutant which the code has outgrown is an error, not a pass.
 """
 
-from tests.mutants import access, building, engine, manager, manager_grads, memory, model, optimizer, placement, ranks
+from tests.mutants import (
+    access,
+    building,
+    engine,
+    integrations,
+    manager,
+    manager_grads,
+    memory,
+    model,
+    optimizer,
+    placement,
+    ranks,
+)
 
-FILES = (access, building, engine, manager, manager_grads, memory, model, optimizer, placement, ranks)
+FILES = (access, building, engine, integrations, manager, manager_grads, memory, model, optimizer, placement, ranks)
 MUTANTS = [mutant for file in FILES for mutant in file.MUTANTS]

@@ -1,0 +1,334 @@
+"""`Accelerator`: Hugging Face Accelerate's, whose `prepare` makes sharded models and sharded optimizers.
+
+A script changes one import and says what to shard; `prepare`, `backward`, `accumulate`, `clip_grad_norm_`,
+`save_state` and the rest keep their meaning. Accelerate itself trains on one device or on several processes without a
+plugin of its own, and sees models that it has nothing to do for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DDPCommunicationHookType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from gemini.dist_logger import get_dist_logger
+from gemini.engine.agreement import Source, agreed_config
+from gemini.engine.config import Config
+from gemini.errors import ConfigError, UnsupportedError
+from gemini.integrations.precision import mixed_weights
+from gemini.integrations.prepared_optimizer import PreparedOptimizer
+from gemini.launch import launched_config
+from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+
+MIXED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PLUGINS = {
+    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
+    "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
+    "fsdp_plugin": "ACCELERATE_USE_FSDP",
+    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
+    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "torch_tp_plugin": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
+_PLAIN = (
+    "choose Accelerate's plain training on several processes (accelerate launch --multi_gpu, or --cpu), and give "
+    "Accelerator(gemini=...) the stage and the budgets"
+)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator`, whose `prepare` shards models and makes sharded optimizers of plain ones.
+
+    Args:
+        args: as of `accelerate.Accelerator`.
+        gemini: a config, or the path of one, of any dialect that `gemini.initialize` reads: the stage, budgets and all
+            else of `ShardedModel`, the loss scale and clipping of `ShardedOptimizer`. None: what
+            `gemini.launch_from_torch(config=...)` was given, else all defaults. Optimizers and schedules are the
+            script's own.
+        kwargs: as of `accelerate.Accelerator`. `mixed_precision` "bf16" and "fp16" become the dtype of the weights,
+            which keep fp32 masters; floating-point inputs of the model are cast to it, outputs back.
+
+    Collective: every rank makes it alike. Raises ConfigError for a config that is not valid or contradicts the other
+    arguments, DivergenceError if the ranks' configs differ, and UnsupportedError for plugins of Accelerate's that shard
+    models themselves, and for "fp8".
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True, gemini={"stage": 3, "device_memory": "1GiB"})
+        >>> model = torch.nn.Linear(8, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        >>> accelerator.backward(model(torch.ones(4, 8)).square().mean())
+        >>> optimizer.step()
+    """
+
+    def __init__(self, *args: Any, gemini: Source = None, **kwargs: Any) -> None:
+        given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
+        _refuse_plugins(given)
+        mixed = str(given.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
+        if mixed not in MIXED:
+            raise UnsupportedError(f"mixed_precision={mixed!r} is not possible with gemini: choose {', '.join(MIXED)}")
+        super().__init__(**given, mixed_precision="no")  # ours is a dtype of weights, and no autocast
+        kind = self.distributed_type.value
+        if kind != "NO" and not kind.startswith("MULTI_"):
+            raise UnsupportedError(f"Accelerate is set to {kind}, which shards or moves models itself: {_PLAIN}")
+        if self.ddp_handler is not None and self.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
+            raise UnsupportedError(
+                "a comm_hook of DistributedDataParallelKwargs is not called, as no model is in DDP: give "
+                "gemini=dict(reduce_dtype='bf16') or 'fp16' for gradients that travel in 16 bits"
+            )
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        auto = {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"}
+        config = agreed_config(launched_config() if gemini is None else gemini, group, auto=auto)
+        self.gemini: Config = config
+        """The config, with defaults in place of what it does not say."""
+        self._weights = mixed_weights(config, MIXED[mixed], f"mixed_precision is {mixed!r}")
+        own = next((name for name, dtype in MIXED.items() if config.dtype in (dtype, name)), "no")
+        self._mixed_precision = own if mixed == "no" else mixed
+        for name in ("optimizer", "scheduler"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"'{name}' in the config: with Accelerate the script makes it and gives it to prepare(): leave it "
+                    "out of the config"
+                )
+        self._take_accumulation(config.gradient_accumulation_steps)
+        self._say([f"without effect: {key}: {instead}" for key, instead in config.ignored])
+
+    def _take_accumulation(self, steps: int | None) -> None:
+        """Micro-batches are reduced one by one: whole gradients, as in `no_sync()`, take 4 bytes a parameter."""
+        if steps is not None and self.gradient_accumulation_steps not in (1, steps):
+            raise ConfigError(
+                f"gradient_accumulation_steps is {self.gradient_accumulation_steps} in Accelerator(...) and {steps} in "
+                "the config: leave one of them out"
+            )
+        window = steps or self.gradient_accumulation_steps
+        self.gradient_state.plugin_kwargs.update(num_steps=window, sync_each_batch=True)
+
+    def _say(self, lines: Iterable[str]) -> None:
+        text = "\n".join(lines)
+        if text:
+            get_dist_logger().info(f"\n{text}", ranks=[0])
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "bf16" or "fp16" where weights have that dtype, else "no"."""
+        return self._mixed_precision
+
+    # -- prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As in Accelerate; every module with parameters becomes a `ShardedModel`. Collective.
+
+        Raises UnsupportedError for an optimizer of parameters of no module that is, or was, prepared, and what
+        `ShardedModel` and `ShardedOptimizer` raise.
+        """
+        modules = [*self._sharded_models(), *(each for each in args if isinstance(each, nn.Module))]
+        for each in args:
+            if isinstance(each, Optimizer) and not isinstance(each, (ShardedOptimizer, AcceleratedOptimizer)):
+                _module_of(each, modules)  # or raises, before anything has changed
+        args = tuple(self._sharded(each) if isinstance(each, nn.Module) else each for each in args)
+        for each in args:
+            if isinstance(each, ShardedModel):
+                self.prepare_model(each)  # before any optimizer, which may stand before its model
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """A `ShardedModel` of `model`, or `model` itself if it is one. Collective. Raises what `prepare` raises.
+
+        A module without parameters is Accelerate's to prepare, whose other arguments these are.
+        """
+        its = self._sharded(model)
+        if not isinstance(its, ShardedModel):
+            return super().prepare_model(its, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        if its not in self._models:
+            self._models.append(its)
+        return its
+
+    def _sharded(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, ShardedModel) or next(model.parameters(), None) is None:
+            return model
+        if self.state.dynamo_plugin.backend.value != "NO":
+            raise UnsupportedError(
+                "Accelerate's dynamo_backend does not compile a sharded model: call compile() of the model or of "
+                "modules in it before prepare(), and leave dynamo_backend out"
+            )
+        device = self.device if self.gemini.device is None else self.gemini.device
+        its = ShardedModel(model, settings=self.gemini.settings(), device=device, dtype=self._weights)
+        self._say(its.plan.explain().splitlines())
+        return its
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """A plain torch optimizer becomes a `ShardedOptimizer` over the same param groups. Collective.
+
+        Raises UnsupportedError if its parameters are of no model that was prepared, and what `ShardedOptimizer` raises.
+        """
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)  # type: ignore[no-any-return]
+        if not isinstance(optimizer, ShardedOptimizer):
+            model = _module_of(optimizer, self._sharded_models())
+            options = self.gemini.optimizer_options() | self._scaler_options()
+            optimizer = ShardedOptimizer(model, optimizer, **options)
+        # with device_placement Accelerate would load the whole state of every rank back into the optimizer
+        its = PreparedOptimizer(optimizer, device_placement=False, scaler=None)
+        self._optimizers.append(its)
+        return its
+
+    def _scaler_options(self) -> dict[str, Any]:
+        """The loss scale as `GradScalerKwargs` say it."""
+        handler = self.scaler_handler
+        if handler is None:
+            return {}
+        if not handler.enabled:
+            raise UnsupportedError("GradScalerKwargs(enabled=False): fp16 weights need a loss scale")
+        names = {"initial_scale": "init_scale"} | dict.fromkeys(("growth_factor", "backoff_factor", "growth_interval"))
+        return {ours: getattr(handler, theirs or ours) for ours, theirs in names.items()}
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+        """As in Accelerate, for a schedule of the plain or of the prepared optimizer. Local. Raises nothing."""
+        for optimizer in self._optimizers:
+            if scheduler.optimizer.param_groups[0] is optimizer.param_groups[0]:
+                break
+        else:
+            return super().prepare_scheduler(scheduler)
+        scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a step() it did not see
+        its = AcceleratedScheduler(
+            scheduler,
+            optimizer,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        self._schedulers.append(its)
+        return its
+
+    # -- a step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Gradients of the loss, which is divided by the micro-batches of a window, and scaled in fp16. Collective.
+
+        kwargs: of `torch.Tensor.backward`. Raises UnsupportedError if several optimizers have loss scales.
+        """
+        loss = loss / self.gradient_accumulation_steps
+        optimizers = self._sharded_optimizers()
+        if len(optimizers) > 1 and any(each.scale(loss) is not loss for each in optimizers):
+            raise UnsupportedError(
+                "accelerator.backward(loss) with several optimizers in fp16, each of which has a loss scale of its "
+                "own: call optimizer.optimizer.scale(loss).backward() of the one that this loss trains"
+            )
+        if len(optimizers) != 1:
+            loss.backward(**kwargs)
+            return
+        manager = optimizers[0].model.chunk_manager
+        with manager.step.publishing():
+            optimizers[0].scale(loss).backward(**kwargs)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the next step's gradients to the global norm; see `ShardedOptimizer.clip_grad_norm_`. Collective.
+
+        parameters: all that one optimizer trains. Returns the norm before clipping. Raises UnsupportedError for a part
+        of them, and before the last micro-batch of a window.
+        """
+        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        for optimizer in self._sharded_optimizers():
+            its = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if its.isdisjoint(given):
+                continue
+            rest = given.symmetric_difference(its)
+            if any(parameter.requires_grad for parameter in rest):
+                raise UnsupportedError(
+                    f"clip_grad_norm_() of {len(given)} parameters, and their optimizer has {len(its)}: give it all of "
+                    "one optimizer, and no others, such as model.parameters()"
+                )
+            if not self.sync_gradients:
+                raise UnsupportedError(
+                    "clip_grad_norm_() before the last micro-batch of a window, whose sum is not there yet: call it "
+                    "under 'if accelerator.sync_gradients:'"
+                )
+            return optimizer.clip_grad_norm_(max_norm, norm_type)
+        return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
+
+    # -- the state
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The module that was given to `prepare`. Its weights stay in chunks; its `state_dict()` is whole. Local.
+
+        The other arguments are Accelerate's. Raises nothing.
+        """
+        its = model.module if isinstance(model, ShardedModel) else model
+        return super().unwrap_model(its, keep_fp32_wrapper, keep_torch_compile)  # type: ignore[no-any-return]
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole weights on rank 0, and nothing on the others, as with Accelerate's FSDP. Collective.
+
+        With `ProjectConfiguration(save_on_each_node=True)` they are on every rank. The arguments are Accelerate's.
+        Raises GeminiError inside a forward or backward.
+        """
+        if not isinstance(model, ShardedModel):
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        return model.state_dict(rank0_only=not self.project_configuration.save_on_each_node)
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Path:
+        """As in Accelerate: whole weights, the whole optimizer state and all the rest. Collective.
+
+        On return the files are there, on every rank. The arguments are Accelerate's. Raises UnsupportedError if a model
+        whose optimizer was prepared was not, and would be left out, and OSError, on the other ranks RemoteRankError, if
+        a file cannot be written.
+        """
+        models = self._sharded_models()
+        if any(each.model not in models for each in self._sharded_optimizers()):
+            raise UnsupportedError(
+                "save_state() would write the state of an optimizer without its model: give the model to prepare() too"
+            )
+        if not models:
+            return super().save_state(output_dir, safe_serialization, **kwargs)  # type: ignore[no-any-return]
+        communicator = models[0].chunk_manager.communicator
+        with communicator.publishing(), ExitStack() as writing:
+            if not self.project_configuration.save_on_each_node:
+                for each in self._optimizers:
+                    if isinstance(each, PreparedOptimizer):
+                        writing.enter_context(each.for_rank_0())
+            folder: Path = super().save_state(output_dir, safe_serialization, **kwargs)
+        communicator.wait_for_all("the state is saved")
+        return folder
+
+    def _sharded_models(self) -> list[ShardedModel]:
+        return [each for each in self._models if isinstance(each, ShardedModel)]
+
+    def _sharded_optimizers(self) -> list[ShardedOptimizer]:
+        return [each.optimizer for each in self._optimizers if isinstance(each, PreparedOptimizer)]
+
+
+def _refuse_plugins(given: dict[str, Any]) -> None:
+    for name, variable in _PLUGINS.items():
+        if given.get(name) is not None:
+            raise UnsupportedError(f"{name}= shards or moves models itself: {_PLAIN}")
+        if os.environ.get(variable, "false").lower() == "true":
+            raise UnsupportedError(f"{variable}=true, as `accelerate launch` sets it, is for {name}=: {_PLAIN}")
+
+
+def _module_of(optimizer: Optimizer, modules: list[Any]) -> Any:
+    """The module whose parameters the optimizer has. Raises UnsupportedError if there is none."""
+    its = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for module in modules:
+        if its.issubset(module.parameters()):
+            return module
+    raise UnsupportedError(
+        f"the parameters of {type(optimizer).__name__} are not all of one model that prepare() was given: make one "
+        "optimizer for each model, and give prepare() the model together with it, or before it"
+    )
