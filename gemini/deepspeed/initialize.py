@@ -36,7 +36,8 @@ def initialize(
     """An engine that trains the model sharded, as a DeepSpeed config says. Collective: every rank calls it alike.
 
     Args:
-        args: with `deepspeed_config`, the path of a config, where `config` is None.
+        args: with `deepspeed_config`, the path of a config, where `config` is None. Or the model, if `model` is None:
+            DeepSpeed's page gives it as the first argument.
         model: any module, also one from `zero.Init`.
         optimizer: over the model's parameters, or a callable that makes one of them. None: the config's.
         model_parameters: parameters or param groups for the config's optimizer. None: all of the model.
@@ -53,6 +54,8 @@ def initialize(
     Returns the engine, its optimizer, the loader and the schedule. Raises ConfigError without a config or for one that
     is not valid, DivergenceError if the ranks' configs differ, and what `ShardedModel` and `ShardedOptimizer` raise.
     """
+    if model is None and isinstance(args, nn.Module):
+        args, model = None, args
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     if len(given) != 1:
         raise ConfigError(

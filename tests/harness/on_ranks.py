@@ -109,3 +109,14 @@ def _id_of(world_size: int) -> str:
 def _marks_of(world_size: int, is_soak: bool) -> list[pytest.MarkDecorator]:
     """`-m "not ranks"` chooses what starts no processes, as `make check` does."""
     return [pytest.mark.ranks] * (world_size > 1) + [pytest.mark.soak] * is_soak
+
+
+def average_gradients(module: torch.nn.Module) -> None:
+    """What data-parallel training in plain PyTorch does between backward and step: `.grad` is the mean over ranks.
+
+    On two ranks bit-equal to what a ShardedModel makes: a sum of two numbers has one order.
+    """
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()

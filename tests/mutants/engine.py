@@ -41,6 +41,13 @@ MUTANTS = [
         "tests/pure/test_config_colossal.py::test_what_a_config_becomes",
     ),
     Mutant(
+        "zero.Init builds on one rank although torchrun has started several",
+        "gemini/deepspeed/zero.py",
+        "if data_parallel_group is None and enabled:",
+        "if False:",
+        "tests/features/test_zero_names.py::test_the_context_joins_the_ranks_that_torchrun_started",
+    ),
+    Mutant(
         "a Python config runs although that is forbidden",
         f"{CONFIG}/read.py",
         'if os.environ.get(NO_EXEC) == "1":',
