@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from gemini.access.link import any_link_of
 from gemini.access.released import LazyDetach, ReleasedParameter
 from gemini.access.unasked import guard_placeholders
+from gemini.building.colossal import NAMES, ColossalArguments
 from gemini.building.store import BuildStore
 from gemini.errors import UnsupportedError
 from gemini.memory.devices import choose_tiers, resolve_device
@@ -61,6 +62,10 @@ class ZeroInitContext:
         home: where shards rest: "host", "device", or "auto", which takes at most half of the device's free memory.
         enabled: False makes the context do nothing.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
+        colossal: arguments of Colossal-AI's context. `convert_fp16=True` and `bf16=True` are `dtype`, and
+            `dp_process_group` is `process_group`. `seed` seeds the random numbers inside, `default_dtype` is torch's
+            inside, and `model_numel_tensor` has the number of elements added to it. `convert_cuda`, `shard_grad` and
+            `rm_torch_payload_on_the_fly` are said to have no effect.
 
     Raises TypeError or ValueError for arguments that are not valid, and UnsupportedError when a context is entered
     twice. An exception inside is raised on the other ranks as RemoteRankError.
@@ -82,10 +87,10 @@ class ZeroInitContext:
         home: str = "auto",
         enabled: bool = True,
         rank_timeout: float = 600.0,
-        **unknown: Any,
+        **colossal: Any,
     ) -> None:
-        valid = [name for name in inspect.signature(ZeroInitContext).parameters if name != "unknown"]
-        refuse_unknown_arguments("ZeroInitContext", unknown, valid)
+        valid = [name for name in inspect.signature(ZeroInitContext).parameters if name != "colossal"]
+        refuse_unknown_arguments("ZeroInitContext", (each for each in colossal if each not in NAMES), valid)
         check_dtype("dtype", dtype)
         for name, value in (("shard_param", shard_param), ("enabled", enabled)):
             if not isinstance(value, bool):
@@ -94,11 +99,12 @@ class ZeroInitContext:
             raise ValueError(f"home must be one of {', '.join(map(repr, _HOMES))}, found {home!r}")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
+        self._colossal = ColossalArguments.of(colossal, dtype, process_group)
         self._device = resolve_device(target_device, "target_device")
         self._strategy = resolve_strategy("bucket" if shard_strategy is None else shard_strategy)
         self._shards = shard_param
-        self._dtype = dtype
-        self._group = process_group
+        self._dtype = self._colossal.dtype
+        self._group = self._colossal.process_group
         self._home = home
         self._enabled = enabled
         self._rank_timeout_s = rank_timeout
@@ -127,6 +133,7 @@ class ZeroInitContext:
             register_module_module_registration_hook(self._on_module),
         ):
             self._stack.callback(handle.remove)
+        self._stack.enter_context(self._colossal.in_force(self._device))
         _active.append(self)
         self._stack.callback(_active.remove, self)
         if _SEQUENTIAL not in os.environ:
@@ -190,12 +197,14 @@ class ZeroInitContext:
         operator, self._module = type(self._module).__name__, following
         parameters = [(name, p) for name, p in self._pending.items() if any_link_of(p) is None]
         self._pending = {}
+        self._colossal.count(sum(parameter.numel() for _, parameter in parameters))
         if parameters and self._store is not None:
             self._store.shard(f"{operator} {self._store.num_operators}", parameters)
 
     def _move_whole(self) -> None:
         with torch.no_grad():
-            for parameter in self._whole:
+            for parameter in dict.fromkeys(self._whole):  # a child's come again with its parents
+                self._colossal.count(parameter.numel())
                 moved = parameter.data.to(self._device)
                 if self._dtype is not None and moved.dtype in (torch.float32, torch.float16, torch.bfloat16):
                     rounded = torch.empty(moved.shape, dtype=self._dtype, device=moved.device)

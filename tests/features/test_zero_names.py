@@ -1,6 +1,8 @@
 """`deepspeed.zero.Init` and the launchers: other libraries' names for what is here."""
 
 import argparse
+import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,90 @@ def test_a_model_is_built_in_deepspeeds_context(rank: int, world_size: int, conf
     engine = deepspeed.initialize(model=module, config={"device": "emulated", "rank_timeout": 60.0, "stage": 3})[0]
     with torch.no_grad():
         assert torch.equal(engine(inputs(0)), plain(inputs(0)))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("shard_param", [True, False])
+def test_a_model_is_built_with_colossals_arguments(rank: int, world_size: int, shard_param: bool) -> None:
+    """`seed` and `default_dtype` count inside only; what is counted is the model's number of elements."""
+    group = dist.group.WORLD if world_size > 1 else None
+    count = torch.zeros(1, dtype=torch.int)
+    before = torch.get_rng_state()
+    with gemini.ZeroInitContext(
+        shard_param=shard_param,
+        convert_fp16=True,  # fp64 is never rounded
+        seed=5,
+        default_dtype=torch.float64,
+        model_numel_tensor=count,
+        dp_process_group=group,
+    ):
+        module = Mlp()
+        assert torch.zeros(1).dtype is torch.float64
+        more = nn.Linear(2, 2).double()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_default_dtype() is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(5)
+        plain = Mlp()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with gemini.GatheredParameters(module):
+        found = {name: value.detach().clone() for name, value in module.named_parameters()}
+    assert_same(found, {name: value.detach() for name, value in plain.named_parameters()})
+    assert int(count) == sum(value.numel() for value in plain.parameters()) + sum(p.numel() for p in more.parameters())
+
+
+@pytest.mark.parametrize("argument", [{"convert_fp16": True}, {"bf16": True}], ids=str)
+def test_colossals_flags_say_the_dtype_of_what_is_built(argument: dict[str, Any]) -> None:
+    with gemini.ZeroInitContext(**argument):
+        module = nn.Linear(4, 4)
+    with gemini.GatheredParameters(module):
+        assert module.weight.dtype is (torch.float16 if "convert_fp16" in argument else torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["convert_cuda", "shard_grad", "rm_torch_payload_on_the_fly"])
+def test_what_has_no_effect_in_colossals_context_is_said(name: str) -> None:
+    with pytest.warns(UserWarning, match=rf"ZeroInitContext\({name}=True\) has no effect: ") as told:
+        gemini.ZeroInitContext(**{name: True})
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gemini.ZeroInitContext(**{name: False})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"convert_fp16": True, "bf16": True}, ValueError, "dtype, convert_fp16 and bf16 ask for different dtypes"),
+        ({"convert_fp16": True, "dtype": torch.bfloat16}, ValueError, "ask for different dtypes"),
+        ({"convert_fp16": 1}, TypeError, "convert_fp16 must be True or False, found 1"),
+        ({"seed": "5"}, TypeError, "seed must be an integer or None, found '5'"),
+        ({"model_numel_tensor": 0}, TypeError, "model_numel_tensor must be a tensor of one integer, found 0"),
+        ({"default_dtype": torch.int8}, ValueError, "default_dtype must be None or one of"),
+        ({"convert_fp61": True}, TypeError, "no argument 'convert_fp61'"),
+    ],
+    ids=str,
+)
+def test_what_colossals_context_cannot_take_is_refused(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        gemini.ZeroInitContext(**arguments)
+
+
+def test_every_argument_of_deepspeeds_context_is_known() -> None:
+    """Those of DeepSpeed 0.19.8's `zero.Init`, in its order as far as they may be given without a name."""
+    shared = ["module", "data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory"]
+    shared += ["config_dict_or_path", "config", "enabled", "dtype", "mpu"]
+    others = ["zero_param_parallel_group", "zero_quantized_weights", "zero_quantized_nontrainable_weights"]
+    others += ["sequence_data_parallel_group", "param_swapper", "tensor_overrides"]
+    ours = [name for name in inspect.signature(deepspeed.zero.Init).parameters if name != "without_effect"]
+    assert ours[:10] == shared
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in others:
+            deepspeed.zero.Init(enabled=False, **{name: False})
 
 
 def test_a_config_says_the_dtype_of_what_is_built() -> None:
