@@ -64,7 +64,7 @@ class NamedSchedule(LRScheduler):
 
 
 def _warmup(its: WarmupLR, step: int, base: Sequence[float]) -> list[float]:
-    return _between(its.warmup_min_lr, its.warmup_max_lr, _risen(its, step), len(base))
+    return _between(its.warmup_min_lr, _highest(its, base), _risen(its, step), len(base))
 
 
 def _warmup_decay(its: WarmupDecayLR, step: int, base: Sequence[float]) -> list[float]:
@@ -72,7 +72,11 @@ def _warmup_decay(its: WarmupDecayLR, step: int, base: Sequence[float]) -> list[
     part = _risen(its, step)
     if step >= warmup:
         part = max(0.0, (its.total_num_steps - step) / max(1.0, its.total_num_steps - warmup))
-    return _between(its.warmup_min_lr, its.warmup_max_lr, part, len(base))
+    return _between(its.warmup_min_lr, _highest(its, base), part, len(base))
+
+
+def _highest(its: WarmupLR, base: Sequence[float]) -> Rates:
+    return list(base) if its.warmup_max_lr is None else its.warmup_max_lr
 
 
 def _warmup_cosine(its: WarmupCosineLR, step: int, base: Sequence[float]) -> list[float]:

@@ -24,8 +24,8 @@ class WarmupLR(Schedule):
 
     warmup_min_lr: Rates = 0.0
     """Learning rate before the first step."""
-    warmup_max_lr: Rates = 0.001
-    """Learning rate after the warmup."""
+    warmup_max_lr: Rates | None = None
+    """Learning rate after the warmup. None: the optimizer's."""
     warmup_num_steps: Steps = 1000
     """Optimizer steps of the warmup."""
     warmup_type: Literal["log", "linear"] = "log"
@@ -37,6 +37,8 @@ class WarmupDecayLR(WarmupLR):
 
     total_num_steps: Steps
     """Optimizer steps of the training."""
+    warmup_max_lr: Rates | None = 0.001
+    """Learning rate after the warmup. None: the optimizer's."""
 
 
 class WarmupCosineLR(Schedule):
