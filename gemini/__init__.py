@@ -3,7 +3,7 @@
     model = ShardedModel(module, device_memory="20GiB")
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3))
 
-Reading order: placement, memory, ranks, chunks, manager, access, building, model, optimizer,
+Reading order: placement, memory, monitor, ranks, chunks, manager, access, building, model, optimizer,
 engine. See docs/architecture.md.
 """
 
@@ -47,6 +47,10 @@ from gemini.model.gathered import GatheredParameters
 from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module
 from gemini.model.sharded_model import ShardedModel
 from gemini.model.specs import specs_of
+from gemini.monitor.device import EmulatedDevice
+from gemini.monitor.monitor import MemoryMonitor
+from gemini.monitor.peaks import PositionPeaks
+from gemini.monitor.readings import DeviceReading, DiskReading, HostReading, MemoryReading
 from gemini.observe import Move, Observer
 from gemini.optimizer.hashing import state_hash
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -80,20 +84,27 @@ __all__ = [
     "ChunkShardStrategy",
     "ConfigError",
     "Demand",
+    "DeviceReading",
+    "DiskReading",
     "DivergenceError",
+    "EmulatedDevice",
     "Engine",
     "FreeBytes",
     "GatheredParameters",
     "GeminiError",
+    "HostReading",
     "HybridAdam",
     "Kind",
     "MemoryEstimate",
+    "MemoryMonitor",
+    "MemoryReading",
     "Move",
     "Observer",
     "ParameterSpec",
     "Placement",
     "PlacementPolicy",
     "Plan",
+    "PositionPeaks",
     "RankLostError",
     "ReleasedParameterError",
     "RemoteRankError",

@@ -17,6 +17,7 @@ PACKAGES = ("gemini", "sharding", "optim")
 LAYERS = (
     "placement",
     "memory",
+    "monitor",
     "ranks",
     "chunks",
     "manager",

@@ -31,7 +31,7 @@ from gemini.building.colossal import NAMES, ColossalArguments
 from gemini.building.store import BuildStore
 from gemini.errors import UnsupportedError
 from gemini.memory.devices import choose_tiers, resolve_device
-from gemini.memory.live import free_device_bytes
+from gemini.monitor.monitor import MemoryMonitor
 from gemini.placement.demand import Tier
 from gemini.ranks.exit_report import publish_exit
 from gemini.settings import check_dtype
@@ -214,13 +214,16 @@ class ZeroInitContext:
         self._whole = []
 
     def _home_of(self) -> Callable[[int], Tier]:
-        free_bytes = free_device_bytes(self._device)
-        if free_bytes is None or self._home == "host":
+        if self._home == "host":
+            return lambda num_bytes: Tier.HOST
+        monitor = MemoryMonitor(self._device)
+        free_bytes = monitor.read_device().available_bytes
+        if free_bytes is None:
             return lambda num_bytes: Tier.HOST
         if self._home == "device":
             return lambda num_bytes: Tier.DEVICE
         half = free_bytes // 2
-        return lambda size: Tier.DEVICE if (free_device_bytes(self._device) or 0) - size > half else Tier.HOST
+        return lambda size: Tier.DEVICE if (monitor.read_device().available_bytes or 0) - size > half else Tier.HOST
 
 
 def shard_pending(parameters: list[Tensor]) -> None:

@@ -15,6 +15,13 @@ from typing import Protocol
 
 import torch
 
+_registered: dict[int, tuple[int, int]] = {}  # address: (process, bytes); one dict operation a change, for all threads
+
+
+def registered_bytes() -> int:
+    """Of all models of this process, as long as tensors of theirs live."""
+    return sum(num_bytes for process, num_bytes in _registered.copy().values() if process == os.getpid())
+
 
 class Registrar(Protocol):
     """What pinning asks of a GPU's runtime. Error codes are the runtime's, 0 is success."""
@@ -58,6 +65,7 @@ class Pinning:
             return False
         error = self._runtime.register(address, num_bytes)
         if error == 0:
+            _registered[address] = os.getpid(), num_bytes
             ending = weakref.finalize(owner, _unregister, self._runtime, address, os.getpid())
             ending.atexit = False  # the process takes its registrations with it
             return True
@@ -74,6 +82,7 @@ class Pinning:
 
 def _unregister(runtime: Registrar, address: int, process: int) -> None:
     """Called by whatever drops the last tensor, so it must not raise. A forked child has no registrations."""
+    _registered.pop(address, None)
     if os.getpid() == process and runtime.unregister(address) != 0:
         _clear_error(runtime)
 

@@ -6,16 +6,20 @@ differ too. So ranks agree on the least reading of each kind before anything is 
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
 from gemini.building.link import built_link_of
-from gemini.memory import live
+from gemini.monitor.monitor import MemoryMonitor
 from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
 from gemini.settings import Settings
 
+_HOST_RESERVE = 0.1
+"""Of what the host has available, left to the rest of the machine."""
 _UNBOUNDED = 2**62  # a reading of a device that has no bound
 
 
@@ -27,13 +31,21 @@ def read_free(settings: Settings, module: nn.Module, communicator: Communicator,
     needs_device = settings.model_data_memory is None and settings.device_memory is None
     if not needs_device and settings.host_memory is not None:
         return FreeBytes()
-    free = live.free_device_bytes(device) if needs_device else None
+    monitor = MemoryMonitor(device)
+    free = monitor.read_device().available_bytes if needs_device else None
     on_device = _UNBOUNDED if free is None else free + _bytes_on(module, device)
+    on_host = share_of_host(monitor.read_host().available_bytes)
     # the least over ranks, as the greatest of the negative ones
-    readings = torch.tensor([-on_device, -live.free_host_bytes()], dtype=torch.int64, device=communicator.device)
+    readings = torch.tensor([-on_device, -on_host], dtype=torch.int64, device=communicator.device)
     communicator.all_reduce_max_(readings, "free memory")
     on_device, on_host = (-reading for reading in readings.tolist())
     return FreeBytes(None if on_device == _UNBOUNDED else on_device, on_host if settings.host_memory is None else None)
+
+
+def share_of_host(available_bytes: int) -> int:
+    """Of host memory that is available: one rank's part of it, less the reserve, in bytes."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(available_bytes * (1 - _HOST_RESERVE)) // max(1, num_ranks)
 
 
 def _bytes_on(module: nn.Module, device: torch.device) -> int:

@@ -1,15 +1,14 @@
 """What a model may take: the device's and the host's budget. Ranks agree on readings; what users give must be equal."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from gemini import BudgetError, DivergenceError, ShardedModel, ShardedOptimizer, ZeroInitContext, estimate_memory
-from gemini.memory import live
+from gemini.model.budgets import share_of_host
+from tests.harness.machine import machine
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.uneven import Uneven, batch_loss
 from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, smallest_budget, train_step, weights_of
@@ -22,7 +21,7 @@ POLICIES = ["auto", "cpu", "cuda"]
 @pytest.fixture
 def reading() -> Iterator[None]:
     """A device that has so much free."""
-    with mock.patch.object(live, "free_device_bytes", return_value=FREE_BYTES):
+    with machine(device_bytes=FREE_BYTES):
         yield
 
 
@@ -140,21 +139,12 @@ def test_host_memory_that_a_smaller_chunk_size_fits_is_enough() -> None:
 RANK_0_BYTES = 30_000
 
 
-@contextmanager
-def reading_both(device_bytes: int, host_bytes: int) -> Iterator[None]:
-    with (
-        mock.patch.object(live, "free_device_bytes", return_value=device_bytes),
-        mock.patch.object(live, "free_host_bytes", return_value=host_bytes),
-    ):
-        yield
-
-
 @pytest.mark.parametrize("is_built", [False, True])
 @on_ranks(2, 3)
 def test_ranks_that_read_different_free_memory_go_by_the_least(rank: int, world_size: int, is_built: bool) -> None:
     """Every rank reads more than the one before, and rank 0 the least of all."""
     spread = 7_000
-    with reading_both(RANK_0_BYTES + spread * rank, HOST_BYTES + spread * rank):
+    with machine(RANK_0_BYTES + spread * rank, HOST_BYTES + spread * rank):
         if is_built:
             with ZeroInitContext():
                 module = build(Mlp)
@@ -171,7 +161,7 @@ def test_ranks_that_read_different_free_memory_go_by_the_least(rank: int, world_
     homes = {tier for its in model.plan.placement.homes for tier in its.values()}
     assert homes == {"device", "host"}, "a budget that decides what is where"
     assert len(set(gathered((budget, host.capacity_bytes, model.plan.hash)))) == 1, "one budget, one plan"
-    assert host.capacity_bytes == HOST_BYTES
+    assert host.capacity_bytes == share_of_host(HOST_BYTES)
     if not is_built:
         assert budget == int((RANK_0_BYTES + own) * 0.7)
     model.close()

@@ -12,10 +12,24 @@ from tests.mutants import (
     manager_grads,
     memory,
     model,
+    monitor,
     optimizer,
     placement,
     ranks,
 )
 
-FILES = (access, building, engine, integrations, manager, manager_grads, memory, model, optimizer, placement, ranks)
+FILES = (
+    access,
+    building,
+    engine,
+    integrations,
+    manager,
+    manager_grads,
+    memory,
+    model,
+    monitor,
+    optimizer,
+    placement,
+    ranks,
+)
 MUTANTS = [mutant for file in FILES for mutant in file.MUTANTS]

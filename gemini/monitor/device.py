@@ -1,0 +1,213 @@
+"""One device's memory: of CUDA by the driver's, the runtime's and the allocator's account, or emulated.
+
+Nothing here waits for the device: allocators count on the host when tensors are made, and the driver is asked for
+numbers only.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from gemini.memory.ledger import Ledger
+from gemini.monitor.nvml import DriverReading, Nvml, driver_of_process
+from gemini.monitor.peaks import PeakMeter, StorageMeter
+from gemini.monitor.readings import DeviceReading
+
+_cuda_bindings: Any = torch._C
+
+
+@runtime_checkable
+class DeviceSource(Protocol):
+    """Where a monitor has a device's readings from."""
+
+    def read(self) -> DeviceReading: ...
+
+    def peak_meter(self) -> PeakMeter: ...
+
+
+@dataclass(frozen=True)
+class AllocatorBytes:
+    """What torch's allocator says of one device."""
+
+    allocated: int
+    reserved: int
+    inactive: int
+    peak: int  # of `allocated`, since the peak was last reset
+
+
+class Runtime(Protocol):
+    """What a source asks torch about one CUDA device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def uuids(self) -> list[str]: ...
+
+    def total_bytes(self) -> int: ...
+
+    def has_context(self) -> bool: ...
+
+    def free_and_total(self) -> tuple[int, int]: ...
+
+    def allocator(self) -> AllocatorBytes: ...
+
+    def reset_peak(self) -> None: ...
+
+
+class CudaRuntime:
+    """torch's account of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def uuids(self) -> list[str]:
+        """What the driver may know the device by. A MIG instance's is tried before that of the GPU it belongs to."""
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = self.device.index or 0
+        named = [visible[index].strip()] if index < len(visible) else []
+        return [*(name for name in named if name.startswith("MIG-")), f"MIG-{uuid}", f"GPU-{uuid}"]
+
+    def total_bytes(self) -> int:
+        """Of the device, or of the MIG instance."""
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def has_context(self) -> bool:
+        """This process uses the device. `free_and_total` makes a context, which takes some 0.5 GB, if it does not."""
+        has_context = getattr(_cuda_bindings, "_cuda_hasPrimaryContext", None)
+        return bool(torch.cuda.is_initialized() and (has_context is None or has_context(self.device.index)))
+
+    def free_and_total(self) -> tuple[int, int]:
+        """As the runtime sees the device."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(free), int(total)
+
+    def allocator(self) -> AllocatorBytes:
+        """Zeros before CUDA is in use."""
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)
+
+        def of(kind: str, moment: str) -> int:
+            return int(found.get(kind, {}).get("all", {}).get(moment, 0))
+
+        return AllocatorBytes(
+            allocated=of("allocated_bytes", "current"),
+            reserved=of("reserved_bytes", "current"),
+            inactive=of("inactive_split_bytes", "current"),
+            peak=of("allocated_bytes", "peak"),
+        )
+
+    def reset_peak(self) -> None:
+        """From now on the allocator's peak is that of what follows."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class CudaSource:
+    """One CUDA device, or the part of one that this process sees."""
+
+    def __init__(self, runtime: Runtime, nvml: Nvml | None) -> None:
+        """nvml: None asks the runtime alone."""
+        self._runtime = runtime
+        self._nvml = nvml
+        self._handle = None if nvml is None else nvml.find(runtime.uuids(), runtime.total_bytes())
+
+    def read(self) -> DeviceReading:
+        """What there is now. Makes no CUDA context where the driver answers without."""
+        own = self._runtime.allocator()
+        told = self._ask_driver(own.reserved)
+        if told is None or self._runtime.has_context():
+            # The runtime knows limits that the driver does not, such as those of MPS, and the driver tells of them that
+            # this process could not pass anyway: the smaller figure holds.
+            free, total = self._runtime.free_and_total()
+            free = free if told is None else min(free, told.free_bytes)
+        else:
+            free, total = told.free_bytes, told.total_bytes
+        own_bytes = None if told is None else told.own_bytes
+        return DeviceReading(
+            device=self._runtime.device,
+            total_bytes=total,
+            free_bytes=free,
+            allocated_bytes=own.allocated,
+            reserved_bytes=own.reserved,
+            inactive_bytes=own.inactive,
+            others_bytes=max(0, total - free - (own.reserved if own_bytes is None else own_bytes)),
+            tells_processes_apart=own_bytes is not None,
+        )
+
+    def peak_meter(self) -> PeakMeter:
+        """Of the allocator. Whoever reads `torch.cuda.max_memory_allocated` finds that it starts at each position."""
+        return AllocatorMeter(self._runtime)
+
+    def _ask_driver(self, least_own_bytes: int) -> DriverReading | None:
+        if self._nvml is None or self._handle is None:
+            return None
+        return self._nvml.read(self._handle, least_own_bytes)
+
+
+class AllocatorMeter:
+    """Peaks of what torch's allocator has given out on a CUDA device, model data included."""
+
+    counts_model_data = True
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __enter__(self) -> AllocatorMeter:
+        self._runtime.reset_peak()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def take(self) -> int:
+        """The most bytes since the last call."""
+        peak = self._runtime.allocator().peak
+        self._runtime.reset_peak()
+        return peak
+
+
+class EmulatedDevice:
+    """Device memory that is really host memory, with a capacity that may change at any time, as free memory does.
+
+    `MemoryMonitor(EmulatedDevice(10**9))` reads it. Local; raises nothing.
+
+    Args:
+        total_bytes: of the device; it may be assigned while a monitor reads. None: no bound.
+        ledger: of a device tier, whose bytes are this process's. None: this process has none.
+        others_bytes: that other processes are to hold; it may be assigned, too.
+    """
+
+    def __init__(self, total_bytes: int | None = None, ledger: Ledger | None = None, others_bytes: int = 0) -> None:
+        self.total_bytes = total_bytes
+        self.others_bytes = others_bytes
+        self._ledger = ledger
+
+    def read(self) -> DeviceReading:
+        """What there is now. Local; raises nothing."""
+        own = 0 if self._ledger is None else self._ledger.total_bytes
+        total = self.total_bytes
+        return DeviceReading(
+            device=torch.device("cpu"),
+            total_bytes=total,
+            free_bytes=None if total is None else max(0, total - own - self.others_bytes),
+            allocated_bytes=own,
+            reserved_bytes=own,
+            inactive_bytes=0,
+            others_bytes=self.others_bytes,
+            tells_processes_apart=True,
+        )
+
+    def peak_meter(self) -> PeakMeter:
+        """Of live storages that operations make. Local; raises nothing."""
+        return StorageMeter()
+
+
+def source_of(device: torch.device) -> DeviceSource:
+    """Where a device's readings come from. Accelerators but CUDA's count as one without a bound."""
+    if device.type != "cuda":
+        return EmulatedDevice()
+    is_nvidia = torch.version.cuda is not None
+    return CudaSource(CudaRuntime(device), driver_of_process() if is_nvidia else None)

@@ -1,0 +1,58 @@
+"""Host memory and disks, by the kernel's account."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from gemini.memory.pinned import registered_bytes
+from gemini.monitor.cgroup import groups_of_process, tightest
+from gemini.monitor.readings import DiskReading, HostReading
+
+
+class HostSource:
+    """The host memory that this process may use. Its control groups are looked up once, when this is made."""
+
+    def __init__(self, proc: Path = Path("/proc/self")) -> None:
+        """proc: this process's folder in the kernel's file system."""
+        self._groups = groups_of_process(proc)
+
+    def read(self) -> HostReading:
+        """What there is now."""
+        machine, swap = psutil.virtual_memory(), psutil.swap_memory()
+        group = tightest(self._groups)
+        total, available = int(machine.total), int(machine.available)
+        is_limited = group is not None and group.limit_bytes < total
+        return HostReading(
+            total_bytes=total,
+            limit_bytes=group.limit_bytes if group is not None and is_limited else None,
+            used_bytes=group.used_bytes if group is not None and is_limited else total - available,
+            available_bytes=available if group is None else min(available, group.left_bytes),
+            pinned_bytes=registered_bytes() + _pinned_by_torch(),
+            swap_total_bytes=int(swap.total),
+            swap_free_bytes=int(swap.free),
+        )
+
+
+class DiskSource:
+    """The file system of a directory, which need not exist yet."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def read(self) -> DiskReading:
+        """What there is now. Raises OSError if the file system does not answer."""
+        existing = self._directory.absolute()
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        found = os.statvfs(existing)
+        return DiskReading(self._directory, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+
+def _pinned_by_torch() -> int:
+    """Of torch's allocator of pinned memory, cached blocks included; 0 before CUDA is in use."""
+    found = torch.cuda.host_memory_stats_as_nested_dict().get("allocated_bytes", {})
+    return int(found.get("current", 0))

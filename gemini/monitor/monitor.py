@@ -1,0 +1,76 @@
+"""`MemoryMonitor`: the one reader of live memory.
+
+What is read are facts; how much of it a model may take is decided by who plans (`gemini/model/budgets.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gemini.memory.devices import resolve_device
+from gemini.monitor.device import DeviceSource, source_of
+from gemini.monitor.host import DiskSource, HostSource
+from gemini.monitor.peaks import PositionPeaks
+from gemini.monitor.readings import DeviceReading, HostReading, MemoryReading
+from gemini.settings import Device
+
+
+class MemoryMonitor:
+    """Reads how much memory the device, the host and a disk have free, and who holds the rest. Needs no model.
+
+    On CUDA the device is looked up at NVIDIA's driver by its UUID, so that CUDA_VISIBLE_DEVICES in any form, and MIG
+    instances, mean what they mean for CUDA. Where the driver's library does not work, which a warning says once, the
+    CUDA runtime is asked alone. No other process is asked and nothing waits for the device: every rank has its own
+    monitor and its own readings, which differ. Local.
+
+    Args:
+        device: "emulated", an int, a string or a torch.device, as in `Settings`; or a source of readings, such as
+            `EmulatedDevice`. None: the current accelerator, else the emulated device, which has no bound.
+        directory: whose file system is read, too. It need not exist yet. None: no disk is read.
+
+    Raises TypeError or ValueError for a device that is not there.
+
+    Example:
+        >>> monitor = MemoryMonitor("emulated", directory=".")
+        >>> reading = monitor.read()
+        >>> 0 < reading.host.available_bytes <= reading.host.total_bytes
+        True
+        >>> reading.disk.free_bytes <= reading.disk.total_bytes
+        True
+    """
+
+    def __init__(self, device: Device | DeviceSource = None, *, directory: str | Path | None = None) -> None:
+        self._device = device if isinstance(device, DeviceSource) else source_of(resolve_device(device, "device"))
+        self._host = HostSource()
+        self._disk = None if directory is None else DiskSource(Path(directory))
+
+    def read(self) -> MemoryReading:
+        """What there is now. Local; cheap enough for every step (`python -m benchmarks.memory_monitor` times it).
+
+        Raises OSError if the directory's file system does not answer.
+        """
+        return MemoryReading(self.read_device(), self.read_host(), None if self._disk is None else self._disk.read())
+
+    def read_device(self) -> DeviceReading:
+        """What the device has now, without a look at the host. Local; raises nothing."""
+        return self._device.read()
+
+    def read_host(self) -> HostReading:
+        """What the host has now, without a look at the device. Local; raises nothing."""
+        return self._host.read()
+
+    def record_peaks(self) -> PositionPeaks:
+        """A context manager that records the most non-model bytes at each position of what runs inside. Local.
+
+        On CUDA the allocator's peaks are reset at each position, so `torch.cuda.max_memory_allocated()` is that since
+        the last position. On the emulated device a dispatch mode counts storages. Raises nothing.
+
+            >>> with MemoryMonitor("emulated").record_peaks() as peaks:
+            ...     peaks.at("first")
+            ...     kept = torch.zeros(1000).sum()
+            ...     peaks.at("second")
+            ...     kept = torch.zeros(500)
+            >>> peaks.by_position["first"] >= 4000 > peaks.by_position["second"] >= 2000
+            True
+        """
+        return PositionPeaks(self._device.peak_meter())

@@ -1,0 +1,132 @@
+"""The most bytes that are not model data (activations, workspace) at each position of a run.
+
+A run says where it is, and the bytes at the peak until it is somewhere else belong there. On CUDA they are what the
+allocator has given out, less the model data. On the emulated device they are live storages, which operations of the
+user's have made; operations on chunks do not count, see [Note: Modes] in memory/modes.py. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class PeakMeter(Protocol):
+    """Measures while it is entered."""
+
+    counts_model_data: bool
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def take(self) -> int:
+        """The most bytes since the last call, or since the meter was entered."""
+
+
+class PositionPeaks(AbstractContextManager["PositionPeaks"]):
+    """A context manager that finds the most non-model bytes at each position of what runs inside.
+
+    `MemoryMonitor.record_peaks` makes it. `by_position` has the bytes under the positions that `at` was called with.
+    Local; raises nothing.
+
+    Args:
+        meter: measures the device.
+    """
+
+    def __init__(self, meter: PeakMeter) -> None:
+        self.by_position: dict[Hashable, int] = {}
+        self._meter = meter
+        self._position: Hashable = None
+        self._model_bytes = 0
+        self._is_somewhere = False
+
+    def at(self, position: Hashable, model_bytes: int = 0) -> None:
+        """The run has come to `position`: what follows, up to the next call, belongs to it. Local; raises nothing.
+
+        position: any key; of one that is met again the greatest peak stays.
+        model_bytes: of model data on the device now. Between two calls the smaller of both figures counts, so that a
+            peak is never too small; say where you are before and after model data is taken for the exact one.
+        """
+        peak, least = self._meter.take(), min(self._model_bytes, model_bytes)
+        if self._is_somewhere:
+            bytes_here = max(0, peak - least if self._meter.counts_model_data else peak)
+            self.by_position[self._position] = max(bytes_here, self.by_position.get(self._position, 0))
+        self._position, self._model_bytes, self._is_somewhere = position, model_bytes, True
+
+    def __enter__(self) -> PositionPeaks:
+        self._meter.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_somewhere:
+            self.at(None, self._model_bytes)
+            self._is_somewhere = False
+        self._meter.__exit__(*error)
+
+
+class StorageMeter(TorchDispatchMode):
+    """Live storages that operations of the user's have made since it was entered.
+
+    Views of what was there before, such as weights in a slot, are no new storage. Copies and collectives on chunks are
+    not seen, because this mode follows the user's operations.
+    """
+
+    counts_model_data = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's address in C++
+        self._now = self._peak = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It follows the user's operations, see [Note: Modes] in memory/modes.py."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
+        for storage in _storages(result):
+            known = self._alive.get(storage._cdata)
+            num_bytes = storage.nbytes()
+            if known is not None:
+                self._count(num_bytes - known[1])  # it may have been resized
+                self._alive[storage._cdata] = known[0], num_bytes
+                continue
+            if given is None:
+                given = {each._cdata for each in _storages((args, kwargs))}
+            if storage._cdata not in given:
+                self._alive[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata)), num_bytes
+                self._count(num_bytes)
+        return result
+
+    def take(self) -> int:
+        """The most bytes since the last call."""
+        peak, self._peak = self._peak, self._now
+        return peak
+
+    def _count(self, num_bytes: int) -> None:
+        self._now += num_bytes
+        self._peak = max(self._peak, self._now)
+
+    def _forget(self, key: int, dead: weakref.ref[Any]) -> None:
+        """A storage is gone. The address may be another one's by now."""
+        known = self._alive.get(key)
+        if known is not None and known[0] is dead:
+            del self._alive[key]
+            self._now -= known[1]
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+            yield leaf.untyped_storage()

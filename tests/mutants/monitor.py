@@ -1,0 +1,62 @@
+"""Faults in gemini/monitor: what of a machine counts, and what of a process."""
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "of nested control groups the innermost counts",
+        "gemini/monitor/cgroup.py",
+        "    found = [reading for group in groups if",
+        "    found = [reading for group in groups[:1] if",
+        "tests/features/test_memory_monitor.py::test_of_nested_groups_the_one_with_least_room_counts",
+    ),
+    Mutant(
+        "page cache is in use",
+        "gemini/monitor/cgroup.py",
+        "max(0, used - self._reclaimable_bytes())",
+        "used",
+        "tests/features/test_memory_monitor.py::test_page_cache_that_can_be_given_up_is_not_used",
+    ),
+    Mutant(
+        "a MIG instance passes for its GPU",
+        "gemini/monitor/nvml.py",
+        "            if abs(total - total_bytes) <= total_bytes // _SAME_PART:\n",
+        "            if True:\n",
+        "tests/features/test_memory_monitor_devices.py::test_a_mig_instance_is_not_taken_for_its_gpu",
+    ),
+    Mutant(
+        "another process's number is taken for this one's",
+        "gemini/monitor/nvml.py",
+        "own_bytes < least_own_bytes",
+        "False",
+        "tests/features/test_memory_monitor_devices.py::test_a_container_that_hides_processes_counts_all_that_torch_does_not_hold_as_others",
+    ),
+    Mutant(
+        "a look at a device makes a context there",
+        "gemini/monitor/device.py",
+        "if told is None or self._runtime.has_context():",
+        "if True:",
+        "tests/features/test_memory_monitor_devices.py::test_a_look_at_a_device_that_is_not_used_makes_no_context_there",
+    ),
+    Mutant(
+        "model data that comes in lowers a peak",
+        "gemini/monitor/peaks.py",
+        "min(self._model_bytes, model_bytes)",
+        "max(self._model_bytes, model_bytes)",
+        "tests/features/test_non_model_peaks.py::test_on_cuda_a_peak_is_the_allocators_less_the_model_data",
+    ),
+    Mutant(
+        "views of weights count as activations",
+        "gemini/monitor/peaks.py",
+        "            if storage._cdata not in given:\n",
+        "            if True:\n",
+        "tests/features/test_non_model_peaks.py::test_what_is_beside_the_model_data_does_not_depend_on_where_that_rests",
+    ),
+    Mutant(
+        "our own copies count as activations",
+        "gemini/monitor/peaks.py",
+        "        return True\n",
+        "        return False\n",
+        "tests/features/test_non_model_peaks.py::test_what_is_beside_the_model_data_does_not_depend_on_where_that_rests",
+    ),
+]
