@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from gemini.settings import Options
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STATES = {"param": "weights", "grad": "grads", "master": "masters", "optim": "moments"}
+_UNITS = (("GB", 9), ("MB", 6), ("KB", 3))
 _BUFFERS = ("slots", "gradient slots", "scratch")
 
 
@@ -26,7 +28,7 @@ def estimate(
     dtype: Annotated[str, typer.Option(help="Of weights: fp32, bf16, fp16, or 'own'.")] = "own",
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="Only this ZeRO stage.")] = None,
     policy: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    device_memory: Annotated[str | None, typer.Option(help="Budget of model data on a device, as in 20GiB.")] = None,
+    model_data_memory: Annotated[str | None, typer.Option(help="Budget of it on a device, as in 20GiB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes as JSON instead of a table.")] = False,
 ) -> None:
     """Print what training takes on every rank: model data with Adam, without activations. Nothing is allocated."""
@@ -36,7 +38,7 @@ def estimate(
     options: Options = {
         "dtype": _DTYPES.get(dtype),
         "tensor_placement_policy": policy,
-        "model_data_memory": device_memory,
+        "model_data_memory": model_data_memory,
     }
     found: dict[int, MemoryEstimate | str] = {}
     try:
@@ -53,7 +55,10 @@ def estimate(
     if as_json:
         typer.echo(json.dumps({str(each): _bytes(its) for each, its in found.items()}, indent=1))
     else:
-        Console().print(_table(model, ranks, found))
+        _show(model, ranks, {each: its for each, its in found.items() if isinstance(its, MemoryEstimate)})
+        for each, its in found.items():
+            if isinstance(its, str):
+                console.print(f"[red]stage {each}: {its}[/red]", soft_wrap=True)
     if not any(isinstance(its, MemoryEstimate) for its in found.values()):
         raise typer.Exit(1)
 
@@ -64,19 +69,21 @@ def _bytes(estimate: MemoryEstimate | str) -> dict[str, Any]:
     return {"parameters": estimate.num_parameters, "device": estimate.device, "host": estimate.host}
 
 
-def _table(name: str, ranks: int, found: dict[int, MemoryEstimate | str]) -> Table:
-    """One row a stage. state: the four before it; buffers: slots and scratch; device, host: all by tier."""
-    sizes = [its for its in found.values() if isinstance(its, MemoryEstimate)]
-    numel = f"{sizes[0].num_parameters / 1e9:.3g} billion parameters, " if sizes else ""
-    table = Table(title=f"{name}: {numel}{ranks} rank(s), GB (10**9 bytes) on each")
+def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
+    """One row a stage, in 80 columns. state: the four before it; buffers: slots and scratch; device, host: by tier."""
+    if not found:
+        return
+    most = max(max(its.device_bytes, its.host_bytes) for its in found.values())
+    unit, power = next((each for each in _UNITS if most >= 10 ** each[1]), _UNITS[-1])
+    numel = next(iter(found.values())).num_parameters
+    console = Console()
+    console.print(f"{name}: {numel:,} parameters, {ranks} rank(s); {unit} (10**{power} bytes) on each", soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("stage", *_STATES.values(), "state", "buffers", "device", "host"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for stage, its in found.items():
-        if isinstance(its, str):
-            table.add_row(str(stage), its.partition(".")[0])
-            continue
         both = {kind: its.device[kind] + its.host[kind] for kind in _STATES}
         buffers = sum(its.device.get(kind, 0) + its.host.get(kind, 0) for kind in _BUFFERS)
         numbers = (*both.values(), its.state_bytes, buffers, its.device_bytes, its.host_bytes)
-        table.add_row(str(stage), *(f"{number / 1e9:.4g}" for number in numbers))
-    return table
+        table.add_row(str(stage), *(f"{number / 10**power:.2f}" for number in numbers))
+    console.print(table)

@@ -40,8 +40,11 @@ def model_named(name: str) -> Any:
     finally:
         sys.path.pop(0)
     if not isinstance(found, nn.Module) and callable(found):
-        with torch.device("meta"):
-            found = found()
+        try:
+            with torch.device("meta"):
+                found = found()
+        except TypeError as error:
+            raise NotAModel(f"{name!r} is called without arguments: {error}; name a function that has none") from error
     if not isinstance(found, nn.Module):
         raise NotAModel(f"{name!r} is {type(found).__name__}, neither a module nor something that makes one")
     return found

@@ -15,8 +15,8 @@ from tests.zoo.mlp import Mlp
 SMALL = "tests.zoo.mlp:Mlp"
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["estimate", *arguments], env={"COLUMNS": "200"})
+def run(*arguments: str, columns: int = 200) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["estimate", *arguments], env={"COLUMNS": str(columns)})
     return done.exit_code, done.output
 
 
@@ -37,8 +37,22 @@ def test_seven_billion_parameters_take_the_published_bytes(tmp_path: Path) -> No
 def test_a_table_has_a_row_for_every_stage() -> None:
     code, shown = run(SMALL, "--ranks", "2")
     assert code == 0
-    assert [row for row in "0123" if f"│     {row} │" in shown] == list("0123")
-    assert "2 rank(s)" in shown
+    numel = sum(parameter.numel() for parameter in Mlp().parameters())
+    assert f"{SMALL}: {numel:,} parameters, 2 rank(s); KB (10**3 bytes) on each" in shown
+    rows = [line.split() for line in shown.splitlines() if line.strip()[:1] in tuple("0123")]
+    assert [row[0] for row in rows] == list("0123")
+    assert {len(row) for row in rows} == {9}
+
+
+def test_a_terminal_of_80_columns_shows_every_digit(tmp_path: Path) -> None:
+    config = LlamaConfig(num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)
+    config.save_pretrained(tmp_path)
+    code, shown = run(str(tmp_path), "--ranks", "1", columns=80)
+    assert code == 0
+    assert "GB (10**9 bytes)" in shown
+    assert "…" not in shown
+    weights = 4 * json.loads(run(str(tmp_path), "--json", "--stage", "0")[1])["0"]["parameters"]
+    assert f"  {weights / 1e9:.2f}  " in shown
 
 
 def test_bytes_are_those_of_the_library() -> None:
@@ -47,10 +61,12 @@ def test_bytes_are_those_of_the_library() -> None:
     assert json.loads(shown) == {"2": {"parameters": its.num_parameters, "device": its.device, "host": its.host}}
 
 
-def test_a_budget_that_is_too_small_is_a_row_and_an_error_if_no_stage_fits() -> None:
-    code, shown = run(SMALL, "--device-memory", "1KiB")
+def test_a_budget_that_is_too_small_is_said_and_an_error_if_no_stage_fits() -> None:
+    code, shown = run(SMALL, "--model-data-memory", "1KiB")
     assert code == 1
-    assert "model data" in shown
+    assert [line.partition(" needs ")[0] for line in shown.splitlines()] == [
+        f"stage {stage}: device: tensor_placement_policy='auto'" for stage in range(4)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +74,7 @@ def test_a_budget_that_is_too_small_is_a_row_and_an_error_if_no_stage_fits() -> 
     [
         (["nonsense"], "is no folder with a config.json"),
         (["no_such_module:Model"], "cannot be imported"),
+        (["tests.zoo.mlp:inputs"], "is called without arguments"),
         (["tests.zoo.mlp:WIDTH"], "is int, neither a module"),
         (["missing.json"], "does not exist"),
         ([SMALL, "--dtype", "int8"], "must be one of own"),
