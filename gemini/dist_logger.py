@@ -14,7 +14,8 @@ class DistributedLogger:
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
-        self._logger.setLevel(logging.INFO)
+        if self._logger.level == logging.NOTSET:  # else the user has chosen one
+            self._logger.setLevel(logging.INFO)
         if not self._logger.handlers:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))

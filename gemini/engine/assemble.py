@@ -19,6 +19,7 @@ from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 
 OptimizerLike = Optimizer | Callable[..., Optimizer] | None
+_GIVEN = "initialize() was given another one, which is used"
 SchedulerLike = Any  # a schedule, or a callable that makes one of an optimizer
 
 
@@ -35,10 +36,10 @@ def assemble(
     """The engine. What cannot be combined is refused before the model is wrapped. Collective."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, found {type(model).__name__}")
-    if optimizer is not None and config.optimizer is not None and isinstance(optimizer, Optimizer):
-        raise ConfigError("an optimizer is given to initialize(), and another is in the config: leave one out")
-    if lr_scheduler is not None and config.scheduler is not None:
-        raise ConfigError("a scheduler is given to initialize(), and another is in the config: leave one out")
+    if optimizer is not None and not inspect.isclass(optimizer):  # a class takes the config's `params`
+        config = config.without("optimizer", _GIVEN)
+    if lr_scheduler is not None:
+        config = config.without("scheduler", _GIVEN)
     if optimizer is None and config.optimizer is None and (lr_scheduler is not None or config.scheduler is not None):
         raise ConfigError(
             "a scheduler needs an optimizer: give initialize(optimizer=...), or 'optimizer' in the config"

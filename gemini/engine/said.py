@@ -1,30 +1,115 @@
-"""What an engine decided, in words, and which keys of its config have no effect."""
+"""What an engine decided, as one table at its start: settings, bytes on each tier, and what has no effect here."""
 
 from __future__ import annotations
 
+import io
+import shutil
+import sys
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from gemini.dist_logger import get_dist_logger
 from gemini.engine.engine import Engine
+from gemini.placement.demand import Kind, Tier
+from gemini.placement.sizes import format_bytes
+
+_FILE_WIDTH = 120  # columns, where nobody looks at a terminal
+_KINDS = {
+    Kind.PARAM: "weights",
+    Kind.GRAD: "gradients",
+    Kind.MASTER: "fp32 masters",
+    Kind.OPTIM: "optimizer state",
+    "slots": "slots for weights",
+    "gradient slots": "slots for gradients",
+    "scratch": "buffers",
+}
 
 
 def say(engine: Engine) -> None:
-    """Rank 0 logs what was decided. Local."""
-    get_dist_logger().info("\n".join(["", *lines_of(engine)]), ranks=[0])
+    """Rank 0 logs the table, at level INFO: plain text, or colours where stderr is a terminal. Local."""
+    shows = sys.stderr.isatty()
+    width = shutil.get_terminal_size().columns if shows else _FILE_WIDTH
+    get_dist_logger().info(f"the engine decided\n{in_words(engine, width, shows)}", ranks=[0])
 
 
-def lines_of(engine: Engine) -> list[str]:
-    """One line for each decision, then the plan's own explanation. Local."""
-    sizes, named = engine.batch_sizes, engine.config.optimizer
-    rows = {
-        "stage": f"{engine.model.settings.stage}, {engine.model.world_size} rank(s)",
-        "optimizer": "none" if engine.optimizer is None else "as given" if named is None else named.type,
-        "schedule": "none" if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
-        "clip_grad_norm": str(engine.config.clip_grad_norm),
-        "loss scale": f"{engine.loss_scale:g}",
-        "batch": f"{sizes.train or 'as the loader has it'}: {sizes.micro or '?'} samples a forward, "
-        f"{sizes.accumulation} forward(s) a step",
-    }
-    width = max(map(len, rows))
-    lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
-    lines += engine.model.plan.explain().splitlines()
-    lines += [f"without effect: {key}: {instead}" for key, instead in engine.config.ignored]
-    return lines
+def in_words(engine: Engine, width: int, is_terminal: bool = False) -> str:
+    """The table as text of so many columns. Local."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal)
+    console.print(table_of(engine))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def table_of(engine: Engine) -> Table:
+    """One row for each decision, then the bytes of a rank, then the keys of the config that have no effect. Local."""
+    table = Table(box=box.HORIZONTALS, show_header=False, caption="why: engine.model.plan.explain()")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, words in _decisions(engine):
+        table.add_row(name, Text(words))
+    table.add_section()
+    table.add_row("on each rank", _bytes(engine))
+    if engine.config.ignored:
+        table.add_section()
+        ignored = "\n".join(f"{key}: {instead}" for key, instead in engine.config.ignored)
+        table.add_row("without effect", Text(ignored))  # a str would be read as markup
+    return table
+
+
+def _decisions(engine: Engine) -> Iterator[tuple[str, str]]:
+    config, plan, sizes = engine.config, engine.model.plan, engine.batch_sizes
+    ranks = f"{engine.model.world_size} rank{'s' * (engine.model.world_size > 1)}"
+    dtypes = dict.fromkeys(str(chunk.dtype).removeprefix("torch.") for chunk in engine.chunk_manager.chunks)
+    yield "stage", f"{engine.model.settings.stage}, {ranks}"
+    yield "weights", ", ".join(dtypes)
+    yield "optimizer", _optimizer(engine)
+    yield "schedule", _schedule(engine)
+    yield "gradient clipping", "none" if config.clip_grad_norm is None else f"to a norm of {config.clip_grad_norm:g}"
+    yield "loss scale", "none" if engine.loss_scale == 1.0 else f"dynamic, {engine.loss_scale:g} at first"
+    micro = "batches as the loader has them" if sizes.micro is None else f"{sizes.micro} samples a forward"
+    window = f"{sizes.accumulation} forward{'s' * (sizes.accumulation > 1)} a step"
+    yield "batch", f"{micro}, {window}" + (f", {sizes.train} samples a step over all ranks" if sizes.train else "")
+    yield "placement", plan.policy
+    how = "as given" if plan.packing.searched is None else "searched"
+    yield "chunks", f"{len(plan.packing.chunks)} of up to {format_bytes(plan.packing.chunk_bytes)}, {how}"
+
+
+def _optimizer(engine: Engine) -> str:
+    if engine.optimizer is None:
+        return "none: this engine evaluates"
+    rates = dict.fromkeys(f"{group.get('initial_lr', group['lr']):g}" for group in engine.optimizer.param_groups)
+    name = "as given" if engine.config.optimizer is None else engine.config.optimizer.type
+    return f"{name}, learning rate {', '.join(rates)}"
+
+
+def _schedule(engine: Engine) -> str:
+    named = engine.config.scheduler
+    if engine.lr_scheduler is None:
+        return "none: the learning rate stays"
+    return type(engine.lr_scheduler).__name__ if named is None else named.type
+
+
+def _bytes(engine: Engine) -> Table:
+    """Rows: states, slots and buffers; columns: tiers."""
+    plan = engine.model.plan
+    found = {tier: plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier}
+    if engine.optimizer is None:
+        for of_tier in found.values():
+            of_tier[Kind.OPTIM] = 0
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    for _ in Tier:
+        table.add_column(justify="right")
+    table.add_row("", *(str(tier) for tier in Tier))
+    for kind, words in _KINDS.items():
+        numbers = [of_tier.get(kind, 0) for of_tier in found.values()]
+        if any(numbers):
+            table.add_row(words, *(format_bytes(number) if number else "" for number in numbers))
+    table.add_row("in all", *(format_bytes(sum(of_tier.values())) for of_tier in found.values()))
+    budgets = plan.budget.device, plan.budget.host
+    table.add_row("budget", *("none" if budget is None else format_bytes(budget) for budget in budgets))
+    return table

@@ -127,7 +127,11 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
     ((".json", '{"stage": 2,\n'), "line 1: the text ends before the last bracket is closed"),
     ((".json", "{'stage': 2}"), "line 1: JSON has strings in double quotes only"),
     ((".json", '{"stage": 2,\n ...\n}'), "line 2: '...' stands for the rest of an example"),
-    ((".json", '{"stage": 2,\n "stage": 3}'), "the key 'stage' stands there twice: leave one out"),
+    ((".json", '{"stage": 2,\n "stage": 3}'), "line 2: the key 'stage' stands there twice, first in line 1"),
+    (
+        (".json", '{\n "optimizer": {"type": "SGD",\n  "params": {"lr": 1, "\\u006cr": 2}}}'),
+        "line 3: the key 'lr' stands there twice, first in line 3: leave one out",
+    ),
     ((".json", '{"clip_grad_norm": NaN}'), "NaN is not a number that a config can hold"),
     ((".json", "[1, 2]"), "a config is a mapping of keys to values, found list"),
     ((".json", '{"device": ' + "[" * 100_000), "brackets are nested too deeply for a config"),

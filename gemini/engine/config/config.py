@@ -177,6 +177,13 @@ class Config(_Part):
         noted._ignored, noted._constants = tuple(dict.fromkeys(ignored)), dict(constants)
         return noted
 
+    def without(self, section: str, instead: str) -> Config:
+        """This config with the default of a section, which is one more key without effect if the section is there."""
+        if getattr(self, section) == type(self).model_fields[section].get_default():
+            return self
+        ignored = [*self._ignored, (section, instead)]
+        return self.model_copy(update={section: None}).with_notes(ignored, self._constants)
+
     def settings(self) -> Settings:
         """The fields of the model. Raises TypeError or ValueError as `Settings` does."""
         return Settings(**{name: getattr(self, name) for name in SETTINGS})

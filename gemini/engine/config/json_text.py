@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _COMMENTS_AND_NAMES = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/|\b(?:True|False|None)\b", re.S)
+_TOKENS = re.compile(rf"(?P<key>{_STRING})\s*:|{_STRING}|[{{}}\[\]]")
 _LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 
@@ -27,9 +28,11 @@ def parse_json(text: str) -> Any:
     """The value that a JSON text says. Raises TextError."""
     strict = strict_json(text)
     try:
-        return json.loads(strict, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+        found = json.loads(strict, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise TextError(*_in_words(strict, error)) from error
+    _refuse_repeats(strict)
+    return found
 
 
 def strict_json(text: str) -> str:
@@ -42,12 +45,20 @@ def _blank(match: re.Match[str]) -> str:
     return found if found[0] == '"' else _NAMES.get(found) or re.sub(r"[^\n]", " ", found)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        repeated = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
-        raise TextError(f"the key {repeated!r} stands there twice: leave one out")
-    return found
+def _refuse_repeats(text: str) -> None:
+    """`text`: valid JSON. json.loads would take the last of equal keys, and its hooks know no lines."""
+    objects: list[dict[str, int]] = []  # the line of every key, of the objects and lists that are open
+    for token in _TOKENS.finditer(text):
+        if token[0] in "{[":
+            objects.append({})
+        elif token[0] in "}]":
+            objects.pop()
+        elif token["key"] is not None:
+            name, line = json.loads(token["key"]), text.count("\n", 0, token.start()) + 1
+            if name in objects[-1]:
+                first = objects[-1][name]
+                raise TextError(f"the key {name!r} stands there twice, first in line {first}: leave one out", line)
+            objects[-1][name] = line
 
 
 def _refuse_constant(name: str) -> NoReturn:
