@@ -3,6 +3,8 @@
 from tests.mutants.mutant import Mutant
 
 ACCELERATE = "gemini/integrations/accelerate.py"
+TRAINER = "gemini/integrations/transformers.py"
+TRAINER_TESTS = "tests/features/test_transformers_trainer.py"
 TESTS = "tests/features/test_accelerate.py"
 
 MUTANTS = [
@@ -33,5 +35,47 @@ MUTANTS = [
         '{"": dtype, "*": torch.float32}',
         "dtype",
         f"{TESTS}::test_a_script_trains_as_the_low_level_api_by_hand",
+    ),
+    Mutant(
+        "the Trainer's own autocast stands around weights of 16 bits",
+        TRAINER,
+        ', "mixed_precision": "no"}',
+        "}",
+        f"{TRAINER_TESTS}::test_a_trainer_trains_as_the_same_loop_by_hand",
+    ),
+    Mutant(
+        "the Trainer moves the whole model to its device",
+        TRAINER,
+        "    def _move_model_to_device",
+        "    def _move_no_model_to_device",
+        "tests/features/test_transformers_arguments.py::test_the_private_names_that_are_used_are_these_and_there",
+    ),
+    Mutant(
+        "the Trainer's backward knows no loss scale",
+        "gemini/integrations/trainer_accelerator.py",
+        "        self.its_optimizer.backward(loss)",
+        "        loss.backward()",
+        f"{TRAINER_TESTS}::test_a_trainer_trains_as_the_same_loop_by_hand",
+    ),
+    Mutant(
+        "the Trainer's schedule moves with a step that was skipped",
+        "gemini/integrations/trainer_accelerator.py",
+        "return report is not None and report.skipped is not None",
+        "return False",
+        f"{TRAINER_TESTS}::test_a_skipped_step_leaves_the_schedule_where_it_is",
+    ),
+    Mutant(
+        "ranks that generate do not wait for each other's sentences",
+        TRAINER,
+        "return model.settings.gathers(model.world_size)",
+        "return False",
+        f"{TRAINER_TESTS}::test_ranks_whose_sentences_end_early_go_on_with_the_others",
+    ),
+    Mutant(
+        "a rank that cannot write a checkpoint tells nobody",
+        TRAINER,
+        "        with communicator.publishing():\n            yield",
+        "        yield",
+        f"{TRAINER_TESTS}::test_who_cannot_write_tells_every_rank",
     ),
 ]

@@ -1,0 +1,270 @@
+"""`Trainer` and `Seq2SeqTrainer`: Hugging Face's, which train sharded under a budget.
+
+A script changes the line that imports them. As with DeepSpeed, `trainer.model` is the Hugging Face model itself, whose
+parameters lie in chunks, and `trainer.model_wrapped` is the `ShardedModel` that the loop calls. What the Trainer does
+with a model, an optimizer, and files that one rank writes goes through the methods below; the rest is its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from gemini.dist_logger import get_dist_logger
+from gemini.engine.agreement import Source, agreed_config
+from gemini.engine.assemble import scheduler_of
+from gemini.engine.config import Config
+from gemini.engine.config.config import SETTINGS
+from gemini.engine.schedules import make_schedule
+from gemini.errors import ConfigError
+from gemini.integrations.precision import mixed_weights
+from gemini.integrations.trainer_accelerator import TrainerAccelerator
+from gemini.integrations.training_arguments import (
+    DTYPES,
+    auto_values,
+    class_and_arguments,
+    refuse_contradictions,
+    refuse_unsupported,
+    without_effect,
+)
+from gemini.launch import launched_config
+from gemini.model.gathered import GatheredParameters
+from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+from gemini.settings import Settings
+from optim.hyperparameters import refuse_unknown_arguments
+
+_Trainer: Any = object  # the one that is named beside it
+_SOME_STEPS = 2  # of a schedule, until the Trainer has counted its steps
+
+
+class ShardedTraining(_Trainer):
+    """What makes a Trainer train sharded: `class MyTrainer(ShardedTraining, TheirTrainer)` for a Trainer of your own.
+
+    Args:
+        model: a module of Hugging Face's or of peft's, also from a `ZeroInitContext`; or a `ShardedModel`.
+        args: TrainingArguments. bf16=True and fp16=True mean the dtype of the weights, which keep fp32 masters.
+        others: the Trainer's other arguments by position.
+        config: a config, or the path of one, of any dialect that `gemini.initialize` reads. TrainingArguments say what
+            it leaves out, and what is "auto" in DeepSpeed's keys. None: what `gemini.launch_from_torch(config=...)` was
+            given, else all defaults.
+        more: the Trainer's other arguments by name, and those of `ShardedModel`, such as stage=2 or
+            device_memory="8GiB", which go before the config.
+
+    Collective: every rank makes it alike, and calls what trains, evaluates, saves and loads. Raises UnsupportedError
+    for arguments that gemini cannot train with, ConfigError for a config that is not valid or contradicts
+    TrainingArguments, DivergenceError if the ranks' configs differ, TypeError for an unknown argument, and what the
+    Trainer and `ShardedModel` raise.
+    """
+
+    optimizer: Any
+    lr_scheduler: Any
+    model_wrapped: Any
+    optimizer_cls_and_kwargs: Any
+    _created_lr_scheduler: bool
+
+    def __init__(self, model: Any = None, args: Any = None, *others: Any, config: Source = None, **more: Any) -> None:
+        options = {name: more.pop(name) for name in SETTINGS if name in more}
+        takes = inspect.signature(super().__init__).parameters
+        if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+            valid = [*takes, "config", *SETTINGS]
+            refuse_unknown_arguments(type(self).__name__, [name for name in more if name not in takes], valid)
+        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        refuse_unsupported(args, model)
+        self._sharded: ShardedModel | None = None
+        self._source = launched_config() if config is None else config
+        self.sharding = self._read(args, _SOME_STEPS)
+        """The config, with defaults in place of what it does not say."""
+        self._settings = self._settings_of(args, options)
+        if isinstance(model, ShardedModel):
+            self._take(model, args, has_settings=bool(options) or config is not None)
+            model = model.module
+        super().__init__(model, args, *others, **more)
+        if self.model_init is None:
+            self.model_wrapped = self.sharded_model
+
+    # -- the config
+
+    def _read(self, args: Any, num_training_steps: int) -> Config:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        config = agreed_config(self._source, group, auto=auto_values(args, num_training_steps))
+        refuse_contradictions(config, args)
+        return config
+
+    def _settings_of(self, args: Any, options: dict[str, Any]) -> Settings:
+        fields = {name: getattr(self.sharding, name) for name in SETTINGS} | options
+        config = self.sharding.model_copy(update=fields)
+        mixed = DTYPES[args.mixed_precision]
+        dtype = mixed_weights(config, mixed, f"TrainingArguments say {args.mixed_precision}")
+        if config.device is None:
+            fields["device"] = "emulated" if args.device.type == "cpu" else args.device
+        return Settings(**{**fields, "dtype": dtype})
+
+    def _take(self, model: ShardedModel, args: Any, has_settings: bool) -> None:
+        if has_settings or DTYPES[args.mixed_precision] is not None:
+            raise ConfigError(
+                "the model is a ShardedModel already: give the plain module, or give config, dtype (in place of "
+                "bf16=True and fp16=True of TrainingArguments), stage and budgets to ShardedModel(...)"
+            )
+        self._sharded = model
+
+    # -- model, optimizer, schedule
+
+    @property
+    def sharded_model(self) -> ShardedModel:
+        """The model in chunks, made at the first use. Collective. Raises what `ShardedModel` raises."""
+        if self._sharded is None:
+            self._sharded = ShardedModel(self.model, settings=self._settings)
+            if self.args.torch_compile:
+                self._sharded.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+            lines = [f"without effect: {key}: {instead}" for key, instead in without_effect(self.sharding)]
+            get_dist_logger().info("\n".join(["", self._sharded.plan.explain(), *lines]), ranks=[0])
+        return self._sharded
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As of the Trainer: a model for every training. The one before gives its memory back. Collective."""
+        if self._sharded is not None:
+            self._sharded.close()
+            self._sharded = None
+        made: nn.Module = super().call_model_init(trial)
+        return made
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As of the Trainer. Raises UnsupportedError if Accelerate was told to shard the model itself."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = TrainerAccelerator
+        self.accelerator.check()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # a dtype of weights, no autocast
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: what of the model rests on the device is decided by the plan."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self.sharded_model
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """A `ShardedOptimizer` of the Trainer's own optimizer, or of the config's, in the Trainer's param groups.
+
+        Collective. Raises ConfigError if there are two, and what `ShardedOptimizer` raises.
+        """
+        named = self.sharding.optimizer
+        if not isinstance(self.optimizer, ShardedOptimizer):
+            if named is not None and (self.optimizer_cls_and_kwargs is not None or self.optimizer is not None):
+                raise ConfigError("an optimizer is given to Trainer(...), and another is in the config: leave one out")
+            if named is not None:
+                self.optimizer_cls_and_kwargs = class_and_arguments(named, self.args)
+            sharded, plain = self.sharded_model, super().create_optimizer(model)
+            options = self.sharding.optimizer_options() | {"clip_grad_norm": None}  # the Trainer clips before each step
+            self.optimizer = ShardedOptimizer(sharded, plain, **options)
+            if self.lr_scheduler is not None:
+                self.lr_scheduler = scheduler_of(self.lr_scheduler, self.sharding, self.optimizer, plain)
+        self.accelerator.sharded_optimizer = self.optimizer
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The schedule that the config names, else the Trainer's own. Local. Raises what the schedule raises."""
+        if self.lr_scheduler is None and self.sharding.scheduler is not None:
+            named = self._read(self.args, num_training_steps).scheduler
+            assert named is not None
+            self.lr_scheduler = make_schedule(named, self.optimizer if optimizer is None else optimizer)
+            self._created_lr_scheduler = True  # so the next training makes another
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the Trainer would read every gradient for the answer, which gathers it
+
+    # -- generation
+
+    @contextmanager
+    def gathered_for_generation(self) -> Iterator[Any]:
+        """Inside, all weights are whole on every rank, so that `generate` makes no collective per token. Collective.
+
+        Yields the Hugging Face model. Raises SlotError if the weights do not fit together into the model's slots:
+        `model.generate(..., synced_gpus=True)` then, outside, on every rank.
+        """
+        with GatheredParameters(self.sharded_model):
+            yield self.model
+
+    # -- files
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None:
+            state_dict = self.sharded_model.state_dict(rank0_only=self._writes_once)
+        with self._writing("weights are saved"):
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = self.optimizer.state_dict(rank0_only=self._writes_once)
+        with self._writing("the optimizer's state is saved"):
+            if self.args.should_save:
+                torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The file is mapped: all ranks read the same pages of it, and keep none."""
+        paths = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if checkpoint is None or not all(map(os.path.isfile, paths)):
+            return
+        state, schedule = (torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths)
+        self.optimizer.load_state_dict(state)
+        self.lr_scheduler.load_state_dict(schedule)
+
+    @property
+    def _writes_once(self) -> bool:
+        return not self.args.save_on_each_node
+
+    @contextmanager
+    def _writing(self, done: str) -> Iterator[None]:
+        """Who cannot write tells all ranks; on return the files are there."""
+        communicator = self.sharded_model.chunk_manager.communicator
+        with communicator.publishing():
+            yield
+        communicator.wait_for_all(done)
+
+    def end(self) -> None:
+        """As of the Trainer, at the very end: the model gives its memory back too. Collective."""
+        if self._sharded is not None:
+            self._sharded.close()
+            self._sharded = None
+        super().end()
+
+
+class Trainer(ShardedTraining, transformers.Trainer):
+    """`transformers.Trainer` for a model whose training state is sharded; see `ShardedTraining` for the arguments.
+
+    Example:
+        >>> trainer = Trainer(model, args, train_dataset=data, stage=3, device_memory="8GiB")
+        >>> trainer.train(resume_from_checkpoint=True)
+    """
+
+
+class Seq2SeqTrainer(ShardedTraining, transformers.Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer`, sharded; see `ShardedTraining` for the arguments.
+
+    Where ranks gather weights from each other, those whose sentences end early go on until all have ended
+    (`synced_gpus`).
+    """
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As of the Seq2SeqTrainer. Collective. Raises what the model raises."""
+        return super().evaluate(*args, **{"synced_gpus": self._gathers, **kwargs})
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the Seq2SeqTrainer. Collective. Raises what the model raises."""
+        return super().predict(*args, **{"synced_gpus": self._gathers, **kwargs})
+
+    @property
+    def _gathers(self) -> bool:
+        model = self.sharded_model
+        return model.settings.gathers(model.world_size)

@@ -1,0 +1,331 @@
+"""`gemini.integrations.transformers.Trainer`: one line of a script is another, and it trains sharded under a budget."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.utils.data import Subset
+
+from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, state_hash
+from gemini.integrations.transformers import Seq2SeqTrainer, Trainer
+from tests.harness.on_ranks import on_ranks
+from tests.zoo.hf_trainers import SHARDED, Recorded, Texts, by_hand, gpt2, logged, shared_folder, trainer
+from tests.zoo.mlp import assert_same, weights_of
+
+FLAGS = pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"fp16": True}], ids=["fp32", "bf16", "fp16"])
+LITTLE = {**SHARDED, "model_data_memory": "185KiB"}  # too little for all weights at once
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@on_ranks(1, 2)
+@FLAGS
+def test_a_trainer_trains_as_the_same_loop_by_hand(rank: int, world_size: int, flags: dict[str, bool]) -> None:
+    """Accumulation, clipping, weight decay by group and the schedule, with weights of each dtype: the same bits."""
+    with shared_folder() as folder:
+        ours = trainer(folder, **flags)
+        seen = Recorded(ours.model)
+        ours.train()
+        rates = logged(ours, "learning_rate")
+        dtype = next((DTYPES[name] for name in flags), None)
+        model, optimizer, losses, norms = by_hand(seen.batches, rates, dtype)
+        assert len(set(losses)) == 4
+        assert logged(ours) == losses
+        assert logged(ours, "grad_norm") == norms
+        assert state_hash(ours.sharded_model, ours.optimizer) == state_hash(model, optimizer)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype or torch.float32}
+        assert ours.sharded_model.plan.budget_bytes <= 300 * 1024
+    model.close()
+    ours.sharded_model.close()
+
+
+@on_ranks(1, 2)
+def test_a_trainer_trains_as_the_plain_one_does(rank: int, world_size: int) -> None:
+    """Within rounding: torch's fused AdamW and clipping, and DDP's sums, have other bits."""
+    runs = []
+    for kind in (transformers.Trainer, Trainer):
+        with shared_folder() as folder:
+            each = trainer(folder, kind=kind, eval_strategy="steps", eval_steps=2)
+            each.train()
+            predicted = each.predict(Texts())
+            runs.append((logged(each), logged(each, "grad_norm"), logged(each, "eval_loss"), predicted))
+            each.model_wrapped.close() if kind is Trainer else None
+    (*wanted, plain), (*found, ours) = runs
+    for its, theirs in zip(found, wanted, strict=True):
+        assert its == pytest.approx(theirs, rel=1e-4)
+    assert len(found[2]) == 2
+    assert ours.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-4)
+    assert ours.predictions.shape == (24, 16, 256)
+    assert ours.predictions == pytest.approx(plain.predictions, abs=1e-3)  # logits of about 1, after four steps
+    assert (ours.label_ids == plain.label_ids).all()
+
+
+@on_ranks(1, 2)
+@FLAGS
+def test_a_resumed_training_has_the_bits_of_one_that_went_on(
+    rank: int, world_size: int, flags: dict[str, bool]
+) -> None:
+    """With dropout, so that random numbers count; the checkpoint is one of Hugging Face's."""
+    with shared_folder() as folder:
+        runs = []
+        for checkpoint in (None, os.path.join(folder, "checkpoint-2")):
+            each = trainer(folder, gpt2(dropout=0.1), save_strategy="steps", save_steps=2, **flags)
+            each.train(resume_from_checkpoint=checkpoint)
+            runs.append((state_hash(each.sharded_model, each.optimizer), logged(each), logged(each, "learning_rate")))
+            each.sharded_model.close()
+        assert runs[0] == runs[1]
+        files = {"config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "scheduler.pt"}
+        files |= {"trainer_state.json", "training_args.bin"}
+        files |= {f"rng_state_{number}.pth" for number in range(2)} if world_size > 1 else {"rng_state.pth"}
+        assert set(os.listdir(os.path.join(folder, "checkpoint-2"))) == files
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(folder, "checkpoint-4"))
+        assert loaded.dtype == next((DTYPES[name] for name in flags), torch.float32)
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+@pytest.mark.parametrize(
+    "kinds", [(transformers.Trainer, Trainer), (Trainer, transformers.Trainer)], ids=["to", "from"]
+)
+def test_a_training_goes_over_to_us_and_back_by_its_checkpoint(kinds: tuple[Any, Any], tmp_path: Path) -> None:
+    before, after = kinds
+    first = trainer(tmp_path, kind=before, save_strategy="steps", save_steps=2)
+    first.train()
+    second = trainer(tmp_path, kind=after)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(second) == pytest.approx(logged(first), rel=1e-4)  # two kernels of one AdamW, as above
+    assert second.state.global_step == 4
+
+
+@on_ranks(1, 2)
+def test_the_best_model_is_loaded_at_the_end(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        each = trainer(
+            folder,
+            learning_rate=1.0,  # so that it only gets worse
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="best",
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            greater_is_better=False,
+        )
+        each.train()
+        losses = logged(each, "eval_loss")
+        assert min(losses) < losses[-1]
+        best = load_file(os.path.join(each.state.best_model_checkpoint, "model.safetensors"))
+        state = each.sharded_model.state_dict()
+        assert_same({name: state[name] for name in best}, best)
+        assert each.evaluate()["eval_loss"] == min(losses)
+        each.sharded_model.close()
+
+
+@on_ranks(1, 2)
+def test_a_saved_model_is_whole_with_tied_weights_once(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        each = trainer(folder)
+        each.train()
+        each.save_model(os.path.join(folder, "saved"))
+        saved = load_file(os.path.join(folder, "saved", "model.safetensors"))  # on return every rank finds it
+        assert "lm_head.weight" not in saved
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(folder, "saved"))
+        assert_same(dict(loaded.state_dict()), weights_of(each.sharded_model))
+        each.sharded_model.close()
+
+
+@on_ranks(1, 2)
+def test_who_cannot_write_tells_every_rank(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        each = trainer(folder)
+        each.train()
+        taken = os.path.join(folder, "taken")
+        if rank == 0:
+            Path(taken).write_text("a file is where the folder would be")
+        each.sharded_model.chunk_manager.communicator.wait_for_all("the file is there")
+        with pytest.raises(OSError if rank == 0 else RemoteRankError, match="taken"):
+            each.save_model(taken)
+        each.save_model(os.path.join(folder, "free"))
+        each.sharded_model.close()
+
+
+@on_ranks(1, 2)
+def test_labels_are_smoothed_and_metrics_computed_as_by_the_plain_trainer(rank: int, world_size: int) -> None:
+    """The names of labels are found by themselves, as the model is one of Hugging Face's own classes."""
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        with shared_folder() as folder:
+            each = trainer(folder, kind=kind, label_smoothing_factor=0.1, compute_metrics=_mean_argmax)
+            assert each.label_names == ["labels"]
+            each.train()
+            metrics = each.evaluate()
+            found.append((logged(each), [metrics["eval_loss"], metrics["eval_mean"]]))
+            each.model_wrapped.close() if kind is Trainer else None
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-2)  # an argmax may flip
+
+
+def _mean_argmax(prediction: Any) -> dict[str, float]:
+    return {"mean": float(prediction.predictions.argmax(-1).mean())}
+
+
+class Told(transformers.TrainerCallback):
+    """What it is told, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            object.__getattribute__(self, "events").append(name)
+        return object.__getattribute__(self, name)
+
+
+def test_callbacks_are_told_what_they_are_told_by_the_plain_trainer(tmp_path: Path) -> None:
+    events = []
+    for kind in (transformers.Trainer, Trainer):
+        told = Told()
+        trainer(tmp_path, kind=kind, callbacks=[told], eval_strategy="steps", eval_steps=2).train()
+        events.append(told.events)
+    assert events[0] == events[1]
+    assert events[0].count("on_substep_end") == 4
+
+
+@on_ranks(1, 2)
+def test_a_skipped_step_leaves_the_schedule_where_it_is(rank: int, world_size: int) -> None:
+    class Overflows(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("inf") if self.state.global_step == 1 else loss
+
+    with shared_folder() as folder:
+        each = trainer(folder, kind=Overflows, fp16=True)
+        with pytest.warns(UserWarning, match="skipped on all ranks"):
+            each.train()
+        assert each.lr_scheduler.last_epoch == 3
+        assert each.optimizer.loss_scale == 2.0**16
+        each.sharded_model.close()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_are_checkpointed(reentrant: bool, tmp_path: Path) -> None:
+    flags = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    runs = []
+    for more in ({}, flags):
+        each = trainer(tmp_path, **more)
+        each.train()
+        runs.append(state_hash(each.sharded_model, each.optimizer))
+    assert each.model.is_gradient_checkpointing
+    assert runs[0] == runs[1]
+
+
+def test_each_training_has_a_model_of_its_own_where_there_is_a_model_init(tmp_path: Path) -> None:
+    each = trainer(tmp_path, model_init=lambda: gpt2(), save_strategy="steps", save_steps=2)
+    each.train()
+    first, hashed = each.sharded_model, state_hash(each.sharded_model, each.optimizer)
+    each.train()
+    assert each.sharded_model is not first
+    assert state_hash(each.sharded_model, each.optimizer) == hashed
+    each.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert state_hash(each.sharded_model, each.optimizer) == hashed
+
+
+def test_a_second_training_goes_on_with_the_model_of_the_first(tmp_path: Path) -> None:
+    runs = []
+    for kind in (transformers.Trainer, Trainer):
+        each = trainer(tmp_path, kind=kind)
+        each.train()
+        each.train()
+        runs.append(logged(each))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own_are_used(tmp_path: Path) -> None:
+    rates = []
+    for wraps in (False, True):
+        model: Any = ShardedModel(gpt2(), **SHARDED) if wraps else gpt2()
+        plain = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = ShardedOptimizer(model, plain) if wraps else plain
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        each = trainer(tmp_path, model, sharded={} if wraps else SHARDED, optimizers=(optimizer, schedule))
+        each.train()
+        assert each.model.transformer.wte.weight is model.transformer.wte.weight
+        rates.append((logged(each, "learning_rate"), logged(each)))
+    assert rates[0] == rates[1]
+    assert rates[0][0] == [0.5, 0.25, 0.125, 0.0625]
+
+
+@on_ranks(2)
+def test_ranks_whose_sentences_end_early_go_on_with_the_others(rank: int, world_size: int) -> None:
+    """Evaluation that generates, with weights that ranks gather from each other, is that of the plain Trainer."""
+    found = []
+    for kind in (transformers.Seq2SeqTrainer, Seq2SeqTrainer):
+        with shared_folder() as folder:
+            its: dict[str, Any] = {"predict_with_generate": True, "per_device_eval_batch_size": 1, "max_steps": 1}
+            each = trainer(folder, _t5(), kind=kind, sharded=LITTLE, compute_metrics=_lengths, **its)
+            each.train()
+            predicted = each.predict(Subset(Texts(), range(8)))
+            found.append((predicted.predictions, predicted.metrics["test_lengths"]))
+            each.model_wrapped.close() if kind is Seq2SeqTrainer else None
+    assert len({(row > 1).sum() for row in found[0][0]}) > 2, "sentences of several lengths"
+    assert (found[0][0] == found[1][0]).all()
+
+
+@on_ranks(2)
+def test_ranks_generate_as_they_like_with_gathered_weights(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        each = trainer(folder, _t5(), sharded={**SHARDED, "model_data_memory": "1MiB"})
+        with torch.no_grad(), each.gathered_for_generation() as model:
+            length = 4 + 4 * rank
+            one = model.generate(input_ids=torch.full((1, 4), 7), min_length=length, max_length=length)
+        assert one.shape == (1, length)
+        each.sharded_model.close()
+
+
+def _lengths(prediction: Any) -> dict[str, float]:
+    return {"lengths": float((prediction.predictions > 0).sum())}
+
+
+def _t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=256,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=list(range(1, 60)),
+        initializer_factor=3.0,  # so that sentences differ
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.T5ForConditionalGeneration(config)
+
+
+@on_ranks(1, 2)
+def test_adapters_are_trained_saved_and_resumed(rank: int, world_size: int) -> None:
+    import peft
+
+    with shared_folder() as folder:
+        runs = []
+        for checkpoint in (None, os.path.join(folder, "checkpoint-2")):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+                model = peft.get_peft_model(gpt2(), config)
+            best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+            each = trainer(folder, model, save_strategy="steps", save_steps=2, **best)
+            assert each.label_names == ["labels"]
+            each.train(resume_from_checkpoint=checkpoint)
+            runs.append((state_hash(each.sharded_model, each.optimizer), logged(each)))
+            saved = load_file(os.path.join(folder, "checkpoint-4", "adapter_model.safetensors"))
+            assert all("lora" in name for name in saved)
+            weights = peft.get_peft_model_state_dict(each.model)
+            assert_same({name: value.cpu() for name, value in weights.items()}, saved)
+            each.sharded_model.close()
+        assert runs[0] == runs[1]
+        assert not [name for name in os.listdir(os.path.join(folder, "checkpoint-4")) if name == "model.safetensors"]
