@@ -23,7 +23,7 @@ from sharding import ShardStrategy, resolve_strategy
 
 CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)
 _DTYPES = (*CASTABLE_DTYPES, torch.float64)
-_BYTES = ("device_memory", "model_data_memory", "host_memory")
+BUDGETS = ("device_memory", "model_data_memory", "host_memory")
 _OF_THIS_RANK = ("device", "rank_timeout")  # ranks need not have the same
 
 Strategy = ShardStrategy | type[ShardStrategy] | str | None
@@ -50,6 +50,14 @@ class Options(TypedDict, total=False):
     host_memory: int | str | None
     rank_timeout: float
     ignore_unused_parameters: bool
+
+
+class Budgets(TypedDict, total=False):
+    """Those of `Options` that are bytes of memory."""
+
+    device_memory: int | str | None
+    model_data_memory: int | str | None
+    host_memory: int | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +123,7 @@ class Settings:
         self._check_numbers()
         self._check_dtypes()
         check_device("device", self.device)
-        for name in _BYTES:
+        for name in BUDGETS:
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         part, whole = self.budget_bytes("model_data_memory"), self.budget_bytes("device_memory")
         if part is not None and whole is not None and part > whole:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,17 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
+from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import Kind
 from gemini.placement.offloaded import offloaded
-from gemini.placement.plan import replan
+from gemini.placement.plan import PlanChanges, replan
 from gemini.placement.specs import OperatorSpec
+from gemini.settings import BUDGETS, Settings
 
 _requires_grad: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _TRAINED = "change of what is trained", "All ranks must freeze and unfreeze the same parameters at the same step"
 _COMPILED = "change of what is compiled", "All ranks must compile the same modules before the same forward"
+_BUDGETED = "change of budgets", "All ranks must allow the same bytes at the same step"
 _OFFLOADED = "change of what is offloaded", "All ranks must offload and reload the same states at the same step"
 
 _BEFORE_STEP = "between backward() and step()"
@@ -143,6 +146,15 @@ class Trainability:
         if self._manager.plan.offloaded and not (self._gradients_wait() or self._in_use()):
             self.reload()
 
+    def change_budgets(self, settings: Settings, free: FreeBytes) -> None:
+        """Homes and slots follow the budgets of `settings`, and `free` where those name none. Collective.
+
+        Raises as `offload` does; BudgetError also where the device has no room.
+        """
+        words = [f"{name}={settings.budget_bytes(name)}" for name in BUDGETS]
+        with self._between_steps("change_budgets()"):
+            self._replan(self._flags, f"budgets: {', '.join(words)}", _BUDGETED, budgeted=(settings, free))
+
     @contextmanager
     def _between_steps(self, what: str) -> Iterator[None]:
         self._refuse_between_steps(what, _BEFORE_STEP)  # on all ranks alike: published, it would drop gradients
@@ -203,7 +215,7 @@ class Trainability:
         shown: str,
         change: tuple[str, str] = _TRAINED,
         wanted: Mapping[int, frozenset[Kind]] | None = None,
-        operators: tuple[OperatorSpec, ...] | None = None,
+        **changes: Unpack[PlanChanges],
     ) -> None:
         """Decide on another plan and put it in force. `wanted`: states that frozen chunks get, by index."""
         trained = {each.chunk.index for each, flag in zip(self._managed, flags, strict=True) if flag}
@@ -213,7 +225,7 @@ class Trainability:
             if chunk.index not in trained
         }
         try:
-            plan = replan(self._manager.plan, flags, kept, operators)
+            plan = replan(self._manager.plan, flags, kept, **changes)
             self._manager.change_plan(plan, shown, *change)
         except BudgetError as error:
             raise error.reworded(f"{shown}. This does not fit: {error}") from None

@@ -109,9 +109,14 @@ class ChunkManager:
         before, owner = self.plan, None if self.optimizer is None else self.optimizer.states
         homes = (before.demand, before.placement), (plan.demand, plan.placement)
         migrate = Rehoming(self.step, *homes)
-        migrate.check_room(owner)
         words = f"{shown}; model data budget of {plan.budget_bytes} bytes, {plan.placement.num_slots} slots"
-        self.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
+        self.memory.allow(before.budget.wider(plan.budget))  # what moves is on both tiers for a moment
+        try:
+            migrate.check_room(owner, plan.budget)
+            self.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
+        except BaseException:
+            self.memory.allow(before.budget)
+            raise
         flags = iter(plan.trained)
         for chunk in self.chunks:
             its_flags = [next(flags) for _ in chunk.parameters]
@@ -120,6 +125,7 @@ class ChunkManager:
             with self.step.failures.tearing():
                 migrate.carry_out(owner)
         self.communicator.plan_hash = plan.hash
+        self.memory.allow(plan.budget)
         self.plan = plan
 
     def give_room(self) -> None:

@@ -20,6 +20,7 @@ from gemini.memory.region import Region
 from gemini.memory.slot import KeptSlot
 from gemini.memory.transfer import ready
 from gemini.observe import Moving
+from gemini.placement.budget import Budget
 from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement, Tier
 
 
@@ -64,19 +65,19 @@ class Rehoming:
         self._demand, self._placement = after
         self._placed = list(zip(step.chunks, self._placement.homes, strict=True))
 
-    def check_room(self, states: StateStore | None) -> None:
-        """Raises BudgetError if there is no room for what is to come; nothing has changed then."""
+    def check_room(self, states: StateStore | None, budget: Budget) -> None:
+        """Raises BudgetError if `budget` has no room for what is to come; nothing has changed then."""
         device, host = self._memory.tiers
         self._params.release_all()  # and shows which slots are held by views
         on_device = self._placement.device_bytes(self._demand) + self._params.held_bytes()
-        growth = self._host_growth(states)
-        for tier, needed in ((device, on_device), (host, host.ledger.total_bytes + growth)):
-            tier.check_total(needed)
+        growth, moves_in = self._host_growth(states)
+        device.check_total(on_device, budget.device)
+        host.check_total(host.ledger.total_bytes + growth - moves_in, budget.host)
         host.reserve(growth, "states that move there or are new")
 
-    def _host_growth(self, states: StateStore | None) -> int:
-        """Bytes that come to the host, less those that are given up before."""
-        host = self._memory.host
+    def _host_growth(self, states: StateStore | None) -> tuple[int, int]:
+        """Bytes that come to the host, less those that are given up before; and those that then leave it."""
+        host, moves_in = self._memory.host, 0
         growth = -host.ledger.bytes_by_kind[Kind.OPTIM]
         for chunk, homes in self._placed:
             if states is not None and Kind.OPTIM in homes:
@@ -90,7 +91,9 @@ class Rehoming:
                     growth += after.home_bytes[kind]
                 if was_there and (kind is Kind.GRAD or kind not in homes):
                     growth -= before.home_bytes[kind]
-        return growth
+                elif was_there and not is_there:
+                    moves_in += before.home_bytes[kind]
+        return growth, moves_in
 
     def carry_out(self, states: StateStore | None) -> None:
         """Chunks say by `trainable` whether they have a gradient from now on; the placement names their other states.

@@ -9,6 +9,7 @@ from gemini.memory.region import Region
 from gemini.memory.slot import SlotPools
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Transfer, wait_on_tier
+from gemini.placement.budget import Budget
 from gemini.placement.demand import Tier
 
 
@@ -26,6 +27,10 @@ class Memory:
     def tiers(self) -> tuple[MemoryTier, HostTier]:
         """Device and host."""
         return self.device, self.host
+
+    def allow(self, budget: Budget) -> None:
+        """The tiers refuse what would be more than this from now on. What they hold already stays."""
+        self.device.capacity_bytes, self.host.capacity_bytes = budget.device, budget.host
 
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host

@@ -50,13 +50,14 @@ class MemoryTier:
     def poison(self, buffer: Tensor) -> None:
         """Mark a buffer's content as gone, where the tier can (a read of it then yields NaN)."""
 
-    def check_total(self, needed_bytes: int) -> None:
-        """Raises BudgetError if there is no room for so many bytes of all kinds together."""
-        if self.capacity_bytes is not None and needed_bytes > self.capacity_bytes:
+    def check_total(self, needed_bytes: int, budget_bytes: int | None) -> None:
+        """Raises BudgetError if so many bytes of all kinds together are more than `budget_bytes`. None: no bound."""
+        if budget_bytes is not None and needed_bytes > budget_bytes:
             raise self._refusal(
-                f"{needed_bytes} bytes of model data would be needed, {self.capacity_bytes} bytes are there. Allow "
-                f"more with {self._knob}",
+                f"{needed_bytes} bytes of model data would be needed, {budget_bytes} bytes are there. Allow more with "
+                f"{self._knob}",
                 needed_bytes,
+                budget_bytes,
             )
 
     def _check_capacity(self, num_bytes: int, kind: str, held_bytes: int = 0) -> None:
@@ -72,10 +73,10 @@ class MemoryTier:
             f"{num_bytes} bytes of {kind} do not fit: {taken_bytes} of {self.capacity_bytes} bytes are taken "
             f"({held or 'nothing'}). Allow more with {self._knob}",
             taken_bytes + num_bytes,
+            self.capacity_bytes,
         )
 
-    def _refusal(self, words: str, needed_bytes: int) -> BudgetError:
-        budget_bytes = self.capacity_bytes
+    def _refusal(self, words: str, needed_bytes: int, budget_bytes: int | None) -> BudgetError:
         return BudgetError(
             f"{self.name}: {words}", tier=self.name, needed_bytes=needed_bytes, budget_bytes=budget_bytes
         )
@@ -101,6 +102,7 @@ class MemoryTier:
                 f"no memory for {num_bytes} bytes of {kind}; {held}. Other tensors or processes have the rest: free "
                 f"memory, or {less} ({words})",
                 self.ledger.total_bytes + num_bytes,
+                self.capacity_bytes,
             ) from None
 
 

@@ -23,9 +23,10 @@ _HOST_RESERVE = 0.1
 _UNBOUNDED = 2**62  # a reading of a device that has no bound
 
 
-def read_free(settings: Settings, module: nn.Module, communicator: Communicator, device: torch.device) -> FreeBytes:
+def read_free(settings: Settings, own: tuple[int, int], communicator: Communicator, device: torch.device) -> FreeBytes:
     """What is free for a model where `settings` do not say it, the least over ranks. Collective.
 
+    own: bytes on the device and on the host that are the model's already, or that it gives back, and so count as free.
     Raises nothing of its own. Ranks must have agreed on `settings` before.
     """
     needs_device = settings.model_data_memory is None and settings.device_memory is None
@@ -33,8 +34,8 @@ def read_free(settings: Settings, module: nn.Module, communicator: Communicator,
         return FreeBytes()
     monitor = MemoryMonitor(device)
     free = monitor.read_device().available_bytes if needs_device else None
-    on_device = _UNBOUNDED if free is None else free + _bytes_on(module, device)
-    on_host = share_of_host(monitor.read_host().available_bytes)
+    on_device = _UNBOUNDED if free is None else free + own[0]
+    on_host = share_of_host(monitor.read_host().available_bytes) + own[1]
     # the least over ranks, as the greatest of the negative ones
     readings = torch.tensor([-on_device, -on_host], dtype=torch.int64, device=communicator.device)
     communicator.all_reduce_max_(readings, "free memory")
@@ -48,7 +49,7 @@ def share_of_host(available_bytes: int) -> int:
     return int(available_bytes * (1 - _HOST_RESERVE)) // max(1, num_ranks)
 
 
-def _bytes_on(module: nn.Module, device: torch.device) -> int:
+def bytes_on(module: nn.Module, device: torch.device) -> int:
     """Of the module's parameters on `device`, shards of one that was built there included: wrapping frees them."""
     links = {parameter: built_link_of(parameter) for parameter in module.parameters()}
     chunks = dict.fromkeys(link.managed.chunk for link in links.values() if link is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from gemini.memory.devices import choose_tiers
 from gemini.memory.memory import Memory
 from gemini.model.aliases import tie_aliases, warn_of_ties
 from gemini.model.arguments import check_module
-from gemini.model.budgets import read_free
+from gemini.model.budgets import bytes_on, read_free
 from gemini.model.compiled import never_traced
 from gemini.model.hooks import Hooks
 from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of
@@ -49,7 +50,8 @@ from gemini.placement.plan import Plan, plan_model
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import publish_exit
 from gemini.ranks.position import StepPosition
-from gemini.settings import Options, Settings, Strategy
+from gemini.settings import BUDGETS, Budgets, Options, Settings, Strategy
+from optim.hyperparameters import refuse_unknown_arguments
 
 
 class ShardedModel(PlainView):
@@ -113,7 +115,8 @@ class ShardedModel(PlainView):
                 spec, given = model_spec(module, operators, places, weights), settings.shared()
                 built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
                 communicator.agree(repr((given, spec, built)).encode(), "the model", describe(given, spec, built))
-                free = read_free(settings, module, communicator, device_tier.device)
+                own = bytes_on(module, device_tier.device), 0
+                free = read_free(settings, own, communicator, device_tier.device)
                 first = plan_model(spec, settings, communicator.world_size, free)
                 by_name = dict(module.named_parameters())
                 wrapping.chunks = make_chunks(
@@ -122,9 +125,8 @@ class ShardedModel(PlainView):
                 had = f"model data budget of {first.budget_bytes} bytes, {first.placement.num_slots} slots"
                 communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had)
                 communicator.plan_hash = first.hash
-                device_tier.capacity_bytes, host_tier.capacity_bytes = first.budget.device, first.budget.host
+                memory.allow(first.budget)
                 self._show(module)
-                self.settings = settings
                 for store in wrapping.stores:
                     store.go_over(communicator)
                     store.release_all()  # what was edited is home before anything moves
@@ -145,7 +147,7 @@ class ShardedModel(PlainView):
         chunks, communicator, memory = wrapping.chunks, wrapping.communicator, wrapping.memory
         move_buffers_in(self.module, communicator, memory.device, wrapping.moves)
         move_in(chunks, plan.placement, plan.demand, communicator, memory, wrapping.moves)
-        self.chunk_manager = ChunkManager(chunks, memory, plan, communicator, self.settings.stage, ReleasedParameter)
+        self.chunk_manager = ChunkManager(chunks, memory, plan, communicator, plan.settings.stage, ReleasedParameter)
         self._states = States(self.chunk_manager)
         step = self.chunk_manager.step
         saved_tensors = SavedTensors(step)
@@ -244,6 +246,11 @@ class ShardedModel(PlainView):
         return self.chunk_manager.plan
 
     @property
+    def settings(self) -> Settings:
+        """What the user chose; budgets as they were changed last."""
+        return self.plan.settings
+
+    @property
     def world_size(self) -> int:
         """The number of ranks in the model's process group."""
         return self.chunk_manager.communicator.world_size
@@ -290,6 +297,30 @@ class ShardedModel(PlainView):
         """
         self.chunk_manager.step.check_idle("reload_states()")
         self.trainability.reload()
+
+    def change_budgets(self, **budgets: Unpack[Budgets]) -> None:
+        """Allow the model other bytes between steps: its states move to where they rest under them. Collective.
+
+        No result changes. Chunks keep their size, so that the least budget of the chunks that there are counts:
+        `model.plan.minimum_bytes`.
+
+        Args:
+            budgets: `device_memory`, `model_data_memory` and `host_memory` as in `Settings`; None reads what is free
+                now. One that is not named stays as it is.
+
+        Raises TypeError or ValueError for what is not valid, GeminiError between a backward and its step, BudgetError
+        if the model does not fit, and DivergenceError if ranks name other budgets; nothing has changed then.
+
+        Example:
+            >>> model = ShardedModel(torch.nn.Linear(64, 64), device="emulated")
+            >>> model.change_budgets(model_data_memory="100KB")
+        """
+        refuse_unknown_arguments("change_budgets", [name for name in budgets if name not in BUDGETS], [*BUDGETS])
+        self.chunk_manager.step.check_idle("change_budgets()")
+        settings = replace(self.settings, **budgets)
+        memory, communicator = self.chunk_manager.memory, self.chunk_manager.communicator
+        own = memory.device.ledger.total_bytes, memory.host.ledger.total_bytes
+        self.trainability.change_budgets(settings, read_free(settings, own, communicator, memory.device.device))
 
     def memory_report(self) -> str:
         """A table of this rank's memory: bytes by tier and kind, now and at the peak; slots; bytes moved. Local.

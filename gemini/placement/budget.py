@@ -40,3 +40,11 @@ class Budget:
             device = None if whole is None else int(whole * (1 - ACTIVATION_FRACTION))
         host = settings.budget_bytes("host_memory")
         return Budget(device, free.host if host is None else host)
+
+    def wider(self, other: Budget) -> Budget:
+        """What keeps to one of the two keeps to this."""
+        return Budget(_greater(self.device, other.device), _greater(self.host, other.host))
+
+
+def _greater(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else max(one, other)

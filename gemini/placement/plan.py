@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypedDict, Unpack
 
 from gemini.errors import BudgetError
 from gemini.placement import explain
@@ -151,20 +152,35 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
     raise _advised(_least(refused, is_searched=settings.chunk_size is None), spec) from None
 
 
+class PlanChanges(TypedDict, total=False):
+    """What a plan for the same chunks is made of, where it differs from the plan before.
+
+    budgeted: settings with other budgets, and what is free where they name none.
+    """
+
+    operators: tuple[OperatorSpec, ...]
+    budgeted: tuple[Settings, FreeBytes]
+
+
 def replan(
     before: Plan,
     trained: Sequence[bool],
     kept: Mapping[int, frozenset[Kind]],
-    operators: tuple[OperatorSpec, ...] | None = None,
+    **changes: Unpack[PlanChanges],
 ) -> Plan:
-    """The plan for the same chunks when other weights are trained, or other operators are found.
+    """The plan for the same chunks when other weights are trained, other operators are found, or budgets change.
 
     trained: of every weight, in the order of the chunks. kept: states that frozen chunks still have, by chunk index.
     Raises BudgetError; room on the host is the business of those who know what is there by now.
     """
-    spec = before.spec if operators is None else replace(before.spec, operators=operators)
+    spec, settings, budget = before.spec, before.settings, before.budget
+    if "operators" in changes:
+        spec = replace(spec, operators=changes["operators"])
+    if "budgeted" in changes:
+        settings, free = changes["budgeted"]
+        budget = Budget.of(settings, free)
     try:
-        plan = _place(spec, before.settings, before.world_size, before.budget, before.packing, trained, kept)
+        plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept)
     except BudgetError as error:
         raise _advised(error, spec) from None
     return replace(plan, is_first=False)

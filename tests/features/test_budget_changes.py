@@ -1,0 +1,170 @@
+"""`change_budgets()` between steps: states move to where they rest under other budgets; training keeps its bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini import BudgetError, DivergenceError, GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from tests.harness.on_ranks import in_soak, on_ranks
+from tests.zoo.mlp import adam, build, loss_of, placed, train_step, weights_of
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "reuse": {"dtype": torch.float16, "reuse_fp16_shard": True},
+    "stage-0": {"stage": 0},
+    "stage-1": {"stage": 1, "dtype": torch.bfloat16},
+    "stage-2": {"stage": 2},
+}
+STEPS = 6
+Between = Callable[[int, ShardedModel], None]
+
+
+def trainer(options: str, **arguments: Any) -> tuple[ShardedModel, ShardedOptimizer]:
+    model = ShardedModel(build(), **placed(**OPTIONS[options], **arguments))
+    return model, ShardedOptimizer(model, adam(model.parameters()), initial_scale=8.0)
+
+
+def train(options: str, rank: int, between: Between = lambda step, model: None) -> tuple[list[float], int]:
+    """Losses and the hash of all state, of steps with one micro-batch and with two."""
+    model, optimizer = trainer(options)
+    losses = []
+    for step in range(STEPS):
+        for micro in range(1 + step % 2):
+            loss = loss_of(model, 10 * step + 2 * micro + rank, OPTIONS[options].get("dtype"))
+            optimizer.backward(loss)
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        between(step, model)
+    found = losses, state_hash(model, optimizer)
+    model.close()
+    return found
+
+
+def on_device(model: ShardedModel) -> int:
+    return model.chunk_manager.memory.device.ledger.total_bytes
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("options", ["fp32", "bf16", *in_soak("reuse", "stage-0", "stage-1", "stage-2")])
+def test_states_follow_other_budgets_and_training_has_the_same_bits(rank: int, world_size: int, options: str) -> None:
+    """Everything fits, then nearly nothing, then a part, then everything again."""
+    full = []
+
+    def change(step: int, model: ShardedModel) -> None:
+        if step == 0:
+            full.append(on_device(model))
+        least = model.plan.minimum_bytes
+        assert least is not None
+        budget = [least, (least + full[0]) // 2, full[0], least, None, None][step]
+        model.change_budgets(model_data_memory=budget)
+        assert model.plan.budget_bytes == model.chunk_manager.memory.device.capacity_bytes == budget
+        assert model.settings.model_data_memory == budget
+        if budget is not None:
+            assert on_device(model) <= budget, model.memory_report()
+        is_on_host = any("host" in homes.values() for homes in model.plan.placement.homes)
+        assert is_on_host == (budget is not None and budget < full[0])
+
+    assert train(options, rank, change) == train(options, rank)
+
+
+@settings(max_examples=8, deadline=None)
+@given(budgets=st.lists(st.floats(0.0, 1.2), min_size=STEPS, max_size=STEPS))
+def test_no_sequence_of_budgets_changes_a_bit(budgets: list[float]) -> None:
+    def change(step: int, model: ShardedModel) -> None:
+        least = model.plan.minimum_bytes
+        assert least is not None
+        model.change_budgets(model_data_memory=least + int(budgets[step] * 16 * 6 * 512))
+
+    assert train("bf16", 0, change) == train("bf16", 0)
+
+
+@on_ranks(1, 2)
+def test_the_host_may_get_less_where_the_device_gets_more(rank: int, world_size: int) -> None:
+    """In one call, although what moves is on both for a moment."""
+    model, _optimizer = trainer("fp32", tensor_placement_policy="auto", model_data_memory="smallest")
+    train_step(model, _optimizer, rank)
+    host = model.plan.host_bytes
+    assert host > 0
+    model.change_budgets(host_memory=host)
+    model.change_budgets(host_memory=0, model_data_memory=10**6)
+    assert model.plan.host_bytes == 0
+    train_step(model, _optimizer, rank)
+    with pytest.raises(BudgetError, match=r"^budgets: .*model_data_memory=.*\. This does not fit: host: "):
+        model.change_budgets(model_data_memory=model.plan.minimum_bytes)
+    assert model.plan.host_bytes == 0, "nothing has changed"
+    train_step(model, _optimizer, rank)
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_a_budget_that_is_too_small_is_refused_with_the_least_and_nothing_changes(rank: int, world_size: int) -> None:
+    model, optimizer = trainer("fp32")
+    train_step(model, optimizer, rank)
+    before, plan, held = weights_of(model), model.plan, on_device(model)
+    least = plan.minimum_bytes
+    assert least is not None
+    with pytest.raises(BudgetError, match=rf"needs {least} bytes .*the budget is {least - 1} bytes") as refused:
+        model.change_budgets(model_data_memory=least - 1)
+    assert (refused.value.tier, refused.value.needed_bytes) == ("device", least)
+    assert (model.plan, on_device(model)) == (plan, held)
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+    model.change_budgets(model_data_memory=least)
+    train_step(model, optimizer, rank)
+    model.close()
+
+
+def test_budgets_change_between_steps_only() -> None:
+    model, _optimizer = trainer("fp32")
+    loss_of(model).backward()
+    with pytest.raises(GeminiError, match=r"^change_budgets\(\) between backward\(\) and step\(\): do it after step"):
+        model.change_budgets(model_data_memory=10**6)
+    model.zero_grad()
+    seen = []
+
+    def inside(module: Any, given: Any, output: Any) -> None:
+        with pytest.raises(GeminiError, match=r"^change_budgets\(\) inside a forward or backward"):
+            model.change_budgets(model_data_memory=10**6)
+        seen.append(1)
+
+    handle = model.module.layers[0].register_forward_hook(inside)
+    loss_of(model)
+    handle.remove()
+    assert seen
+    model.change_budgets(model_data_memory=10**6)
+    assert model.plan.budget_bytes == 10**6
+
+
+def test_a_bad_budget_is_an_error_that_names_it() -> None:
+    model, _optimizer = trainer("fp32")
+    with pytest.raises(TypeError, match=r"^change_budgets\(\) has no argument 'memory'; the nearest valid name is"):
+        model.change_budgets(memory=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="host_memory"):
+        model.change_budgets(host_memory="8G")
+    with pytest.raises(ValueError, match=r"^model_data_memory=2000 is more than device_memory=1000$"):
+        model.change_budgets(model_data_memory=2000, device_memory=1000)
+
+
+@on_ranks(2)
+def test_ranks_that_name_other_budgets_are_told(rank: int, world_size: int) -> None:
+    model, optimizer = trainer("fp32")
+    with pytest.raises(DivergenceError, match="change of budgets"):
+        model.change_budgets(model_data_memory=10**6 + rank)
+    assert model.plan.budget_bytes is None
+    train_step(model, optimizer, rank)
+    model.close()
+
+
+def test_what_was_offloaded_comes_back_under_the_budget_of_now() -> None:
+    model, optimizer = trainer("fp32")
+    train_step(model, optimizer)
+    model.offload_states()
+    least = model.plan.minimum_bytes
+    assert least is not None
+    model.change_budgets(model_data_memory=least)
+    train_step(model, optimizer)
+    assert 0 < on_device(model) <= least
