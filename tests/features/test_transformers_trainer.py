@@ -38,6 +38,7 @@ def test_a_trainer_trains_as_the_same_loop_by_hand(rank: int, world_size: int, f
         assert state_hash(ours.sharded_model, ours.optimizer) == state_hash(model, optimizer)
         assert {parameter.dtype for parameter in model.parameters()} == {dtype or torch.float32}
         assert ours.sharded_model.plan.budget_bytes <= 300 * 1024
+        assert ours.accelerator.mixed_precision == "no"  # a user's own code under its autocast would cast twice
     model.close()
     ours.sharded_model.close()
 
