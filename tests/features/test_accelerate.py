@@ -1,10 +1,7 @@
 """An ordinary Accelerate script with another import: it trains sharded, saves whole files and goes on from them."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import accelerate
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,6 +17,7 @@ from gemini import ShardedModel, ShardedOptimizer
 from gemini.integrations.accelerate import Accelerator
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
+from tests.harness.shared_folder import shared_folder
 from tests.zoo.hf_models import gpt2
 from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, inputs
 
@@ -74,18 +71,6 @@ def _ours(**arguments: Any) -> Any:
     return Accelerator(cpu=True, **{"gemini": SMALL, **arguments})
 
 
-@contextmanager
-def _shared_folder() -> Iterator[Path]:
-    """One folder for all ranks."""
-    name = [tempfile.mkdtemp() if not dist.is_initialized() or dist.get_rank() == 0 else ""]
-    if dist.is_initialized():
-        dist.broadcast_object_list(name)
-    yield Path(name[0])
-    if dist.is_initialized():
-        dist.barrier()
-    shutil.rmtree(name[0], ignore_errors=True)
-
-
 @on_ranks(1, 2, soak=(3,))
 @pytest.mark.parametrize("mixed", ["no", "bf16", "fp16"])
 def test_a_script_trains_as_the_low_level_api_by_hand(rank: int, world_size: int, mixed: str) -> None:
@@ -131,7 +116,7 @@ def test_one_rank_has_the_bits_of_plain_accelerate(steps: int) -> None:
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
 def test_training_goes_on_from_a_saved_state(rank: int, world_size: int, mixed: str) -> None:
     """In new objects with other weights, as a new process would make them."""
-    with _shared_folder() as folder:
+    with shared_folder() as folder:
         first, second = (Script(_ours(mixed_precision=mixed)) for _ in range(2))
         list(first.epoch())
         written: list[dict[str, Any]] = []
@@ -234,7 +219,7 @@ def test_whole_models_are_saved_as_their_own_class_and_tied_weights_once(rank: i
     assert unwrapped is plain
     state = accelerator.get_state_dict(model)
     assert list(state) == (list(before) if rank == 0 else [])
-    with _shared_folder() as folder:
+    with shared_folder() as folder:
         accelerator.save_model(model, folder / "model")
         unwrapped.save_pretrained(
             folder / "pretrained", is_main_process=accelerator.is_main_process, save_function=accelerator.save

@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 ACCELERATE = "gemini/integrations/accelerate.py"
 TRAINER = "gemini/integrations/transformers.py"
 TRAINER_TESTS = "tests/features/test_transformers_trainer.py"
+LIGHTNING = "gemini/integrations/lightning.py"
 TESTS = "tests/features/test_accelerate.py"
 
 MUTANTS = [
@@ -77,5 +78,26 @@ MUTANTS = [
         "        with communicator.publishing():\n            yield",
         "        yield",
         f"{TRAINER_TESTS}::test_who_cannot_write_tells_every_rank",
+    ),
+    Mutant(
+        "Lightning has micro-batches held whole until the window is full",
+        LIGHTNING,
+        "    def block_backward_sync(",
+        "    def block_backward_syncs(",
+        "tests/features/test_lightning.py::test_a_fit_trains_as_the_low_level_api_by_hand",
+    ),
+    Mutant(
+        "a step that raises stays the module's forward",
+        LIGHTNING,
+        "        finally:\n            restore()",
+        "        finally:\n            pass",
+        "tests/features/test_lightning_refusals.py::test_a_step_that_fails_to_start_leaves_the_module_its_forward",
+    ),
+    Mutant(
+        "a loss in fp16 is not scaled in Lightning",
+        "gemini/integrations/lightning_precision.py",
+        "tensor = optimizer.scale(tensor)",
+        "pass",
+        "tests/features/test_lightning.py::test_a_fit_trains_as_the_low_level_api_by_hand",
     ),
 ]

@@ -1,0 +1,305 @@
+"""`GeminiStrategy`: Lightning's Trainer over a sharded model, with its own loops, callbacks and checkpoints.
+
+A LightningModule stays as it is: the strategy wraps it in a `ShardedModel`, runs its steps in the model's forward, and
+makes a `ShardedOptimizer` of what `configure_optimizers` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+
+from gemini.access.link import Link, any_link_of
+from gemini.building.zero_init import ZeroInitContext
+from gemini.dist_logger import get_dist_logger
+from gemini.engine.agreement import Source, agreed_config
+from gemini.engine.config import load_config
+from gemini.errors import ConfigError, UnsupportedError
+from gemini.integrations.lightning_precision import GeminiPrecision, plain_of
+from gemini.launch import launched_config
+from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+class GeminiStrategy(DDPStrategy):
+    """Trains a LightningModule sharded, under budgets: `Trainer(strategy=GeminiStrategy(stage=3, device_memory=...))`.
+
+    Args:
+        config: a config, or the path of one, of any dialect that `gemini.initialize` reads. None: `fields`, or what
+            `gemini.launch_from_torch(config=...)` was given, else all defaults.
+        accelerator: as of Lightning's `DDPStrategy`, like the next four.
+        parallel_devices: the devices of this machine's ranks.
+        cluster_environment: who starts the ranks.
+        checkpoint_io: how checkpoints are written and read.
+        process_group_backend: "nccl", "gloo". None: by device.
+        timeout: of the process group.
+        fields: fields of the config, in place of `config`.
+
+    Local. Raises ConfigError for a config that is not valid, or that says what the Trainer or the LightningModule says:
+    optimizer, scheduler, accumulation.
+
+    Example:
+        >>> strategy = GeminiStrategy(stage=3, device_memory="1GiB")
+        >>> trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, barebones=True)
+    """
+
+    def __init__(
+        self,
+        config: Source = None,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[Any] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _TIMEOUT,
+        **fields: Any,
+    ) -> None:
+        if config is not None and fields:
+            raise ConfigError(f"GeminiStrategy takes a config or its fields, found both: {', '.join(fields)}")
+        self._precision = GeminiPrecision(None)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._source = fields or (launched_config() if config is None else config)
+        self.config = load_config(self._source)
+        """What to shard and where, with defaults in place of what the config does not say."""
+        for name, instead in _OTHERS.items():
+            if getattr(self.config, name) is not None:
+                raise ConfigError(f"{name!r} in the config: with Lightning {instead}: leave it out of the config")
+        self._sharded: ShardedModel | None = None
+
+    # -- precision
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """A `GeminiPrecision`, made of what the Trainer chose. Raises UnsupportedError for other kinds."""
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision = GeminiPrecision(plugin)
+
+    # -- set up
+
+    def setup_distributed(self) -> None:
+        """As for DDP; one rank needs no process group. Collective. Raises what torch raises."""
+        if self.num_nodes * self.num_processes > 1:
+            super().setup_distributed()
+        else:
+            self.set_world_ranks()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`, which builds large models: never whole on any rank. See `ZeroInitContext`."""
+        with ZeroInitContext(self.root_device):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Wrap the LightningModule, and its optimizer when it is to be fitted. Collective.
+
+        Raises UnsupportedError for what cannot be sharded, before the module is touched, and what `ShardedModel` and
+        `ShardedOptimizer` raise.
+        """
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert module is not None
+        if self._layer_sync is not None:
+            raise UnsupportedError(
+                "Trainer(sync_batchnorm=True) with GeminiStrategy: call "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(module) yourself, before the module is fitted"
+            )
+        if module._compiler_ctx is not None:
+            raise UnsupportedError("a compiled LightningModule with GeminiStrategy: compile modules in it instead")
+        if fits:
+            self._refuse_second_fit(module)
+            self.setup_optimizers(trainer)
+            _check_optimizers(self.optimizers)
+        self.model = self._wrap(module)
+        module.to(self.root_device)  # what Lightning and metrics keep beside parameters
+        if fits:
+            self.optimizers = [self._shard(each) for each in self.optimizers]
+        self.setup_precision_plugin()
+        self.barrier()
+
+    def _refuse_second_fit(self, module: nn.Module) -> None:
+        """A `ShardedModel` has one optimizer in its life."""
+        known = self._sharded if self._sharded is not None and self._sharded.module is module else None
+        if _is_sharded(module) and (known is None or known.chunk_manager.optimizer is not None):
+            raise UnsupportedError(
+                "this LightningModule has been sharded and fitted before: make a new one, load_state_dict() of this "
+                "one's state_dict(), or continue with trainer.fit(new_module, ckpt_path=...)"
+            )
+
+    def _wrap(self, module: Any) -> nn.Module:
+        """The `ShardedModel` of `module`; the module itself if another Trainer has sharded it, for evaluation."""
+        if self._sharded is not None and self._sharded.module is module:
+            return self._sharded
+        if _is_sharded(module):
+            return module  # type: ignore[no-any-return]
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        config = agreed_config(self._source, group)
+        weights = self._precision.weights(config, module)
+        device = self.root_device if config.device is None else config.device
+        self._sharded = ShardedModel(module, settings=config.settings(), device=device, dtype=weights)
+        lines = self._sharded.plan.explain().splitlines()
+        lines += [f"without effect: {key}: {instead}" for key, instead in config.ignored]
+        get_dist_logger().info("\n".join(["", *lines]), ranks=[0])
+        return self._sharded
+
+    def _shard(self, optimizer: Optimizer) -> Optimizer:
+        plain = plain_of(optimizer)
+        if isinstance(plain, ShardedOptimizer) or not plain.param_groups or self._sharded is None:
+            return plain  # type: ignore[no-any-return]
+        for each in self.lr_scheduler_configs:
+            # torch warns of a step() that it did not see
+            each.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return ShardedOptimizer(self._sharded, plain, **self.config.optimizer_options())
+
+    def teardown(self) -> None:
+        """The model stays sharded: it can be called, evaluated and saved. Local. Raises nothing of its own."""
+        assert self.accelerator is not None and self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self._precision.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- a step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, in the model's forward; by itself where it calls backward and step. Collective.
+
+        Raises what it raises.
+        """
+        module = self.lightning_module
+        assert module is not None
+        with self._precision.train_step_context():
+            if not module.automatic_optimization:
+                args, kwargs = self._precision.cast((args, kwargs))
+                return module.training_step(*args, **kwargs)
+            return self._in_forward("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, in the model's forward. Collective. Raises what it raises."""
+        with self._precision.val_step_context():
+            return self._in_forward("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, in the model's forward. Collective. Raises what it raises."""
+        with self._precision.test_step_context():
+            return self._in_forward("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, in the model's forward. Collective. Raises what it raises."""
+        with self._precision.predict_step_context():
+            return self._in_forward("predict_step", *args, **kwargs)
+
+    def _in_forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Hooks of the root begin and end a forward: the step takes the place of `forward` for this one call."""
+        module, model = self.lightning_module, self.model
+        assert module is not None and model is not None
+        own = vars(module).get("forward")
+
+        def restore() -> None:
+            vars(module).pop("forward", None)
+            if own is not None:
+                module.forward = own  # type: ignore[method-assign]
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            restore()  # the step itself may call the module
+            return getattr(module, name)(*args, **kwargs)
+
+        module.forward = step  # type: ignore[method-assign]
+        try:
+            return model(*args, **kwargs)
+        finally:
+            restore()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing: every micro-batch is reduced, as sums of whole gradients would take 4 bytes a parameter and rank."""
+        yield
+
+    # -- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: weights go where they are sharded."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights on rank 0, which writes them, and nothing on the others. Collective.
+
+        Raises GeminiError inside a forward or backward.
+        """
+        assert self.lightning_module is not None
+        own = type(self.lightning_module).state_dict is not nn.Module.state_dict
+        if isinstance(self.model, ShardedModel) and not own:
+            return self.model.state_dict(rank0_only=True)
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state on rank 0, and nothing on the others. Collective. Raises as `ShardedOptimizer.state_dict`."""
+        its = plain_of(optimizer)
+        return its.state_dict(rank0_only=True) if isinstance(its, ShardedOptimizer) else its.state_dict()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Every rank gives the whole state. Collective. Raises what the optimizer raises."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Rank 0 writes; on return the file is there, on every rank. Collective.
+
+        Raises what writing raises, on the other ranks RemoteRankError.
+        """
+        if self._sharded is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        communicator = self._sharded.chunk_manager.communicator
+        with communicator.publishing():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        communicator.wait_for_all("the checkpoint is saved")
+
+
+_OTHERS = {
+    "optimizer": "configure_optimizers() makes it",
+    "scheduler": "configure_optimizers() makes it",
+    "gradient_accumulation_steps": "it is Trainer(accumulate_grad_batches=...)",
+}
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether a parameter is in chunks of a `ShardedModel`, and not of a model under construction."""
+    return any(isinstance(any_link_of(parameter), Link) for parameter in module.parameters())
+
+
+def _check_optimizers(optimizers: list[Any]) -> None:
+    sharding = [each for each in optimizers if plain_of(each).param_groups]
+    if len(sharding) > 1:
+        raise UnsupportedError(
+            f"configure_optimizers() returns {len(sharding)} optimizers, and a sharded model has one: give it several "
+            "param groups"
+        )

@@ -1,0 +1,77 @@
+"""Lightning's Trainer with another strategy: a LightningModule trains sharded, in Lightning's own loops."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+
+from gemini import ShardedModel, ShardedOptimizer
+from gemini.integrations.lightning import GeminiStrategy
+from optim import HybridAdam
+from tests.harness.on_ranks import on_ranks
+from tests.zoo.lightning_modules import Plain, loader, trainer
+from tests.zoo.mlp import CHUNK_NUMEL, assert_same
+
+SMALL: dict[str, Any] = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
+DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-true": torch.float16}
+
+
+def _ours(**fields: Any) -> GeminiStrategy:
+    return GeminiStrategy(**{**SMALL, **fields})
+
+
+def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@on_ranks(1, 2, soak=(3,))
+@pytest.mark.filterwarnings("ignore:step 1 skipped")
+@pytest.mark.parametrize("precision", DTYPES)
+def test_a_fit_trains_as_the_low_level_api_by_hand(rank: int, world_size: int, precision: Any) -> None:
+    """Accumulation, clipping and the schedule too, bit for bit; batches are this rank's."""
+    module = Plain()
+    fit = trainer("", _ours(), precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.1, **_NO_FILES)
+    fit.fit(module, loader())
+    assert len(module.batches) == 12 // world_size
+
+    dtype, root = DTYPES[precision], "true" in precision
+    casts = None if dtype is None else {"" if root else "net": dtype, "*": torch.float32}
+    reference = Plain()
+    model = ShardedModel(reference, dtype=casts, **SMALL)
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.01))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for number, x in enumerate(module.batches):
+        loss = (model(x) - x.flip(-1)).square().mean()
+        assert torch.equal(module.losses[number], loss.detach())
+        optimizer.backward(loss.float() / 2)  # what leaves a model of 16-bit weights is fp32
+        if number % 2 == 1:
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            schedule.step()
+    assert_same(_weights(module), dict(model.state_dict()))
+    model.close()
+
+
+_NO_FILES = {"enable_checkpointing": False}
+
+
+def test_one_rank_has_the_bits_of_plain_lightning(tmp_path: Path) -> None:
+    """Training, validation, test and predictions, with callbacks that read metrics, schedules and checkpoints."""
+    runs = []
+    for strategy in (_ours(), "auto"):
+        module, stopping = Plain(), EarlyStopping("val", patience=1, min_delta=10.0)
+        saved = ModelCheckpoint(tmp_path / str(strategy == "auto"), monitor="metric", save_last=True)
+        fit = trainer(tmp_path, strategy, max_epochs=5, accumulate_grad_batches=2, callbacks=[stopping, saved])
+        fit.fit(module, loader(), loader(8))
+        results = _weights(module) | {name: value.clone() for name, value in fit.callback_metrics.items()}
+        results["losses"], results["epochs"] = torch.stack(module.losses), torch.tensor(fit.current_epoch)
+        (tested,) = fit.test(module, loader(8), "best", verbose=False)
+        results |= {name: torch.tensor(value) for name, value in tested.items()}
+        results["predicted"] = torch.cat(fit.predict(module, loader(8)))  # type: ignore[arg-type]
+        runs.append(results)
+    assert runs[0]["epochs"] == 2
+    assert_same(*runs)
