@@ -6,7 +6,7 @@
     python examples/run_clm.py --output_dir out --plain                                   # without gemini
 
 All flags of TrainingArguments are flags here, such as --bf16, --save_steps 50 and
---resume_from_checkpoint out/checkpoint-50.
+--resume_from_checkpoint out/checkpoint-50. On a machine without a GPU add --use_cpu.
 Nothing is downloaded: the text is --train_file, or the source of Python's standard library; the tokenizer is trained on
 it, and the model has random weights, in the shape of --config_overrides. The line that differs from a script for the
 plain Trainer is its import; what the model is sharded by are arguments of `Trainer(...)`.

@@ -4,6 +4,7 @@ import inspect
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import accelerate
 import pytest
@@ -139,6 +140,14 @@ def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
     model.hf_device_map = {"transformer": 0, "lm_head": "cpu"}
     with pytest.raises(UnsupportedError, match="device_map= onto several devices"):
         Trainer(model, arguments(tmp_path))
+
+
+@on_ranks(2)
+def test_ranks_that_the_arguments_do_not_know_are_told_what_to_say(rank: int, world_size: int) -> None:
+    """Without a GPU and without use_cpu each rank would be the first of one, train on all data and write all files."""
+    with shared_folder() as folder, patch("torch.cuda.is_available", return_value=False):
+        with pytest.raises(UnsupportedError, match=r"2 ranks, of which TrainingArguments know 1: .*use_cpu=True"):
+            trainer(folder, use_cpu=False)
 
 
 def test_accelerate_launched_for_fsdp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
