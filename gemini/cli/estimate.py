@@ -10,6 +10,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gemini.cli.model import NotAModel, model_named
 from gemini.errors import BudgetError
@@ -19,6 +20,7 @@ from gemini.settings import Options
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STATES = {"param": "weights", "grad": "grads", "master": "masters", "optim": "moments"}
 _UNITS = (("GB", 9), ("MB", 6), ("KB", 3))
+_COLUMNS = 80  # of a terminal in which the columns do not lose digits
 _BUFFERS = ("slots", "gradient slots", "scratch")
 
 
@@ -50,7 +52,7 @@ def estimate(
             except BudgetError as error:
                 found[each] = str(error)
     except (NotAModel, ValueError, TypeError) as error:
-        console.print(f"[red]{error}[/red]", soft_wrap=True)
+        console.print(Text(str(error), "red"), soft_wrap=True)  # a str would be read as markup
         raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps({str(each): _bytes(its) for each, its in found.items()}, indent=1))
@@ -58,7 +60,7 @@ def estimate(
         _show(model, ranks, {each: its for each, its in found.items() if isinstance(its, MemoryEstimate)})
         for each, its in found.items():
             if isinstance(its, str):
-                console.print(f"[red]stage {each}: {its}[/red]", soft_wrap=True)
+                console.print(Text(f"stage {each}: {its}", "red"), soft_wrap=True)
     if not any(isinstance(its, MemoryEstimate) for its in found.values()):
         raise typer.Exit(1)
 
@@ -70,20 +72,28 @@ def _bytes(estimate: MemoryEstimate | str) -> dict[str, Any]:
 
 
 def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
-    """One row a stage, in 80 columns. state: the four before it; buffers: slots and scratch; device, host: by tier."""
+    """One row a stage; in less than 80 columns one column a stage.
+
+    state: the four before it; buffers: slots and scratch; device, host: by tier.
+    """
     if not found:
         return
     most = max(max(its.device_bytes, its.host_bytes) for its in found.values())
     unit, power = next((each for each in _UNITS if most >= 10 ** each[1]), _UNITS[-1])
     numel = next(iter(found.values())).num_parameters
     console = Console()
-    console.print(f"{name}: {numel:,} parameters, {ranks} rank(s); {unit} (10**{power} bytes) on each", soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in ("stage", *_STATES.values(), "state", "buffers", "device", "host"):
-        table.add_column(column, justify="right", no_wrap=True)
+    title = f"{name}: {numel:,} parameters, {ranks} rank(s); {unit} (10**{power} bytes) on each"
+    console.print(Text(title), soft_wrap=True)
+    lines: list[tuple[str, ...]] = [("stage", *_STATES.values(), "state", "buffers", "device", "host")]
     for stage, its in found.items():
         both = {kind: its.device[kind] + its.host[kind] for kind in _STATES}
         buffers = sum(its.device.get(kind, 0) + its.host.get(kind, 0) for kind in _BUFFERS)
         numbers = (*both.values(), its.state_bytes, buffers, its.device_bytes, its.host_bytes)
-        table.add_row(str(stage), *(f"{number / 10**power:.2f}" for number in numbers))
+        lines.append((str(stage), *(f"{number / 10**power:.2f}" for number in numbers)))
+    head, *rows = lines if console.width >= _COLUMNS else list(zip(*lines, strict=True))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in head:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 class NotAModel(ValueError):
@@ -34,26 +38,58 @@ def model_named(name: str) -> Any:
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise NotAModel(f"{name!r} cannot be imported: {error}") from error
+        found = _imported(name, module_name, attribute)
+        if not isinstance(found, nn.Module) and callable(found):
+            with torch.device("meta"):
+                found = _made(name, found)
     finally:
         sys.path.pop(0)
-    if not isinstance(found, nn.Module) and callable(found):
-        try:
-            with torch.device("meta"):
-                found = found()
-        except TypeError as error:
-            raise NotAModel(f"{name!r} is called without arguments: {error}; name a function that has none") from error
     if not isinstance(found, nn.Module):
         raise NotAModel(f"{name!r} is {type(found).__name__}, neither a module nor something that makes one")
+    lazy = [its_name for its_name, parameter in found.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise NotAModel(f"{name!r} has no shape for {lazy[0]!r} before its first forward: give its layers all sizes")
     return found
+
+
+def _imported(name: str, module_name: str, attribute: str) -> Any:
+    if not module_name or not attribute:
+        raise NotAModel(f"{name!r} names no attribute of a module: write package.module:attribute")
+    try:
+        return operator.attrgetter(attribute)(importlib.import_module(module_name))
+    except (ImportError, AttributeError) as error:
+        raise NotAModel(f"{name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
+        raise NotAModel(f"{name!r} cannot be imported: {_raised(error)}") from error
+
+
+def _made(name: str, factory: Callable[[], Any]) -> Any:
+    """What a class or function makes of tensors without values."""
+    try:
+        return factory()
+    except TypeError as error:
+        raise NotAModel(f"{name!r} is called without arguments: {error}; name a function that has none") from error
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise NotAModel(
+            f"{name!r} cannot be made of tensors without values: {_raised(error)}. Name a function that only builds "
+            "the model, and reads no weights"
+        ) from error
+
+
+def _raised(error: BaseException) -> str:
+    """What the user's code raised, and the last line of it that ran."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+    own = [frame for frame in own if not frame.filename.startswith("<") and "importlib" not in frame.filename]
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _hugging_face(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise NotAModel(f"{file} does not exist: Hugging Face's models keep their config there")
+        what = "is no file" if file.exists() else "does not exist"
+        raise NotAModel(f"{file} {what}: Hugging Face's models keep their config there")
     try:
         from transformers import AutoConfig
     except ImportError as error:

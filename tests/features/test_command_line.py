@@ -1,6 +1,7 @@
 """`gemini estimate`: what it prints, and what it says of names that are no models."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,54 @@ def test_a_terminal_of_80_columns_shows_every_digit(tmp_path: Path) -> None:
     assert "…" not in shown
     weights = 4 * json.loads(run(str(tmp_path), "--json", "--stage", "0")[1])["0"]["parameters"]
     assert f"  {weights / 1e9:.2f}  " in shown
+
+
+def test_a_terminal_of_60_columns_has_a_column_for_every_stage() -> None:
+    _, wide = run(SMALL, "--ranks", "3", columns=120)
+    _, narrow = run(SMALL, "--ranks", "3", columns=60)
+
+    def cells(shown: str) -> list[list[str]]:
+        return [line.split() for line in shown.splitlines()[1:] if line.strip(" ─")]
+
+    assert cells(narrow) == [list(row) for row in zip(*cells(wide), strict=True)]
+    assert max(map(len, narrow.splitlines()[1:])) <= 60
+
+
+def test_nothing_is_allocated_for_70_billion_parameters(tmp_path: Path) -> None:
+    """Its fp32 weights would be 282 GB; the process is as large as one that only imports the libraries."""
+    config = LlamaConfig(num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)
+    config.save_pretrained(tmp_path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code, _ = run(str(tmp_path), "--dtype", "bf16")
+    assert code == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+def test_what_a_module_of_ones_own_raises_is_said_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "def broken(): raise RuntimeError('no [data] here')\n"
+        "def reads(): return float(nn.Linear(2, 2).weight.detach().sum())\n"
+        "def lazy(): return nn.Sequential(nn.LazyLinear(4))\n"
+        "class Outer: inner = nn.Identity\n"
+    )
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    for name, words in (
+        ("own:broken", "'own:broken' cannot be made of tensors without values: RuntimeError: no [data] here ("),
+        ("own:broken", f"({tmp_path / 'own.py'}, line 2). Name a function that only builds the model"),
+        ("own:reads", f"({tmp_path / 'own.py'}, line 3)"),
+        ("own:lazy", "has no shape for '0.weight' before its first forward"),
+        ("own:", "names no attribute of a module: write package.module:attribute"),
+        (":own", "names no attribute of a module"),
+        ("ends:model", f"'ends:model' cannot be imported: SystemExit: 3 ({tmp_path / 'ends.py'}, line 2)"),
+    ):
+        code, shown = run(name)
+        assert code == 2, shown
+        assert words in shown
+    assert run("own:Outer.inner")[0] == 0
 
 
 def test_bytes_are_those_of_the_library() -> None:
