@@ -19,6 +19,7 @@ from gemini.errors import UnsupportedError
 
 _LEAVE_S = 20.0
 _POLL_S = 0.02
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below those that systems give to connections
 _config: Any = None
 
 
@@ -62,7 +63,7 @@ def launch_from_torch(
 def launch_from_slurm(
     config: Any = None,
     host: str | None = None,
-    port: int = 29500,
+    port: int | None = None,
     *,
     backend: str | None = None,
     seed: int | None = 1024,
@@ -73,24 +74,28 @@ def launch_from_slurm(
 
     Args:
         config: as in `launch_from_torch`.
-        host: name or address of the machine of rank 0. None: MASTER_ADDR, else the first of SLURM_JOB_NODELIST.
-        port: on it, free.
+        host: name or address of the machine of rank 0. None: MASTER_ADDR, else the first node of the job step.
+        port: on it, free. None: MASTER_PORT, else one that follows from the numbers of job and step, so that jobs which
+            share a machine do not meet.
         backend, seed, rank_timeout, verbose: as in `launch_from_torch`.
 
     Raises RuntimeError outside a job step of Slurm, and what `launch_from_torch` raises.
     """
     global _config
     _config = config
-    found = {name: os.environ.get(name) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")}
-    missing = [name for name, value in found.items() if value is None]
+    given = os.environ
+    missing = [name for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if name not in given]
     if missing:
         raise RuntimeError(f"launch_from_slurm(): {', '.join(missing)} not set: start the script with srun")
-    os.environ.update(
-        RANK=str(found["SLURM_PROCID"]),
-        WORLD_SIZE=str(found["SLURM_NTASKS"]),
-        LOCAL_RANK=str(found["SLURM_LOCALID"]),
-        MASTER_ADDR=host or os.environ.get("MASTER_ADDR") or _first_node(os.environ.get("SLURM_JOB_NODELIST", "")),
-        MASTER_PORT=str(port),
+    # a step may have fewer tasks and nodes than its job
+    nodes = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST", "")
+    of_job = _FIRST_PORT + (int(given.get("SLURM_JOB_ID", 0)) + int(given.get("SLURM_STEP_ID", 0))) % _NUM_PORTS
+    given.update(
+        RANK=given["SLURM_PROCID"],
+        WORLD_SIZE=given.get("SLURM_STEP_NUM_TASKS", given["SLURM_NTASKS"]),
+        LOCAL_RANK=given["SLURM_LOCALID"],
+        MASTER_ADDR=host or given.get("MASTER_ADDR") or _first_node(nodes),
+        MASTER_PORT=given.get("MASTER_PORT", str(of_job)) if port is None else str(port),
     )
     if seed is not None:
         torch.manual_seed(seed)
@@ -131,8 +136,8 @@ def _device_index(local_rank: int, num_devices: int) -> int:
         return 0
     if local_rank >= num_devices:
         raise RuntimeError(
-            f"local rank {local_rank} has no device: this machine has {num_devices}. Start torchrun with at most that "
-            "many --nproc-per-node"
+            f"local rank {local_rank} has no device: this machine has {num_devices}. Start at most as many ranks on it "
+            "(torchrun --nproc-per-node, srun --ntasks-per-node), or show each rank one (srun --gpus-per-task=1)"
         )
     return local_rank
 
