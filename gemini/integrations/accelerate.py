@@ -44,7 +44,7 @@ _PLUGINS = {
     "torch_tp_plugin": "ACCELERATE_USE_PARALLELISM_CONFIG",
 }
 _PLAIN = (
-    "choose Accelerate's plain training on several processes (accelerate launch --multi_gpu, or --cpu), and give "
+    "choose Accelerate's plain training on several processes (accelerate launch --multi_gpu, or torchrun), and give "
     "Accelerator(gemini=...) the stage and the budgets"
 )
 

@@ -9,11 +9,12 @@ import accelerate
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gemini import ShardedModel, ShardedOptimizer
+from gemini import RemoteRankError, ShardedModel, ShardedOptimizer
 from gemini.integrations.accelerate import Accelerator
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
@@ -229,6 +230,24 @@ def test_whole_models_are_saved_as_their_own_class_and_tied_weights_once(rank: i
             saved = safetensors.torch.load_file(folder / name / "model.safetensors")
             assert_same(saved, {name: value for name, value in before.items() if name != "lm_head.weight"})
     model.close()
+
+
+@on_ranks(2)
+def test_who_cannot_write_a_state_tells_every_rank(rank: int, world_size: int) -> None:
+    script = Script(_ours())
+    with shared_folder() as folder:
+        if rank == 0:
+            (folder / "optimizer.bin").mkdir()
+        dist.barrier()
+        with pytest.raises(RuntimeError if rank == 0 else RemoteRankError, match="Is a directory"):
+            script.accelerator.save_state(folder)
+        if rank == 0:
+            (folder / "optimizer.bin").rmdir()
+        dist.barrier()
+        assert len(list(script.epoch())) == 5
+        script.accelerator.save_state(folder)
+        assert (folder / "optimizer.bin").exists()  # on every rank as soon as it returns
+    script.close()
 
 
 @on_ranks(2)

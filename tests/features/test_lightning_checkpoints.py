@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from gemini import UnsupportedError
+from gemini import RemoteRankError, UnsupportedError
 from gemini.integrations.lightning import GeminiStrategy
 from tests.harness.on_ranks import on_ranks
 from tests.harness.shared_folder import shared_folder
@@ -89,6 +89,21 @@ def test_a_module_is_evaluated_before_and_after_its_fit(rank: int, world_size: i
         again = Plain()
         again.load_state_dict(module.state_dict())
         assert other.test(again, loader(8), verbose=False) == after
+
+
+@on_ranks(2)
+def test_who_cannot_write_a_checkpoint_tells_every_rank(rank: int, world_size: int) -> None:
+    module = Plain()
+    fit = trainer("", _ours(), enable_checkpointing=False)
+    fit.fit(module, loader())
+    with shared_folder() as folder:
+        if rank == 0:
+            (folder / "taken").touch()
+        dist.barrier()
+        with pytest.raises(OSError if rank == 0 else RemoteRankError, match="taken"):
+            fit.save_checkpoint(folder / "taken" / "it.ckpt")
+        fit.save_checkpoint(folder / "free")
+        assert (folder / "free").exists()  # on every rank as soon as it returns
 
 
 class Large(Plain):

@@ -100,4 +100,18 @@ MUTANTS = [
         "pass",
         "tests/features/test_lightning.py::test_a_fit_trains_as_the_low_level_api_by_hand",
     ),
+    Mutant(
+        "a rank that cannot write an accelerator's state tells nobody",
+        ACCELERATE,
+        "with communicator.publishing(), ExitStack() as writing:",
+        "with ExitStack() as writing:",
+        f"{TESTS}::test_who_cannot_write_a_state_tells_every_rank",
+    ),
+    Mutant(
+        "a rank that cannot write Lightning's checkpoint tells nobody",
+        LIGHTNING,
+        "        with communicator.publishing():\n            super().save_checkpoint",
+        "        if True:\n            super().save_checkpoint",
+        "tests/features/test_lightning_checkpoints.py::test_who_cannot_write_a_checkpoint_tells_every_rank",
+    ),
 ]
