@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import nn
@@ -27,7 +27,17 @@ BUDGETS = ("device_memory", "model_data_memory", "host_memory")
 _OF_THIS_RANK = ("device", "rank_timeout")  # ranks need not have the same
 
 Strategy = ShardStrategy | type[ShardStrategy] | str | None
-Device = int | str | torch.device | None
+
+
+@runtime_checkable
+class Emulation(Protocol):
+    """An emulated device whose memory is bounded and shared: `gemini.EmulatedDevice`."""
+
+    def hold(self, ledger: Any) -> None:
+        """What this ledger counts lies on the device from now on."""
+
+
+Device = int | str | torch.device | Emulation | None
 Weights = torch.dtype | Mapping[type[nn.Module] | str, torch.dtype | None] | None
 
 
@@ -87,7 +97,8 @@ class Settings:
         accumulate_dtype: in which reduced gradients rest and micro-batches are added up, from the first on. None: in
             the gradient's own dtype, 16-bit ones in fp32 from the second micro-batch on. fp64 weights keep to fp64.
         chunk_size: elements of a chunk; None searches for the cheapest size that the budgets allow.
-        device: "emulated", an int, a string or a torch.device. None: the current accelerator, else emulated.
+        device: "emulated", an `EmulatedDevice`, an int, a string or a torch.device. None: the current accelerator, else
+            emulated.
         device_memory: bytes that this process may hold on the device, activations included. None: what is free.
         model_data_memory: bytes of it that chunks may take. None: what is left of device_memory after activations.
         host_memory: bytes that chunks may take on the host. None: what is free.
@@ -228,5 +239,5 @@ def check_dtype(name: str, dtype: torch.dtype | None, valid: tuple[torch.dtype, 
 
 def check_device(name: str, device: Device) -> None:
     """Raises TypeError unless a device can be given so; whether the machine has it is found when it is used."""
-    if isinstance(device, bool) or not (device is None or isinstance(device, (int, str, torch.device))):
+    if isinstance(device, bool) or not (device is None or isinstance(device, (int, str, torch.device, Emulation))):
         raise TypeError(f'{name} must be "emulated", an int, a string or a torch.device, found {device!r}')

@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
-from gemini.placement.budget import FreeBytes
+from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind
+from gemini.placement.following import budget_to_follow, followed_in_words
 from gemini.placement.offloaded import offloaded
 from gemini.placement.plan import PlanChanges, replan
 from gemini.placement.specs import OperatorSpec
@@ -142,9 +144,13 @@ class Trainability:
                 self._replan(self._flags, "states reloaded", _OFFLOADED)
 
     def before_use(self) -> None:
-        """`reload`, if nothing is in its way: the model is about to be used, and works where it is. Collective then."""
+        """The model is about to be used: `reload`, if nothing is in its way, and follow free memory. Collective then.
+
+        With states that cannot come back now it works where they are.
+        """
         if self._manager.plan.offloaded and not (self._gradients_wait() or self._in_use()):
             self.reload()
+        self._follow_memory()
 
     def change_budgets(self, settings: Settings, free: FreeBytes) -> None:
         """Homes and slots follow the budgets of `settings`, and `free` where those name none. Collective.
@@ -153,7 +159,30 @@ class Trainability:
         """
         words = [f"{name}={settings.budget_bytes(name)}" for name in BUDGETS]
         with self._between_steps("change_budgets()"):
-            self._replan(self._flags, f"budgets: {', '.join(words)}", _BUDGETED, budgeted=(settings, free))
+            self._replan(
+                self._flags,
+                f"budgets: {', '.join(words)}",
+                _BUDGETED,
+                settings=settings,
+                budget=Budget.of(settings, free),
+            )
+
+    def _follow_memory(self) -> None:
+        """Another plan, if the device has more or less room by now. Collective then."""
+        live, plan = self._manager.live, self._manager.plan
+        seen = live.take()
+        if seen is None or plan.offloaded or self._gradients_wait() or self._in_use():
+            return
+        now = Budget.of(plan.settings, FreeBytes(seen.free, plan.budget.host, seen.activations))
+        budget = budget_to_follow(plan, now)
+        if budget is None:
+            return
+        with self._between_steps("following free memory"):
+            self._replan(
+                self._flags, f"free memory: room for {budget.device} bytes of model data", _BUDGETED, budget=budget
+            )
+        live.restart()
+        get_dist_logger().info(followed_in_words(plan, self._manager.plan, seen.activations), ranks=[0])
 
     @contextmanager
     def _between_steps(self, what: str) -> Iterator[None]:

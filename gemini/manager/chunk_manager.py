@@ -22,6 +22,8 @@ from gemini.manager.params import ParamStore
 from gemini.manager.step import Step
 from gemini.memory.memory import Memory
 from gemini.memory.scratch import Scratch
+from gemini.monitor.device import DeviceSource
+from gemini.monitor.live import LiveMemory
 from gemini.observe import Observer
 from gemini.placement.plan import Plan
 from gemini.ranks.communicator import Communicator
@@ -54,8 +56,8 @@ class ChunkManager:
         memory: what the homes were taken of.
         plan: says where states rest, how many slots there are, and how much scratch.
         communicator: of the ranks that share the chunks.
-        stage: of ZeRO, 0 to 3.
         released_class: of parameters outside their operators.
+        device: whose memory is read from step to step.
 
     Attributes:
         chunks: all chunks of the model, in the order of `model.plan`.
@@ -63,6 +65,7 @@ class ChunkManager:
         plan: the one in force; `model.plan`.
         communicator: collectives, and what ranks agree on.
         observer: is told of every move; `model.observer`.
+        live: what the device has for the model, read at each step.
         params: the payloads in their slots, and what parameters show.
         grads: gradients on their way, and at rest.
         step: what happens to chunks in a forward, a backward and an update, in written order.
@@ -77,15 +80,16 @@ class ChunkManager:
         memory: Memory,
         plan: Plan,
         communicator: Communicator,
-        stage: int,
         released_class: type[nn.Parameter],
+        device: DeviceSource,
     ) -> None:
-        placement, demand = plan.placement, plan.demand
+        placement, demand, stage = plan.placement, plan.demand, plan.settings.stage
         self.chunks = list(chunks)
         self.memory = memory
         self.communicator = communicator
         self.plan = plan
         self.observer = Observer()
+        self.live = LiveMemory(device, memory.device.ledger)
         self.optimizer: OptimizerPart | None = None
         binding = Binding(self.chunks, memory, released_class)
         self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer)

@@ -10,14 +10,17 @@ from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.memory.pinned import CudaRuntime
 from gemini.memory.tier import MemoryTier
-from gemini.settings import Device, check_device
+from gemini.settings import Device, Emulation, check_device
 
 
 def choose_tiers(device: Device) -> tuple[MemoryTier, HostTier]:
     """(device tier, host tier), without budgets so far. "emulated" and "cpu" are the emulated device."""
     resolved = resolve_device(device, "device")
     if resolved.type == "cpu":
-        return EmulatedTier(), HostTier()
+        tier = EmulatedTier()
+        if isinstance(device, Emulation):
+            device.hold(tier.ledger)
+        return tier, HostTier()
     return AcceleratorTier(resolved), HostTier(runtime=CudaRuntime(resolved) if resolved.type == "cuda" else None)
 
 
@@ -26,7 +29,7 @@ def resolve_device(device: Device, argument: str) -> torch.device:
     if device is None:
         device = current_device()
     check_device(argument, device)
-    if device == "emulated":
+    if device == "emulated" or isinstance(device, Emulation):
         return torch.device("cpu")
     if isinstance(device, int):
         kind = torch.accelerator.current_accelerator()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gemini.building.link import built_link_of
+from gemini.monitor.device import DeviceSource
 from gemini.monitor.monitor import MemoryMonitor
 from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import Kind
@@ -23,7 +24,7 @@ _HOST_RESERVE = 0.1
 _UNBOUNDED = 2**62  # a reading of a device that has no bound
 
 
-def read_free(settings: Settings, own: tuple[int, int], communicator: Communicator, device: torch.device) -> FreeBytes:
+def read_free(settings: Settings, own: tuple[int, int], communicator: Communicator, device: DeviceSource) -> FreeBytes:
     """What is free for a model where `settings` do not say it, the least over ranks. Collective.
 
     own: bytes on the device and on the host that are the model's already, or that it gives back, and so count as free.

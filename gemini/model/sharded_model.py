@@ -44,6 +44,7 @@ from gemini.model.report import memory_table
 from gemini.model.specs import describe, model_spec
 from gemini.model.wrap import make_chunks
 from gemini.model.wrappers import is_dtensor, refuse_ddp
+from gemini.monitor.device import DeviceSource, source_of
 from gemini.observe import Observer
 from gemini.placement.demand import Kind, kind_named
 from gemini.placement.plan import Plan, plan_model
@@ -98,6 +99,7 @@ class ShardedModel(PlainView):
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
         device_tier, host_tier = choose_tiers(settings.device)
+        device = source_of(settings.device)
         super().__init__()
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
@@ -116,7 +118,7 @@ class ShardedModel(PlainView):
                 built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
                 communicator.agree(repr((given, spec, built)).encode(), "the model", describe(given, spec, built))
                 own = bytes_on(module, device_tier.device), 0
-                free = read_free(settings, own, communicator, device_tier.device)
+                free = read_free(settings, own, communicator, device)
                 first = plan_model(spec, settings, communicator.world_size, free)
                 by_name = dict(module.named_parameters())
                 wrapping.chunks = make_chunks(
@@ -130,7 +132,7 @@ class ShardedModel(PlainView):
                 for store in wrapping.stores:
                     store.go_over(communicator)
                     store.release_all()  # what was edited is home before anything moves
-                self._build(wrapping, operators, gathers, weights, first)
+                self._build(wrapping, operators, gathers, weights, first, device)
                 communicator.wait_for_all("model is wrapped")
                 close_empty(wrapping.stores, communicator)
         except BaseException as error:
@@ -141,13 +143,19 @@ class ShardedModel(PlainView):
             raise
 
     def _build(
-        self, wrapping: MovingOut, operators: Found, gathers: bool, weights: ModulePrecision, plan: Plan
+        self,
+        wrapping: MovingOut,
+        operators: Found,
+        gathers: bool,
+        weights: ModulePrecision,
+        plan: Plan,
+        device: DeviceSource,
     ) -> None:
         """Take memory, move the weights in, install hooks."""
         chunks, communicator, memory = wrapping.chunks, wrapping.communicator, wrapping.memory
         move_buffers_in(self.module, communicator, memory.device, wrapping.moves)
         move_in(chunks, plan.placement, plan.demand, communicator, memory, wrapping.moves)
-        self.chunk_manager = ChunkManager(chunks, memory, plan, communicator, plan.settings.stage, ReleasedParameter)
+        self.chunk_manager = ChunkManager(chunks, memory, plan, communicator, ReleasedParameter, device)
         self._states = States(self.chunk_manager)
         step = self.chunk_manager.step
         saved_tensors = SavedTensors(step)
@@ -301,8 +309,7 @@ class ShardedModel(PlainView):
     def change_budgets(self, **budgets: Unpack[Budgets]) -> None:
         """Allow the model other bytes between steps: its states move to where they rest under them. Collective.
 
-        No result changes. Chunks keep their size, so that the least budget of the chunks that there are counts:
-        `model.plan.minimum_bytes`.
+        No result changes. Chunks keep their size, so that `model.plan.packed_minimum_bytes` is the least budget.
 
         Args:
             budgets: `device_memory`, `model_data_memory` and `host_memory` as in `Settings`; None reads what is free
@@ -320,7 +327,8 @@ class ShardedModel(PlainView):
         settings = replace(self.settings, **budgets)
         memory, communicator = self.chunk_manager.memory, self.chunk_manager.communicator
         own = memory.device.ledger.total_bytes, memory.host.ledger.total_bytes
-        self.trainability.change_budgets(settings, read_free(settings, own, communicator, memory.device.device))
+        free = read_free(settings, own, communicator, source_of(settings.device))
+        self.trainability.change_budgets(settings, free)
 
     def memory_report(self) -> str:
         """A table of this rank's memory: bytes by tier and kind, now and at the peak; slots; bytes moved. Local.

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 
+from gemini.memory.devices import resolve_device
 from gemini.memory.ledger import Ledger
 from gemini.monitor.nvml import DriverReading, Nvml, driver_of_process
 from gemini.monitor.peaks import PeakMeter, StorageMeter
 from gemini.monitor.readings import DeviceReading
+from gemini.settings import Device
 
 _cuda_bindings: Any = torch._C
 
@@ -25,6 +28,8 @@ class DeviceSource(Protocol):
     """Where a monitor has a device's readings from."""
 
     def read(self) -> DeviceReading: ...
+
+    def reset_peak(self) -> None: ...
 
     def peak_meter(self) -> PeakMeter: ...
 
@@ -133,9 +138,14 @@ class CudaSource:
             allocated_bytes=own.allocated,
             reserved_bytes=own.reserved,
             inactive_bytes=own.inactive,
+            peak_bytes=own.peak,
             others_bytes=max(0, total - free - (own.reserved if own_bytes is None else own_bytes)),
             tells_processes_apart=own_bytes is not None,
         )
+
+    def reset_peak(self) -> None:
+        """`DeviceReading.peak_bytes` is of what follows, and so is `torch.cuda.max_memory_allocated`."""
+        self._runtime.reset_peak()
 
     def peak_meter(self) -> PeakMeter:
         """Of the allocator. Whoever reads `torch.cuda.max_memory_allocated` finds that it starts at each position."""
@@ -172,23 +182,31 @@ class AllocatorMeter:
 class EmulatedDevice:
     """Device memory that is really host memory, with a capacity that may change at any time, as free memory does.
 
-    `MemoryMonitor(EmulatedDevice(10**9))` reads it. Local; raises nothing.
+    `ShardedModel(module, device=EmulatedDevice(10**9))` trains on it, `MemoryMonitor(EmulatedDevice(10**9))` reads it.
+    Local; raises nothing.
 
     Args:
-        total_bytes: of the device; it may be assigned while a monitor reads. None: no bound.
-        ledger: of a device tier, whose bytes are this process's. None: this process has none.
+        total_bytes: of the device; it may be assigned at any time. None: no bound.
         others_bytes: that other processes are to hold; it may be assigned, too.
+        activation_bytes: the most that a training step is to take besides model data; it may be assigned, too, and
+            `MemoryMonitor(device).record_peaks()` assigns what it has measured. None: not known.
     """
 
-    def __init__(self, total_bytes: int | None = None, ledger: Ledger | None = None, others_bytes: int = 0) -> None:
+    def __init__(
+        self, total_bytes: int | None = None, others_bytes: int = 0, activation_bytes: int | None = None
+    ) -> None:
         self.total_bytes = total_bytes
         self.others_bytes = others_bytes
-        self._ledger = ledger
+        self.activation_bytes = activation_bytes
+        self._ledgers: WeakSet[Ledger] = WeakSet()
+
+    def hold(self, ledger: Ledger) -> None:
+        """The bytes that this ledger counts are on the device from now on. Local; raises nothing."""
+        self._ledgers.add(ledger)
 
     def read(self) -> DeviceReading:
         """What there is now. Local; raises nothing."""
-        own = 0 if self._ledger is None else self._ledger.total_bytes
-        total = self.total_bytes
+        own, total = sum(ledger.total_bytes for ledger in self._ledgers), self.total_bytes
         return DeviceReading(
             device=torch.device("cpu"),
             total_bytes=total,
@@ -196,17 +214,24 @@ class EmulatedDevice:
             allocated_bytes=own,
             reserved_bytes=own,
             inactive_bytes=0,
+            peak_bytes=None if self.activation_bytes is None else own + self.activation_bytes,
             others_bytes=self.others_bytes,
             tells_processes_apart=True,
         )
 
+    def reset_peak(self) -> None:
+        """Nothing: what is assigned holds until it is assigned again. Local; raises nothing."""
+
     def peak_meter(self) -> PeakMeter:
         """Of live storages that operations make. Local; raises nothing."""
-        return StorageMeter()
+        return StorageMeter(self)
 
 
-def source_of(device: torch.device) -> DeviceSource:
+def source_of(device: Device | DeviceSource) -> DeviceSource:
     """Where a device's readings come from. Accelerators but CUDA's count as one without a bound."""
+    if isinstance(device, DeviceSource):
+        return device
+    device = resolve_device(device, "device")
     if device.type != "cuda":
         return EmulatedDevice()
     is_nvidia = torch.version.cuda is not None

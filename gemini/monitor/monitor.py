@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gemini.memory.devices import resolve_device
 from gemini.monitor.device import DeviceSource, source_of
 from gemini.monitor.host import DiskSource, HostSource
 from gemini.monitor.peaks import PositionPeaks
@@ -24,8 +23,8 @@ class MemoryMonitor:
     monitor and its own readings, which differ. Local.
 
     Args:
-        device: "emulated", an int, a string or a torch.device, as in `Settings`; or a source of readings, such as
-            `EmulatedDevice`. None: the current accelerator, else the emulated device, which has no bound.
+        device: "emulated", an int, a string or a torch.device, as in `Settings`, an `EmulatedDevice` included.
+            None: the current accelerator, else the emulated device, which has no bound.
         directory: whose file system is read, too. It need not exist yet. None: no disk is read.
 
     Raises TypeError or ValueError for a device that is not there.
@@ -40,7 +39,7 @@ class MemoryMonitor:
     """
 
     def __init__(self, device: Device | DeviceSource = None, *, directory: str | Path | None = None) -> None:
-        self._device = device if isinstance(device, DeviceSource) else source_of(resolve_device(device, "device"))
+        self._device = source_of(device)
         self._host = HostSource()
         self._disk = None if directory is None else DiskSource(Path(directory))
 

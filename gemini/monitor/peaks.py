@@ -73,6 +73,12 @@ class PositionPeaks(AbstractContextManager["PositionPeaks"]):
         self._meter.__exit__(*error)
 
 
+class Emulated(Protocol):
+    """A device that operations do not run out of."""
+
+    activation_bytes: int | None
+
+
 class StorageMeter(TorchDispatchMode):
     """Live storages that operations of the user's have made since it was entered.
 
@@ -82,8 +88,11 @@ class StorageMeter(TorchDispatchMode):
 
     counts_model_data = False
 
-    def __init__(self) -> None:
+    def __init__(self, device: Emulated) -> None:
+        """device: is told the most bytes of all, when this mode is left."""
         super().__init__()
+        self._device = device
+        self._most = 0
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's address in C++
         self._now = self._peak = 0
 
@@ -112,7 +121,13 @@ class StorageMeter(TorchDispatchMode):
     def take(self) -> int:
         """The most bytes since the last call."""
         peak, self._peak = self._peak, self._now
+        self._most = max(self._most, peak)
         return peak
+
+    def __exit__(self, *error: Any) -> None:
+        self.take()
+        self._device.activation_bytes = self._most
+        super().__exit__(*error)
 
     def _count(self, num_bytes: int) -> None:
         self._now += num_bytes

@@ -21,6 +21,7 @@ class DeviceReading:
         reserved_bytes: that torch's allocator holds for this process: what is allocated and what it caches.
         inactive_bytes: of what is cached, pieces of blocks whose other pieces are in use. The allocator reuses them for
             tensors that are small enough, and cannot give them back.
+        peak_bytes: the most that was allocated since the last reset of the peak. None: not known.
         others_bytes: in use and not of this process. Where the driver does not tell processes apart (in most
             containers) all that is outside of torch's allocator counts, this process's CUDA context too.
         tells_processes_apart: `others_bytes` leaves out all of this process.
@@ -32,6 +33,7 @@ class DeviceReading:
     allocated_bytes: int
     reserved_bytes: int
     inactive_bytes: int
+    peak_bytes: int | None
     others_bytes: int
     tells_processes_apart: bool
 

@@ -207,7 +207,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in trained:
             self._manager.step.before_chunk_update(chunk)
         ungrouped = self._chunk_states.ungrouped()
-        return summarize(self._manager.step, trained, ungrouped, self._num_parameters, norm_type, self._settings())
+        live = self._manager.live if self.model.settings.model_data_memory is None else None
+        step, num_parameters = self._manager.step, self._num_parameters
+        return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live)
 
     def _step(self) -> None:
         step = self._manager.step

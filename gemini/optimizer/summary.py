@@ -19,6 +19,7 @@ from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.step import Step
 from gemini.memory.transfer import wait_on_tier
+from gemini.monitor.live import LiveMemory
 from gemini.optimizer.runs import spans_of
 from gemini.ranks.communicator import Communicator
 from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
@@ -48,10 +49,12 @@ def summarize(
     num_parameters: int,
     norm_type: float,
     settings: str,
+    live: LiveMemory | None,
 ) -> GradientSummary:
     """Look at all gradients once, reduced if backwards under no_sync() have left that for later. Collective.
 
     ungrouped: parameters that are not the optimizer's, by chunk index, then by position: their values do not count.
+    live: what the device has, which ranks agree on here. None: the user has fixed what the model may take.
     settings: the optimizer's, in words. Raises DivergenceError on all ranks where they differ: a learning rate that
     differs by rank would give every rank's shard another update, and no error.
     """
@@ -80,11 +83,14 @@ def summarize(
     device, communicator = step.params.device.device, step.communicator
     limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
-    both = torch.cat([limbs, torch.tensor(words + bits, dtype=torch.int64)]).to(device)
+    readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
+    both = torch.cat([limbs, torch.tensor(words + bits + readings, dtype=torch.int64)]).to(device)
     communicator.all_reduce_sum_(both, "gradient summary")
     both = both.cpu()
     limbs, counts = both[: limbs.numel()], both[limbs.numel() :].tolist()
-    counts, bits = counts[: len(words)], counts[len(words) :]
+    counts, bits, readings = counts[: len(words)], counts[len(words) :][: len(bits)], counts[len(words) + len(bits) :]
+    if live is not None:
+        live.agree(readings)
     _refuse_other_settings(communicator, settings, bits)
     if norm_type == 2.0:
         norm = norm_from_limbs(limbs)

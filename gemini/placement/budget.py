@@ -9,6 +9,12 @@ from gemini.settings import Settings
 ACTIVATION_FRACTION = 0.3
 """Of `device_memory`, left to activations and workspace until a step has shown what they need."""
 
+_MORE_ACTIVATIONS = 0.1
+"""Of the activations that were seen: the next batch may be a little larger."""
+
+_RESERVE = 0.03
+"""Of the device, left to what an allocator cannot use of it."""
+
 
 @dataclass(frozen=True)
 class FreeBytes:
@@ -17,10 +23,12 @@ class FreeBytes:
     Args:
         device: bytes, those of parameters that wrapping frees included. None: no bound, or settings name a budget.
         host: bytes. None: likewise.
+        activations: the most bytes on the device that a step took besides model data. None: no step has shown it.
     """
 
     device: int | None = None
     host: int | None = None
+    activations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -37,13 +45,20 @@ class Budget:
         if device is None:
             given = settings.budget_bytes("device_memory")
             whole = free.device if given is None else given
-            device = None if whole is None else int(whole * (1 - ACTIVATION_FRACTION))
+            device = None if whole is None else whole - _left_out(whole, free.activations)
         host = settings.budget_bytes("host_memory")
         return Budget(device, free.host if host is None else host)
 
     def wider(self, other: Budget) -> Budget:
         """What keeps to one of the two keeps to this."""
         return Budget(_greater(self.device, other.device), _greater(self.host, other.host))
+
+
+def _left_out(whole: int, activations: int | None) -> int:
+    """Of `whole` bytes: what is not for model data."""
+    if activations is None:
+        return whole - int(whole * (1 - ACTIVATION_FRACTION))
+    return min(whole, int(activations * (1 + _MORE_ACTIVATIONS) + whole * _RESERVE))
 
 
 def _greater(one: int | None, other: int | None) -> int | None:

@@ -69,12 +69,12 @@ class Plan:
         """Model data that the device may hold on each rank. None: no bound."""
         return self.budget.device
 
-    @property
+    @cached_property
     def device_bytes(self) -> int:
         """Model data that the device holds at its peak on each rank."""
         return self.placement.device_bytes(self.demand)
 
-    @property
+    @cached_property
     def host_bytes(self) -> int:
         """Bytes at rest on the host on each rank."""
         return self.placement.host_bytes(self.demand)
@@ -93,6 +93,11 @@ class Plan:
         """
         if self.is_first:
             return _minimum_bytes(self.spec, self.settings, self.world_size)
+        return self.packed_minimum_bytes
+
+    @cached_property
+    def packed_minimum_bytes(self) -> int | None:
+        """The least `model_data_memory` for the chunks of this plan. None: likewise."""
         return _least_device_bytes(self.settings, self.demand)
 
     def explain(self) -> str:
@@ -153,13 +158,11 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
 
 
 class PlanChanges(TypedDict, total=False):
-    """What a plan for the same chunks is made of, where it differs from the plan before.
-
-    budgeted: settings with other budgets, and what is free where they name none.
-    """
+    """What a plan for the same chunks is made of, where it differs from the plan before."""
 
     operators: tuple[OperatorSpec, ...]
-    budgeted: tuple[Settings, FreeBytes]
+    settings: Settings
+    budget: Budget
 
 
 def replan(
@@ -173,12 +176,10 @@ def replan(
     trained: of every weight, in the order of the chunks. kept: states that frozen chunks still have, by chunk index.
     Raises BudgetError; room on the host is the business of those who know what is there by now.
     """
-    spec, settings, budget = before.spec, before.settings, before.budget
+    spec = before.spec
     if "operators" in changes:
         spec = replace(spec, operators=changes["operators"])
-    if "budgeted" in changes:
-        settings, free = changes["budgeted"]
-        budget = Budget.of(settings, free)
+    settings, budget = changes.get("settings", before.settings), changes.get("budget", before.budget)
     try:
         plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept)
     except BudgetError as error:

@@ -1,14 +1,21 @@
 """What a model may take: the device's and the host's budget. Ranks agree on readings; what users give must be equal."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from gemini import BudgetError, DivergenceError, ShardedModel, ShardedOptimizer, ZeroInitContext, estimate_memory
+from gemini import (
+    BudgetError,
+    DivergenceError,
+    EmulatedDevice,
+    ShardedModel,
+    ShardedOptimizer,
+    ZeroInitContext,
+    estimate_memory,
+)
 from gemini.model.budgets import share_of_host
-from tests.harness.machine import machine
+from tests.harness.machine import host_with
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.uneven import Uneven, batch_loss
 from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, smallest_budget, train_step, weights_of
@@ -18,36 +25,33 @@ HOST_BYTES = 10**9
 POLICIES = ["auto", "cpu", "cuda"]
 
 
-@pytest.fixture
-def reading() -> Iterator[None]:
-    """A device that has so much free."""
-    with machine(device_bytes=FREE_BYTES):
-        yield
-
-
 @pytest.mark.parametrize("is_built", [False, True])
-def test_memory_that_wrapping_frees_counts_as_free(reading: None, is_built: bool) -> None:
+def test_memory_that_wrapping_frees_counts_as_free(is_built: bool) -> None:
     """The module's own parameters lie on the device that they are about to leave; tied ones count once."""
     with ZeroInitContext(enabled=is_built):
         module = build()
         module.layers[1].weight = module.layers[0].weight
     elements = sum(parameter.numel() for parameter in module.parameters())
-    budget = ShardedModel(module, device="emulated").plan.budget_bytes
+    budget = ShardedModel(module, device=EmulatedDevice(FREE_BYTES)).plan.budget_bytes
     assert budget is not None
     padding = 256 * len(list(module.parameters())) if is_built else 0  # of the shards that a build keeps
     assert int((FREE_BYTES + 4 * elements) * 0.7) <= budget <= int((FREE_BYTES + 4 * (elements + padding)) * 0.7)
 
 
-def test_a_given_budget_is_what_the_user_gave(reading: None) -> None:
-    assert ShardedModel(build(), device="emulated", model_data_memory=50_000).plan.budget_bytes == 50_000
-    assert ShardedModel(build(), device="emulated", device_memory="1MB").plan.budget_bytes == 700_000
+def test_a_given_budget_is_what_the_user_gave() -> None:
+    assert (
+        ShardedModel(build(), device=EmulatedDevice(FREE_BYTES), model_data_memory=50_000).plan.budget_bytes == 50_000
+    )
+    assert ShardedModel(build(), device=EmulatedDevice(FREE_BYTES), device_memory="1MB").plan.budget_bytes == 700_000
 
 
-def test_buffers_stay_and_are_not_counted_as_free(reading: None) -> None:
+def test_buffers_stay_and_are_not_counted_as_free() -> None:
     module = build()
     module.register_buffer("table", torch.zeros(1000))
     elements = sum(parameter.numel() for parameter in module.parameters())
-    assert ShardedModel(module, device="emulated").plan.budget_bytes == int((FREE_BYTES + 4 * elements) * 0.7)
+    assert ShardedModel(module, device=EmulatedDevice(FREE_BYTES)).plan.budget_bytes == int(
+        (FREE_BYTES + 4 * elements) * 0.7
+    )
 
 
 # ---- the chunk size is searched under the budget ----------------------------------------------------------------
@@ -144,17 +148,15 @@ RANK_0_BYTES = 30_000
 def test_ranks_that_read_different_free_memory_go_by_the_least(rank: int, world_size: int, is_built: bool) -> None:
     """Every rank reads more than the one before, and rank 0 the least of all."""
     spread = 7_000
-    with machine(RANK_0_BYTES + spread * rank, HOST_BYTES + spread * rank):
+    with host_with(HOST_BYTES + spread * rank):
         if is_built:
             with ZeroInitContext():
                 module = build(Mlp)
         else:
             module = build(Mlp)
         own = 0 if is_built else sum(parameter.nbytes for parameter in module.parameters())
-        model = ShardedModel(module, device="emulated", chunk_size=CHUNK_NUMEL)
-    optimizer = ShardedOptimizer(model, adam(model.parameters()))
-    losses = [float(train_step(model, optimizer, step)) for step in range(2)]
-    assert losses[1] < losses[0]
+        device_memory = EmulatedDevice(RANK_0_BYTES + spread * rank)
+        model = ShardedModel(module, device=device_memory, chunk_size=CHUNK_NUMEL)
     device, host = model.chunk_manager.memory.tiers
     budget = model.plan.budget_bytes
     assert budget is not None and device.capacity_bytes == budget and host.capacity_bytes is not None
@@ -164,6 +166,11 @@ def test_ranks_that_read_different_free_memory_go_by_the_least(rank: int, world_
     assert host.capacity_bytes == share_of_host(HOST_BYTES)
     if not is_built:
         assert budget == int((RANK_0_BYTES + own) * 0.7)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    losses = [float(train_step(model, optimizer, step)) for step in range(3)]
+    assert losses[1] < losses[0]
+    assert model.plan.budget_bytes == device.capacity_bytes
+    assert len(set(gathered((model.plan.budget_bytes, model.plan.hash)))) == 1, "and after steps, which read again"
     model.close()
 
 

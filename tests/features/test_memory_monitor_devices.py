@@ -11,7 +11,6 @@ from gemini.memory.ledger import Ledger
 from gemini.monitor.device import CudaRuntime, CudaSource, EmulatedDevice
 from gemini.monitor.nvml import Nvml
 from gemini.monitor.readings import DeviceReading
-from tests.harness.machine import machine
 from tests.zoo import mlp
 from tests.zoo.nvidia import GIB, OWN, UUID, Device, FakeNvml, FakeRuntime
 
@@ -147,7 +146,8 @@ def test_the_emulated_device_has_no_bound_unless_it_is_given_one() -> None:
 
 def test_an_emulated_devices_memory_rises_and_falls_while_it_is_read() -> None:
     ledger = Ledger()
-    device = EmulatedDevice(1000, ledger)
+    device = EmulatedDevice(1000)
+    device.hold(ledger)
     monitor = MemoryMonitor(device)
     ledger.take("param", 300)
     assert monitor.read().device.free_bytes == 700
@@ -161,10 +161,12 @@ def test_an_emulated_devices_memory_rises_and_falls_while_it_is_read() -> None:
 
 def test_a_model_is_planned_for_the_memory_that_there_is_when_it_is_wrapped() -> None:
     budgets = []
-    with machine(device_bytes=10**6) as device:
-        for total_bytes in (10**6, 10**5):
-            device.total_bytes = total_bytes
-            model = ShardedModel(mlp.build(), device="emulated", chunk_size=mlp.CHUNK_NUMEL)
-            budgets.append(model.plan.budget_bytes)
+    device = EmulatedDevice(10**6)
+    for total_bytes in (10**6, 10**5):
+        device.total_bytes = total_bytes
+        model = ShardedModel(mlp.build(), device=device, chunk_size=mlp.CHUNK_NUMEL)
+        budgets.append(model.plan.budget_bytes)
+        model.close()
+        del model
     own = sum(parameter.nbytes for parameter in mlp.build().parameters())
     assert budgets == [int((10**6 + own) * 0.7), int((10**5 + own) * 0.7)]

@@ -4,6 +4,34 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "every rank follows its own reading",
+        "gemini/monitor/live.py",
+        "None if _UNKNOWN in free else min(free)",
+        "None if _UNKNOWN in free else max(free)",
+        "tests/features/test_live_memory.py::test_ranks_whose_readings_differ_plan_alike",
+    ),
+    Mutant(
+        "a model that is told to give memory up keeps no margin",
+        "gemini/placement/following.py",
+        "int(room * (1 - _MARGIN))",
+        "room",
+        "tests/features/test_live_memory.py::test_noise_moves_nothing",
+    ),
+    Mutant(
+        "activations that were seen are model data's",
+        "gemini/placement/budget.py",
+        "int(activations * (1 + _MORE_ACTIVATIONS) + whole * _RESERVE)",
+        "int(whole * _RESERVE)",
+        "tests/features/test_live_memory.py::test_twice_the_batch_leaves_less_to_the_model",
+    ),
+    Mutant(
+        "the old budget is in force after a change",
+        "gemini/manager/chunk_manager.py",
+        "        self.memory.allow(plan.budget)\n        self.plan = plan",
+        "        self.plan = plan",
+        "tests/features/test_budget_changes.py::test_states_follow_other_budgets_and_training_has_the_same_bits",
+    ),
+    Mutant(
         "of nested control groups the innermost counts",
         "gemini/monitor/cgroup.py",
         "    found = [reading for group in groups if",

@@ -1,0 +1,181 @@
+"""The device's free memory changes while a model is trained: states move out and in again, and no bit changes."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from gemini import EmulatedDevice, MemoryMonitor, ShardedModel, ShardedOptimizer, state_hash
+from tests.harness.on_ranks import gathered, on_ranks
+from tests.zoo.mlp import CHUNK_NUMEL, adam, build, inputs, loss_of
+
+STEPS = 8
+TOTAL = 10**6
+
+
+def trainer(device: EmulatedDevice, dtype: torch.dtype | None = None) -> tuple[ShardedModel, ShardedOptimizer]:
+    model = ShardedModel(build(), device=device, chunk_size=CHUNK_NUMEL, dtype=dtype)
+    return model, ShardedOptimizer(model, adam(model.parameters()))
+
+
+def held(model: ShardedModel) -> int:
+    return model.chunk_manager.memory.device.ledger.total_bytes
+
+
+def train(
+    rank: int,
+    device: EmulatedDevice,
+    dtype: torch.dtype | None = None,
+    between: Callable[[int, ShardedModel], None] = lambda step, model: None,
+    steps: int = STEPS,
+) -> tuple[list[float], int]:
+    """Losses and the hash of all state."""
+    model, optimizer = trainer(device, dtype)
+    losses = []
+    for step in range(steps):
+        for micro in range(1 + step % 2):
+            loss = loss_of(model, 10 * step + 2 * micro + rank, dtype)
+            optimizer.backward(loss)
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        between(step, model)
+    found = losses, state_hash(model, optimizer)
+    model.close()
+    return found
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What the library's logger says."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler()
+    logging.getLogger("gemini").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("gemini").removeHandler(handler)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_another_process_takes_memory_and_frees_it_again(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
+    """Of a device that has room for all; within two steps, told in a line by rank 0, with the same bits."""
+    device, plans = EmulatedDevice(TOTAL), []
+    with told() as lines:
+
+        def change(step: int, model: ShardedModel) -> None:
+            plans.append((model.plan, held(model)))
+            if step == 1:
+                assert model.plan.host_bytes == 0
+                device.others_bytes = TOTAL - held(model)  # all that was free
+            elif step == 4:
+                device.others_bytes = 0
+
+        changed = train(rank, device, dtype, change)
+    assert changed == train(rank, EmulatedDevice(), dtype)
+    tight, now = plans[3]
+    assert tight.host_bytes > 0
+    assert now <= tight.budget.device < plans[1][0].device_bytes
+    back, _ = plans[6]
+    assert back.host_bytes == 0
+    lines = [line for line in lines if "room for" in line]
+    assert len(lines) == (2 if rank == 0 else 0), lines
+    for line, words in zip(lines, ("states moved to the host, 0 onto", "0 states moved to the host, "), strict=False):
+        assert words in line
+
+
+@on_ranks(2, soak=(3,))
+def test_ranks_whose_readings_differ_plan_alike(rank: int, world_size: int) -> None:
+    device = EmulatedDevice(TOTAL + 1000 * rank)
+
+    def change(step: int, model: ShardedModel) -> None:
+        plan = model.plan
+        assert len(set(gathered((plan.hash, plan.budget)))) == 1
+        if step in (1, 4):
+            device.others_bytes = (TOTAL - held(model)) if rank == step % world_size else 0
+
+    assert train(rank, device, None, change) == train(rank, EmulatedDevice())
+
+
+def test_noise_moves_nothing() -> None:
+    """Readings that go up and down by one percent, at a budget that is used up."""
+    model, optimizer = trainer(EmulatedDevice())
+    loss_of(model).backward()
+    optimizer.step()
+    full = model.plan.device_bytes
+    total = int(0.6 * full / 0.7)
+    device, plans = EmulatedDevice(total), []
+
+    def change(step: int, model: ShardedModel) -> None:
+        plans.append(model.plan.hash)
+        device.total_bytes = total + (total // 100) * (-1) ** step
+
+    train(0, device, None, change)
+    assert len(set(plans[2:])) == 1
+    assert len(set(plans)) <= 2, "the first reading below the plan's bytes moves states, and makes room for the next"
+
+
+def test_a_model_that_does_not_fit_any_more_keeps_the_least_that_it_needs() -> None:
+    device, budgets = EmulatedDevice(TOTAL), []
+
+    def change(step: int, model: ShardedModel) -> None:
+        budgets.append(model.plan.budget_bytes)
+        if step > 0:
+            device.others_bytes = TOTAL - held(model)  # whatever this process frees another one takes
+        if step == 15:
+            assert model.plan.device_bytes == model.plan.packed_minimum_bytes
+
+    assert train(0, device, None, change, steps=16) == train(0, EmulatedDevice(), steps=16)
+    assert budgets == sorted(budgets, reverse=True)
+
+
+def test_what_the_user_fixed_is_not_read() -> None:
+    device = EmulatedDevice(TOTAL)
+    model = ShardedModel(build(), device=device, chunk_size=CHUNK_NUMEL, model_data_memory=TOTAL)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    device.others_bytes = TOTAL
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert (model.plan.budget_bytes, model.plan.host_bytes) == (TOTAL, 0)
+
+
+def test_twice_the_batch_leaves_less_to_the_model() -> None:
+    """Activations are measured, of real batches: what they take in a step is no longer model data's in the next."""
+    device = EmulatedDevice(51_000)
+    model, optimizer = trainer(device)
+    budgets = []
+    for copies in (1, 1, 2, 2, 1, 1):
+        with MemoryMonitor(device).record_peaks() as peaks:
+            peaks.at("step")
+            x = inputs(0).repeat(copies, 1)
+            (model(x) - x).square().mean().backward()
+        optimizer.step()
+        loss_of(model)  # the next forward follows what the step has seen
+        budgets.append(model.plan.budget_bytes)
+        optimizer.zero_grad()
+        assert held(model) <= budgets[-1]
+        assert budgets[-1] + 1.1 * device.activation_bytes <= 51_000
+    one, two = budgets[0], budgets[2]
+    assert budgets == [pytest.approx(each, rel=0.02) for each in (one, one, two, two, one, one)]  # the margin
+    assert two < 0.8 * one
+
+
+def test_nearly_all_of_the_budget_is_used_after_the_first_step() -> None:
+    device = EmulatedDevice(50_000, activation_bytes=5_000)
+    model, optimizer = trainer(device)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert model.plan.host_bytes > 0
+    budget = model.plan.budget_bytes
+    assert budget is not None
+    assert budget == 50_000 - int(1.1 * 5_000 + 0.03 * 50_000)
+    assert model.plan.device_bytes > 0.95 * budget - max(model.plan.demand.slot_bytes)
