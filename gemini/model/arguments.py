@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -29,3 +33,24 @@ def check_module(module: nn.Module) -> None:
             raise UnsupportedError(f"parameter {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
         if parameter.layout is not torch.strided:
             raise UnsupportedError(f"parameter {name!r} is {parameter.layout}; only strided tensors can be in a chunk")
+
+
+def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group that shares the model: the one that is given, else all ranks. None: this process alone. Local.
+
+    Raises TypeError. Warns where torchrun has started ranks that have not met: each would train the whole model alone.
+    """
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
+    if process_group is not None or not dist.is_available():
+        return process_group
+    if dist.is_initialized():
+        return dist.group.WORLD
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and dist.is_torchelastic_launched():
+        warnings.warn(
+            f"torchrun has started {started} ranks, but this one shares its model with none of them: call "
+            "gemini.launch_from_torch() before the model is wrapped",
+            stacklevel=3,
+        )
+    return None

@@ -28,7 +28,7 @@ from gemini.memory.collector import uncollected
 from gemini.memory.devices import choose_tiers
 from gemini.memory.memory import Memory
 from gemini.model.aliases import tie_aliases, warn_of_ties
-from gemini.model.arguments import check_module
+from gemini.model.arguments import check_module, ranks_of
 from gemini.model.budgets import bytes_on, read_free
 from gemini.model.compiled import never_traced
 from gemini.model.hooks import Hooks
@@ -96,13 +96,10 @@ class ShardedModel(PlainView):
         check_module(module)
         warn_of_ties(tie_aliases(module))
         weights = weights_of(module, settings)
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
+        process_group = ranks_of(process_group)
         device_tier, host_tier = choose_tiers(settings.device)
         device = source_of(settings.device)
         super().__init__()
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
         num_ranks = 1 if process_group is None else process_group.size()
         gathers = settings.gathers(num_ranks)
         places: dict[nn.Parameter, int] = {}

@@ -184,6 +184,13 @@ def test_the_context_joins_the_ranks_that_torchrun_started(monkeypatch: pytest.M
         dist.destroy_process_group()
 
 
+def test_a_script_that_forgets_to_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=r"has started 2 ranks, but this one .*: call gemini\.launch_from_torch\(\)"):
+        gemini.initialize(build(), config={"device": "emulated"}, verbose=False)
+
+
 def test_a_launcher_keeps_the_config_for_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_config", None)
     gemini.launch_from_torch(config={"stage": 1, "device": "emulated"}, verbose=False)
