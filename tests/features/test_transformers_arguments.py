@@ -15,8 +15,8 @@ import transformers.trainer
 from gemini import ConfigError, ShardedModel, UnsupportedError, state_hash
 from gemini.integrations import transformers as integration
 from gemini.integrations.transformers import ShardedTraining, Trainer
-from tests.harness.on_ranks import on_ranks
-from tests.zoo.hf_trainers import SHARDED, arguments, gpt2, logged, shared_folder, trainer
+from tests.harness.on_ranks import on_ranks, on_ranks_with
+from tests.zoo.hf_trainers import DTYPES, SHARDED, arguments, flags_of, gpt2, logged, shared_folder, trainer
 
 AUTO = {
     "train_batch_size": "auto",
@@ -47,11 +47,8 @@ AUTO = {
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-def test_a_deepspeed_file_is_completed_by_the_training_arguments(
-    rank: int, world_size: int, flags: dict[str, bool]
-) -> None:
+@on_ranks_with("dtype", {1: ["fp32"], 2: ["bf16"]}, soak={2: ["fp32"]})
+def test_a_deepspeed_file_is_completed_by_the_training_arguments(rank: int, world_size: int, dtype: str) -> None:
     """As transformers does for DeepSpeed; a training that is resumed has the bits of one that went on."""
     with shared_folder() as folder:
         path = Path(folder, f"ds-{rank}.json")
@@ -59,14 +56,14 @@ def test_a_deepspeed_file_is_completed_by_the_training_arguments(
         runs = []
         for checkpoint in (None, f"{folder}/checkpoint-2"):
             saving = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-            each = trainer(folder, sharded={**SHARDED, "config": str(path)}, **saving, **flags)
+            each = trainer(folder, sharded={**SHARDED, "config": str(path)}, **saving, **flags_of(dtype))
             each.train(resume_from_checkpoint=checkpoint)
             runs.append((state_hash(each.sharded_model, each.optimizer), logged(each), logged(each, "learning_rate")))
             each.sharded_model.close()
         assert runs[0] == runs[1]
         model, optimizer = each.sharded_model, each.optimizer
         assert model.settings.stage == 2
-        assert next(iter(model.parameters())).dtype == (torch.bfloat16 if flags else torch.float32)
+        assert next(iter(model.parameters())).dtype == DTYPES[dtype]
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
         assert optimizer.param_groups[0]["eps"] == 1e-8
         # DeepSpeed's first two rates are one; up to 1e-2 in two steps, and then down to 0 at the sixth

@@ -1,42 +1,46 @@
 """`gemini.integrations.transformers.Trainer`: one line of a script is another, and it trains sharded under a budget."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch.utils.data import Subset
 
-from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, state_hash
+from gemini import ShardedModel, ShardedOptimizer, ZeroInitContext, state_hash
 from gemini.integrations.transformers import Seq2SeqTrainer, Trainer
-from tests.harness.on_ranks import on_ranks
-from tests.zoo.hf_trainers import SHARDED, Recorded, Texts, by_hand, gpt2, logged, shared_folder, trainer
-from tests.zoo.mlp import assert_same, weights_of
+from tests.harness.on_ranks import on_ranks, on_ranks_with
+from tests.zoo.hf_trainers import (
+    DTYPES,
+    SHARDED,
+    Recorded,
+    Texts,
+    by_hand,
+    flags_of,
+    gpt2,
+    logged,
+    shared_folder,
+    trainer,
+)
 
-FLAGS = pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"fp16": True}], ids=["fp32", "bf16", "fp16"])
 LITTLE = {**SHARDED, "model_data_memory": "185KiB"}  # too little for all weights at once
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@on_ranks(1, 2)
-@FLAGS
-def test_a_trainer_trains_as_the_same_loop_by_hand(rank: int, world_size: int, flags: dict[str, bool]) -> None:
+@on_ranks_with("dtype", {1: ["fp32"], 2: list(DTYPES)}, soak={1: list(DTYPES)})
+def test_a_trainer_trains_as_the_same_loop_by_hand(rank: int, world_size: int, dtype: str) -> None:
     """Accumulation, clipping, weight decay by group and the schedule, with weights of each dtype: the same bits."""
     with shared_folder() as folder:
-        ours = trainer(folder, **flags)
+        ours = trainer(folder, **flags_of(dtype))
         seen = Recorded(ours.model)
         ours.train()
         rates = logged(ours, "learning_rate")
-        dtype = next((DTYPES[name] for name in flags), None)
-        model, optimizer, losses, norms = by_hand(seen.batches, rates, dtype)
+        model, optimizer, losses, norms = by_hand(seen.batches, rates, DTYPES[dtype])
         assert len(set(losses)) == 4
         assert logged(ours) == losses
         assert logged(ours, "grad_norm") == norms
         assert state_hash(ours.sharded_model, ours.optimizer) == state_hash(model, optimizer)
-        assert {parameter.dtype for parameter in model.parameters()} == {dtype or torch.float32}
+        assert {parameter.dtype for parameter in model.parameters()} == {DTYPES[dtype]}
         assert ours.sharded_model.plan.budget_bytes <= 300 * 1024
         assert ours.accelerator.mixed_precision == "no"  # a user's own code under its autocast would cast twice
     model.close()
@@ -62,93 +66,6 @@ def test_a_trainer_trains_as_the_plain_one_does(rank: int, world_size: int) -> N
     assert ours.predictions.shape == (24, 16, 256)
     assert ours.predictions == pytest.approx(plain.predictions, abs=1e-3)  # logits of about 1, after four steps
     assert (ours.label_ids == plain.label_ids).all()
-
-
-@on_ranks(1, 2)
-@FLAGS
-def test_a_resumed_training_has_the_bits_of_one_that_went_on(
-    rank: int, world_size: int, flags: dict[str, bool]
-) -> None:
-    """With dropout, so that random numbers count; the checkpoint is one of Hugging Face's."""
-    with shared_folder() as folder:
-        runs = []
-        for checkpoint in (None, os.path.join(folder, "checkpoint-2")):
-            each = trainer(folder, gpt2(dropout=0.1), save_strategy="steps", save_steps=2, **flags)
-            each.train(resume_from_checkpoint=checkpoint)
-            runs.append((state_hash(each.sharded_model, each.optimizer), logged(each), logged(each, "learning_rate")))
-            each.sharded_model.close()
-        assert runs[0] == runs[1]
-        files = {"config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "scheduler.pt"}
-        files |= {"trainer_state.json", "training_args.bin"}
-        files |= {f"rng_state_{number}.pth" for number in range(2)} if world_size > 1 else {"rng_state.pth"}
-        assert set(os.listdir(os.path.join(folder, "checkpoint-2"))) == files
-        loaded = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(folder, "checkpoint-4"))
-        assert loaded.dtype == next((DTYPES[name] for name in flags), torch.float32)
-        assert loaded.lm_head.weight is loaded.transformer.wte.weight
-
-
-@pytest.mark.parametrize(
-    "kinds", [(transformers.Trainer, Trainer), (Trainer, transformers.Trainer)], ids=["to", "from"]
-)
-def test_a_training_goes_over_to_us_and_back_by_its_checkpoint(kinds: tuple[Any, Any], tmp_path: Path) -> None:
-    before, after = kinds
-    first = trainer(tmp_path, kind=before, save_strategy="steps", save_steps=2)
-    first.train()
-    second = trainer(tmp_path, kind=after)
-    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(second) == pytest.approx(logged(first), rel=1e-4)  # two kernels of one AdamW, as above
-    assert second.state.global_step == 4
-
-
-@on_ranks(1, 2)
-def test_the_best_model_is_loaded_at_the_end(rank: int, world_size: int) -> None:
-    with shared_folder() as folder:
-        each = trainer(
-            folder,
-            learning_rate=1.0,  # so that it only gets worse
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="best",
-            load_best_model_at_end=True,
-            metric_for_best_model="loss",
-            greater_is_better=False,
-        )
-        each.train()
-        losses = logged(each, "eval_loss")
-        assert min(losses) < losses[-1]
-        best = load_file(os.path.join(each.state.best_model_checkpoint, "model.safetensors"))
-        state = each.sharded_model.state_dict()
-        assert_same({name: state[name] for name in best}, best)
-        assert each.evaluate()["eval_loss"] == min(losses)
-        each.sharded_model.close()
-
-
-@on_ranks(1, 2)
-def test_a_saved_model_is_whole_with_tied_weights_once(rank: int, world_size: int) -> None:
-    with shared_folder() as folder:
-        each = trainer(folder)
-        each.train()
-        each.save_model(os.path.join(folder, "saved"))
-        saved = load_file(os.path.join(folder, "saved", "model.safetensors"))  # on return every rank finds it
-        assert "lm_head.weight" not in saved
-        loaded = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(folder, "saved"))
-        assert_same(dict(loaded.state_dict()), weights_of(each.sharded_model))
-        each.sharded_model.close()
-
-
-@on_ranks(1, 2)
-def test_who_cannot_write_tells_every_rank(rank: int, world_size: int) -> None:
-    with shared_folder() as folder:
-        each = trainer(folder)
-        each.train()
-        taken = os.path.join(folder, "taken")
-        if rank == 0:
-            Path(taken).write_text("a file is where the folder would be")
-        each.sharded_model.chunk_manager.communicator.wait_for_all("the file is there")
-        with pytest.raises(OSError if rank == 0 else RemoteRankError, match="taken"):
-            each.save_model(taken)
-        each.save_model(os.path.join(folder, "free"))
-        each.sharded_model.close()
 
 
 @on_ranks(1, 2)
@@ -257,6 +174,20 @@ def test_an_optimizer_and_a_schedule_of_ones_own_are_used(tmp_path: Path) -> Non
     assert rates[0][0] == [0.5, 0.25, 0.125, 0.0625]
 
 
+@on_ranks(1, 2)
+def test_a_model_that_is_built_on_shards_trains(rank: int, world_size: int) -> None:
+    runs = []
+    for on_shards in (False, True):
+        with shared_folder() as folder:
+            with ZeroInitContext(enabled=on_shards):
+                model = gpt2()
+            each = trainer(folder, model)
+            each.train()
+            runs.append(state_hash(each.sharded_model, each.optimizer))
+            each.sharded_model.close()
+    assert runs[0] == runs[1]
+
+
 @on_ranks(2)
 def test_ranks_whose_sentences_end_early_go_on_with_the_others(rank: int, world_size: int) -> None:
     """Evaluation that generates, with weights that ranks gather from each other, is that of the plain Trainer."""
@@ -305,28 +236,3 @@ def _t5() -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return transformers.T5ForConditionalGeneration(config)
-
-
-@on_ranks(1, 2)
-def test_adapters_are_trained_saved_and_resumed(rank: int, world_size: int) -> None:
-    import peft
-
-    with shared_folder() as folder:
-        runs = []
-        for checkpoint in (None, os.path.join(folder, "checkpoint-2")):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-                model = peft.get_peft_model(gpt2(), config)
-            best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
-            each = trainer(folder, model, save_strategy="steps", save_steps=2, **best)
-            assert each.label_names == ["labels"]
-            each.train(resume_from_checkpoint=checkpoint)
-            runs.append((state_hash(each.sharded_model, each.optimizer), logged(each)))
-            saved = load_file(os.path.join(folder, "checkpoint-4", "adapter_model.safetensors"))
-            assert all("lora" in name for name in saved)
-            weights = peft.get_peft_model_state_dict(each.model)
-            assert_same({name: value.cpu() for name, value in weights.items()}, saved)
-            each.sharded_model.close()
-        assert runs[0] == runs[1]
-        assert not [name for name in os.listdir(os.path.join(folder, "checkpoint-4")) if name == "model.safetensors"]

@@ -77,7 +77,7 @@ MUTANTS = [
         TRAINER,
         "        with communicator.publishing():\n            yield",
         "        yield",
-        f"{TRAINER_TESTS}::test_who_cannot_write_tells_every_rank",
+        "tests/features/test_transformers_checkpoints.py::test_who_cannot_write_tells_every_rank",
     ),
     Mutant(
         "Lightning has micro-batches held whole until the window is full",

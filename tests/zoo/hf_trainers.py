@@ -19,7 +19,7 @@ from tests.zoo.hf_models import VOCAB
 
 CHUNK_NUMEL = 4096
 SHARDED: dict[str, Any] = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "model_data_memory": "300KiB"}
-PLAIN: dict[str, Any] = {}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Losses = list[float]
 
 
@@ -71,6 +71,11 @@ def arguments(folder: str | Path, kind: Any = transformers.TrainingArguments, **
         "disable_tqdm": True,
     }
     return kind(str(folder), **{**given, **more})
+
+
+def flags_of(dtype: str) -> dict[str, bool]:
+    """TrainingArguments that say it."""
+    return {} if dtype == "fp32" else {dtype: True}
 
 
 def trainer(folder: str | Path, model: Any = None, kind: Any = Trainer, sharded: Any = None, **more: Any) -> Any:

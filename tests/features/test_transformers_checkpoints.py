@@ -1,0 +1,148 @@
+"""What `gemini.integrations.transformers.Trainer` writes and reads: checkpoints of Hugging Face's own kind, whole."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from gemini import RemoteRankError, state_hash
+from gemini.integrations.transformers import Trainer
+from tests.harness.on_ranks import on_ranks, on_ranks_with
+from tests.zoo.hf_trainers import DTYPES, flags_of, gpt2, logged, shared_folder, trainer
+from tests.zoo.mlp import assert_same, weights_of
+
+
+@on_ranks_with("dtype", {1: ["bf16"], 2: ["fp32", "bf16"]}, soak={1: list(DTYPES), 2: list(DTYPES)})
+def test_a_resumed_training_has_the_bits_of_one_that_went_on(rank: int, world_size: int, dtype: str) -> None:
+    """With dropout, so that random numbers count; the checkpoint is one of Hugging Face's."""
+    with shared_folder() as folder:
+        runs = []
+        for checkpoint in (None, os.path.join(folder, "checkpoint-2")):
+            each = trainer(folder, gpt2(dropout=0.1), save_strategy="steps", save_steps=2, **flags_of(dtype))
+            each.train(resume_from_checkpoint=checkpoint)
+            runs.append((state_hash(each.sharded_model, each.optimizer), logged(each), logged(each, "learning_rate")))
+            each.sharded_model.close()
+        assert runs[0] == runs[1]
+        files = {"config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "scheduler.pt"}
+        files |= {"trainer_state.json", "training_args.bin"}
+        files |= {f"rng_state_{number}.pth" for number in range(2)} if world_size > 1 else {"rng_state.pth"}
+        assert set(os.listdir(os.path.join(folder, "checkpoint-2"))) == files
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(folder, "checkpoint-4"))
+        assert loaded.dtype == DTYPES[dtype]
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+@pytest.mark.parametrize(
+    "kinds", [(transformers.Trainer, Trainer), (Trainer, transformers.Trainer)], ids=["to", "from"]
+)
+def test_a_training_goes_over_to_us_and_back_by_its_checkpoint(kinds: tuple[Any, Any], tmp_path: Path) -> None:
+    before, after = kinds
+    first = trainer(tmp_path, kind=before, save_strategy="steps", save_steps=2)
+    first.train()
+    second = trainer(tmp_path, kind=after)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(second) == pytest.approx(logged(first), rel=1e-4)  # two kernels of one AdamW, as above
+    assert second.state.global_step == 4
+
+
+@on_ranks(1, 2)
+def test_the_best_model_is_loaded_at_the_end(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        each = trainer(
+            folder,
+            learning_rate=1.0,  # so that it only gets worse
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="best",
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            greater_is_better=False,
+        )
+        each.train()
+        losses = logged(each, "eval_loss")
+        assert min(losses) < losses[-1]
+        best = load_file(os.path.join(each.state.best_model_checkpoint, "model.safetensors"))
+        state = each.sharded_model.state_dict()
+        assert_same({name: state[name] for name in best}, best)
+        assert each.evaluate()["eval_loss"] == min(losses)
+        each.sharded_model.close()
+
+
+@on_ranks(1, 2)
+def test_a_saved_model_is_whole_with_tied_weights_once(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        each = trainer(folder)
+        each.train()
+        each.save_model(os.path.join(folder, "saved"))
+        saved = load_file(os.path.join(folder, "saved", "model.safetensors"))  # on return every rank finds it
+        assert "lm_head.weight" not in saved
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(folder, "saved"))
+        assert_same(dict(loaded.state_dict()), weights_of(each.sharded_model))
+        each.sharded_model.close()
+
+
+@on_ranks(1, 2)
+def test_who_cannot_write_tells_every_rank(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        each = trainer(folder)
+        each.train()
+        taken = os.path.join(folder, "taken")
+        if rank == 0:
+            Path(taken).write_text("a file is where the folder would be")
+        each.sharded_model.chunk_manager.communicator.wait_for_all("the file is there")
+        with pytest.raises(OSError if rank == 0 else RemoteRankError, match="taken"):
+            each.save_model(taken)
+        each.save_model(os.path.join(folder, "free"))
+        each.sharded_model.close()
+
+
+@on_ranks(1, 2)
+def test_adapters_are_trained_saved_and_resumed(rank: int, world_size: int) -> None:
+    import peft
+
+    with shared_folder() as folder:
+        runs = []
+        for checkpoint in (None, os.path.join(folder, "checkpoint-2")):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+                model = peft.get_peft_model(gpt2(), config)
+            best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+            each = trainer(folder, model, save_strategy="steps", save_steps=2, **best)
+            assert each.label_names == ["labels"]
+            each.train(resume_from_checkpoint=checkpoint)
+            runs.append((state_hash(each.sharded_model, each.optimizer), logged(each)))
+            saved = load_file(os.path.join(folder, "checkpoint-4", "adapter_model.safetensors"))
+            assert all("lora" in name for name in saved)
+            weights = peft.get_peft_model_state_dict(each.model)
+            assert_same({name: value.cpu() for name, value in weights.items()}, saved)
+            each.sharded_model.close()
+        assert runs[0] == runs[1]
+        assert not [name for name in os.listdir(os.path.join(folder, "checkpoint-4")) if name == "model.safetensors"]
+
+
+@on_ranks(1, 2)
+def test_a_checkpoint_in_several_files_is_resumed(rank: int, world_size: int) -> None:
+    """As transformers writes models above 50 GB."""
+    with shared_folder() as folder:
+        each = trainer(folder, save_strategy="steps", save_steps=2)
+        each.train()
+        wanted = state_hash(each.sharded_model, each.optimizer)
+        checkpoint = os.path.join(folder, "checkpoint-2")
+        if rank == 0:
+            saved = transformers.GPT2LMHeadModel.from_pretrained(checkpoint)
+            os.remove(os.path.join(checkpoint, "model.safetensors"))
+            saved.save_pretrained(checkpoint, max_shard_size="40KB")
+            index = json.loads(Path(checkpoint, "model.safetensors.index.json").read_text())
+            assert len(set(index["weight_map"].values())) > 2
+        each.sharded_model.chunk_manager.communicator.wait_for_all("the files are there")
+        other = trainer(folder)
+        other.train(resume_from_checkpoint=checkpoint)
+        assert state_hash(other.sharded_model, other.optimizer) == wanted
+        each.sharded_model.close()
+        other.sharded_model.close()
