@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemini
 from gemini import Engine, GeminiError, RemoteRankError, Trainer, state_hash
@@ -112,6 +113,34 @@ def test_metrics_are_those_of_all_ranks(rank: int, world_size: int) -> None:
     assert trainer.metrics["samples_per_s"] > 0
     assert trainer.metrics["device_bytes"] > 0
     assert set(trainer.evaluate(pairs(rank, 1))) >= {"loss", "epoch_loss", "test_loss"}
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of numbers from tensors, for which the host waits for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_hooks_wait_for_the_device_when_a_metric_is_read() -> None:
+    def reads_of(*hooks: Hook) -> int:
+        trainer = Trainer(engine_of(nn.CrossEntropyLoss(), gradient_accumulation_steps=2))
+        with Reads() as reads:
+            labels = torch.zeros(4, dtype=torch.long)
+            batches = [(data, labels) for data, _ in pairs(0, 8)]
+            trainer.fit(batches, 2, hooks=hooks, test_dataloader=batches)
+        if hooks:
+            before = reads.count
+            with reads:
+                assert trainer.metrics["loss"] == trainer.metrics["loss"] > 0
+            assert reads.count == before + 1
+        return reads.count
+
+    # loss and count of an epoch, of its evaluation, of its accuracy; and one loss that the test has read
+    assert reads_of(Loss(), Accuracy()) - reads_of() <= 2 * 4 + 1
 
 
 @on_ranks(1, 2)

@@ -75,4 +75,11 @@ MUTANTS = [
         'exclude={*SETTINGS, "optimizer"})',
         "tests/pure/test_config.py::test_ranks_can_compare_what_they_must_have_in_common",
     ),
+    Mutant(
+        "every micro-batch waits for its loss",
+        "gemini/engine/trainer/metrics.py",
+        "        self._of_step.append(loss)\n",
+        "        self._of_step.append(torch.tensor(float(loss)))\n",
+        "tests/features/test_engine_trainer.py::test_hooks_wait_for_the_device_when_a_metric_is_read",
+    ),
 ]

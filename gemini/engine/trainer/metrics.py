@@ -6,7 +6,7 @@ Sums over ranks are made once an epoch or evaluation; what is put there after a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,21 +19,48 @@ if TYPE_CHECKING:
     from gemini.engine.trainer.trainer import Trainer
 
 
-class Mean:
-    """A mean over all ranks' samples."""
+class Metrics(MutableMapping[str, float]):
+    """Numbers by name. One that is given as a tensor stays where it is until somebody reads it."""
 
     def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
+        self._values: dict[str, float | Tensor] = {}
 
-    def add(self, total: float, count: int) -> None:
+    def __getitem__(self, name: str) -> float:
+        value = self._values[name] = float(self._values[name])  # waits for the device, once
+        return value
+
+    def __setitem__(self, name: str, value: float | Tensor) -> None:
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class Mean:
+    """A mean over all ranks' samples. Sums of tensors are made where the tensors are: nobody waits for the device."""
+
+    def __init__(self) -> None:
+        self._sum: float | Tensor = 0.0
+        self._count: int | Tensor = 0
+
+    def add(self, total: float | Tensor, count: int | Tensor) -> None:
         self._sum, self._count = self._sum + total, self._count + count
 
     def take(self, trainer: Trainer) -> float:
         """The mean of what was added on all ranks since the last call; nan of nothing. Collective."""
-        both = torch.tensor([self._sum, float(self._count)], dtype=torch.float64)
+        both = torch.tensor([float(self._sum), float(self._count)], dtype=torch.float64)
         self._sum, self._count = 0.0, 0
-        both = trainer.sum_over_ranks(both)
-        return float(both[0] / both[1]) if both[1] else float("nan")
+        total, count = trainer.sum_over_ranks(both).tolist()
+        return total / count if count else float("nan")
 
 
 class Loss(Hook):
@@ -42,25 +69,25 @@ class Loss(Hook):
     priority = 0
 
     def __init__(self) -> None:
-        self._of_step, self._of_epoch, self._of_test = [0.0, 0], Mean(), Mean()
+        self._of_step: list[Tensor] = []
+        self._of_epoch, self._of_test = Mean(), Mean()
 
     def after_micro_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         assert outcome.loss is not None
-        loss = float(outcome.loss.detach())
-        self._of_step = [self._of_step[0] + loss, self._of_step[1] + 1]
+        loss = outcome.loss.detach().double()
+        self._of_step.append(loss)
         self._of_epoch.add(loss * num_samples(batch), num_samples(batch))
 
     def after_step(self, trainer: Trainer) -> None:
-        total, count = self._of_step
-        trainer.metrics["loss"] = total / count
-        self._of_step = [0.0, 0]
+        trainer.metrics["loss"] = sum(self._of_step) / len(self._of_step)
+        self._of_step.clear()
 
     def after_epoch(self, trainer: Trainer) -> None:
         trainer.metrics["epoch_loss"] = self._of_epoch.take(trainer)
 
     def after_test_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         if outcome.loss is not None:
-            self._of_test.add(float(outcome.loss) * num_samples(batch), num_samples(batch))
+            self._of_test.add(outcome.loss.double() * num_samples(batch), num_samples(batch))
 
     def after_test(self, trainer: Trainer) -> None:
         trainer.metrics["test_loss"] = self._of_test.take(trainer)
@@ -82,7 +109,7 @@ class Accuracy(Hook):
     def after_test_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         counts = outcome.label >= 0
         right = (self._predict(outcome.output) == outcome.label) & counts
-        self._of_test.add(float(right.sum()), int(counts.sum()))
+        self._of_test.add(right.sum(), counts.sum())
 
     def after_test(self, trainer: Trainer) -> None:
         trainer.metrics["test_accuracy"] = self._of_test.take(trainer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +15,11 @@ from gemini.dist_logger import get_dist_logger
 from gemini.engine.engine import Engine
 from gemini.engine.trainer.batches import Outcome, forward, moved, run
 from gemini.engine.trainer.hook import Hook
+from gemini.engine.trainer.metrics import Metrics
 from gemini.engine.trainer.together import Together
 from gemini.errors import GeminiError
+
+_SHOWN_EVERY_S = 0.1  # what the bar shows is read from the device, which waits for it
 
 
 class Trainer:
@@ -40,8 +44,8 @@ class Trainer:
         if not isinstance(engine, Engine):
             raise TypeError(f"Trainer() takes an Engine, found {type(engine).__name__}: make one with initialize()")
         self.engine = engine
-        self.metrics: dict[str, float] = {}
-        """What hooks have measured last, by name."""
+        self.metrics = Metrics()
+        """What hooks have measured last, by name. Reading a number waits for the device, if it is there."""
         self.epoch = 0
         """The epoch that runs, from 0."""
         self._together = Together(engine)
@@ -213,10 +217,20 @@ class Trainer:
         columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, TextColumn("{task.fields[words]}")) as progress:
             task = progress.add_task(what, total=total, words="")
-            yield lambda metrics: progress.update(task, advance=1, words=_in_words(metrics))
+            shown_at = float("-inf")
+
+            def advance(metrics: Mapping[str, float]) -> None:
+                nonlocal shown_at
+                progress.advance(task)
+                if time.monotonic() - shown_at >= _SHOWN_EVERY_S:
+                    progress.update(task, words=_in_words(metrics))
+                    shown_at = time.monotonic()
+
+            yield advance
+            progress.update(task, words=_in_words(self.metrics))
 
 
-def _in_words(metrics: dict[str, float]) -> str:
+def _in_words(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not name.endswith("_bytes"))
 
 
