@@ -15,7 +15,7 @@ MUTANTS = [
         "gemini/placement/following.py",
         "int(room * (1 - _MARGIN))",
         "room",
-        "tests/features/test_live_memory.py::test_noise_moves_nothing",
+        "tests/pure/test_following.py::test_less_than_a_plan_holds_is_followed_with_a_margin",
     ),
     Mutant(
         "activations that were seen are model data's",
