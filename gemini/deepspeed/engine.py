@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum, kinds_of
 from gemini.engine.engine import Engine
@@ -43,6 +46,24 @@ class DeepSpeedEngine(Engine):
     def get_lr(self) -> list[float]:
         """The learning rate of every param group."""
         return [group["lr"] for group in self._needs_optimizer("get_lr()").param_groups]
+
+    def fp16_enabled(self) -> bool:
+        """Whether the config casts weights to fp16, and inputs should be fp16."""
+        return self.config.dtype is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the config casts weights to bf16, and inputs should be bf16."""
+        return self.config.dtype is torch.bfloat16
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its machine, as the launcher counts them; 0 without one."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share the model."""
+        return self.model.world_size
 
     @property
     def global_rank(self) -> int:

@@ -73,6 +73,8 @@ def test_a_zero_config_of_deepspeeds_page_trains_as_the_same_settings_by_hand(
     model = ShardedModel(build(), device="emulated", **BY_HAND[name])
     its = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=0.001, betas=(0.8, 0.999), weight_decay=3e-7))
     dtype = BY_HAND[name].get("dtype", torch.float32)
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (dtype is torch.float16, False)
+    assert (engine.dp_world_size, engine.global_rank, engine.local_rank) == (2, rank, rank)
     for step in range(3):
         loss = loss_of(engine(batch(rank, step, dtype)))
         engine.backward(loss)
