@@ -249,11 +249,18 @@ def test_an_empty_loader_is_said_on_every_rank(rank: int, world_size: int) -> No
         Trainer(engine_of()).evaluate(loader)
 
 
-def test_a_progress_bar_shows_steps_and_metrics(capfd: pytest.CaptureFixture[str]) -> None:
-    Trainer(engine_of()).fit(pairs(0, 3), 2, hooks=[Loss()], display_progress=True)
+def test_a_progress_bar_shows_steps_and_metrics(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a narrow terminal too: nothing is cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    hooks = [Loss(), LearningRate(), Throughput()]
+    Trainer(engine_of()).fit(pairs(0, 3), 2, test_dataloader=pairs(0, 1), hooks=hooks, display_progress=True)
     shown = capfd.readouterr().out
+    assert "train" in shown
     assert "6/6" in shown
-    assert "loss" in shown
+    assert [name for name in ("loss", "lr", "samples_per_s", "epoch_loss", "test_loss") if name not in shown] == []
+    assert "…" not in shown
 
 
 def test_predictions_are_the_models_in_evaluation() -> None:

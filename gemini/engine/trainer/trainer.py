@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from torch import Tensor
 
 from gemini.dist_logger import get_dist_logger
@@ -214,8 +215,10 @@ class Trainer:
         if not shows or self.engine.model.rank != 0:
             yield lambda metrics: None
             return
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[words]}")) as progress:
+        columns = (TextColumn(what), BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        # In a narrow terminal the metrics go on in the next line. Otherwise rich cuts off the other columns first.
+        words_column = TextColumn("{task.fields[words]}", table_column=Column())
+        with Progress(*columns, words_column) as progress:
             task = progress.add_task(what, total=total, words="")
             shown_at = float("-inf")
 
