@@ -100,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group_of = {managed.index: number for number, group in enumerate(members) for managed in group}
         optimizer.state.clear()  # Adagrad has a whole state from the start
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        optimizer.param_groups = self.param_groups  # one list: a schedule of `optimizer` sees groups that are added
         self._chunk_states = ChunkStates(manager.params, self._update, self.param_groups, group_of)
         self.state = StateView(self._chunk_states)  # type: ignore[assignment]
         self._scaling = Scaling(manager.grads, self._chunk_states, scale)

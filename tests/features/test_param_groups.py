@@ -66,6 +66,18 @@ def test_what_is_unfrozen_and_in_no_group_is_refused_until_it_is_added(
     pair.model.close()
 
 
+def test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added() -> None:
+    model = mlp.wrap()
+    weights = list(model.parameters())
+    inner = mlp.adam(weights[:10])
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, patience=0)
+    optimizer = ShardedOptimizer(model, inner)
+    optimizer.add_param_group({"params": weights[10:], "lr": 0.5})
+    for _ in range(2):
+        schedule.step(1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(1e-3), 0.05]
+
+
 def test_a_state_dict_of_another_optimizer_or_with_a_part_missing_is_refused() -> None:
     model, optimizer = mlp.sharded()
     mlp.train_step(model, optimizer)

@@ -164,4 +164,11 @@ MUTANTS = [
         "        norm = float(most)",
         "tests/features/test_gradients.py::test_the_largest_gradient_is_that_of_all_ranks",
     ),
+    Mutant(
+        "a schedule of the plain optimizer does not see groups that are added",
+        "gemini/optimizer/sharded_optimizer.py",
+        "        optimizer.param_groups = self.param_groups",
+        "        optimizer.param_groups = list(self.param_groups)",
+        "tests/features/test_param_groups.py::test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added",
+    ),
 ]
