@@ -6,7 +6,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor
 
 from gemini import ShardedModel, ShardedOptimizer
@@ -74,4 +81,48 @@ def test_one_rank_has_the_bits_of_plain_lightning(tmp_path: Path) -> None:
         results["predicted"] = torch.cat(fit.predict(module, loader(8)))  # type: ignore[arg-type]
         runs.append(results)
     assert runs[0]["epochs"] == 2
+    assert_same(*runs)
+
+
+class Unfreezing(BaseFinetuning):
+    """A layer is trained from the second epoch on, in a param group of its own."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.layers[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.layers[0], optimizer)
+
+
+class Plateau(Plain):
+    """Trains what is not frozen, and its rate falls with a metric; every third batch is left out."""
+
+    def training_step(self, batch: list[Tensor], number: int) -> Any:
+        return None if number % 3 == 0 else super().training_step(batch, number)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=0.01)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+
+
+@pytest.mark.parametrize(
+    ("make", "callback"),
+    [
+        (Plain, lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1)),
+        (Plain, EMAWeightAveraging),
+        (Plain, lambda: GradientAccumulationScheduler({0: 2, 1: 3})),
+        (Plateau, Unfreezing),
+    ],
+    ids=["swa", "ema", "accumulation", "unfreezing-plateau"],
+)
+def test_lightnings_callbacks_do_what_they_do_in_plain_lightning(make: Any, callback: Any, tmp_path: Path) -> None:
+    runs = []
+    for strategy in (_ours(), "auto"):
+        module = make()
+        fit = trainer(tmp_path, strategy, max_epochs=2, callbacks=[callback()], **_NO_FILES)
+        fit.fit(module, loader(), loader(8))
+        rates = torch.tensor([group["lr"] for group in fit.optimizers[0].param_groups])
+        runs.append(_weights(module) | {"rates": rates})
     assert_same(*runs)
