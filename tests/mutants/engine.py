@@ -41,6 +41,21 @@ MUTANTS = [
         "tests/pure/test_config_colossal.py::test_what_a_config_becomes",
     ),
     Mutant(
+        "a Colossal-AI model does not cast its inputs",
+        f"{CONFIG}/colossal_keys.py",
+        'found.fields.setdefault("cast_inputs", True)',
+        "pass",
+        "tests/features/test_references.py::"
+        "test_a_python_config_of_colossalais_page_trains_as_the_same_settings_by_hand",
+    ),
+    Mutant(
+        "a model that is wrapped before the ranks have met trains alone without a word",
+        "gemini/model/arguments.py",
+        "if started > 1 and dist.is_torchelastic_launched():",
+        "if False:",
+        "tests/features/test_zero_names.py::test_a_script_that_forgets_to_launch_is_told",
+    ),
+    Mutant(
         "zero.Init builds on one rank although torchrun has started several",
         "gemini/deepspeed/zero.py",
         "if data_parallel_group is None and enabled:",
