@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from gemini import ShardedModel, ShardedOptimizer
+from gemini import HybridAdam, ShardedModel, ShardedOptimizer
 from tests.harness.ranks import RankPool
 from tests.test_examples import ROOT, run_on_ranks
 from tests.zoo.mlp import assert_same
@@ -63,7 +63,7 @@ def by_hand(rank: int, world_size: int, folder: str) -> None:
     model = ShardedModel(module, model_data_memory=BUDGET)
     budget = model.plan.budget_bytes
     assert budget is not None and budget < num_bytes / 3
-    optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0))
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     shuffled = DataLoader(train, batch_size=4, shuffle=True, collate_fn=transformers.default_data_collator)
     sharing = accelerate.utils.DataLoaderConfiguration(use_seedable_sampler=True)

@@ -15,6 +15,7 @@ from torch import nn
 from gemini.engine.config import Config
 from gemini.engine.config.named import OptimizerConfig
 from gemini.errors import ConfigError, UnsupportedError
+from optim import HybridAdam
 
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZER = {
@@ -128,6 +129,16 @@ def class_and_arguments(optimizer: OptimizerConfig, args: Any) -> tuple[type[tor
     made = optimizer.make([nn.Parameter(torch.zeros(1))])
     found = {name: value(args) for name, value in _OPTIMIZER.items() if name in made.defaults}
     return type(made), {**found, **optimizer.params}
+
+
+def fused(kind: Any, arguments: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """The fused AdamW of chunks in place of torch's, which would step parameter by parameter. Local.
+
+    kind, arguments: what `TrainingArguments(optim=)` means; "adamw_torch_fused" is the default. None for any other.
+    """
+    its = {name: value for name, value in arguments.items() if name != "fused"}
+    is_fused = kind is torch.optim.AdamW and arguments.get("fused") is True and its.keys() <= {"lr", "betas", "eps"}
+    return (HybridAdam, its) if is_fused else None
 
 
 def without_effect(config: Config) -> list[tuple[str, str]]:

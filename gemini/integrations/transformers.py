@@ -32,6 +32,7 @@ from gemini.integrations.training_arguments import (
     DTYPES,
     auto_values,
     class_and_arguments,
+    fused,
     refuse_contradictions,
     refuse_unsupported,
     without_effect,
@@ -89,6 +90,10 @@ class ShardedTraining(_Trainer):
             self._take(model, args, has_settings=bool(options) or config is not None)
             model = model.module
         super().__init__(model, args, *others, **more)
+        if self.sharding.optimizer is not None:
+            if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+                raise ConfigError("an optimizer is given to Trainer(...), and another is in the config: leave one out")
+            self.optimizer_cls_and_kwargs = class_and_arguments(self.sharding.optimizer, args)
         if self.model_init is None:
             self.model_wrapped = self.sharded_model
 
@@ -156,14 +161,12 @@ class ShardedTraining(_Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """A `ShardedOptimizer` of the Trainer's own optimizer, or of the config's, in the Trainer's param groups.
 
-        Collective. Raises ConfigError if there are two, and what `ShardedOptimizer` raises.
+        Collective. Raises what `ShardedOptimizer` raises.
         """
-        named = self.sharding.optimizer
         if not isinstance(self.optimizer, ShardedOptimizer):
-            if named is not None and (self.optimizer_cls_and_kwargs is not None or self.optimizer is not None):
-                raise ConfigError("an optimizer is given to Trainer(...), and another is in the config: leave one out")
-            if named is not None:
-                self.optimizer_cls_and_kwargs = class_and_arguments(named, self.args)
+            if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+                # None: super() asks again, as arguments of an optimizer that needs the model are used up there
+                self.optimizer_cls_and_kwargs = fused(*self.get_optimizer_cls_and_kwargs(self.args, self.model))
             sharded, plain = self.sharded_model, super().create_optimizer(model)
             options = self.sharding.optimizer_options() | {"clip_grad_norm": None}  # the Trainer clips before each step
             self.optimizer = ShardedOptimizer(sharded, plain, **options)

@@ -12,11 +12,22 @@ import torch
 import transformers
 import transformers.trainer
 
-from gemini import ConfigError, ShardedModel, UnsupportedError, state_hash
+from gemini import ConfigError, HybridAdam, ShardedModel, UnsupportedError, state_hash
 from gemini.integrations import transformers as integration
 from gemini.integrations.transformers import ShardedTraining, Trainer
 from tests.harness.on_ranks import on_ranks, on_ranks_with
-from tests.zoo.hf_trainers import DTYPES, SHARDED, arguments, flags_of, gpt2, logged, shared_folder, trainer
+from tests.zoo.hf_trainers import (
+    DTYPES,
+    SHARDED,
+    Recorded,
+    arguments,
+    by_hand,
+    flags_of,
+    gpt2,
+    logged,
+    shared_folder,
+    trainer,
+)
 
 AUTO = {
     "train_batch_size": "auto",
@@ -163,12 +174,20 @@ def test_an_unknown_argument_is_told_with_the_nearest_name(tmp_path: Path) -> No
         Trainer(gpt2(), arguments(tmp_path), model_data_memry="1GiB")
 
 
+def test_a_config_names_the_optimizer_of_each_training(tmp_path: Path) -> None:
+    given = {**SHARDED, "config": {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}}}
+    each = trainer(tmp_path, sharded=given, model_init=lambda: gpt2())
+    for _ in range(2):
+        each.train()
+        assert each.optimizer.param_groups[0]["alpha"] == 0.9
+
+
 def test_two_optimizers_are_refused(tmp_path: Path) -> None:
     model = gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {**SHARDED, "config": {"optimizer": {"type": "SGD"}}}
     with pytest.raises(ConfigError, match="an optimizer is given to Trainer"):
-        trainer(tmp_path, model, sharded=given, optimizers=(optimizer, None)).train()
+        trainer(tmp_path, model, sharded=given, optimizers=(optimizer, None))
 
 
 def test_a_sharded_model_is_taken_with_its_own_settings_only(tmp_path: Path) -> None:
@@ -178,6 +197,18 @@ def test_a_sharded_model_is_taken_with_its_own_settings_only(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="dtype"):
         Trainer(model, arguments(tmp_path, bf16=True))
     assert Trainer(model, arguments(tmp_path)).sharded_model is model
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind"), [("adamw_torch_fused", HybridAdam), ("adamw_torch", torch.optim.AdamW)], ids=["fused", "torch"]
+)
+def test_the_fused_adam_is_ours_and_others_are_torchs(optim: str, kind: Any, tmp_path: Path) -> None:
+    each = trainer(tmp_path, optim=optim)
+    seen = Recorded(each.model)
+    each.train()
+    model, optimizer, losses, _ = by_hand(seen.batches, logged(each, "learning_rate"), None, kind)
+    assert logged(each) == losses
+    assert state_hash(each.sharded_model, each.optimizer) == state_hash(model, optimizer)
 
 
 def test_an_optimizer_that_looks_at_whole_tensors_is_refused(tmp_path: Path) -> None:

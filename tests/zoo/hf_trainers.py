@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.integrations.transformers import ShardedTraining, Trainer
+from optim import HybridAdam
 from tests.zoo.hf_models import VOCAB
 
 CHUNK_NUMEL = 4096
@@ -126,7 +127,7 @@ class Recorded:
 
 
 def by_hand(
-    batches: list[dict[str, Any]], rates: list[float], dtype: torch.dtype | None
+    batches: list[dict[str, Any]], rates: list[float], dtype: torch.dtype | None, kind: Any = HybridAdam
 ) -> tuple[ShardedModel, ShardedOptimizer, Losses, Losses]:
     """The training that `arguments` describe, in the low-level API: model, optimizer, losses and norms of each step."""
     model = ShardedModel(gpt2(), dtype=dtype, **SHARDED)
@@ -134,7 +135,7 @@ def by_hand(
     decayed = [parameter for name, parameter in named if parameter.dim() > 1]
     rest = [parameter for name, parameter in named if parameter.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = ShardedOptimizer(model, torch.optim.AdamW(groups, lr=1e-2, eps=1e-8), clip_grad_norm=0.5)
+    optimizer = ShardedOptimizer(model, kind(groups, lr=1e-2), clip_grad_norm=0.5)
     losses, norms = [], []
     for step, rate in enumerate(rates):
         total = torch.tensor(0.0)
