@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gemini.engine.config import Config
+from gemini.engine.config.config import SETTINGS
 from gemini.engine.engine import Engine
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+from gemini.settings import Settings
 
 OptimizerLike = Optimizer | Callable[..., Optimizer] | None
 _GIVEN = "initialize() was given another one, which is used"
@@ -36,6 +38,8 @@ def assemble(
     """The engine. What cannot be combined is refused before the model is wrapped. Collective."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, found {type(model).__name__}")
+    _check_kinds(optimizer, criterion, lr_scheduler)
+    parameters = None if parameters is None else _checked_parameters(parameters)
     if optimizer is not None and not inspect.isclass(optimizer):  # a class takes the config's `params`
         config = config.without("optimizer", _GIVEN)
     if lr_scheduler is not None:
@@ -44,13 +48,55 @@ def assemble(
         raise ConfigError(
             "a scheduler needs an optimizer: give initialize(optimizer=...), or 'optimizer' in the config"
         )
-    if not isinstance(model, ShardedModel):
+    if isinstance(model, ShardedModel):
+        config = _as_wrapped(config, model)
+    else:
         model = ShardedModel(model, process_group=process_group, settings=config.settings())
     plain = optimizer_of(model, optimizer, config, parameters)
     if plain is None:
         return engine_class(model, None, criterion, None, config=config)
     its = plain if isinstance(plain, ShardedOptimizer) else ShardedOptimizer(model, plain, **config.optimizer_options())
     return engine_class(model, its, criterion, scheduler_of(lr_scheduler, config, its, plain), config=config)
+
+
+def _check_kinds(optimizer: Any, criterion: Any, lr_scheduler: Any) -> None:
+    """Raises TypeError for what could only fail later, in the middle of a training."""
+    if isinstance(optimizer, str):
+        raise TypeError(
+            f"optimizer={optimizer!r} is a name, which belongs into the config: "
+            f"{{'optimizer': {{'type': {optimizer!r}, 'params': {{...}}}}}}"
+        )
+    if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
+        raise TypeError(f"optimizer must be an optimizer, or a callable that makes one, found {optimizer!r}")
+    if not (criterion is None or callable(criterion)):
+        raise TypeError(f"criterion must be a function of outputs and labels, found {criterion!r}")
+    if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
+        raise TypeError(f"lr_scheduler must be a schedule, or a callable that makes one, found {lr_scheduler!r}")
+
+
+def _checked_parameters(parameters: Iterable[Any]) -> list[Any]:
+    """Raises TypeError for one tensor, whose rows would be taken, and ValueError for none."""
+    if isinstance(parameters, Tensor):
+        raise TypeError(
+            "model_parameters must be a list of parameters or param groups, found a tensor: put it in a list"
+        )
+    found = list(parameters)
+    if not found:
+        raise ValueError(
+            "model_parameters is empty: an iterator gives its parameters once. Leave it out to train all of the model"
+        )
+    return found
+
+
+def _as_wrapped(config: Config, model: ShardedModel) -> Config:
+    """The config, with the fields without effect for which a model that is wrapped already has other values."""
+    wanted, plain = config.settings(), Settings()
+    ignored = [
+        (name, f"the model was wrapped before, with {getattr(model.settings, name)!r}")
+        for name in SETTINGS
+        if getattr(wanted, name) not in (getattr(plain, name), getattr(model.settings, name))
+    ]
+    return config.with_notes([*config.ignored, *ignored], config.constants)
 
 
 def optimizer_of(
@@ -81,4 +127,6 @@ def scheduler_of(given: SchedulerLike, config: Config, optimizer: ShardedOptimiz
             raise UnsupportedError("lr_scheduler belongs to another optimizer than the one that was given")
         given.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a step() that it did not see
         return given
-    return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    if callable(given) and (inspect.isclass(given) or not hasattr(given, "step")):
+        return given(optimizer)
+    return given

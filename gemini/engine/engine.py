@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gemini.engine.config import Config
 from gemini.engine.config.batch import BatchSizes
 from gemini.engine.step_log import StepLog
-from gemini.errors import UnsupportedError
+from gemini.errors import GeminiError, UnsupportedError
 from gemini.model.gathered import GatheredParameters
 from gemini.model.precision import cast_tensors
 from gemini.model.sharded_model import ShardedModel
@@ -75,6 +75,7 @@ class Engine:
         """Backwards."""
         self._log = StepLog(self.config, model.rank)
         self._in_window = 0  # backwards since the last optimizer step
+        self._is_closed = False
         weights = self.config.dtype
         self._input_dtype = weights if self.config.cast_inputs and isinstance(weights, torch.dtype) else None
 
@@ -82,6 +83,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with floating-point inputs in the dtype of the weights if the config casts them."""
+        self._refuse_closed("a forward")
         if self._input_dtype is not None:
             args, kwargs = cast_tensors((args, kwargs), CASTABLE_DTYPES, self._input_dtype)
         return self.model(*args, **kwargs)
@@ -96,9 +98,12 @@ class Engine:
     def backward(self, loss: Tensor) -> Tensor:
         """Gradients of the loss, which is divided by the number of micro-batches and scaled in fp16 training.
 
-        Collective. Returns the divided loss. Raises UnsupportedError without an optimizer, and what backward raises.
+        Collective. Returns the divided loss. Raises UnsupportedError without an optimizer, TypeError for anything but a
+        tensor, and what backward raises.
         """
         optimizer = self._needs_optimizer("backward()")
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward() takes the loss, a tensor of one element, found {type(loss).__name__}")
         whole = loss
         if self.batch_sizes.accumulation > 1:
             loss = loss / self.batch_sizes.accumulation
@@ -117,9 +122,12 @@ class Engine:
 
         last: update with those that are there, as at the end of a training. Their mean is over a whole window still.
 
-        Raises UnsupportedError without an optimizer, and what `ShardedOptimizer.step` raises.
+        Raises UnsupportedError without an optimizer, GeminiError for gradients that `loss.backward()` has made, and
+        what `ShardedOptimizer.step` raises.
         """
         optimizer = self._needs_optimizer("step()")
+        if not self._in_window:
+            self._refuse_foreign_gradients()
         if not self.is_gradient_accumulation_boundary() and not (last and self._in_window):
             return
         rate = optimizer.param_groups[0]["lr"]
@@ -177,7 +185,12 @@ class Engine:
         """Everything else is the model's: `parameters()`, `state_dict()`, `config` of a Hugging Face model."""
         if name.startswith("__") or "model" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.model, name)
+        try:
+            return getattr(self.model, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}; its model: {error}"
+            ) from None
 
     # -- memory
 
@@ -210,11 +223,31 @@ class Engine:
         self.model.reload_states()
 
     def close(self) -> None:
-        """See `ShardedModel.close`; files of metrics too. Collective. Raises GeminiError inside a backward."""
-        self.model.close()
-        self._log.close()
+        """See `ShardedModel.close`; files of metrics too. Collective. Raises GeminiError inside a backward.
+
+        The engine cannot be used afterwards; to close it once more does nothing.
+        """
+        if not self._is_closed:
+            self.model.close()
+            self._log.close()
+            self._is_closed = True
+
+    def _refuse_closed(self, what: str) -> None:
+        if self._is_closed:
+            raise GeminiError(f"{what} after close(): make another engine with initialize()")
+
+    def _refuse_foreign_gradients(self) -> None:
+        """A step without a backward of this engine's would leave them unused, and the weights as they are."""
+        if self.chunk_manager.grads.num_backwards:
+            self.chunk_manager.step.check_idle("step()")  # those of a backward that failed are dropped
+        if self.chunk_manager.grads.num_backwards:
+            raise GeminiError(
+                "step() has gradients that engine.backward(loss) did not make: call it in place of loss.backward(), as "
+                "it counts micro-batches, or engine.optimizer.step() in place of engine.step()"
+            )
 
     def _needs_optimizer(self, what: str) -> ShardedOptimizer:
+        self._refuse_closed(what)
         if self.optimizer is None:
             raise UnsupportedError(
                 f"{what} needs an optimizer: give initialize(optimizer=...) one, or a config with 'optimizer'"

@@ -97,4 +97,12 @@ MUTANTS = [
         "        self._of_step.append(torch.tensor(float(loss)))\n",
         "tests/features/test_engine_trainer.py::test_hooks_wait_for_the_device_when_a_metric_is_read",
     ),
+    Mutant(
+        "a step after loss.backward() does nothing without a word",
+        "gemini/engine/engine.py",
+        "            self._refuse_foreign_gradients()\n",
+        "            pass\n",
+        "tests/features/test_engine_misuse.py"
+        "::test_a_step_after_loss_backward_is_refused_and_training_goes_on[1rank-1]",
+    ),
 ]

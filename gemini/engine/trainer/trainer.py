@@ -91,7 +91,7 @@ class Trainer:
         for name, value in (("epochs", epochs), ("max_steps", max_steps), ("test_interval", test_interval)):
             if (value is not None or name != "max_steps") and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
-        self._hooks = sorted(hooks or (), key=lambda hook: hook.priority)
+        self._hooks = _in_order(hooks or ())
         first = self.engine.global_steps
         total = _total_steps(train_dataloader, epochs, self.engine.batch_sizes.accumulation, max_steps)
         with (
@@ -137,7 +137,8 @@ class Trainer:
                 if last_step is not None and engine.global_steps >= last_step:
                     break
         if num_batches == 0 and not self._stops():
-            raise GeminiError("the training loader of a rank is empty: every rank needs a batch")
+            once = ". A generator gives its batches once: give a list or a DataLoader" if self.epoch else ""
+            raise GeminiError(f"the training loader of a rank is empty: every rank needs a batch{once}")
         self._tell("after_epoch")
         return self._stops() or (last_step is not None and engine.global_steps >= last_step)
 
@@ -154,7 +155,7 @@ class Trainer:
         Raises GeminiError if any rank's loader is empty, and what the model or a hook raises.
         """
         if hooks is not None:
-            self._hooks = sorted(hooks, key=lambda hook: hook.priority)
+            self._hooks = _in_order(hooks)
         with (
             self.engine.communicator.publishing(),
             self._bar(display_progress, "evaluate", _length(test_dataloader)) as advance,
@@ -231,6 +232,15 @@ class Trainer:
 
             yield advance
             progress.update(task, words=_in_words(self.metrics))
+
+
+def _in_order(hooks: Iterable[Any]) -> list[Hook]:
+    """By priority. Raises TypeError for anything but hooks."""
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            name = f"the class {hook.__name__}: make one" if isinstance(hook, type) else repr(hook)
+            raise TypeError(f"hooks must be objects of classes of gemini.engine.trainer.Hook, found {name}")
+    return sorted(hooks, key=lambda hook: hook.priority)
 
 
 def _in_words(metrics: Mapping[str, float]) -> str:
