@@ -57,6 +57,7 @@ from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
 from gemini.placement.plan import Plan, plan_model
+from gemini.placement.policies import StaticPolicy
 from gemini.placement.policy import PlacementPolicy, check_fits, slots_for, spend_rest
 from gemini.settings import Settings
 from optim import CPUAdam, HybridAdam, clip_grad_norm_
@@ -114,6 +115,7 @@ __all__ = [
     "ShardedOptimizer",
     "SlotError",
     "StaleGraphError",
+    "StaticPolicy",
     "TensorShardStrategy",
     "Tier",
     "Trainer",

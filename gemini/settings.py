@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from gemini.placement.dtypes import ChunkDtypes, Dtype
-from gemini.placement.policy import PlacementPolicy, resolve_policy
+from gemini.placement.policies import resolve_policy
+from gemini.placement.policy import PlacementPolicy
 from gemini.placement.sizes import parse_bytes
 from optim import HALF_DTYPES
 from optim.hyperparameters import refuse_unknown_arguments
@@ -79,7 +80,8 @@ class Settings:
     Args:
         shard_strategy: what a unit is; an instance, a class or "tensor", "bucket", "chunk". None: "chunk".
         stage: 3 shards parameters, gradients and optimizer state; 2 the last two; 1 the last; 0 nothing.
-        tensor_placement_policy: "auto", "cpu", "cuda", or an object with `name` and `place(demand, budget_bytes)`.
+        tensor_placement_policy: "auto", "cpu", "cuda", `StaticPolicy(...)`, or an object with `name` and
+            `place(demand, budget_bytes)`.
         reuse_fp16_shard: the reduced gradient is stored in the memory of the 16-bit parameter, and the step makes the
             parameter again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter
             less. bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A

@@ -22,7 +22,7 @@ from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.chunk_facts import Packing, packings
 from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
 from gemini.placement.needs import demand_of, uses_of
-from gemini.placement.policy import resolve_policy
+from gemini.placement.policies import resolve_policy
 from gemini.placement.specs import ModelSpec, OperatorSpec
 from gemini.settings import Options, Settings
 

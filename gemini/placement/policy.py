@@ -1,14 +1,7 @@
-"""Placement policies: from a model's demand and a budget to every state's home. Pure functions of numbers.
+"""What a placement policy is, and what every one needs: slots for the homes that it chose, and a check of the budget.
 
-`cpu`   all states rest on the host; the device holds only slots.
-`cuda`  all states rest on the device, as many slots as the budget allows.
-`auto`  the smallest slots that work, then parameters, gradients and optimizer state move in, in this order and
-        in order of first use, for as long as the budget lasts.
-Masters and optimizer state of frozen chunks, which no step reads, stay on the device only where everything fits there.
-What is left becomes slots that chunks keep, with their parameter home inside, which is cheaper than a home and a slot
-and saves as many fetches: first those used first, which are longest away between forward and backward. Then more slots
-for all. A kept slot makes no home whole: after an update it is gathered anew, when it is used.
-A user's own policy is any object with a `name` and a `place` method.
+A policy decides on which tier every state of every chunk rests. `policies.py` has the built-in ones; a user's own is
+any object with a `name` and a `place` method. Pure functions of numbers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +11,6 @@ from typing import Protocol, runtime_checkable
 from gemini.errors import BudgetError
 from gemini.placement.demand import Demand, Kind, Placement, Tier
 from gemini.placement.sizes import format_bytes
-
-_MOVING_IN = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.OPTIM)
 
 
 @runtime_checkable
@@ -75,17 +66,28 @@ def _num_users(
 def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
     """`placement` with more slots, out of what `budget_bytes` leaves: first kept ones, then slots for all chunks.
 
-    More slots save fetches; there are never more than chunks that use them. `demand` is as given to
-    `PlacementPolicy.place`. Numbers only, so local; raises nothing.
+    More slots save fetches; there are never more than chunks that use them. A kept slot has its chunk's parameter home
+    inside, which is cheaper than a home and a slot and saves as many fetches: first come chunks that are used first,
+    which are longest away between forward and backward. It makes no home whole: after an update it is gathered when it
+    is used. `demand` is as given to `PlacementPolicy.place`. Numbers only, so local; raises nothing.
     """
-    sharded = [
+    homes, sharded = placement.homes, keepable(demand, placement)
+    placement = longest_prefix(demand, placement, sharded, lambda kept: slots_for(demand, homes, kept), budget_bytes)
+    return fill_slots(demand, placement, budget_bytes)
+
+
+def keepable(demand: Demand, placement: Placement) -> list[int]:
+    """Indices of the chunks that may keep a slot, in order of first use."""
+    return [
         index
         for index, chunk in enumerate(demand.chunks)
         if chunk.may_keep_slot and placement.homes[index][Kind.PARAM] is Tier.DEVICE
     ]
-    homes = placement.homes
-    placement = _longest_prefix(demand, placement, sharded, lambda kept: slots_for(demand, homes, kept), budget_bytes)
-    users = _num_users(demand, homes, placement.kept, Kind.PARAM)
+
+
+def fill_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
+    """`placement` with as many more slots for all chunks as `budget_bytes` allows. Numbers only, so local."""
+    users = _num_users(demand, placement.homes, placement.kept, Kind.PARAM)
     for oversize in (True, False):  # oversize ones first: they are the scarcest
         wanted = users[oversize] - placement.num_slots[oversize]
         if budget_bytes is not None and demand.slot_bytes[oversize]:
@@ -97,7 +99,7 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
     return placement
 
 
-def _longest_prefix(
+def longest_prefix(
     demand: Demand,
     start: Placement,
     chunks: Sequence[int],
@@ -152,92 +154,3 @@ def _slots_in_words(demand: Demand, placement: Placement) -> str:
         words += [f"{n} {name} of {format_bytes(b)}" for n, b in zip(counts, sizes, strict=True) if n]
     words.append(f"{format_bytes(demand.scratch_bytes)} of receive buffers")
     return ", ".join(words)
-
-
-def _all_on(demand: Demand, tier: Tier) -> tuple[dict[Kind, Tier], ...]:
-    return tuple(dict.fromkeys(chunk.home_bytes, tier) for chunk in demand.chunks)
-
-
-def _frozen_state_on_host(demand: Demand, homes: tuple[dict[Kind, Tier], ...]) -> tuple[dict[Kind, Tier], ...]:
-    """`homes`, but for masters and optimizer state of frozen chunks: they rest on the host."""
-    on_host = dict.fromkeys((Kind.MASTER, Kind.OPTIM), Tier.HOST)
-    return tuple(
-        {kind: on_host.get(kind, tier) if chunk.is_frozen else tier for kind, tier in home.items()}
-        for chunk, home in zip(demand.chunks, homes, strict=True)
-    )
-
-
-class CpuPolicy:
-    """Everything rests on the host."""
-
-    name = "cpu"
-
-    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        placement = slots_for(demand, _all_on(demand, Tier.HOST))
-        check_fits(demand, placement, budget_bytes, self.name)
-        return spend_rest(demand, placement, budget_bytes)
-
-
-class CudaPolicy:
-    """Everything rests on the device; where that is full, the state of frozen chunks rests on the host."""
-
-    name = "cuda"
-
-    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        placement = slots_for(demand, _all_on(demand, Tier.DEVICE))
-        if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
-            placement = slots_for(demand, _frozen_state_on_host(demand, placement.homes))
-        check_fits(demand, placement, budget_bytes, self.name)
-        return spend_rest(demand, placement, budget_bytes)
-
-
-class AutoPolicy:
-    """Moves states onto the device while the budget lasts."""
-
-    name = "auto"
-
-    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        everything = CudaPolicy().place(demand, None)
-        if budget_bytes is None or everything.device_bytes(demand) <= budget_bytes:
-            return everything
-        placement = slots_for(demand, _all_on(demand, Tier.HOST))
-        least = min(placement, everything, key=lambda each: each.device_bytes(demand))  # a tiny model needs no slots
-        check_fits(demand, least, budget_bytes, self.name)
-        for kind in _MOVING_IN:
-            placement = self._move_in(demand, placement, kind, budget_bytes)
-        return spend_rest(demand, placement, budget_bytes)
-
-    def _move_in(self, demand: Demand, placement: Placement, kind: Kind, budget_bytes: int) -> Placement:
-        """The longest prefix of chunks whose `kind` fits."""
-        is_state = kind in (Kind.MASTER, Kind.OPTIM)
-        owners = [
-            index
-            for index, chunk in enumerate(demand.chunks)
-            if kind in chunk.home_bytes and not (is_state and chunk.is_frozen)
-        ]
-
-        def moved_in(chunks: Sequence[int]) -> Placement:
-            moved = set(chunks)
-            homes = ({**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes))
-            return slots_for(demand, tuple(homes))
-
-        return _longest_prefix(demand, placement, owners, moved_in, budget_bytes)
-
-
-_POLICIES: dict[str, type[CpuPolicy] | type[CudaPolicy] | type[AutoPolicy]] = {
-    policy.name: policy for policy in (AutoPolicy, CpuPolicy, CudaPolicy)
-}
-
-
-def resolve_policy(policy: str | PlacementPolicy) -> PlacementPolicy:
-    """A policy by name, or a user's own object."""
-    if isinstance(policy, str):
-        if policy not in _POLICIES:
-            raise ValueError(f"tensor_placement_policy={policy!r} is unknown: choose one of {sorted(_POLICIES)}")
-        return _POLICIES[policy]()
-    if isinstance(policy, type) or not isinstance(policy, PlacementPolicy):
-        raise TypeError(
-            f"tensor_placement_policy must be a name ({', '.join(sorted(_POLICIES))}) or an object with a name and a "
-            f"place(demand, budget_bytes) method, found {policy!r}"
-        )
-    return policy

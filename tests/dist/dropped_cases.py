@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gemini import BudgetError, DivergenceError, RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitContext
 from gemini.placement.demand import Demand, Placement
-from gemini.placement.policy import AutoPolicy
+from gemini.placement.policies import AutoPolicy
 from gemini.ranks import watchdog
 from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, inputs, plain, train_step, weights_of
 

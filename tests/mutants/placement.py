@@ -4,6 +4,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "a fraction counts chunks and not bytes",
+        "gemini/placement/policies.py",
+        "            wanted -= num_bytes[index]",
+        "            wanted -= sum(num_bytes) / len(num_bytes)",
+        "tests/features/test_static_policy.py::test_a_fraction_is_made_up_of_the_fewest_chunks",
+    ),
+    Mutant(
         "the sum of unsynced micro-batches travels in 16 bits",
         "gemini/settings.py",
         "sums=dtype_of(self.reduce_dtype or torch.float32),",
@@ -26,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "the state of frozen chunks takes the room of others",
-        "gemini/placement/policy.py",
+        "gemini/placement/policies.py",
         "            if kind in chunk.home_bytes and not (is_state and chunk.is_frozen)",
         "            if kind in chunk.home_bytes",
         "tests/features/test_frozen_state.py",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from gemini.errors import BudgetError
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Tier
 from gemini.placement.next_use import NextUse
-from gemini.placement.policy import AutoPolicy, CpuPolicy, CudaPolicy, resolve_policy
+from gemini.placement.policies import AutoPolicy, CpuPolicy, CudaPolicy, resolve_policy
 from gemini.placement.reduction_order import ReductionOrder
 from gemini.placement.sizes import format_bytes, parse_bytes
 

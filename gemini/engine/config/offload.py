@@ -1,7 +1,8 @@
 """Where states rest if a config asks for the optimizer's on the host (DeepSpeed's `offload_optimizer`)."""
 
-from gemini.placement.demand import Demand, Kind, Placement, Tier
-from gemini.placement.policy import resolve_policy, slots_for, spend_rest
+from gemini.placement.demand import Demand, Placement
+from gemini.placement.policies import StaticPolicy, resolve_policy
+from gemini.placement.policy import spend_rest
 
 
 class OptimizerOnHostPolicy:
@@ -14,11 +15,7 @@ class OptimizerOnHostPolicy:
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
         """Raises BudgetError where "auto" does."""
-        homes = tuple(
-            {kind: Tier.DEVICE if kind is Kind.PARAM else Tier.HOST for kind in chunk.home_bytes}
-            for chunk in demand.chunks
-        )
-        placement = slots_for(demand, homes)
+        placement = StaticPolicy(offload_optim_frac=1.0).place(demand, None)
         if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
             return resolve_policy("auto").place(demand, budget_bytes)
         return spend_rest(demand, placement, budget_bytes)

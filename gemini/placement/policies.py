@@ -1,0 +1,199 @@
+"""The built-in placement policies: from a model's demand and a budget to every state's home. Pure functions of numbers.
+
+`cpu`     all states rest on the host; the device holds only slots.
+`cuda`    all states rest on the device, as many slots as the budget allows.
+`auto`    the smallest slots that work, then parameters, gradients and optimizer state move in, in this order and
+          in order of first use, for as long as the budget lasts.
+`static`  fractions of the bytes, which the user chooses.
+
+Masters and optimizer state of frozen chunks, which no step reads, stay on the device only where everything fits there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.placement.policy import (
+    PlacementPolicy,
+    check_fits,
+    fill_slots,
+    keepable,
+    longest_prefix,
+    slots_for,
+    spend_rest,
+)
+
+_MOVING_IN = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.OPTIM)
+
+
+def _all_on(demand: Demand, tier: Tier) -> tuple[dict[Kind, Tier], ...]:
+    return tuple(dict.fromkeys(chunk.home_bytes, tier) for chunk in demand.chunks)
+
+
+def _frozen_state_on_host(demand: Demand, homes: tuple[dict[Kind, Tier], ...]) -> tuple[dict[Kind, Tier], ...]:
+    """`homes`, but for masters and optimizer state of frozen chunks: they rest on the host."""
+    on_host = dict.fromkeys((Kind.MASTER, Kind.OPTIM), Tier.HOST)
+    return tuple(
+        {kind: on_host.get(kind, tier) if chunk.is_frozen else tier for kind, tier in home.items()}
+        for chunk, home in zip(demand.chunks, homes, strict=True)
+    )
+
+
+class CpuPolicy:
+    """Everything rests on the host."""
+
+    name = "cpu"
+
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        placement = slots_for(demand, _all_on(demand, Tier.HOST))
+        check_fits(demand, placement, budget_bytes, self.name)
+        return spend_rest(demand, placement, budget_bytes)
+
+
+class CudaPolicy:
+    """Everything rests on the device; where that is full, the state of frozen chunks rests on the host."""
+
+    name = "cuda"
+
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        placement = slots_for(demand, _all_on(demand, Tier.DEVICE))
+        if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
+            placement = slots_for(demand, _frozen_state_on_host(demand, placement.homes))
+        check_fits(demand, placement, budget_bytes, self.name)
+        return spend_rest(demand, placement, budget_bytes)
+
+
+class AutoPolicy:
+    """Moves states onto the device while the budget lasts."""
+
+    name = "auto"
+
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        everything = CudaPolicy().place(demand, None)
+        if budget_bytes is None or everything.device_bytes(demand) <= budget_bytes:
+            return everything
+        placement = slots_for(demand, _all_on(demand, Tier.HOST))
+        least = min(placement, everything, key=lambda each: each.device_bytes(demand))  # a tiny model needs no slots
+        check_fits(demand, least, budget_bytes, self.name)
+        for kind in _MOVING_IN:
+            placement = self._move_in(demand, placement, kind, budget_bytes)
+        return spend_rest(demand, placement, budget_bytes)
+
+    def _move_in(self, demand: Demand, placement: Placement, kind: Kind, budget_bytes: int) -> Placement:
+        """The longest prefix of chunks whose `kind` fits."""
+        is_state = kind in (Kind.MASTER, Kind.OPTIM)
+        owners = [
+            index
+            for index, chunk in enumerate(demand.chunks)
+            if kind in chunk.home_bytes and not (is_state and chunk.is_frozen)
+        ]
+
+        def moved_in(chunks: Sequence[int]) -> Placement:
+            moved = set(chunks)
+            homes = ({**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes))
+            return slots_for(demand, tuple(homes))
+
+        return longest_prefix(demand, placement, owners, moved_in, budget_bytes)
+
+
+@dataclass(frozen=True)
+class StaticPolicy:
+    """Fractions of the bytes rest where the user says, as Colossal-AI's `placement_policy="static"`.
+
+    What leaves, or is sharded between uses, are whole chunks, from the last one in order of first use on: the fewest
+    that make up the fraction. Slots are as many as the budget leaves room for, and as few as work without a budget. A
+    pure function of numbers: local.
+
+    Args:
+        shard_param_frac: of the parameters, given up between uses on several ranks at stage 3. The rest is kept whole
+            on every device: 1.0 is ZeRO-3, 0.0 keeps all, as ZeRO-2.
+        offload_optim_frac: of the optimizer state, with masters and gradients, on the host, where the update runs then.
+        offload_param_frac: of the parameters, on the host. What is kept whole is not offloaded.
+
+    Raises TypeError or ValueError for what is not a number from 0 to 1.
+
+    Example:
+        >>> StaticPolicy(offload_optim_frac=0.5).name
+        'static(shard_param_frac=1.0, offload_optim_frac=0.5, offload_param_frac=0.0)'
+    """
+
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{each.name} must be a number from 0 to 1, found {value!r}")
+            if not 0 <= value <= 1:
+                raise ValueError(f"{each.name} must be a number from 0 to 1, found {value}")
+            object.__setattr__(self, each.name, float(value))
+
+    @property
+    def name(self) -> str:
+        """With the fractions, so that plans of ranks that chose others differ."""
+        return f"static({', '.join(f'{each.name}={getattr(self, each.name)}' for each in fields(self))})"
+
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        """Raises BudgetError where the fractions do not fit into the budget."""
+        whole = [chunk.payload_bytes if chunk.may_keep_slot else 0 for chunk in demand.chunks]
+        given_up = _last_of(whole, self.shard_param_frac)
+        params = [0 if whole[i] and i not in given_up else _bytes(chunk, Kind.PARAM) for i, chunk in _counted(demand)]
+        states = [sum(_bytes(chunk, kind) for kind in _OF_OPTIMIZER) for chunk in demand.chunks]
+        on_host = {Kind.PARAM: _last_of(params, self.offload_param_frac)}
+        on_host |= dict.fromkeys((Kind.GRAD, *_OF_OPTIMIZER), _last_of(states, self.offload_optim_frac))
+        homes = tuple(
+            {kind: Tier.HOST if i in on_host[kind] else Tier.DEVICE for kind in chunk.home_bytes}
+            for i, chunk in _counted(demand)
+        )
+        placement = slots_for(demand, homes)
+        kept = [index for index in keepable(demand, placement) if index not in given_up]
+        placement = slots_for(demand, homes, kept)
+        check_fits(demand, placement, budget_bytes, self.name)
+        return placement if budget_bytes is None else fill_slots(demand, placement, budget_bytes)
+
+
+_OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
+
+
+def _counted(demand: Demand) -> list[tuple[int, ChunkDemand]]:
+    return list(enumerate(demand.chunks))
+
+
+def _bytes(chunk: ChunkDemand, kind: Kind) -> int:
+    return chunk.home_bytes.get(kind, 0)
+
+
+def _last_of(num_bytes: Sequence[int], fraction: float) -> frozenset[int]:
+    """The fewest indices from the end on whose bytes are at least this fraction of all."""
+    wanted, chosen = fraction * sum(num_bytes), set[int]()
+    for index in reversed(range(len(num_bytes))):
+        if wanted <= 0:
+            break
+        if num_bytes[index]:
+            chosen.add(index)
+            wanted -= num_bytes[index]
+    return frozenset(chosen)
+
+
+_POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
+    "auto": AutoPolicy,
+    "cpu": CpuPolicy,
+    "cuda": CudaPolicy,
+    "static": StaticPolicy,
+}
+
+
+def resolve_policy(policy: str | PlacementPolicy) -> PlacementPolicy:
+    """A policy by name, or a user's own object."""
+    if isinstance(policy, str):
+        if policy not in _POLICIES:
+            raise ValueError(f"tensor_placement_policy={policy!r} is unknown: choose one of {sorted(_POLICIES)}")
+        return _POLICIES[policy]()
+    if isinstance(policy, type) or not isinstance(policy, PlacementPolicy):
+        raise TypeError(
+            f"tensor_placement_policy must be a name ({', '.join(sorted(_POLICIES))}) or an object with a name and a "
+            f"place(demand, budget_bytes) method, found {policy!r}"
+        )
+    return policy
