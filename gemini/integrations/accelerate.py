@@ -28,6 +28,7 @@ from gemini.dist_logger import get_dist_logger
 from gemini.engine.agreement import Source, agreed_config
 from gemini.engine.config import Config
 from gemini.errors import ConfigError, UnsupportedError
+from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.precision import mixed_weights
 from gemini.integrations.prepared_optimizer import PreparedOptimizer
 from gemini.launch import launched_config
@@ -102,15 +103,15 @@ class Accelerator(accelerate.Accelerator):
                     f"'{name}' in the config: with Accelerate the script makes it and gives it to prepare(): leave it "
                     "out of the config"
                 )
-        self._take_accumulation(config.gradient_accumulation_steps)
-        self._say([f"without effect: {key}: {instead}" for key, instead in config.ignored])
+        self._take_accumulation(window_of(config, self.num_processes))
+        self._say(without_effect(config))
 
     def _take_accumulation(self, steps: int | None) -> None:
         """Micro-batches are reduced one by one: whole gradients, as in `no_sync()`, take 4 bytes a parameter."""
         if steps is not None and self.gradient_accumulation_steps not in (1, steps):
             raise ConfigError(
                 f"gradient_accumulation_steps is {self.gradient_accumulation_steps} in Accelerator(...) and {steps} in "
-                "the config: leave one of them out"
+                "the config, or by its batch sizes: leave one of them out"
             )
         window = steps or self.gradient_accumulation_steps
         self.gradient_state.plugin_kwargs.update(num_steps=window, sync_each_batch=True)

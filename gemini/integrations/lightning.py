@@ -27,6 +27,7 @@ from gemini.dist_logger import get_dist_logger
 from gemini.engine.agreement import Source, agreed_config
 from gemini.engine.config import load_config
 from gemini.errors import ConfigError, UnsupportedError
+from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.lightning_precision import GeminiPrecision, plain_of
 from gemini.launch import launched_config
 from gemini.model.sharded_model import ShardedModel
@@ -49,8 +50,8 @@ class GeminiStrategy(DDPStrategy):
         timeout: of the process group.
         fields: fields of the config, in place of `config`.
 
-    Local. Raises ConfigError for a config that is not valid, or that says what the Trainer or the LightningModule says:
-    optimizer, scheduler, accumulation.
+    Local. Raises ConfigError for a config that is not valid, or that has an optimizer or a scheduler, which the
+    LightningModule makes.
 
     Example:
         >>> strategy = GeminiStrategy(stage=3, device_memory="1GiB")
@@ -133,6 +134,12 @@ class GeminiStrategy(DDPStrategy):
             raise UnsupportedError("a compiled LightningModule with GeminiStrategy: compile modules in it instead")
         if fits:
             self._refuse_second_fit(module)
+            window = window_of(self.config, self.num_nodes * self.num_processes)
+            if window not in (None, trainer.accumulate_grad_batches):
+                raise ConfigError(
+                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), and by the config {window} "
+                    "micro-batches make a step: leave gradient_accumulation_steps and batch sizes out of the config"
+                )
             self.setup_optimizers(trainer)
             _check_optimizers(self.optimizers)
         self.model = self._wrap(module)
@@ -158,13 +165,12 @@ class GeminiStrategy(DDPStrategy):
         if _is_sharded(module):
             return module  # type: ignore[no-any-return]
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        config = agreed_config(self._source, group)
+        config = agreed_config(self._source, group, auto=self._precision.auto)
         weights = self._precision.weights(config, module)
         device = self.root_device if config.device is None else config.device
         self._sharded = ShardedModel(module, settings=config.settings(), device=device, dtype=weights)
         lines = self._sharded.plan.explain().splitlines()
-        lines += [f"without effect: {key}: {instead}" for key, instead in config.ignored]
-        get_dist_logger().info("\n".join(["", *lines]), ranks=[0])
+        get_dist_logger().info("\n".join(["", *lines, *without_effect(config)]), ranks=[0])
         return self._sharded
 
     def _shard(self, optimizer: Optimizer) -> Optimizer:
@@ -287,7 +293,6 @@ class GeminiStrategy(DDPStrategy):
 _OTHERS = {
     "optimizer": "configure_optimizers() makes it",
     "scheduler": "configure_optimizers() makes it",
-    "gradient_accumulation_steps": "it is Trainer(accumulate_grad_batches=...)",
 }
 
 

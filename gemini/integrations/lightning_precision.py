@@ -46,6 +46,12 @@ class GeminiPrecision(Precision):
         self.precision = "32-true" if plugin is None else plugin.precision
         self._optimizers: list[Optimizer] = []
 
+    @property
+    def auto(self) -> dict[str, Any]:
+        """Values for keys of DeepSpeed's that say "auto"."""
+        dtype = _DTYPES[self.precision]
+        return {"bf16.enabled": dtype is torch.bfloat16, "fp16.enabled": dtype is torch.float16}
+
     def weights(self, config: Config, module: nn.Module) -> Weights:
         """`dtype=` of `ShardedModel`. Local. Raises ConfigError if the config names another dtype."""
         dtype = _DTYPES[self.precision]

@@ -21,6 +21,7 @@ from gemini import ConfigError, UnsupportedError
 from gemini.integrations import accelerate as integration
 from gemini.integrations.accelerate import Accelerator
 from optim import HybridAdam
+from tests.harness.logged import logged
 from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, loss_of, plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,15 @@ def test_a_config_that_contradicts_the_script_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         _ours(gemini=config, **arguments)
+
+
+def test_batch_sizes_of_a_config_say_how_many_micro_batches_make_a_step() -> None:
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    with logged() as text:
+        assert _ours(gemini=sizes).gradient_accumulation_steps == 4
+    assert "without effect: train_micro_batch_size_per_gpu: the data loader decides" in text.getvalue()
+    with pytest.raises(ConfigError, match=r"is 3 in .* and 4 in the config, or by its batch sizes"):
+        _ours(gemini=sizes, gradient_accumulation_steps=3)
 
 
 def test_an_optimizer_of_another_model_is_refused_before_anything_changes() -> None:

@@ -121,4 +121,12 @@ MUTANTS = [
         "        if True:\n            super().save_checkpoint",
         "tests/features/test_lightning_checkpoints.py::test_who_cannot_write_a_checkpoint_tells_every_rank",
     ),
+    Mutant(
+        "Lightning makes other steps than the config's batch sizes",
+        LIGHTNING,
+        "if window not in (None, trainer.accumulate_grad_batches):",
+        "if False:",
+        "tests/features/test_lightning_refusals.py::"
+        "test_batch_sizes_that_make_other_steps_than_the_trainers_are_refused",
+    ),
 ]
