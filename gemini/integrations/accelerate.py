@@ -31,6 +31,7 @@ from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.precision import mixed_weights
 from gemini.integrations.prepared_optimizer import PreparedOptimizer
+from gemini.integrations.ranks import refuse_unknown_ranks
 from gemini.launch import launched_config
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -89,6 +90,7 @@ class Accelerator(accelerate.Accelerator):
                 "a comm_hook of DistributedDataParallelKwargs is not called, as no model is in DDP: give "
                 "gemini=dict(reduce_dtype='bf16') or 'fp16' for gradients that travel in 16 bits"
             )
+        refuse_unknown_ranks(self.num_processes, "Accelerate", "give Accelerator(cpu=True)")
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         auto = {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"}
         config = agreed_config(launched_config() if gemini is None else gemini, group, auto=auto)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gemini.engine.config import Config
 from gemini.engine.config.named import OptimizerConfig
 from gemini.errors import ConfigError, UnsupportedError
+from gemini.integrations.ranks import refuse_unknown_ranks
 from optim import HybridAdam
 
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,12 +63,7 @@ def refuse_unsupported(args: Any, model: Any) -> None:
             f"{args.n_gpu} GPUs are visible to one process, which trains on one: start a process for each with "
             f"torchrun --nproc-per-node {args.n_gpu}, or show it one with CUDA_VISIBLE_DEVICES"
         )
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if args.world_size != ranks:  # as transformers sees several processes on the CPU where use_cpu is not set
-        raise UnsupportedError(
-            f"there are {ranks} ranks, of which TrainingArguments know {args.world_size}: each would train on all "
-            "of the data and write the same files. On a machine without a GPU give TrainingArguments(use_cpu=True)"
-        )
+    refuse_unknown_ranks(args.world_size, "TrainingArguments", "give TrainingArguments(use_cpu=True)")
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UnsupportedError(
             "the model was loaded with device_map= onto several devices: load it without, or inside "

@@ -14,12 +14,13 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gemini import RemoteRankError, ShardedModel, ShardedOptimizer
+from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, UnsupportedError
 from gemini.integrations.accelerate import Accelerator
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.harness.shared_folder import shared_folder
 from tests.zoo.hf_models import gpt2
+from tests.zoo.hf_trainers import on_a_machine_without_gpus
 from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, inputs
 
 SMALL = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
@@ -277,3 +278,11 @@ def test_a_deepspeed_json_says_what_to_shard(tmp_path: Path) -> None:
     optimizer.step()
     assert optimizer.optimizer.last_step.clip < 1
     assert AcceleratorState().mixed_precision == "no"
+
+
+@on_ranks(2)
+def test_ranks_that_accelerate_does_not_know_are_told_what_to_say(rank: int, world_size: int) -> None:
+    """Without a GPU and without cpu=True each rank would be the first of one, and train on all of the data."""
+    with on_a_machine_without_gpus():
+        with pytest.raises(UnsupportedError, match=r"2 ranks, of which Accelerate knows 1: .*Accelerator\(cpu=True\)"):
+            Accelerator(gemini=SMALL)

@@ -4,7 +4,6 @@ import inspect
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import accelerate
 import pytest
@@ -25,6 +24,7 @@ from tests.zoo.hf_trainers import (
     flags_of,
     gpt2,
     logged,
+    on_a_machine_without_gpus,
     shared_folder,
     trainer,
 )
@@ -153,8 +153,8 @@ def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_ranks_that_the_arguments_do_not_know_are_told_what_to_say(rank: int, world_size: int) -> None:
     """Without a GPU and without use_cpu each rank would be the first of one, train on all data and write all files."""
-    with shared_folder() as folder, patch("torch.cuda.is_available", return_value=False):
-        with pytest.raises(UnsupportedError, match=r"2 ranks, of which TrainingArguments know 1: .*use_cpu=True"):
+    with shared_folder() as folder, on_a_machine_without_gpus():
+        with pytest.raises(UnsupportedError, match=r"2 ranks, of which TrainingArguments knows 1: .*use_cpu=True"):
             trainer(folder, use_cpu=False)
 
 

@@ -11,8 +11,8 @@ TESTS = "tests/features/test_accelerate.py"
 MUTANTS = [
     Mutant(
         "a Trainer trains on ranks that its arguments do not know",
-        "gemini/integrations/training_arguments.py",
-        "if args.world_size != ranks:",
+        "gemini/integrations/ranks.py",
+        "if known != ranks:",
         "if False:",
         "tests/features/test_transformers_arguments.py::test_ranks_that_the_arguments_do_not_know_are_told_what_to_say",
     ),

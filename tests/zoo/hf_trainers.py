@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -152,3 +154,14 @@ def by_hand(
         assert optimizer.grad_norm is not None
         norms.append(float(optimizer.grad_norm))
     return model, optimizer, losses, norms
+
+
+@contextlib.contextmanager
+def on_a_machine_without_gpus() -> Iterator[None]:
+    """Inside, Accelerate finds out anew where it runs, and finds no GPU; afterwards it finds out once more."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with patch("torch.cuda.is_available", return_value=False):
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
