@@ -12,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
@@ -20,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from gemini.access.link import Link, any_link_of
 from gemini.building.zero_init import ZeroInitContext
@@ -143,7 +146,7 @@ class GeminiStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             _check_optimizers(self.optimizers)
         self.model = self._wrap(module)
-        module.to(self.root_device)  # what Lightning and metrics keep beside parameters
+        _tell_device(module, self.root_device)
         if fits:
             self.optimizers = [self._shard(each) for each in self.optimizers]
         self.setup_precision_plugin()
@@ -294,6 +297,15 @@ _OTHERS = {
     "optimizer": "configure_optimizers() makes it",
     "scheduler": "configure_optimizers() makes it",
 }
+
+
+def _tell_device(module: nn.Module, device: torch.device) -> None:
+    """What `module.to(device)` does beside moving parameters, each of which would be fetched for it. Local."""
+    for each in module.modules():
+        if isinstance(each, Metric):
+            each.to(device)  # its state is neither parameter nor buffer
+        elif isinstance(each, pl.LightningModule):
+            each._device = device
 
 
 def _is_sharded(module: nn.Module) -> bool:

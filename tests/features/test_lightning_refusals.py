@@ -115,6 +115,29 @@ def test_a_module_without_optimizer_is_fitted_as_by_lightning(tmp_path: Path) ->
     assert_same(dict(module.state_dict()), before)
 
 
+class Stopped(Exception):
+    """Seen enough."""
+
+
+class Heavy(Plain):
+    """`to()` would fetch every weight."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the module is moved")
+
+    def on_fit_start(self) -> None:
+        assert self.device == torch.device("cpu:0")
+        raise Stopped
+
+
+def test_weights_do_not_move_to_a_device_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Heavy()
+    monkeypatch.setattr(GeminiStrategy, "root_device", torch.device("cpu:0"))  # another than where the module is
+    fit = trainer("", GeminiStrategy(**SMALL), enable_checkpointing=False)
+    with pytest.raises(Stopped):
+        fit.fit(module, loader())
+
+
 def test_a_step_that_fails_to_start_leaves_the_module_its_forward() -> None:
     """A hook of the model raises before the step is reached."""
 
@@ -132,10 +155,10 @@ def test_a_step_that_fails_to_start_leaves_the_module_its_forward() -> None:
 
 def test_the_names_of_lightnings_that_are_used_are_there() -> None:
     """Private ones are pinned, as they may go at any time; the others are methods of strategies that ours overrides."""
-    private = {"_compiler_ctx", "_layer_sync"}
+    private = {"_compiler_ctx", "_device", "_layer_sync"}
     strategy = GeminiStrategy(**SMALL)
     assert hasattr(strategy, "_layer_sync")
-    assert hasattr(Plain(), "_compiler_ctx")
+    assert {"_compiler_ctx", "_device"} <= vars(Plain()).keys()
     read = set()
     for name in ("lightning", "lightning_precision"):
         tree = ast.parse((ROOT / f"gemini/integrations/{name}.py").read_text())
