@@ -9,6 +9,18 @@ from typing import Any
 import torch.distributed as dist
 
 from gemini.launch import launch_from_torch
+from optim.hyperparameters import refuse_unknown_arguments
+
+_BY_ENVIRONMENT = (
+    "auto_mpi_discovery",
+    "distributed_port",
+    "verbose",
+    "init_method",
+    "config",
+    "rank",
+    "world_size",
+    "mesh_device",
+)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -35,6 +47,13 @@ def init_distributed(
         timeout: after which a rank that does not answer counts as lost.
         dist_init_required: False does nothing.
         without_effect: DeepSpeed's other arguments: torchrun's environment says what they say.
+
+    Raises TypeError for a name that DeepSpeed does not know either.
     """
+    refuse_unknown_arguments(
+        "init_distributed",
+        [name for name in without_effect if name not in _BY_ENVIRONMENT],
+        ["dist_backend", "timeout", "dist_init_required", *_BY_ENVIRONMENT],
+    )
     if dist_init_required is not False and not dist.is_initialized():
         launch_from_torch(backend=dist_backend, seed=None, rank_timeout=timeout.total_seconds())

@@ -191,6 +191,16 @@ def test_a_script_that_forgets_to_launch_is_told(monkeypatch: pytest.MonkeyPatch
         gemini.initialize(build(), config={"device": "emulated"}, verbose=False)
 
 
+def test_ranks_are_joined_with_deepspeeds_arguments_and_no_others() -> None:
+    """Without torchrun there is nothing to join."""
+    deepspeed.init_distributed("nccl", auto_mpi_discovery=False, distributed_port=29501, init_method="env://")
+    assert not dist.is_initialized()
+    with pytest.raises(
+        TypeError, match=r"init_distributed\(\) has no argument 'dist_port'; the nearest valid name is 'd"
+    ):
+        deepspeed.init_distributed(dist_port=29501)
+
+
 def test_a_launcher_keeps_the_config_for_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_config", None)
     gemini.launch_from_torch(config={"stage": 1, "device": "emulated"}, verbose=False)
