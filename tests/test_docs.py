@@ -1,10 +1,15 @@
 """Python snippets in README and docs run as they stand."""
 
+import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import gemini
 
@@ -17,7 +22,19 @@ SNIPPETS = [
 ]
 
 
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """Snippets for trainers set what every later one of the process reads: state, and names in the environment."""
+    with mock.patch.dict(os.environ):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
+
+
 @pytest.mark.parametrize("code", SNIPPETS)
+@pytest.mark.usefixtures("leaves_nothing")
 def test_a_snippet_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(compile(code, "snippet", "exec"), names)
