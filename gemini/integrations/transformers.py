@@ -26,6 +26,7 @@ from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError
+from gemini.integrations.adapters import adapter_weights, is_adapted
 from gemini.integrations.precision import mixed_weights
 from gemini.integrations.trainer_accelerator import TrainerAccelerator
 from gemini.integrations.training_arguments import (
@@ -202,9 +203,16 @@ class ShardedTraining(_Trainer):
     # -- files
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None:
+        is_peft = is_adapted(self.model)
+        if state_dict is None and is_peft:
+            state_dict = adapter_weights(self.model)
+        elif state_dict is None:
             state_dict = self.sharded_model.state_dict(rank0_only=self._writes_once)
         with self._writing("weights are saved"):
+            if is_peft and not self.args.should_save:
+                # peft runs prompt encoders for what it saves, whose weights ranks gather from each other
+                folder = self.args.output_dir if output_dir is None else output_dir
+                self.model.save_pretrained(folder, state_dict=state_dict, is_main_process=False)
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -9,12 +9,21 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import nn
 
 from gemini import RemoteRankError, state_hash
 from gemini.integrations.transformers import Trainer
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.zoo.hf_trainers import DTYPES, flags_of, gpt2, logged, shared_folder, trainer
-from tests.zoo.mlp import assert_same, weights_of
+from tests.zoo.mlp import assert_same, minimum_bytes, weights_of
+
+PROMPTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "encoder_hidden_size": 64}
+
+
+def smallest(model: nn.Module) -> dict[str, Any]:
+    """The least memory in which the model trains, so that what was used last has left the device."""
+    where = {"device": "emulated", "chunk_size": 512}
+    return {**where, "model_data_memory": minimum_bytes(model, **where)}
 
 
 @on_ranks_with("dtype", {1: ["bf16"], 2: ["fp32", "bf16"]}, soak={1: list(DTYPES), 2: list(DTYPES)})
@@ -146,3 +155,39 @@ def test_a_checkpoint_in_several_files_is_resumed(rank: int, world_size: int) ->
         assert state_hash(other.sharded_model, other.optimizer) == wanted
         each.sharded_model.close()
         other.sharded_model.close()
+
+
+@on_ranks(1, 2)
+def test_adapters_are_saved_without_a_look_at_the_trunk(rank: int, world_size: int) -> None:
+    import peft
+
+    with shared_folder() as folder:
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+        adapted = peft.get_peft_model(gpt2(), config)
+        each = trainer(folder, adapted, sharded=smallest(adapted))
+        each.train()
+        moved: set[int] = set()
+        model = each.sharded_model
+        model.observer.listen(lambda move: moved.add(move.chunk) if move.what != "evict" else None)
+        each.save_model()
+        names = [managed.name for chunk in model.chunk_manager.chunks for managed in chunk.parameters]
+        its = [m.name for c in model.chunk_manager.chunks if c.index in moved for m in c.parameters]
+        assert its and len(its) < len(names)
+        assert not [name for name in its if "lora" not in name]
+        model.close()
+
+
+@on_ranks(1, 2)
+def test_prompts_are_saved_as_their_encoder_makes_them(rank: int, world_size: int) -> None:
+    """peft runs the encoder to save what it makes, with weights that ranks gather from each other."""
+    import peft
+
+    with shared_folder() as folder:
+        model = peft.get_peft_model(gpt2(), peft.PromptEncoderConfig(**PROMPTS))
+        each = trainer(folder, model, sharded=smallest(model))
+        each.train()
+        each.save_model()
+        wanted = each.model.get_prompt_embedding_to_save("default")
+        saved = load_file(os.path.join(folder, "adapter_model.safetensors"))
+        assert_same(saved, {"prompt_embeddings": wanted.detach()})
+        each.sharded_model.close()

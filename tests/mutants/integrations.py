@@ -80,6 +80,20 @@ MUTANTS = [
         f"{TRAINER_TESTS}::test_ranks_whose_sentences_end_early_go_on_with_the_others",
     ),
     Mutant(
+        "a prompt's encoder runs on the rank alone that saves what it makes",
+        TRAINER,
+        "if is_peft and not self.args.should_save:",
+        "if False:",
+        "tests/features/test_transformers_checkpoints.py::test_prompts_are_saved_as_their_encoder_makes_them",
+    ),
+    Mutant(
+        "the whole trunk is gathered to save its adapters",
+        TRAINER,
+        "is_peft = is_adapted(self.model)",
+        "is_peft = False",
+        "tests/features/test_transformers_checkpoints.py::test_adapters_are_saved_without_a_look_at_the_trunk",
+    ),
+    Mutant(
         "a rank that cannot write a checkpoint tells nobody",
         TRAINER,
         "        with communicator.publishing():\n            yield",
