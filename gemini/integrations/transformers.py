@@ -43,6 +43,7 @@ from gemini.model.gathered import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import Settings
+from optim import HALF_DTYPES
 from optim.hyperparameters import refuse_unknown_arguments
 
 _Trainer: Any = object  # the one that is named beside it
@@ -110,6 +111,8 @@ class ShardedTraining(_Trainer):
         fields = {name: getattr(self.sharding, name) for name in SETTINGS} | options
         config = self.sharding.model_copy(update=fields)
         mixed = DTYPES[args.mixed_precision]
+        if mixed is None and config.dtype in HALF_DTYPES:  # collators make fp32 inputs, whoever said it
+            mixed = config.dtype
         dtype = mixed_weights(config, mixed, f"TrainingArguments say {args.mixed_precision}")
         if config.device is None:
             fields["device"] = "emulated" if args.device.type == "cpu" else args.device

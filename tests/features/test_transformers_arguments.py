@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,6 +16,7 @@ from gemini import ConfigError, HybridAdam, ShardedModel, UnsupportedError, stat
 from gemini.integrations import transformers as integration
 from gemini.integrations.transformers import ShardedTraining, Trainer
 from tests.harness.on_ranks import on_ranks, on_ranks_with
+from tests.zoo.hf_models import vit
 from tests.zoo.hf_trainers import (
     DTYPES,
     SHARDED,
@@ -172,6 +174,21 @@ def test_an_unknown_argument_is_told_with_the_nearest_name(tmp_path: Path) -> No
         Trainer(gpt2(), arguments(tmp_path), train_datset=[])
     with pytest.raises(TypeError, match="nearest valid name is 'model_data_memory'"):
         Trainer(gpt2(), arguments(tmp_path), model_data_memry="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharded"),
+    [({"bf16": True}, {}), ({}, {"dtype": torch.bfloat16}), ({}, {"config": {"bf16": {"enabled": True}}})],
+    ids=["TrainingArguments", "Trainer", "config"],
+)
+def test_images_are_cast_to_the_weights(flags: dict[str, Any], sharded: dict[str, Any], tmp_path: Path) -> None:
+    images = [{"pixel_values": torch.full((3, 16, 16), n / 8), "labels": torch.tensor(n)} for n in range(8)]
+    module: Any = vit()
+    each = trainer(tmp_path, module.model, sharded={**SHARDED, **sharded}, train_dataset=images, **flags)
+    each.train()
+    assert {parameter.dtype for parameter in each.model.parameters()} == {torch.bfloat16}
+    predicted = each.predict(images)
+    assert predicted.predictions.dtype == np.float32
 
 
 def test_a_config_names_the_optimizer_of_each_training(tmp_path: Path) -> None:
