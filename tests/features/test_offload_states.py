@@ -156,6 +156,24 @@ def test_a_gradient_that_comes_while_states_are_offloaded_is_used(rank: int, wor
         model.close()
 
 
+def test_a_graph_from_before_gives_the_same_bits_or_is_refused() -> None:
+    hashes = []
+    for offloads in (False, True):
+        model, optimizer = trainer("smallest")
+        loss = loss_of(model)
+        if offloads:
+            model.offload_states()
+        optimizer.backward(loss)
+        optimizer.step()
+        hashes.append(state_hash(model, optimizer))
+    assert hashes[0] == hashes[1]
+    model, optimizer = trainer("cuda")
+    loss = loss_of(model)
+    model.offload_states()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        optimizer.backward(loss)
+
+
 @on_ranks(1, 2)
 def test_zeros_of_zero_grad_are_there_after_states_were_offloaded(rank: int, world_size: int) -> None:
     """They move parameters that no backward reaches by their moments."""
