@@ -11,12 +11,13 @@ import pytest
 import torch
 import transformers
 import transformers.trainer
+from safetensors.torch import load_file
+from torch import nn
 
 from gemini import ConfigError, HybridAdam, ShardedModel, UnsupportedError, state_hash
 from gemini.integrations import transformers as integration
 from gemini.integrations.transformers import ShardedTraining, Trainer
 from tests.harness.on_ranks import on_ranks, on_ranks_with
-from tests.zoo.hf_models import vit
 from tests.zoo.hf_trainers import (
     DTYPES,
     SHARDED,
@@ -30,6 +31,7 @@ from tests.zoo.hf_trainers import (
     shared_folder,
     trainer,
 )
+from tests.zoo.mlp import assert_same, weights_of
 
 AUTO = {
     "train_batch_size": "auto",
@@ -181,14 +183,27 @@ def test_an_unknown_argument_is_told_with_the_nearest_name(tmp_path: Path) -> No
     [({"bf16": True}, {}), ({}, {"dtype": torch.bfloat16}), ({}, {"config": {"bf16": {"enabled": True}}})],
     ids=["TrainingArguments", "Trainer", "config"],
 )
-def test_images_are_cast_to_the_weights(flags: dict[str, Any], sharded: dict[str, Any], tmp_path: Path) -> None:
-    images = [{"pixel_values": torch.full((3, 16, 16), n / 8), "labels": torch.tensor(n)} for n in range(8)]
-    module: Any = vit()
-    each = trainer(tmp_path, module.model, sharded={**SHARDED, **sharded}, train_dataset=images, **flags)
+def test_inputs_are_cast_to_the_weights(flags: dict[str, Any], sharded: dict[str, Any], tmp_path: Path) -> None:
+    """A module that is none of Hugging Face's own, which would cast by themselves."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            assert x.dtype == torch.bfloat16
+            logits = self.linear(x)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    data = [{"x": torch.full((4,), n / 8), "labels": torch.tensor(n % 2)} for n in range(8)]
+    each = trainer(tmp_path, Net(), sharded={**SHARDED, **sharded}, train_dataset=data, **flags)
     each.train()
+    assert each.label_names == ["labels"]
     assert {parameter.dtype for parameter in each.model.parameters()} == {torch.bfloat16}
-    predicted = each.predict(images)
-    assert predicted.predictions.dtype == np.float32
+    assert np.isfinite(each.predict(data).predictions).all()
+    each.save_model()
+    assert_same(load_file(tmp_path / "model.safetensors"), weights_of(each.sharded_model))
 
 
 def test_a_config_names_the_optimizer_of_each_training(tmp_path: Path) -> None:
