@@ -48,6 +48,10 @@ class ChunkDemand:
     may_keep_slot: bool = False  # its parameter home is one piece of its payload, so that both can share memory
     is_frozen: bool = False  # no step reads what it has of a master and optimizer state: kept for when it is unfrozen
 
+    def needs_slot_of(self, kind: Kind) -> bool:
+        """Using its parameters, or its gradient, takes a slot even where they are at home on the device."""
+        return self.needs_gradient_slot if kind is Kind.GRAD else self.needs_slot
+
 
 @dataclass(frozen=True)
 class Demand:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
 from gemini.placement.policy import (
+    Addition,
     PlacementPolicy,
     check_fits,
     fill_slots,
@@ -87,13 +88,13 @@ class AutoPolicy:
             for index, chunk in enumerate(demand.chunks)
             if kind in chunk.home_bytes and not (is_state and chunk.is_frozen)
         ]
-
-        def moved_in(chunks: Sequence[int]) -> Placement:
-            moved = set(chunks)
-            homes = ({**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes))
-            return slots_for(demand, tuple(homes))
-
-        return longest_prefix(demand, placement, owners, moved_in, budget_bytes)
+        additions = [
+            Addition(chunk.home_bytes[kind], chunk.oversize, not is_state and not chunk.needs_slot_of(kind))
+            for chunk in (demand.chunks[index] for index in owners)
+        ]
+        moved = frozenset(owners[: longest_prefix(demand, placement, kind, additions, budget_bytes)])
+        homes = ({**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes))
+        return slots_for(demand, tuple(homes)) if moved else placement
 
 
 @dataclass(frozen=True)

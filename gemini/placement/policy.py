@@ -4,8 +4,8 @@ A policy decides on which tier every state of every chunk rests. `policies.py` h
 any object with a `name` and a `place` method. Pure functions of numbers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from gemini.errors import BudgetError
@@ -71,8 +71,15 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
     which are longest away between forward and backward. It makes no home whole: after an update it is gathered when it
     is used. `demand` is as given to `PlacementPolicy.place`. Numbers only, so local; raises nothing.
     """
-    homes, sharded = placement.homes, keepable(demand, placement)
-    placement = longest_prefix(demand, placement, sharded, lambda kept: slots_for(demand, homes, kept), budget_bytes)
+    sharded = keepable(demand, placement)
+    chunks = [demand.chunks[index] for index in sharded]
+    around = [
+        Addition(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM], chunk.oversize, chunk.needs_slot)
+        for chunk in chunks
+    ]
+    fitting = longest_prefix(demand, placement, Kind.PARAM, around, budget_bytes)
+    if fitting:
+        placement = slots_for(demand, placement.homes, sharded[:fitting])
     return fill_slots(demand, placement, budget_bytes)
 
 
@@ -99,32 +106,41 @@ def fill_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -
     return placement
 
 
+@dataclass(frozen=True)
+class Addition:
+    """What one chunk more adds to the device, in a search for how many chunks fit."""
+
+    num_bytes: int
+    oversize: bool = False
+    frees_slot: bool = False  # it does not take slots of the pool any more
+
+
 def longest_prefix(
-    demand: Demand,
-    start: Placement,
-    chunks: Sequence[int],
-    build: Callable[[Sequence[int]], Placement],
-    budget_bytes: int | None,
-) -> Placement:
-    """`build` of as many of `chunks` as fit, in order: by bisection, as bytes grow with the prefix but for slots."""
+    demand: Demand, start: Placement, kind: Kind, additions: Sequence[Addition], budget_bytes: int | None
+) -> int:
+    """The most of `additions`, in order, that fit after `start`, which `slots_for` has made.
 
-    def fits(candidate: Placement) -> bool:
-        return budget_bytes is None or candidate.device_bytes(demand) <= budget_bytes
+    kind: in whose pool of slots they free some. One pass over numbers, because models have many thousand chunks: more
+    may fit where fewer do not, when the last user of a slot is gone.
+    """
+    if budget_bytes is None:
+        return len(additions)
+    users = list(_num_users(demand, start.homes, start.kept, kind))
+    if kind is Kind.GRAD:
+        sizes, minimum = demand.gradient_slot_bytes, demand.min_gradient_slots
+    else:
+        sizes, minimum = demand.slot_bytes, demand.min_slots
 
-    best = start
-    low, high = 0, len(chunks)
-    while low < high:
-        middle = (low + high + 1) // 2
-        candidate = build(chunks[:middle])
-        if fits(candidate):
-            best, low = candidate, middle
-        else:
-            high = middle - 1
-    if low < len(chunks):  # all of them may fit although fewer do not: then no slots are needed
-        candidate = build(chunks)
-        if fits(candidate):
-            best = candidate
-    return best
+    def slots() -> int:
+        return min(minimum[0], users[0]) * sizes[0] + min(minimum[1], users[1]) * sizes[1]
+
+    most, rest = 0, start.device_bytes(demand) - slots()
+    for count, addition in enumerate(additions, 1):
+        rest += addition.num_bytes
+        users[addition.oversize] -= addition.frees_slot
+        if rest + slots() <= budget_bytes:
+            most = count
+    return most
 
 
 def check_fits(demand: Demand, placement: Placement, budget_bytes: int | None, policy: str) -> None:
