@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measured_bytes import resident_bytes
+from benchmarks.measured_bytes import held_bytes, resident_bytes
 
 STEPS = 3
 TOKENS = 8  # few, so that activations, which malloc keeps too, do not grow with the model
@@ -68,6 +68,26 @@ def train(rank: int, world_size: int, num_blocks: int, width: int, built_on_shar
         optimizer.zero_grad()
         found["after the step"] = resident_bytes()
     return found | {"while training": _peak_bytes()}
+
+
+def infer(rank: int, world_size: int, num_blocks: int, width: int) -> dict[str, int]:
+    """Live storages and resident bytes of one rank of a bf16 model without an optimizer, everything on the host."""
+    from gemini import ShardedModel
+
+    torch.manual_seed(0)
+    module = Blocks(num_blocks, width).bfloat16()
+    model = ShardedModel(
+        module,
+        device="emulated",
+        tensor_placement_policy="cpu",
+        chunk_size=num_parameters(1, width),
+        model_data_memory=8 * 2 * num_parameters(1, width),
+    )
+    x = torch.linspace(-1, 1, TOKENS * width, dtype=torch.bfloat16).view(1, TOKENS, width)
+    with torch.no_grad():
+        for _ in range(STEPS):
+            model(x)
+    return held_bytes()._asdict()
 
 
 def _restart_peak() -> None:

@@ -215,7 +215,7 @@ def test_an_edit_inside_the_operators_own_forward_is_kept(place: str, dtype: tor
 
 
 def test_a_kept_view_that_exhausts_the_slots_names_its_holder_and_the_operator() -> None:
-    model = wrap("smallest")
+    model, _ = sharded("smallest")
     kept = [weight(model, layer).view(-1) for layer in range(1)]
     with pytest.raises(SlotError, match=r"layers\.\d.*layers\.0\.weight.*view.*model_data_memory="):
         loss_of(model)

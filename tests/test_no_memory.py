@@ -13,6 +13,7 @@ from gemini.memory.host import HostTier
 from tests.features.test_access import FewSlots
 from tests.zoo.mlp import (
     CHUNK_NUMEL,
+    LAYERS,
     adam,
     assert_same,
     build,
@@ -70,10 +71,12 @@ def test_an_error_that_is_not_about_memory_stays_what_it_is() -> None:
 
 
 def test_optimizer_state_rests_on_the_host_where_the_device_has_no_memory_left() -> None:
-    zeros = torch.zeros
+    zeros, taken = torch.zeros, []
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
+            taken.append(kwargs["device"])
+        if "device" in kwargs and len(taken) > LAYERS:  # the gradients are there
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB")
         return zeros(*args, **kwargs)
 
@@ -99,22 +102,23 @@ def test_optimizer_state_rests_on_the_host_where_the_device_has_no_memory_left()
     assert_same(weights_of(model), weights_of(reference))
 
 
-def test_an_optimizer_that_finds_no_memory_half_way_gives_back_what_it_took() -> None:
-    """Neither tier has memory for the third chunk's state; afterwards another optimizer trains as in plain PyTorch."""
+@pytest.mark.parametrize("num_takes", [3, LAYERS + 5], ids=["gradients", "moments"])
+def test_an_optimizer_that_finds_no_memory_half_way_gives_back_what_it_took(num_takes: int) -> None:
+    """Of the third chunk's gradient, or state. Afterwards another optimizer trains as in plain PyTorch."""
     model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL, tensor_placement_policy="cuda")
     device = model.chunk_manager.memory.device
     before, take, taken = device.ledger.total_bytes, type(device).take, []
 
     def refusing(tier: Any, num_bytes: int, kind: str) -> torch.Tensor:
         taken.append(kind)
-        if len(taken) > 5:
+        if len(taken) > num_takes:
             raise BudgetError("no memory", tier=tier.name)
         return take(tier, num_bytes, kind)
 
     with mock.patch.object(EmulatedTier, "take", refusing), mock.patch.object(HostTier, "take", refusing):
         with pytest.raises(BudgetError, match="no memory"):
             ShardedOptimizer(model, adam(model.parameters()))
-    assert len(taken) > 5
+    assert len(taken) > num_takes
     assert device.ledger.total_bytes == before
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
     reference, its = plain()

@@ -169,6 +169,7 @@ class FullPrecisionAccess(StateAccess):
         self.step.params.finish_prefetch()  # a payload on its way would arrive with the old weights
         if chunk.holds_grad:
             self.step.restore_parameters(chunk)
+        take_masters(self.step, [(managed, values)])
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes
         if has_master and managed.owns_master and values.dtype is not chunk.dtype:
             managed.has_fractions = True
@@ -182,6 +183,16 @@ class FullPrecisionAccess(StateAccess):
         if chunk.payload is not None:
             ready(chunk.region())[managed.in_payload].copy_(weights)
         binding.note_write(managed)
+
+
+def take_masters(step: Step, values: Iterable[tuple[ManagedParameter, Tensor]]) -> None:
+    """Memory for masters that parameters need for `values`, in a model that has only inferred so far.
+
+    Local. Raises BudgetError, and nothing has changed then.
+    """
+    pairs = (managed for managed, value in values if managed.owns_master and value.dtype is not managed.chunk.dtype)
+    training = step.grads.training
+    training.take_masters(list(dict.fromkeys(managed.chunk for managed in pairs)))
 
 
 class FlatAccess(StateAccess):

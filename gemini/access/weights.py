@@ -15,7 +15,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from torch.nn.modules.module import _IncompatibleKeys
 
 from gemini.access.link import link_of
-from gemini.access.states import States
+from gemini.access.states import States, take_masters
 from gemini.access.trainability import Trainability
 
 _ALIKE = "All ranks must load the same keys"
@@ -79,6 +79,9 @@ def load_whole_state_dict(
     if problems:
         raise RuntimeError("load_state_dict() changed nothing: " + "; ".join(problems))
     step.communicator.agree("\n".join(sorted(map(str, state))).encode(), "the keys of load_state_dict()", remedy=_ALIKE)
+    links = [(link_of(entry), value) for entry, value in given.values()]
+    with step.publishing(), torch.no_grad():
+        take_masters(step, ((link.managed, value) for link, value in links if link is not None))
     with torch.no_grad():
         for entry, value in given.values():
             link = link_of(entry)

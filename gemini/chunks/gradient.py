@@ -102,23 +102,17 @@ class ChunkGradient:
     """One trainable chunk's gradient on this rank."""
 
     def __init__(self, chunk: Chunk, keeps_whole: bool) -> None:
-        """keeps_whole: the chunk's GRAD home, if it has one, has room for a whole payload."""
-        home, count = chunk.homes.get(Kind.GRAD), len(chunk.parameters)
-        keeps_whole = keeps_whole and chunk.gradient_dtype is chunk.dtype
-        whole = home[: chunk.numel] if home is not None and keeps_whole and home.tier is Tier.DEVICE else None
-        is_alone = chunk.layout.world_size == 1
+        """keeps_whole: the chunk's GRAD home, if it gets one, has room for a whole payload."""
+        count = len(chunk.parameters)
 
         # facts
         self.chunk: Final = chunk
-        self.whole: Final = whole  # (numel,) on the device: a payload of its own, no slot needed
-        self.whole_views: Final = () if whole is None else chunk.views_of(whole.flat)
-        self.is_alone: Final = is_alone  # there is one rank: its gradient is the mean
-        self.in_place: Final = whole is not None and is_alone  # what is written to `whole` is reduced already
+        self.is_alone: Final = chunk.layout.world_size == 1  # there is one rank: its gradient is the mean
         self.gaps: Final = _gaps(chunk)  # (start, end) of the paddings, in payload elements
+        self._keeps_whole: Final = keeps_whole and chunk.gradient_dtype is chunk.dtype
 
-        # memory, taken at the start or when it is needed for the first time, and kept from step to step
-        self.home = home  # its own; without one it rests in the parameter home, see manager/grad_homes.py
-        self.own_shard = None if home is None else _shard_of(home, chunk, keeps_whole)  # (optim_numel,)
+        # memory, taken when it is needed for the first time, and kept from step to step
+        self.adopt_home()
         self.wide: Region | None = None  # fp32, (optim_numel,)
         self.unsynced: Region | None = None  # fp32 (fp64 for fp64), (numel,), on the host
 
@@ -140,13 +134,25 @@ class ChunkGradient:
 
         # what came, by position
         self.got = bytearray(count)  # a gradient came since the last step, on this rank
-        self.agreed = self.got if is_alone else bytearray(count)  # on any rank, as of the last reduction; on all ranks
+        self.agreed = (
+            self.got if self.is_alone else bytearray(count)
+        )  # on any rank, as of the last reduction; on all ranks
         self.had = bytearray(count)  # `agreed` of some step since gradients were last set to None
         self.num_writes = 0  # how often a user changed the reduced gradient, ever
 
         # what is expected
         self.in_pieces = False  # some backward brought a parameter's gradient more than once
         self.expect_all()
+
+    def adopt_home(self) -> None:
+        """The chunk's GRAD home, if it has one by now, is this gradient's. Nothing is open or reduced yet."""
+        chunk, home = self.chunk, self.chunk.homes.get(Kind.GRAD)
+        has_whole = home is not None and self._keeps_whole and home.tier is Tier.DEVICE
+        self.home = home  # its own; without one it rests in the parameter home, see manager/grad_homes.py
+        self.own_shard = None if home is None else _shard_of(home, chunk, self._keeps_whole)  # (optim_numel,)
+        self.whole = home[: chunk.numel] if home is not None and has_whole else None  # a payload without a slot
+        self.whole_views = () if self.whole is None else chunk.views_of(self.whole.flat)
+        self.in_place = has_whole and self.is_alone  # what is written to `whole` is reduced already
 
     def take_over(self, before: ChunkGradient) -> None:
         """What was known of the chunk's gradient before its memory moved, between steps."""

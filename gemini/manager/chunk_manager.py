@@ -6,7 +6,8 @@ nothing below knows the manager. See "Objects" in docs/architecture.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import nn
@@ -20,6 +21,7 @@ from gemini.manager.grads import GradStore
 from gemini.manager.migrate import Rehoming, StateStore
 from gemini.manager.params import ParamStore
 from gemini.manager.step import Step
+from gemini.manager.training_state import TrainingState
 from gemini.memory.memory import Memory
 from gemini.memory.scratch import Scratch
 from gemini.monitor.device import DeviceSource
@@ -68,6 +70,7 @@ class ChunkManager:
         live: what the device has for the model, read at each step.
         params: the payloads in their slots, and what parameters show.
         grads: gradients on their way, and at rest.
+        training: what only training needs beside the weights; there once an optimizer or a backward has come.
         step: what happens to chunks in a forward, a backward and an update, in written order.
         optimizer: the model's optimizer, as far as chunks need it. None before there is one.
 
@@ -101,7 +104,10 @@ class ChunkManager:
                 grad_memory.add(chunk)
         homes = GradHomes(grad_memory.gradients, self.params)
         scratch = Scratch(memory.device, demand.scratch_bytes)
-        self.grads = GradStore(grad_memory, homes, scratch, communicator, self.params.next_use, stage)
+        self.training = TrainingState(self.chunks, memory, grad_memory)
+        self.training.follow(demand, placement)
+        next_use = self.params.next_use
+        self.grads = GradStore(grad_memory, homes, scratch, self.training, communicator, next_use, stage)
         self.step = Step(self.chunks, self.params, self.grads, communicator)
 
     def change_plan(self, plan: Plan, shown: str, change: str, remedy: str) -> None:
@@ -112,7 +118,7 @@ class ChunkManager:
         """
         before, owner = self.plan, None if self.optimizer is None else self.optimizer.states
         homes = (before.demand, before.placement), (plan.demand, plan.placement)
-        migrate = Rehoming(self.step, *homes)
+        migrate = Rehoming(self.step, *homes, trains=self.training.is_there)
         words = f"{shown}; model data budget of {plan.budget_bytes} bytes, {plan.placement.num_slots} slots"
         self.memory.allow(before.budget.wider(plan.budget))  # what moves is on both tiers for a moment
         try:
@@ -129,6 +135,7 @@ class ChunkManager:
             with self.step.failures.tearing():
                 migrate.carry_out(owner)
         self.communicator.plan_hash = plan.hash
+        self.training.follow(plan.demand, plan.placement)
         self.memory.allow(plan.budget)
         self.plan = plan
 
@@ -139,6 +146,24 @@ class ChunkManager:
         """
         self.step.give_room()
         self.memory.device.trim()
+
+    @contextmanager
+    def beginning_training(self, beside: int) -> Iterator[None]:
+        """An optimizer comes: gradients and masters get their memory, and slots theirs at the next use. Local.
+
+        It takes its own inside the block; an exception there gives all of it back. beside: bytes that it is about to
+        take of the host. Raises BudgetError if these and its own do not fit.
+        """
+        was_there = self.training.is_there
+        self.training.take(beside)
+        try:
+            yield
+        except BaseException:
+            if not was_there:
+                self.training.give_back()
+            raise
+        if not was_there:
+            self.step.has_room = False
 
     def attach(self, optimizer: OptimizerPart) -> None:
         """Let chunks and parameters know the model's optimizer. Local. Raises UnsupportedError for a second one."""

@@ -46,6 +46,7 @@ class GradMemory:
             for spare, kind in spares:
                 if spare is not None:
                     self.memory.give(spare, kind)
+            gradient.wide = gradient.unsynced = None
         self.gradients.clear()
 
     def lacks_slot(self, gradient: ChunkGradient) -> bool:

@@ -22,6 +22,8 @@ from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.manager.leftovers import Becomes, Leftovers
 from gemini.manager.reduce import AccumulateAndReduce
+from gemini.manager.training_state import TrainingState
+from gemini.memory.modes import unseen, untracked
 from gemini.memory.scratch import Scratch
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
@@ -38,12 +40,14 @@ class GradStore:
         memory: GradMemory,
         homes: GradHomes,
         scratch: Scratch,
+        training: TrainingState,
         communicator: Communicator,
         next_use: NextUse,
         stage: int,
     ) -> None:
         """next_use: of the pass that runs, whose touches are points that all ranks share."""
         self.memory = memory
+        self.training = training
         self.homes = homes
         self.scratch = scratch
         parts = memory, homes, scratch, communicator
@@ -88,7 +92,8 @@ class GradStore:
         self.loss_is_scaled = False
 
     def begin_backward(self) -> None:
-        """A backward has reached the model. Local."""
+        """A backward has reached the model. Local. Raises BudgetError for the first one without an optimizer."""
+        self._begin_training()
         self.in_backward = True
         self.num_backwards += 1
         self.accumulation.begin_backward()
@@ -144,7 +149,11 @@ class GradStore:
             self.leftovers.write_zeros(self.num_backwards)
 
     def start_at_zero(self, gradient: ChunkGradient, managed: ManagedParameter) -> None:
-        """`managed` has a gradient now that no backward made, and that is about to be written. Every rank does it."""
+        """`managed` has a gradient now that no backward made, and that is about to be written. Every rank does it.
+
+        Raises BudgetError.
+        """
+        self._begin_training()
         self.num_backwards = max(self.num_backwards, 1)
         self.homes.fill(gradient, self.num_backwards)
         gradient.got[managed.position] = gradient.agreed[managed.position] = 1
@@ -184,9 +193,17 @@ class GradStore:
     # -- memory, and which chunks have gradients
 
     def take_memory(self) -> None:
-        """All slots and scratch, at the first use. Raises BudgetError."""
-        self.memory.pools.fill()
-        self.scratch.fill()
+        """All slots and scratch, at the first use; nothing while the model only infers. Raises BudgetError."""
+        if self.training.is_there:
+            self.memory.pools.fill()
+            self.scratch.fill()
+
+    def _begin_training(self) -> None:
+        """A gradient is about to come: without an optimizer, its memory is not there yet."""
+        if not self.training.is_there:
+            with unseen(), untracked():
+                self.training.take()
+                self.take_memory()
 
     def rest(self) -> None:
         """Between steps: slots and scratch take their memory again at the next use. Local."""

@@ -58,8 +58,12 @@ class StateStore(Protocol):
 class Rehoming:
     """From one (demand, placement) to another."""
 
-    def __init__(self, step: Step, before: tuple[Demand, Placement], after: tuple[Demand, Placement]) -> None:
+    def __init__(
+        self, step: Step, before: tuple[Demand, Placement], after: tuple[Demand, Placement], trains: bool = True
+    ) -> None:
+        """trains: gradients and masters have their memory. Otherwise they get it later, see training_state.py."""
         self._step = step
+        self._trains = trains
         self._params, self._grads, self._memory = step.params, step.grads, step.params.memory
         self._before = before
         self._demand, self._placement = after
@@ -84,9 +88,10 @@ class Rehoming:
                 growth += states.host_bytes(chunk, homes[Kind.OPTIM])
         old_demand, old_placement = self._before
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
-        for before, old_homes, after, homes in pairs:
+        for chunk, (before, old_homes, after, homes) in zip(self._step.chunks, pairs, strict=True):
             for kind in WRAPPED_KINDS:
-                is_there, was_there = homes.get(kind) is Tier.HOST, old_homes.get(kind) is Tier.HOST
+                was_there = old_homes.get(kind) is Tier.HOST and (self._trains or kind in chunk.homes)
+                is_there = homes.get(kind) is Tier.HOST and (self._trains or kind in chunk.homes)
                 if is_there and (kind is Kind.GRAD or not was_there):
                     growth += after.home_bytes[kind]
                 if was_there and (kind is Kind.GRAD or kind not in homes):
@@ -106,6 +111,7 @@ class Rehoming:
         self._grads.give_back(self._demand.scratch_bytes)
         for index in before:
             self._give(step.chunks[index], Kind.GRAD)
+            before[index].adopt_home()  # none, or its memory would not be free before the end
         for chunk, homes in self._placed:
             if Kind.MASTER not in homes:
                 self._give(chunk, Kind.MASTER)
@@ -181,10 +187,11 @@ class Rehoming:
     def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], states: StateStore | None) -> None:
         """Memory for the states that the chunk has a home for and that did not stay."""
         if chunk.trainable:
-            if self._demand.chunks[chunk.index].home_bytes[Kind.GRAD]:  # else it rests elsewhere, see grad_homes.py
+            home_bytes = self._demand.chunks[chunk.index].home_bytes[Kind.GRAD]
+            if self._trains and home_bytes:  # else it rests elsewhere, see grad_homes.py
                 self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
             self._grads.memory.add(chunk)
-        if Kind.MASTER in homes and Kind.MASTER not in chunk.homes:
+        if self._trains and Kind.MASTER in homes and Kind.MASTER not in chunk.homes:
             self._take(chunk, Kind.MASTER, homes[Kind.MASTER])
             master_from_weights(chunk)
         if states is not None and Kind.OPTIM in homes and not states.has(chunk):

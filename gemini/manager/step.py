@@ -229,7 +229,8 @@ class Step:
         if self.grads.in_backward:
             return
         self.grads.refuse_unscaled()
-        self.grads.begin_backward()
+        with self.publishing():  # a rank may be alone without room
+            self.grads.begin_backward()
         self.position.set(0, Phase.BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 

@@ -22,7 +22,7 @@ from gemini.manager.masters import set_weights
 from gemini.memory.freed import Freed
 from gemini.memory.memory import Memory
 from gemini.memory.tier import MemoryTier
-from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
+from gemini.placement.demand import Demand, Kind, Placement, Tier
 from gemini.ranks.communicator import Communicator
 from optim import HALF_DTYPES
 
@@ -54,27 +54,32 @@ def move_in(
     memory: Memory,
     moves: Moves,
 ) -> None:
-    """Rank 0's weights into every chunk's homes; the optimizer takes its own. Collective. Raises BudgetError."""
-    memory.host.reserve(placement.host_bytes(demand, WRAPPED_KINDS), "parameters, gradients and masters")
+    """Rank 0's weights into every chunk's homes, with what masters hold beyond them. Collective. Raises BudgetError.
+
+    What else training needs is taken when it begins, see manager/training_state.py.
+    """
+    has_master = {chunk.index: any(managed.has_fractions for managed in chunk.parameters) for chunk in chunks}
+    needed = 0
+    for chunk, homes, its_demand in zip(chunks, placement.homes, demand.chunks, strict=True):
+        for kind in (Kind.PARAM, *((Kind.MASTER,) if has_master[chunk.index] else ())):
+            needed += its_demand.home_bytes[kind] if homes[kind] is Tier.HOST else 0
+    memory.host.reserve(needed, "parameters and masters")
     freed = Freed()
 
     def take_home(chunk: Chunk, kind: Kind) -> None:
-        tiers = placement.homes[chunk.index]
-        if kind in tiers:
-            chunk.take_home(kind, tiers[kind], memory, demand.chunks[chunk.index].home_bytes[kind])
+        tier = placement.homes[chunk.index][kind]
+        chunk.take_home(kind, tier, memory, demand.chunks[chunk.index].home_bytes[kind])
 
     for chunk in chunks:
         if chunk.index in placement.kept:
             chunk.keep_slot(memory.device)
         else:
             take_home(chunk, Kind.PARAM)
-        take_home(chunk, Kind.MASTER)
+        if has_master[chunk.index]:
+            take_home(chunk, Kind.MASTER)
         _fill(chunk, communicator, memory.device, moves)
         chunk.reside_at_home()
         freed.note(chunk.payload_bytes)
-    for chunk in chunks:
-        if not chunk.lends_home:
-            take_home(chunk, Kind.GRAD)
 
 
 @torch.no_grad()

@@ -86,10 +86,13 @@ class ChunkStates:
 
     def reserve(self, tiers: Mapping[Chunk, Tier]) -> None:
         """Map room on the host, in one piece, for what chunks lack of state planned on `tiers`. Raises BudgetError."""
+        self._params.host.reserve(self.missing_host_bytes(tiers), Kind.OPTIM)
+
+    def missing_host_bytes(self, tiers: Mapping[Chunk, Tier]) -> int:
+        """What chunks lack on the host of state planned on `tiers`."""
         there = (self.by_chunk[chunk.index] for chunk in tiers if self.has(chunk))
         held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
-        needed = sum(self.host_bytes(chunk, tier) for chunk, tier in tiers.items())
-        self._params.host.reserve(needed - held, Kind.OPTIM)
+        return sum(self.host_bytes(chunk, tier) for chunk, tier in tiers.items()) - held
 
     def add_all(self, tiers: Mapping[Chunk, Tier]) -> None:
         """The first chunks get fresh state. Raises BudgetError, and holds nothing then."""

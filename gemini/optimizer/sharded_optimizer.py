@@ -120,7 +120,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
             trained = [chunk for chunk in manager.chunks if chunk.trainable]
             tiers = {chunk: placement.homes[chunk.index][Kind.OPTIM] for chunk in trained}
-            self._chunk_states.add_all(tiers)
+            with manager.beginning_training(self._chunk_states.missing_host_bytes(tiers)):
+                self._chunk_states.add_all(tiers)
 
     def backward(self, loss: Tensor) -> None:
         """`scale(loss).backward()`, for a loss of one element. Collective.

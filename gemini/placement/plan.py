@@ -11,7 +11,7 @@ never refused.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypedDict, Unpack
@@ -146,14 +146,19 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
     """
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []
+    infers = None
     for packing in packings(spec, settings, world_size):
         try:
             plan = _place(spec, settings, world_size, budget, packing, _trained_at_first(spec, packing), {})
-            _check_host_room(plan)
+            _check_host_room(plan, (Kind.PARAM,))
         except BudgetError as error:
             refused.append(error)
             continue
-        return plan
+        if _has_host_room(plan, WRAPPED_KINDS):
+            return plan
+        infers = infers or plan
+    if infers is not None:  # there is no room to train it: that is refused when an optimizer or a backward comes
+        return infers
     raise _advised(_least(refused, is_searched=settings.chunk_size is None), spec) from None
 
 
@@ -232,12 +237,16 @@ def _least_device_bytes(settings: Settings, demand: Demand) -> int | None:
         return error.needed_bytes
 
 
-def _check_host_room(plan: Plan) -> None:
-    """Raises BudgetError if the host cannot take what moves in; the optimizer takes its own room later."""
-    needed = plan.placement.host_bytes(plan.demand, WRAPPED_KINDS)
-    if plan.budget.host is not None and needed > plan.budget.host:
+def _has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
+    return plan.budget.host is None or plan.placement.host_bytes(plan.demand, kinds) <= plan.budget.host
+
+
+def _check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
+    """Raises BudgetError if the host cannot take what moves in; what training needs is taken when it begins."""
+    if not _has_host_room(plan, kinds):
+        needed = plan.placement.host_bytes(plan.demand, kinds)
         raise BudgetError(
-            f"host: {needed} bytes of parameters, gradients and masters do not fit into the budget of "
+            f"host: {needed} bytes of parameters do not fit into the budget of "
             f"{plan.budget.host} bytes. Allow more with host_memory=, or let more rest on the device or on other ranks",
             tier="host",
             needed_bytes=needed,

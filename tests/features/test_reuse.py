@@ -119,4 +119,5 @@ def test_other_optimizers_work_on_whole_masters(name: str, place: str) -> None:
 
 def test_fp32_models_have_nothing_to_share() -> None:
     model = ShardedModel(mlp.build(), device="emulated", reuse_fp16_shard=True)
+    ShardedOptimizer(model, mlp.adam(model.parameters()))
     assert half.state_bytes(model)["grad"] == half.state_bytes(model)["param"]

@@ -200,4 +200,25 @@ MUTANTS = [
         "if is_there and not was_there:",
         "tests/features/test_offload_states.py::test_gradients_that_rest_on_the_host_come_back_within_its_budget",
     ),
+    Mutant(
+        "gradients of a model that only infers have memory",
+        "gemini/manager/chunk_manager.py",
+        "        self.training.follow(demand, placement)\n        next_use",
+        "        self.training.follow(demand, placement)\n        self.training.take()\n        next_use",
+        "tests/features/test_inference_memory.py::test_a_model_that_only_infers_costs_two_bytes_a_parameter",
+    ),
+    Mutant(
+        "a master that comes with the optimizer is zeros",
+        "gemini/manager/training_state.py",
+        "                        master_from_weights(chunk)\n",
+        "                        pass\n",
+        "tests/features/test_inference_memory.py::test_values_of_more_than_16_bits_that_are_set_before_there_is_an_optimizer_are_kept",
+    ),
+    Mutant(
+        "what an optimizer without room took stays",
+        "gemini/manager/training_state.py",
+        "                self._give(self._taken)\n                raise",
+        "                raise",
+        "tests/test_no_memory.py::test_an_optimizer_that_finds_no_memory_half_way_gives_back_what_it_took",
+    ),
 ]

@@ -1,0 +1,94 @@
+"""What only training needs beside the weights: homes of gradients, and of masters that can be derived from weights.
+
+A model that only infers has neither. They are taken together, when an optimizer comes or, without one, when the first
+backward reaches the model. A master that holds more than the 16-bit weights, because these were given in another dtype,
+cannot be derived later: it is there from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gemini.chunks.chunk import Chunk
+from gemini.manager.grad_memory import GradMemory
+from gemini.manager.masters import master_from_weights
+from gemini.memory.memory import Memory
+from gemini.memory.modes import unseen, untracked
+from gemini.placement.demand import Demand, Kind, Placement, Tier
+
+_KINDS = (Kind.MASTER, Kind.GRAD)
+
+
+class TrainingState:
+    """Of all chunks of one model. All of it is local; every rank does it at the same point."""
+
+    def __init__(self, chunks: Sequence[Chunk], memory: Memory, gradients: GradMemory) -> None:
+        self.is_there = False
+        self._chunks = chunks
+        self._memory = memory
+        self._gradients = gradients
+        self._demand: Demand | None = None
+        self._placement: Placement | None = None
+        self._taken: list[tuple[Chunk, Kind]] = []  # by the last call
+
+    def follow(self, demand: Demand, placement: Placement) -> None:
+        """Another plan is in force: what is still missing will be taken where it says."""
+        self._demand, self._placement = demand, placement
+
+    def take(self, beside: int = 0) -> None:
+        """All that is missing. beside: bytes that are needed on the host, too, and mapped in one piece with these.
+
+        Raises BudgetError, and holds nothing then.
+        """
+        if not self.is_there:
+            words = "gradients, masters and optimizer state" if beside else "gradients and masters"
+            self._take(self._missing(self._chunks, _KINDS), words, beside)
+            self.is_there = True
+
+    def give_back(self) -> None:
+        """What `take` has just taken, of which nothing was used, is given back."""
+        self._give(self._taken)
+        self.is_there = False
+
+    def take_masters(self, chunks: Iterable[Chunk]) -> None:
+        """Of these chunks, whose weights are about to be given more than 16 bits. Raises BudgetError."""
+        self._take(self._missing(chunks, (Kind.MASTER,)), "masters")
+
+    def _missing(self, chunks: Iterable[Chunk], kinds: Sequence[Kind]) -> list[tuple[Chunk, Kind, Tier, int]]:
+        """(chunk, kind, where it rests, bytes): first all masters, then all gradients, as they are taken."""
+        assert self._demand is not None and self._placement is not None
+        found = []
+        for kind in kinds:
+            for chunk in chunks:
+                tier = self._placement.homes[chunk.index].get(kind)
+                num_bytes = self._demand.chunks[chunk.index].home_bytes.get(kind, 0)
+                # a gradient that rests elsewhere, see grad_homes.py, and not one of a chunk without elements
+                is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.lends_home or chunk.numel > 0)
+                if tier is not None and kind not in chunk.homes and not is_elsewhere:
+                    found.append((chunk, kind, tier, num_bytes))
+        return found
+
+    def _take(self, missing: Sequence[tuple[Chunk, Kind, Tier, int]], words: str, beside: int = 0) -> None:
+        if not missing:
+            return
+        with unseen(), untracked():
+            on_host = sum(num_bytes for _, _, tier, num_bytes in missing if tier is Tier.HOST)
+            self._memory.host.reserve(on_host + beside, words)
+            self._taken = []
+            try:
+                for chunk, kind, tier, num_bytes in missing:
+                    chunk.take_home(kind, tier, self._memory, num_bytes)
+                    self._taken.append((chunk, kind))
+                    if kind is Kind.MASTER:
+                        master_from_weights(chunk)
+                    else:
+                        self._gradients.gradients[chunk.index].adopt_home()
+            except BaseException:
+                self._give(self._taken)
+                raise
+
+    def _give(self, taken: Sequence[tuple[Chunk, Kind]]) -> None:
+        for chunk, kind in taken:
+            self._memory.give(chunk.homes.pop(kind), kind)
+            if kind is Kind.GRAD:
+                self._gradients.gradients[chunk.index].adopt_home()
