@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from gemini.deepspeed.engine import DeepSpeedEngine
-from gemini.engine.agreement import Source, agreed_config
+from gemini.engine.agreement import Source, agreed
 from gemini.engine.assemble import OptimizerLike, SchedulerLike, assemble
+from gemini.engine.config import load_config
 from gemini.engine.loaders import loader_of
 from gemini.engine.said import say
 from gemini.errors import ConfigError
@@ -56,24 +57,30 @@ def initialize(
     """
     if model is None and isinstance(args, nn.Module):
         args, model = None, args
-    given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
+    if dist_init_required is not False and not dist.is_initialized():
+        launch_from_torch(seed=None)
+    group = mpu.get_data_parallel_group() if mpu is not None else None
+    ranks = dist.group.WORLD if group is None and dist.is_initialized() else group
+    sources = config, config_params, getattr(args, "deepspeed_config", None)
+    its = agreed(lambda size: load_config(_only(sources, mesh_param), world_size=size), ranks)
+    if model is None:
+        raise TypeError("initialize(model=...) needs a module")
+    engine = assemble(DeepSpeedEngine, its, model, optimizer, model_parameters, None, lr_scheduler, group)
+    assert isinstance(engine, DeepSpeedEngine)
+    say(engine)
+    loader = None
+    if training_data is not None:
+        loader = loader_of(training_data, its, engine.model.rank, engine.model.world_size, collate_fn)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _only(sources: Iterable[Source], mesh_param: Any) -> Source:
+    """The config among the places where it may be given. A rank that raises tells the others."""
+    given = [each for each in sources if each is not None]
     if len(given) != 1:
         raise ConfigError(
             f"initialize() needs one config, as config=, config_params= or args.deepspeed_config, found {len(given)}"
         )
     if mesh_param is not None:
         raise ConfigError("mesh_param: sharding over a mesh of ranks is not there; leave it out")
-    if dist_init_required is not False and not dist.is_initialized():
-        launch_from_torch(seed=None)
-    group = mpu.get_data_parallel_group() if mpu is not None else None
-    ranks = dist.group.WORLD if group is None and dist.is_initialized() else group
-    agreed = agreed_config(given[0], ranks)
-    if model is None:
-        raise TypeError("initialize(model=...) needs a module")
-    engine = assemble(DeepSpeedEngine, agreed, model, optimizer, model_parameters, None, lr_scheduler, group)
-    assert isinstance(engine, DeepSpeedEngine)
-    say(engine)
-    loader = None
-    if training_data is not None:
-        loader = loader_of(training_data, agreed, engine.model.rank, engine.model.world_size, collate_fn)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return given[0]

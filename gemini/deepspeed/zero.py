@@ -12,8 +12,8 @@ from torch import nn
 from gemini.access.external import register_external_parameter, unregister_external_parameter
 from gemini.building.zero_init import ZeroInitContext
 from gemini.deepspeed.arguments import init_distributed
-from gemini.engine.agreement import Source
-from gemini.engine.config import load_config
+from gemini.engine.agreement import Source, agreed_config
+from gemini.engine.config import Config, load_config
 from gemini.errors import ConfigError
 from gemini.model.gathered import GatheredParameters
 
@@ -46,7 +46,8 @@ class Init(ZeroInitContext):
         zero_quantized_weights, zero_quantized_nontrainable_weights: must be False: weights travel as they are.
         without_effect: `mem_efficient_linear`, `pin_memory` and others, which are said to have no effect.
 
-    Raises ConfigError for what does not exist here, and what `ZeroInitContext` and `load_config` raise.
+    Collective if it is enabled. Raises ConfigError for what does not exist here and, on every rank, for a config that
+    one cannot read; DivergenceError if the ranks' configs differ; and what `ZeroInitContext` raises.
     """
 
     def __init__(
@@ -76,18 +77,26 @@ class Init(ZeroInitContext):
             raise ConfigError("zero.Init(): quantised weights are not there yet; they travel in their own dtype")
         if remote_device not in (None, "cpu", "none"):
             raise ConfigError(f"zero.Init(remote_device={remote_device!r}): there is no disk tier; use 'cpu'")
-        if config_dict_or_path is not None or config is not None:
-            its = load_config(config if config_dict_or_path is None else config_dict_or_path)
-            dtype = its.dtype if dtype is None and isinstance(its.dtype, torch.dtype) else dtype
-            if remote_device is None and its.tensor_placement_policy == "cpu":
-                remote_device = "cpu"
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
         if data_parallel_group is None and enabled:
             init_distributed()
+        if config_dict_or_path is not None or config is not None:
+            source = config if config_dict_or_path is None else config_dict_or_path
+            its = _config_of(source, data_parallel_group) if enabled else load_config(source)
+            dtype = its.dtype if dtype is None and isinstance(its.dtype, torch.dtype) else dtype
+            if remote_device is None and its.tensor_placement_policy == "cpu":
+                remote_device = "cpu"
         home = "host" if remote_device == "cpu" else "auto"
         super().__init__(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled)
         if module is not None:
             with ZeroInitContext(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled) as context:
                 if enabled:
                     context.convert(module)
+
+
+def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
+    """Alike on all ranks: one that could not read its own would leave the others in the first collective."""
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    return agreed_config(source, group)

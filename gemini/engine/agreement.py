@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -29,10 +29,18 @@ def agreed_config(
 
     Raises ConfigError on every rank if one cannot read its config, and DivergenceError if they differ.
     """
+    return agreed(lambda size: load_config(source, dialect=dialect, auto=auto, world_size=size), group)
+
+
+def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Config:
+    """The config that `make` makes of the number of ranks, alike on every rank of the group. Collective.
+
+    Raises as `agreed_config` does; what `make` raises, other than a ConfigError, the other ranks are not told.
+    """
     collectives = Collectives(group)
     config, error = None, None
     try:
-        config = load_config(source, dialect=dialect, auto=auto, world_size=collectives.world_size)
+        config = make(collectives.world_size)
     except ConfigError as found:
         error = found
     words = _GOOD + config.canonical().encode() if config else _BAD + str(error).encode()
