@@ -69,7 +69,7 @@ def _decisions(engine: Engine) -> Iterator[tuple[str, str]]:
     yield "optimizer", _optimizer(engine)
     yield "schedule", _schedule(engine)
     yield "gradient clipping", "none" if config.clip_grad_norm is None else f"to a norm of {config.clip_grad_norm:g}"
-    yield "loss scale", "none" if engine.loss_scale == 1.0 else f"dynamic, {engine.loss_scale:g} at first"
+    yield "loss scale", _loss_scale(engine)
     micro = "batches as the loader has them" if sizes.micro is None else f"{sizes.micro} samples a forward"
     window = f"{sizes.accumulation} forward{'s' * (sizes.accumulation > 1)} a step"
     yield "batch", f"{micro}, {window}" + (f", {sizes.train} samples a step over all ranks" if sizes.train else "")
@@ -84,6 +84,14 @@ def _optimizer(engine: Engine) -> str:
     rates = dict.fromkeys(f"{group.get('initial_lr', group['lr']):g}" for group in engine.optimizer.param_groups)
     name = "as given" if engine.config.optimizer is None else engine.config.optimizer.type
     return f"{name}, learning rate {', '.join(rates)}"
+
+
+def _loss_scale(engine: Engine) -> str:
+    its = engine.config.loss_scale
+    if engine.loss_scale == 1.0:
+        return "none"
+    is_static = its.min_scale == its.max_scale == engine.loss_scale
+    return f"{engine.loss_scale:g}, static" if is_static else f"dynamic, {engine.loss_scale:g} at first"
 
 
 def _schedule(engine: Engine) -> str:

@@ -11,7 +11,7 @@ import gemini
 from gemini import deepspeed
 from gemini.engine import said
 from tests.harness.on_ranks import on_ranks
-from tests.zoo.mlp import build
+from tests.zoo.mlp import CHUNK_NUMEL, build, inputs
 
 CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 1, "contiguous_gradients": True, "reduce_bucket_size": 5e8},
@@ -56,6 +56,31 @@ def test_the_table_says_settings_bytes_and_what_has_no_effect(told: list[logging
         line = next(line for line in lines if line.startswith(words) and not line.endswith("bfloat16"))
         assert line.split(words)[1].strip() == gemini.placement.sizes.format_bytes(ledger[kind])
     assert "\x1b" not in record.getMessage(), "colours in a file"
+
+
+def test_the_table_says_chunks_budgets_and_the_sum_of_each_tier() -> None:
+    """What the plan says is what a training holds."""
+    optimizer = {"type": "HybridAdam"}
+    config = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "model_data_memory": "30KiB", "optimizer": optimizer}
+    engine, *_ = gemini.initialize(build(), config=config, verbose=False)
+    lines = [line.split() for line in said.in_words(engine, 120).splitlines()]
+    assert ["chunks", "6", "of", "up", "to", "2048", "B,", "as", "given"] in lines
+    assert [line[:3] for line in lines if line[:1] == ["budget"]] == [["budget", "30", "KiB"]]
+    engine.backward(engine(inputs(0)).sum())
+    engine.step()
+    memory = engine.chunk_manager.memory
+    held = [gemini.placement.sizes.format_bytes(tier.ledger.total_bytes) for tier in (memory.device, memory.host)]
+    assert ["in", "all", *held[0].split(), *held[1].split()] in lines
+
+
+@pytest.mark.parametrize(
+    ("fp16", "words"), [({"loss_scale": 128}, "128, static"), ({"initial_scale_power": 5}, "dynamic, 32 at first")]
+)
+def test_the_table_says_whether_the_loss_scale_moves(fp16: dict[str, Any], words: str) -> None:
+    config = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, **fp16}, "optimizer": {"type": "Adam"}}
+    engine, *_ = gemini.initialize(build(), config=config, verbose=False)
+    assert f"loss scale          {words}" in [line.strip() for line in said.in_words(engine, 120).splitlines()]
+    assert engine.loss_scale == (128.0 if "loss_scale" in fp16 else 32.0)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
