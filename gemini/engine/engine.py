@@ -117,6 +117,10 @@ class Engine:
         """Whether the next `step()` updates the weights. Raises nothing. Local."""
         return self._in_window >= self.batch_sizes.accumulation
 
+    def is_window_open(self) -> bool:
+        """Whether backwards have been made that no `step()` has used yet. Raises nothing. Local."""
+        return self._in_window > 0
+
     def step(self, *, last: bool = False) -> None:
         """Update the weights and move the schedule, if all micro-batches of the window are there. Collective.
 

@@ -233,6 +233,14 @@ def test_a_signal_on_one_rank_ends_all_after_the_step(rank: int, world_size: int
     assert trainer.stopped_by is None
 
 
+@on_ranks(1, 2)
+def test_a_signal_in_the_middle_of_a_window_ends_training_after_its_step(rank: int, world_size: int) -> None:
+    """Its first micro-batches are in a step, and what goes on begins with a window of its own."""
+    engine = engine_of(gradient_accumulation_steps=4)
+    Trainer(engine).fit(pairs(rank, 12), 1, hooks=[Signalled(world_size - 1, signal.SIGTERM)])  # in the second of four
+    assert (engine.global_steps, engine.micro_steps, engine.is_window_open()) == (1, 4, False)
+
+
 @on_ranks(2)
 def test_an_epoch_ends_where_the_shortest_ranks_loader_does(rank: int, world_size: int) -> None:
     engine = engine_of()

@@ -25,6 +25,7 @@ class Together:
     """What ranks tell each other before a micro-batch."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._communicator = engine.communicator
         self.stopped_by: str | None = None
         """The name of the signal that this rank got while it listened last, if it got one."""
@@ -58,13 +59,17 @@ class Together:
         ended, stops = flags.tolist()
         return not ended, bool(stops)
 
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """The loader's batches, for as long as every rank has one and none was told to stop. Collective."""
+    def batches(self, loader: Any, fills_windows: bool = False) -> Iterator[Any]:
+        """The loader's batches, for as long as every rank has one and none was told to stop. Collective.
+
+        fills_windows: a window of micro-batches that is open when a rank is told to stop gets its other batches first:
+            otherwise its gradients would be in no step.
+        """
         nothing = object()
         source = iter(loader)
         while True:
             batch = next(source, nothing)
             all_have, stops = self.agree(batch is not nothing)
-            if not all_have or stops:
+            if not all_have or (stops and not (fills_windows and self._engine.is_window_open())):
                 return
             yield batch

@@ -74,7 +74,8 @@ class Trainer:
     ) -> None:
         """Train. Collective.
 
-        Ctrl-C and SIGTERM, on any rank, end it after the step that runs; hooks then see its end as always.
+        Ctrl-C and SIGTERM, on any rank, end it after the optimizer step that runs, with all of its micro-batches; hooks
+        then see its end as always.
 
         Args:
             train_dataloader: iterated once per epoch. A sampler's `set_epoch` is called before.
@@ -122,7 +123,7 @@ class Trainer:
         engine.train()
         self._tell("before_epoch")
         num_batches = 0
-        for batch in self._together.batches(loader):
+        for batch in self._together.batches(loader, fills_windows=True):
             num_batches += 1
             outcome = run(engine, batch)
             if outcome.loss is None:
