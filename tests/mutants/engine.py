@@ -105,4 +105,29 @@ MUTANTS = [
         "tests/features/test_engine_misuse.py"
         "::test_a_step_after_loss_backward_is_refused_and_training_goes_on[1rank-1]",
     ),
+    Mutant(
+        "a config that one rank cannot read is an error of zero.Init on that rank alone",
+        "gemini/deepspeed/zero.py",
+        "if enabled else load_config(source)",
+        "if False else load_config(source)",
+        "tests/features/test_engine_agreement.py::"
+        "test_a_bad_config_of_one_rank_is_told_to_all_before_the_model_is_touched[2ranks-1-zero_init-differs]",
+    ),
+    Mutant(
+        "a signal ends a training in the middle of a window",
+        "gemini/engine/trainer/together.py",
+        "(stops and not (fills_windows and self._engine.is_window_open()))",
+        "stops",
+        "tests/features/test_engine_trainer.py"
+        "::test_a_signal_in_the_middle_of_a_window_ends_training_after_its_step[1rank]",
+    ),
+    Mutant(
+        "an engine does not divide the loss by its micro-batches",
+        "gemini/engine/engine.py",
+        "            loss = loss / self.batch_sizes.accumulation\n",
+        "            pass\n",
+        "tests/features/test_engine_reference.py::"
+        "test_accumulation_clipping_and_rates_are_those_of_plain_pytorch_at_every_step"
+        "[1rank-colossal-CosineAnnealingLR]",
+    ),
 ]
