@@ -243,12 +243,12 @@ class Accelerator(accelerate.Accelerator):
         parameters: all that one optimizer trains. Returns the norm before clipping. Raises UnsupportedError for a part
         of them, and before the last micro-batch of a window.
         """
-        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for optimizer in self._sharded_optimizers():
             its = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             if its.isdisjoint(given):
                 continue
-            rest = given.symmetric_difference(its)
+            rest = its.symmetric_difference(given)
             if any(parameter.requires_grad for parameter in rest):
                 raise UnsupportedError(
                     f"clip_grad_norm_() of {len(given)} parameters, and their optimizer has {len(its)}: give it all of "
