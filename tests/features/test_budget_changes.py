@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini import BudgetError, DivergenceError, GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from gemini import BudgetError, DivergenceError, GeminiError, ShardedModel, ShardedOptimizer
 from tests.harness.on_ranks import in_soak, on_ranks
-from tests.zoo.mlp import adam, build, loss_of, placed, train_step, weights_of
+from tests.zoo.mlp import adam, build, loss_of, placed, train_step, train_while, weights_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -29,20 +29,8 @@ def trainer(options: str, **arguments: Any) -> tuple[ShardedModel, ShardedOptimi
     return model, ShardedOptimizer(model, adam(model.parameters()), initial_scale=8.0)
 
 
-def train(options: str, rank: int, between: Between = lambda step, model: None) -> tuple[list[float], int]:
-    """Losses and the hash of all state, of steps with one micro-batch and with two."""
-    model, optimizer = trainer(options)
-    losses = []
-    for step in range(STEPS):
-        for micro in range(1 + step % 2):
-            loss = loss_of(model, 10 * step + 2 * micro + rank, OPTIONS[options].get("dtype"))
-            optimizer.backward(loss)
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        between(step, model)
-    found = losses, state_hash(model, optimizer)
-    model.close()
-    return found
+def train(options: str, rank: int, between: Between | None = None) -> tuple[list[float], int]:
+    return train_while(*trainer(options), rank, between, STEPS, OPTIONS[options].get("dtype"))
 
 
 def on_device(model: ShardedModel) -> int:

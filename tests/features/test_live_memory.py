@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gemini import EmulatedDevice, MemoryMonitor, ShardedModel, ShardedOptimizer, state_hash
+from gemini import EmulatedDevice, MemoryMonitor, ShardedModel, ShardedOptimizer
 from tests.harness.on_ranks import gathered, on_ranks
-from tests.zoo.mlp import CHUNK_NUMEL, adam, build, inputs, loss_of
+from tests.zoo.mlp import CHUNK_NUMEL, adam, build, inputs, loss_of, train_while
 
 STEPS = 8
 TOTAL = 10**6
@@ -28,22 +28,10 @@ def train(
     rank: int,
     device: EmulatedDevice,
     dtype: torch.dtype | None = None,
-    between: Callable[[int, ShardedModel], None] = lambda step, model: None,
+    between: Callable[[int, ShardedModel], None] | None = None,
     steps: int = STEPS,
 ) -> tuple[list[float], int]:
-    """Losses and the hash of all state."""
-    model, optimizer = trainer(device, dtype)
-    losses = []
-    for step in range(steps):
-        for micro in range(1 + step % 2):
-            loss = loss_of(model, 10 * step + 2 * micro + rank, dtype)
-            optimizer.backward(loss)
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        between(step, model)
-    found = losses, state_hash(model, optimizer)
-    model.close()
-    return found
+    return train_while(*trainer(device, dtype), rank, between, steps, dtype)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import gemini
 from gemini import BudgetError, DivergenceError, GeminiError, ShardedModel, ShardedOptimizer, deepspeed, state_hash
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from tests.harness.on_ranks import in_soak, on_ranks
-from tests.zoo.mlp import adam, assert_same, build, loss_of, placed, weights_of
+from tests.zoo.mlp import adam, assert_same, build, loss_of, placed, train_while, weights_of
 
 PLACES: dict[str, dict[str, Any]] = {
     "cuda": {},
@@ -35,22 +35,8 @@ def held(model: ShardedModel, tier: int = 0) -> int:
     return model.chunk_manager.memory.tiers[tier].ledger.total_bytes
 
 
-def train(
-    place: str, rank: int, between: Callable[[int, ShardedModel], None] = lambda step, model: None
-) -> tuple[list[float], int]:
-    """Losses and the hash of all state after five steps, some of them of two micro-batches."""
-    model, optimizer = trainer(place)
-    losses = []
-    for step in range(5):
-        for micro in range(1 + step % 2):
-            loss = loss_of(model, 10 * step + 2 * micro + rank, PLACES[place].get("dtype"))
-            optimizer.backward(loss)
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        between(step, model)
-    found = losses, state_hash(model, optimizer)
-    model.close()
-    return found
+def train(place: str, rank: int, between: Callable[[int, ShardedModel], None] | None = None) -> tuple[list[float], int]:
+    return train_while(*trainer(place), rank, between, 5, PLACES[place].get("dtype"))
 
 
 @on_ranks(1, 2)

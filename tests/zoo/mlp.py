@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini import ShardedModel, ShardedOptimizer, estimate_memory
+from gemini import ShardedModel, ShardedOptimizer, estimate_memory, state_hash
 from optim import HybridAdam
 
 WIDTH = 16
@@ -124,6 +124,32 @@ def train_step(model: nn.Module, optimizer: Any, step: int = 0, dtype: torch.dty
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def train_while(
+    model: ShardedModel,
+    optimizer: ShardedOptimizer,
+    rank: int,
+    between: Callable[[int, ShardedModel], None] | None = None,
+    steps: int = 6,
+    dtype: torch.dtype | None = None,
+) -> tuple[list[float], int]:
+    """Losses and the hash of all state, of steps with one micro-batch and with two; `between` them something happens.
+
+    Closes the model.
+    """
+    losses = []
+    for step in range(steps):
+        for micro in range(1 + step % 2):
+            loss = loss_of(model, 10 * step + 2 * micro + rank, dtype)
+            optimizer.backward(loss)
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        if between is not None:
+            between(step, model)
+    found = losses, state_hash(model, optimizer)
+    model.close()
+    return found
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
