@@ -2,8 +2,8 @@
 
 `cpu`     all states rest on the host; the device holds only slots.
 `cuda`    all states rest on the device, as many slots as the budget allows.
-`auto`    the smallest slots that work, then parameters, gradients and optimizer state move in, in this order and
-          in order of first use, for as long as the budget lasts.
+`auto`    the smallest slots that work, then parameters, gradients and optimizer state, with masters, move in, in this
+          order and in order of first use, for as long as the budget lasts.
 `static`  fractions of the bytes, which the user chooses.
 
 Masters and optimizer state of frozen chunks, which no step reads, stay on the device only where everything fits there.
@@ -24,7 +24,9 @@ from gemini.placement.policy import (
     spend_rest,
 )
 
-_MOVING_IN = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.OPTIM)
+_OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
+_MOVING_IN = ((Kind.PARAM,), (Kind.GRAD,), _OF_OPTIMIZER)
+"""In this order. An update reads master and moments, so that one of them alone on the device would only travel."""
 
 
 def _all_on(demand: Demand, tier: Tier) -> tuple[dict[Kind, Tier], ...]:
@@ -76,25 +78,34 @@ class AutoPolicy:
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
         least = min(placement, everything, key=lambda each: each.device_bytes(demand))  # a tiny model needs no slots
         check_fits(demand, least, budget_bytes, self.name)
-        for kind in _MOVING_IN:
-            placement = self._move_in(demand, placement, kind, budget_bytes)
+        for kinds in _MOVING_IN:
+            placement = self._move_in(demand, placement, kinds, budget_bytes)
         return spend_rest(demand, placement, budget_bytes)
 
-    def _move_in(self, demand: Demand, placement: Placement, kind: Kind, budget_bytes: int) -> Placement:
-        """The longest prefix of chunks whose `kind` fits."""
-        is_state = kind in (Kind.MASTER, Kind.OPTIM)
+    def _move_in(self, demand: Demand, placement: Placement, kinds: tuple[Kind, ...], budget_bytes: int) -> Placement:
+        """The longest prefix of chunks of which these kinds fit, all of a chunk's together."""
+        is_state = kinds == _OF_OPTIMIZER
         owners = [
             index
             for index, chunk in enumerate(demand.chunks)
-            if kind in chunk.home_bytes and not (is_state and chunk.is_frozen)
+            if any(kind in chunk.home_bytes for kind in kinds) and not (is_state and chunk.is_frozen)
         ]
         additions = [
-            Addition(chunk.home_bytes[kind], chunk.oversize, not is_state and not chunk.needs_slot_of(kind))
+            Addition(
+                sum(chunk.home_bytes.get(kind, 0) for kind in kinds),
+                chunk.oversize,
+                not is_state and not chunk.needs_slot_of(kinds[0]),
+            )
             for chunk in (demand.chunks[index] for index in owners)
         ]
-        moved = frozenset(owners[: longest_prefix(demand, placement, kind, additions, budget_bytes)])
-        homes = ({**home, kind: Tier.DEVICE} if i in moved else home for i, home in enumerate(placement.homes))
-        return slots_for(demand, tuple(homes)) if moved else placement
+        moved = frozenset(owners[: longest_prefix(demand, placement, kinds[0], additions, budget_bytes)])
+        if not moved:
+            return placement
+        homes = (
+            {kind: Tier.DEVICE if i in moved and kind in kinds else tier for kind, tier in its.items()}
+            for i, its in enumerate(placement.homes)
+        )
+        return slots_for(demand, tuple(homes))
 
 
 @dataclass(frozen=True)
@@ -153,9 +164,6 @@ class StaticPolicy:
         placement = slots_for(demand, homes, kept)
         check_fits(demand, placement, budget_bytes, self.name)
         return placement if budget_bytes is None else fill_slots(demand, placement, budget_bytes)
-
-
-_OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
 
 
 def _counted(demand: Demand) -> list[tuple[int, ChunkDemand]]:
