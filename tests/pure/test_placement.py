@@ -1,5 +1,7 @@
 """Sizes, policies, next use and the order of reductions: numbers in, numbers out."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +75,21 @@ def test_more_budget_never_moves_less_onto_the_device(sizes: list[int], budget: 
     more = AutoPolicy().place(model, budget + 2000)
     params = [sum(p.homes[i][Kind.PARAM] is Tier.DEVICE for i in range(len(sizes))) for p in (less, more)]
     assert params[0] <= params[1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(0, 60_000))
+def test_a_chunks_master_lies_where_its_moments_do(sizes: list[int], budget: int) -> None:
+    """An update reads both: one of them alone on the device would travel at every step."""
+    halves = demand(sizes)
+    chunks = [replace(chunk, home_bytes={**chunk.home_bytes, Kind.MASTER: 7}) for chunk in halves.chunks]
+    model = replace(halves, chunks=tuple(chunks))
+    try:
+        placement = AutoPolicy().place(model, budget)
+    except BudgetError:
+        return
+    assert all(homes[Kind.MASTER] is homes[Kind.OPTIM] for homes in placement.homes)
+    assert placement.device_bytes(model) <= budget
 
 
 def test_what_is_left_is_kept_slots_first_in_order_of_use_then_slots_for_all() -> None:
