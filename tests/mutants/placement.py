@@ -4,6 +4,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "masters move onto the device without their moments",
+        "gemini/placement/policies.py",
+        "_MOVING_IN = ((Kind.PARAM,), (Kind.GRAD,), _OF_OPTIMIZER)",
+        "_MOVING_IN = ((Kind.PARAM,), (Kind.GRAD,), (Kind.MASTER,), (Kind.OPTIM,))",
+        "tests/pure/test_placement.py::test_a_chunks_master_lies_where_its_moments_do",
+    ),
+    Mutant(
         "a fraction counts chunks and not bytes",
         "gemini/placement/policies.py",
         "            wanted -= num_bytes[index]",
@@ -34,8 +41,8 @@ MUTANTS = [
     Mutant(
         "the state of frozen chunks takes the room of others",
         "gemini/placement/policies.py",
-        "            if kind in chunk.home_bytes and not (is_state and chunk.is_frozen)",
-        "            if kind in chunk.home_bytes",
+        "for kind in kinds) and not (is_state and chunk.is_frozen)",
+        "for kind in kinds)",
         "tests/features/test_frozen_state.py",
     ),
     Mutant(
