@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from gemini.errors import RemoteRankError
+from gemini.ranks import gloo_threads
 
 LAST_WORDS_S = 6.0  # how long to look for the message of a rank whose connection closed, and to leave one's own
 
@@ -71,6 +72,11 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 def _at_exit() -> None:
+    _publish()
+    gloo_threads.wait_until_idle(LAST_WORDS_S)  # of the user's groups, too, and after `destroy_process_group()`
+
+
+def _publish() -> None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     try:

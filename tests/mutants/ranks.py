@@ -39,6 +39,13 @@ MUTANTS = [
         "tests/dist/test_dropped_models.py::test_models_made_and_dropped_in_turn_leave_at_most_one_process_group",
     ),
     Mutant(
+        "a process ends while threads of collectives hold tensors",
+        "gemini/ranks/gloo_threads.py",
+        "    while num_quiet_looks < 2 and",
+        "    while num_quiet_looks < 0 and",
+        "tests/test_process_end.py::test_a_script_ends_when_the_threads_of_collectives_have_let_go",
+    ),
+    Mutant(
         "a collective in flight holds the hooks of its model",
         "gemini/ranks/communicator.py",
         "            with unhooked():\n",
