@@ -7,6 +7,7 @@ rank: what follows from them for a model is the plan's (gemini/placement/plan.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
@@ -194,7 +195,7 @@ class Settings:
         if size is not None and size < 1:
             raise ValueError(f"chunk_size must be at least 1 element, found {size}")
         timeout = self.rank_timeout
-        if not (_is_int(timeout) or isinstance(timeout, float)) or not timeout > 0:
+        if not (_is_int(timeout) or isinstance(timeout, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"rank_timeout must be a number of seconds above 0, found {timeout!r}")
         for name in ("reuse_fp16_shard", "ignore_unused_parameters"):
             if not isinstance(getattr(self, name), bool):

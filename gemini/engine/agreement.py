@@ -35,15 +35,17 @@ def agreed_config(
 def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Config:
     """The config that `make` makes of the number of ranks, alike on every rank of the group. Collective.
 
-    Raises as `agreed_config` does; what `make` raises, other than a ConfigError, the other ranks are not told.
+    Raises as `agreed_config` does, and what `make` raises; the other ranks then raise ConfigError.
     """
     collectives = Collectives(group)
     config, error = None, None
     try:
         config = make(collectives.world_size)
-    except ConfigError as found:
+        words = _GOOD + config.canonical().encode()
+    except Exception as found:  # whatever it is, the other ranks would wait for this one
         error = found
-    words = _GOOD + config.canonical().encode() if config else _BAD + str(error).encode()
+        said = str(found) if isinstance(found, ConfigError) else f"{type(found).__name__}: {found}"
+        words = _BAD + said.encode(errors="backslashreplace")
     everyone = collectives.all_gather_bytes(words)
     if error is not None:
         raise error

@@ -83,6 +83,20 @@ def test_a_bad_config_of_one_rank_is_told_to_all_before_the_model_is_touched(
     )
 
 
+class Broken:
+    """A value that raises another error than a config's."""
+
+    def __repr__(self) -> str:
+        raise OSError("the disk is gone")
+
+
+@on_ranks(2)
+def test_what_no_config_should_raise_is_told_to_all(rank: int, world_size: int) -> None:
+    config = {**GOOD, "stage": Broken()} if rank == 1 else GOOD
+    with pytest.raises(OSError if rank else ConfigError, match="the disk is gone"):
+        gemini.initialize(build(), config=config, verbose=False)
+
+
 @on_ranks(2)
 def test_a_rank_without_a_config_is_told_to_all(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match=r"initialize\(\) needs one config"):

@@ -152,6 +152,12 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
         (".py", "stage = 2\nzero = dict(\n  model_config=dict(\n    bf16=1))\n"),
         "line 4: zero.model_config.bf16 must be",
     ),
+    ((".json", '{"chunk_size": ' + "1" * 5000 + "}"), "Exceeds the limit (4300 digits)"),
+    ((".yaml", "stage: 1\nchunk_size: " + "2" * 5000), "Exceeds the limit (4300 digits) for integer"),
+    ((".toml", "chunk_size = " + "3" * 5000), "Exceeds the limit (4300 digits) for integer string"),
+    ((".yaml", "optimizer: &its {params: *its}\n"), "a mapping or list is a part of itself: write out what it holds"),
+    ((".py", "monitors = {}\nmonitors['json_lines'] = monitors\n"), "a mapping or list is a part of itself"),
+    ({"rank_timeout": float("inf")}, "rank_timeout must be a number of seconds above 0, found inf"),
     ((".ini", "stage = 2\n"), "the end of the name says the format, one of .json, .yaml, .yml, .toml, .py"),
 ]
 

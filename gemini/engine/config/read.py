@@ -22,6 +22,7 @@ from gemini.placement.sizes import format_bytes
 
 MAX_BYTES = 2**20
 NO_EXEC = "GEMINI_NO_EXEC"
+_TOO_DEEP = "brackets are nested too deeply for a config"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Source:
 def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
     """A config that is a mapping already, or the file at a path. Runs a Python file. Raises ConfigError."""
     if isinstance(source, Mapping):
+        _refuse_cycles(source, "config")
         return Source(dict(source))
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"a config is a mapping or the path of a file, found {type(source).__name__}")
@@ -57,11 +59,27 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
         cause = error.__cause__ if path.suffix == ".py" else None
         raise ConfigError(f"{path}{f', line {error.line}' if error.line else ''}: {error}") from cause
     except RecursionError as error:
-        raise ConfigError(f"{path}: brackets are nested too deeply for a config") from error
+        raise ConfigError(f"{path}: {_TOO_DEEP}") from error
+    except ValueError as error:  # Python's limit for the digits of a number
+        raise ConfigError(f"{path}: {error}") from error
+    _refuse_cycles(found, path)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, found {type(found).__name__}")
     constants = {name: found.pop(name) for name in list(found) if path.suffix == ".py" and name.isupper()}
     return Source(found, str(path), text, path.suffix, constants)
+
+
+def _refuse_cycles(value: Any, name: str | Path, above: tuple[int, ...] = ()) -> None:
+    """YAML's anchors and Python can put a mapping into itself, in which a walk over its keys would never end."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return
+    if id(value) in above:
+        raise ConfigError(f"{name}: a mapping or list is a part of itself: write out what it holds")
+    try:
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            _refuse_cycles(inner, name, (*above, id(value)))
+    except RecursionError as error:
+        raise ConfigError(f"{name}: {_TOO_DEEP}") from error
 
 
 def _text_of(path: Path) -> str:
