@@ -8,6 +8,7 @@ unless `step(last=True)` closes it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -75,6 +76,7 @@ class Engine:
         """Backwards."""
         self._log = StepLog(self.config, model.rank)
         self._in_window = 0  # backwards since the last optimizer step
+        self._schedule_count: int | None = None  # where the schedule was when the engine had moved it last
         self._is_closed = False
         weights = self.config.dtype
         self._input_dtype = weights if self.config.cast_inputs and isinstance(weights, torch.dtype) else None
@@ -144,7 +146,7 @@ class Engine:
         if report is not None and report.skipped is not None:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self._move(self.lr_scheduler)
 
     def zero_grad(self) -> None:
         """Discard gradients, unless a window is open: then they are wanted. Local, alike on every rank.
@@ -235,6 +237,18 @@ class Engine:
             self.model.close()
             self._log.close()
             self._is_closed = True
+
+    def _move(self, schedule: LRScheduler) -> None:
+        """A script for Colossal-AI may move it too, after every epoch: the rates would be those of no schedule."""
+        count = getattr(schedule, "last_epoch", None)
+        if self._schedule_count is not None and count is not None and count > self._schedule_count:
+            warnings.warn(
+                f"the schedule has moved by {count - self._schedule_count} since the last optimizer step: the engine "
+                "moves it after every one, so leave out lr_scheduler.step()",
+                stacklevel=3,
+            )
+        schedule.step()
+        self._schedule_count = getattr(schedule, "last_epoch", None)
 
     def _refuse_closed(self, what: str) -> None:
         if self._is_closed:

@@ -112,6 +112,26 @@ def test_a_schedule_may_be_a_class() -> None:
         assert engine.optimizer.param_groups[0]["lr"] == 0.5e-3
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_schedule_that_the_script_moves_too_is_told() -> None:
+    """As loops for Colossal-AI do after an epoch. One that is loaded before the training or turned back is no news."""
+    schedule = {"type": "StepLR", "params": {"step_size": 100}}
+    engine = engine_of(scheduler=schedule)
+    engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), "last_epoch": 7})
+    for moves in (0, 0, 1):
+        for _ in range(moves):
+            engine.lr_scheduler.step()
+        engine.backward(loss_of(engine))
+        if moves:
+            with pytest.warns(UserWarning, match=r"has moved by 1 since .*: the engine .* leave out lr_scheduler.step"):
+                engine.step()
+        else:
+            engine.step()
+    engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), "last_epoch": 7})
+    engine.backward(loss_of(engine))
+    engine.step()
+
+
 @pytest.mark.parametrize("kind", ["tensor", "used up"])
 def test_model_parameters_that_are_none_are_refused_before_the_model_is_wrapped(kind: str) -> None:
     module = build()
