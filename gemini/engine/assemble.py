@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS
@@ -60,7 +60,7 @@ def assemble(
 
 
 def _check_kinds(optimizer: Any, criterion: Any, lr_scheduler: Any) -> None:
-    """Raises TypeError for what could only fail later, in the middle of a training."""
+    """Raises TypeError and UnsupportedError for what could only fail later, in the middle of a training."""
     if isinstance(optimizer, str):
         raise TypeError(
             f"optimizer={optimizer!r} is a name, which belongs into the config: "
@@ -72,6 +72,18 @@ def _check_kinds(optimizer: Any, criterion: Any, lr_scheduler: Any) -> None:
         raise TypeError(f"criterion must be a function of outputs and labels, found {criterion!r}")
     if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
         raise TypeError(f"lr_scheduler must be a schedule, or a callable that makes one, found {lr_scheduler!r}")
+    _refuse_plateau(lr_scheduler)
+
+
+def _refuse_plateau(schedule: Any) -> None:
+    """Its `step` takes a metric, which a step of the engine does not have."""
+    if isinstance(schedule, ReduceLROnPlateau) or (
+        inspect.isclass(schedule) and issubclass(schedule, ReduceLROnPlateau)
+    ):
+        raise UnsupportedError(
+            "lr_scheduler=ReduceLROnPlateau moves by a metric, which the engine does not know: make it after "
+            "initialize(), as ReduceLROnPlateau(engine.optimizer), and call its step(metric) yourself"
+        )
 
 
 def _checked_parameters(parameters: Iterable[Any]) -> list[Any]:
@@ -128,5 +140,6 @@ def scheduler_of(given: SchedulerLike, config: Config, optimizer: ShardedOptimiz
         given.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a step() that it did not see
         return given
     if callable(given) and (inspect.isclass(given) or not hasattr(given, "step")):
-        return given(optimizer)
+        given = given(optimizer)
+        _refuse_plateau(given)
     return given

@@ -112,6 +112,22 @@ def test_a_schedule_may_be_a_class() -> None:
         assert engine.optimizer.param_groups[0]["lr"] == 0.5e-3
 
 
+@pytest.mark.parametrize("kind", ["object", "class", "callable"])
+def test_a_schedule_that_moves_by_a_metric_is_refused_and_may_be_made_after(kind: str) -> None:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    module = build()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    given: Any = {"object": plateau(optimizer), "class": plateau, "callable": partial(plateau, patience=3)}[kind]
+    with pytest.raises(gemini.UnsupportedError, match=r"moves by a metric.*: make it after initialize\(\)"):
+        gemini.initialize(module, optimizer, lr_scheduler=given, config={"device": "emulated"}, verbose=False)
+    assert kind == "callable" or type(next(module.parameters())) is nn.Parameter
+    engine = engine_of()
+    schedule = plateau(engine.optimizer, patience=0, factor=0.5)
+    for _ in range(2):
+        schedule.step(1.0)
+    assert engine.optimizer.param_groups[0]["lr"] == 0.5e-3
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_schedule_that_the_script_moves_too_is_told() -> None:
     """As loops for Colossal-AI do after an epoch. One that is loaded before the training or turned back is no news."""

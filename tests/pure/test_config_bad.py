@@ -66,6 +66,7 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
     ({"optimizer": "AdamW"}, "optimizer must be a mapping of keys to values, found 'AdamW'"),
     ({"optimizer": {"type": "SGD", "parameters": {}}}, "optimizer.parameters is not a key; the nearest valid one is"),
     ({"scheduler": {"type": "Cosine"}}, "scheduler.type='Cosine' is not known; the nearest is 'WarmupCosineLR'"),
+    ({"scheduler": {"type": "ReduceLROnPlateau"}}, "scheduler.type='ReduceLROnPlateau' is not known (valid: WarmupLR"),
     ({"scheduler": {"type": "StepLR"}}, "missing 1 required positional argument: 'step_size'"),
     ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps is missing"),
     (

@@ -114,7 +114,12 @@ def _one_element() -> nn.Parameter:
 
 
 def _not_a_name(found: str, names: list[str]) -> str:
-    return f"type={found!r} is not known; the nearest is {nearest(found, names)!r} (valid: {', '.join(names)})"
+    return f"type={found!r} is not known{_nearest(found, names)} (valid: {', '.join(names)})"
+
+
+def _nearest(found: str, names: list[str]) -> str:
+    meant = nearest(found, names)
+    return "" if meant is None else f"; the nearest is {meant!r}"
 
 
 def _called(made: Callable[..., T], first: Any, arguments: Mapping[str, Any]) -> T:
@@ -123,7 +128,7 @@ def _called(made: Callable[..., T], first: Any, arguments: Mapping[str, Any]) ->
     for name in arguments:
         if name not in valid:
             raise ValueError(
-                f"params.{name} is not an argument of {made.__qualname__}; the nearest is {nearest(name, valid)!r} "
+                f"params.{name} is not an argument of {made.__qualname__}{_nearest(name, valid)} "
                 f"(valid: {', '.join(valid)})"
             )
     try:
