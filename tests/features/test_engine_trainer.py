@@ -234,6 +234,22 @@ def test_a_signal_on_one_rank_ends_all_after_the_step(rank: int, world_size: int
 
 
 @on_ranks(1, 2)
+def test_the_last_window_of_a_training_is_stepped_though_it_is_not_full(rank: int, world_size: int) -> None:
+    """Between two epochs it is filled: ten batches make three steps, of four, of four and of two."""
+    engine, its = (engine_of(gradient_accumulation_steps=4) for _ in range(2))
+    notes = Notes()
+    Trainer(engine).fit(pairs(rank, 5), 2, hooks=[notes, Loss()])
+    for data, label in pairs(rank, 5) + pairs(rank, 5):
+        its.backward(its.criterion(its(data), label))
+        its.step()
+    assert its.is_window_open()
+    its.step(last=True)
+    assert notes.heard == ["before_train", "step 1", "epoch 0", "step 2", "step 3", "epoch 1", "after_train"]
+    assert state_hash(engine.model) == state_hash(its.model)
+    assert not engine.is_window_open()
+
+
+@on_ranks(1, 2)
 def test_a_signal_in_the_middle_of_a_window_ends_training_after_its_step(rank: int, world_size: int) -> None:
     """Its first micro-batches are in a step, and what goes on begins with a window of its own."""
     engine = engine_of(gradient_accumulation_steps=4)

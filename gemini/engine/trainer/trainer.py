@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,7 +76,8 @@ class Trainer:
         """Train. Collective.
 
         Ctrl-C and SIGTERM, on any rank, end it after the optimizer step that runs, with all of its micro-batches; hooks
-        then see its end as always.
+        then see its end as always. A window of micro-batches that an epoch leaves open goes on with the next one. After
+        the last epoch a step is made of those that are there, and their sum is divided by a whole window's number.
 
         Args:
             train_dataloader: iterated once per epoch. A sampler's `set_epoch` is called before.
@@ -103,7 +105,7 @@ class Trainer:
             self._tell("before_train")
             for self.epoch in range(epochs):
                 last = None if max_steps is None else first + max_steps
-                is_over = self._epoch(train_dataloader, last, advance)
+                is_over = self._epoch(train_dataloader, last, advance, self.epoch == epochs - 1)
                 is_last = is_over or self.epoch == epochs - 1
                 if test_dataloader is not None and not self._stops():
                     if is_last or (self.epoch + 1) % test_interval == 0:
@@ -114,7 +116,7 @@ class Trainer:
         if self.stopped_by is not None:
             get_dist_logger().warning(f"training stopped after step {self.engine.global_steps}: {self.stopped_by}")
 
-    def _epoch(self, loader: Iterable[Any], last_step: int | None, advance: Any) -> bool:
+    def _epoch(self, loader: Iterable[Any], last_step: int | None, advance: Any, is_last: bool) -> bool:
         """One epoch. True if training is over."""
         engine = self.engine
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
@@ -140,8 +142,13 @@ class Trainer:
         if num_batches == 0 and not self._stops():
             once = ". A generator gives its batches once: give a list or a DataLoader" if self.epoch else ""
             raise GeminiError(f"the training loader of a rank is empty: every rank needs a batch{once}")
+        stops = self._stops()
+        if (is_last or stops) and engine.is_window_open():
+            engine.step(last=True)
+            self._tell("after_step")
+            advance(self.metrics)
         self._tell("after_epoch")
-        return self._stops() or (last_step is not None and engine.global_steps >= last_step)
+        return stops or (last_step is not None and engine.global_steps >= last_step)
 
     def evaluate(
         self,
@@ -256,5 +263,5 @@ def _total_steps(loader: Any, epochs: int, window: int, max_steps: int | None) -
     num_batches = _length(loader)
     if num_batches is None:
         return max_steps
-    total = num_batches * epochs // window
+    total = math.ceil(num_batches * epochs / window)
     return total if max_steps is None else min(total, max_steps)
