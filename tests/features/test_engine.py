@@ -257,21 +257,24 @@ def test_without_an_optimizer_an_engine_evaluates() -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["weights.safetensors", "pytorch_model.bin"])
-def test_weights_are_saved_whole_by_one_rank(rank: int, world_size: int, name: str) -> None:
-    engine = deepspeed.initialize(model=build(), config=MODEL)[0]
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weights_are_saved_whole_by_one_rank(rank: int, world_size: int, dtype: str, name: str) -> None:
+    engine = deepspeed.initialize(model=build(), config={**MODEL, "dtype": dtype})[0]
     folder = [tempfile.mkdtemp()]
     if world_size > 1:
         torch.distributed.broadcast_object_list(folder)
     path = Path(folder[0]) / "new" / name
     assert engine.save_16bit_model(path.parent, name)
     found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-    assert_same(found, dict(build().named_parameters()))
+    whole = build() if dtype == "fp32" else build().bfloat16()
+    assert_same(found, dict(whole.named_parameters()))
+    assert {each.dtype for each in found.values()} == {each.dtype for each in whole.parameters()}
     assert [each.name for each in path.parent.iterdir()] == [name]
 
 
 @on_ranks(1, 2)
 def test_weights_are_whole_for_generation_and_gone_after_the_cache_is_emptied(rank: int, world_size: int) -> None:
-    engine = engine_of({**MODEL, "stage": 3})
+    engine, its = (engine_of({**MODEL, "stage": 3, "optimizer": ADAM}) for _ in range(2))
     with engine.gathered_for_generation() as module, torch.no_grad():
         assert module is engine.module
         assert torch.equal(module(inputs(0, 0)), build()(inputs(0, 0)))
@@ -279,6 +282,10 @@ def test_weights_are_whole_for_generation_and_gone_after_the_cache_is_emptied(ra
     engine.empty_partition_cache()
     if world_size > 1:
         assert all(chunk.slot is None for chunk in engine.model.chunk_manager.chunks)
+    for each in (engine, its):
+        each.backward(loss_of(each, inputs(rank, 1)))
+        each.step()
+    assert state_hash(engine.model, engine.optimizer) == state_hash(its.model, its.optimizer)
 
 
 @on_ranks(1, 2)
