@@ -40,6 +40,7 @@ def _peaks_while_building(name: str, source: str | None = None) -> dict[str, int
         "numel": numel,
         "operator": operator,
         "chunk": max(chunk.payload_bytes for chunk in model.chunk_manager.chunks if not chunk.oversize),
+        "shard": max(chunk.layout.shard_numel for chunk in model.chunk_manager.chunks) * FP32,
         "buffers": buffers,
         "num_parameters": len(list(model.parameters())),
         "context peak": context_peak,
@@ -84,6 +85,7 @@ def test_a_real_model_is_streamed_from_its_file(rank: int, world_size: int, sent
     room = facts["operator"] + facts["chunk"] + 2 * facts["buffers"] + 65536
     assert facts["numel"] > 20e6
     assert facts["context peak"] <= facts["numel"] * FP32 // world_size + room, facts
-    assert facts["wrap peak"] <= facts["wrap rest"] + room, facts
+    # a chunk's shard is there twice until every rank has it, so that a wrap that fails can give it back
+    assert facts["wrap peak"] <= facts["wrap rest"] + room + facts["shard"], facts
     assert facts["peak"] <= facts["rest"] + room, facts
     assert facts["rest"] <= 1.02 * 4 * facts["numel"] * FP32 // world_size, facts
