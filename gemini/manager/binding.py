@@ -210,6 +210,8 @@ class Binding:
         chunk.num_updates += 1
         if chunk.bound and chunk.payload is not None:
             torch.autograd.graph.increment_version(managed.parameter)  # for what autograd saved without our hooks
+            if chunk.index in self._edits_when_left:  # outdated, gathered by a reader, and not bound since
+                self._edits_when_left[chunk.index][managed.position] += 1  # else `bind` takes it for a lost edit
             self.snapshots.renew(managed)
         self.forget_edits(managed)
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import GatheredParameters, ShardedModel, ShardedOptimizer, UnsupportedError, safe_get_full_grad
+from gemini import (
+    GatheredParameters,
+    ShardedModel,
+    ShardedOptimizer,
+    UnsupportedError,
+    safe_get_full_grad,
+    safe_set_full_fp32_param,
+)
 from tests.harness.on_ranks import gathered, on_ranks, on_ranks_with
 from tests.small_parameters import CHUNK_NUMEL, LAYERS, WIDTH, Chain, loss_of, raw_grads
 from tests.test_resident import chain, per_layer, python_calls, wrapped
@@ -69,6 +76,27 @@ def test_whatever_comes_between_two_steps_changes_no_bit(rank: int, world_size: 
     if stage == 3:
         assert gathers[0] == 2, "both chunks at the root"
         assert gathers[2] == 0, "nothing is gathered again between micro-batches"
+
+
+@on_ranks(2)
+def test_values_that_are_set_right_after_weights_were_read_are_trained_on(rank: int, world_size: int) -> None:
+    """As a script does that saves its model, or goes back to a saved one, between two steps."""
+    (model, _optimizer), (plain, _its) = both = pairs(3)
+    for step in range(3):
+        for each, steps in both:
+            loss_of(each, step).backward()
+            steps.step()
+            steps.zero_grad()
+            saved = {name: value + 1.0 for name, value in each.state_dict().items()}
+            if step:
+                each.load_state_dict(saved)
+            elif each is model:
+                for name, parameter in model.module.named_parameters():
+                    safe_set_full_fp32_param(parameter, saved[name])
+            else:
+                plain.load_state_dict(saved)
+        assert torch.equal(model.module(torch.ones(1, WIDTH)), plain(torch.ones(1, WIDTH)))
+    mlp.assert_same_models(both)
 
 
 @on_ranks(2)

@@ -95,6 +95,14 @@ MUTANTS = [
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
+        "values that are set after a reader gathered a weight are taken for a lost edit",
+        "gemini/manager/binding.py",
+        "self._edits_when_left[chunk.index][managed.position] += 1",
+        "pass",
+        "tests/features/test_small_parameters_that_stay.py"
+        "::test_values_that_are_set_right_after_weights_were_read_are_trained_on",
+    ),
+    Mutant(
         "an edit of parameters is written over the gradient in their home",
         "gemini/manager/binding.py",
         "            for piece in managed.weight_pieces:",
