@@ -8,6 +8,7 @@ code.
 """
 
 import gc
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -26,6 +27,11 @@ LONG = (
     "tests/test_many_parameters.py",
     "tests/test_examples.py",
     "tests/test_benchmarks.py",
+    "tests/test_run_clm.py",
+    "tests/features/test_transformers_trainer.py",
+    "tests/features/test_transformers_checkpoints.py",
+    "tests/features/test_lightning.py",
+    "tests/features/test_accelerate.py",
     "tests/dist/test_rank_failures.py",
     "tests/dist/test_divergence.py",
     "tests/dist/test_many_chunks.py",
@@ -39,6 +45,16 @@ last, as these have few tests, and one worker would be idle at the end."""
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Lightning's launchers give torch all processors, here and in processes to come: the next test has one again."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    yield
+    torch.set_num_threads(1)
+    if before is None:
+        os.environ.pop("OMP_NUM_THREADS", None)
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from gemini import ShardedModel
+from gemini import ShardedModel, ShardedOptimizer
 from gemini.chunks.gradient import ChunkGradient, GradState, ReducedState, UnsyncedState
 from gemini.memory.host import HostTier
 from gemini.memory.slot import Slot
-from tests.zoo.mlp import CHUNK_NUMEL, build
+from tests.zoo.mlp import CHUNK_NUMEL, adam, build
 
 CLOSED, AT_HOME, IN_SLOT, SPILLED, REDUCING = GradState
 LEGAL = {
@@ -29,6 +29,7 @@ LEGAL = {
 @pytest.fixture(scope="module")
 def chunk() -> Any:
     model = ShardedModel(build(), chunk_size=CHUNK_NUMEL)
+    ShardedOptimizer(model, adam(model.parameters()))  # with it gradients have their memory
     yield model.chunk_manager.chunks[0]
     model.close()
 

@@ -161,12 +161,8 @@ def test_an_emulated_devices_memory_rises_and_falls_while_it_is_read() -> None:
 
 def test_a_model_is_planned_for_the_memory_that_there_is_when_it_is_wrapped() -> None:
     budgets = []
-    device = EmulatedDevice(10**6)
     for total_bytes in (10**6, 10**5):
-        device.total_bytes = total_bytes
-        model = ShardedModel(mlp.build(), device=device, chunk_size=mlp.CHUNK_NUMEL)
+        model = ShardedModel(mlp.build(), device=EmulatedDevice(total_bytes), chunk_size=mlp.CHUNK_NUMEL)
         budgets.append(model.plan.budget_bytes)
-        model.close()
-        del model
     own = sum(parameter.nbytes for parameter in mlp.build().parameters())
     assert budgets == [int((10**6 + own) * 0.7), int((10**5 + own) * 0.7)]

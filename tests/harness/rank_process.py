@@ -73,6 +73,7 @@ def _run_case(pipe: Connection, call: Any, rank: int, world_size: int, barrier: 
     name, args, kwargs = call
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)  # Lightning's launchers give it all processors
     try:
         module, _, qualname = name.partition(":")
         case: Any = importlib.import_module(module)
