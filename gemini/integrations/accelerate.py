@@ -11,6 +11,7 @@ import inspect
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,9 @@ class Accelerator(accelerate.Accelerator):
                 "modules in it before prepare(), and leave dynamo_backend out"
             )
         device = self.device if self.gemini.device is None else self.gemini.device
-        its = ShardedModel(model, settings=self.gemini.settings(), device=device, dtype=self._weights)
+        # of the config, if that has it
+        settings = replace(self.gemini.settings(), gradient_accumulation_steps=self.gradient_accumulation_steps)
+        its = ShardedModel(model, settings=settings, device=device, dtype=self._weights)
         self._say(its.plan.explain().splitlines())
         return its
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ class GeminiStrategy(DDPStrategy):
                 )
             self.setup_optimizers(trainer)
             _check_optimizers(self.optimizers)
-        self.model = self._wrap(module)
+        self.model = self._wrap(module, trainer.accumulate_grad_batches if fits else None)
         _tell_device(module, self.root_device)
         if fits:
             self.optimizers = [self._shard(each) for each in self.optimizers]
@@ -161,8 +162,11 @@ class GeminiStrategy(DDPStrategy):
                 "one's state_dict(), or continue with trainer.fit(new_module, ckpt_path=...)"
             )
 
-    def _wrap(self, module: Any) -> nn.Module:
-        """The `ShardedModel` of `module`; the module itself if another Trainer has sharded it, for evaluation."""
+    def _wrap(self, module: Any, window: int | None) -> nn.Module:
+        """The `ShardedModel` of `module`; the module itself if another Trainer has sharded it, for evaluation.
+
+        window: micro-batches of a step, as far as the Trainer knows. A callback may change the number in a later epoch.
+        """
         if self._sharded is not None and self._sharded.module is module:
             return self._sharded
         if _is_sharded(module):
@@ -171,7 +175,10 @@ class GeminiStrategy(DDPStrategy):
         config = agreed_config(self._source, group, auto=self._precision.auto)
         weights = self._precision.weights(config, module)
         device = self.root_device if config.device is None else config.device
-        self._sharded = ShardedModel(module, settings=config.settings(), device=device, dtype=weights)
+        settings = config.settings()
+        if window is not None:
+            settings = replace(settings, gradient_accumulation_steps=window)
+        self._sharded = ShardedModel(module, settings=settings, device=device, dtype=weights)
         lines = self._sharded.plan.explain().splitlines()
         get_dist_logger().info("\n".join(["", *lines, *without_effect(config)]), ranks=[0])
         return self._sharded

@@ -116,7 +116,9 @@ class ShardedTraining(_Trainer):
         dtype = mixed_weights(config, mixed, f"TrainingArguments say {args.mixed_precision}")
         if config.device is None:
             fields["device"] = "emulated" if args.device.type == "cpu" else args.device
-        fields |= {"dtype": dtype, "gradient_accumulation_steps": args.gradient_accumulation_steps}
+        fields["dtype"] = dtype
+        if fields["gradient_accumulation_steps"] is None:
+            fields["gradient_accumulation_steps"] = args.gradient_accumulation_steps
         return Settings(**fields)
 
     def _take(self, model: ShardedModel, args: Any, has_settings: bool) -> None:

@@ -8,7 +8,23 @@ TRAINER_TESTS = "tests/features/test_transformers_trainer.py"
 LIGHTNING = "gemini/integrations/lightning.py"
 TESTS = "tests/features/test_accelerate.py"
 
+PLANNED = "tests/features/test_micro_batches_of_libraries.py"
+
 MUTANTS = [
+    Mutant(
+        "a plan does not know the micro-batches of an accelerator",
+        ACCELERATE,
+        "replace(self.gemini.settings(), gradient_accumulation_steps=self.gradient_accumulation_steps)",
+        "self.gemini.settings()",
+        f"{PLANNED}::test_an_accelerator_tells_the_plan_its_micro_batches",
+    ),
+    Mutant(
+        "a plan does not know the micro-batches of Lightning's Trainer",
+        LIGHTNING,
+        "trainer.accumulate_grad_batches if fits else None",
+        "None",
+        f"{PLANNED}::test_lightnings_trainer_tells_the_plan_its_micro_batches",
+    ),
     Mutant(
         "a Trainer trains on ranks that its arguments do not know",
         "gemini/integrations/ranks.py",
