@@ -16,7 +16,7 @@ from gemini.dist_logger import get_dist_logger
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.monitor.live import LiveBytes
 from gemini.placement.budget import Budget, FreeBytes
-from gemini.placement.following import ShortageCap, budget_after_shortage, budget_to_follow
+from gemini.placement.following import ShortageCap, budget_after_shortage, budget_to_follow, peak_in_words
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
 
@@ -25,6 +25,7 @@ class FreeMemory:
     """Of one model. Everything that it decides follows from numbers that all ranks have agreed on."""
 
     def __init__(self, manager: ChunkManager) -> None:
+        self._manager = manager
         self._live = manager.live
         self._communicator = manager.communicator
         self._failures = manager.step.failures
@@ -97,9 +98,18 @@ class FreeMemory:
         words = f"the device has room for {budget.device} bytes of model data, but states stay where they are: {why}"
         get_dist_logger().warning(words, ranks=[0])
 
+    def find_peak(self, has_failed: bool) -> str | None:
+        """The event of a step with the most activations on this rank, in words; None if none was recorded. Local.
+
+        has_failed: see `Recorder.find_peak`.
+        """
+        event = self._manager.recorder.find_peak(has_failed=has_failed)
+        return None if event is None else self._manager.trace.describe(event)
+
     def _tell_least(self, plan: Plan) -> None:
         words = (
-            f"the device ran out of memory, and the {format_bytes(plan.device_bytes)} of model data on it cannot be "
-            "less: make the batch smaller, or checkpoint activations"
+            f"the device ran out of memory{peak_in_words(plan, self.find_peak(has_failed=True))}, and the "
+            f"{format_bytes(plan.device_bytes)} of model data on it cannot be less: make the batch smaller, or "
+            "checkpoint activations"
         )
         get_dist_logger().warning(words, ranks=[0])

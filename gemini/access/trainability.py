@@ -201,7 +201,7 @@ class Trainability:
             self._replan(self._flags, shown, _BUDGETED, budget=budget)
             self._device.trim()  # torch's allocator would keep from others what the model gave up
         free.restart()
-        words = followed_in_words(before, self._manager.plan, free.activations, is_short)
+        words = followed_in_words(before, self._manager.plan, free.activations, is_short, free.find_peak(is_short))
         (get_dist_logger().warning if is_short else get_dist_logger().info)(words, ranks=[0])
 
     def _why_not(self, budget: Budget) -> str | None:

@@ -8,7 +8,7 @@ one, which is done where `recording()` surrounds a step, or `EmulatedDevice.hold
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,6 +93,20 @@ class Recorder:
             self._learn(peaks)
             self._num_in_vain = 0
             self._largest_batch = max(self._largest_batch, self._batch_bytes)
+
+    def find_peak(self, *, has_failed: bool) -> StepEvent | None:
+        """The event with the most non-model bytes. None without any. Local.
+
+        has_failed: the last pass has. If it was recorded, it ended at the event whose bytes the device had no room for,
+            which is the event to tell of; and it does not count as recorded in vain, so that the next one is recorded.
+        """
+        found: Iterable[tuple[Hashable, int]] = self.non_model_bytes.items()
+        if has_failed and self._running is not None:
+            failed, self._running, self._position.recording = self._running, None, None
+            failed.__exit__(None, None, None)
+            found = failed.by_position.items()
+        event, _ = max(found, key=lambda pair: pair[1], default=(None, 0))
+        return event if isinstance(event, StepEvent) else None
 
     def _learn(self, peaks: PositionPeaks) -> None:
         for event, num_bytes in peaks.by_position.items():

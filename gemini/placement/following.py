@@ -73,21 +73,30 @@ class ShortageCap:
         return replace(budget, device=self._most if budget.device is None else min(budget.device, self._most))
 
 
-def followed_in_words(before: Plan, after: Plan, activations: int | None, is_short: bool) -> str:
+def followed_in_words(
+    before: Plan, after: Plan, activations: int | None, is_short: bool, peak: str | None = None
+) -> str:
     """One line: what the device has room for now, and how many states have moved.
 
-    activations: bytes that a step was seen to take besides model data. is_short: the device ran out of memory.
+    activations: bytes that a step was seen to take besides model data. is_short: the device ran out of memory. peak:
+    the event of a step with the most activations on rank 0, which tells the line. None: no step was recorded.
     """
     pairs = zip(before.placement.homes, after.placement.homes, strict=True)
     moves = [homes[kind] for had, homes in pairs for kind in had if kind in homes and had[kind] is not homes[kind]]
     out, into = moves.count(Tier.HOST), moves.count(Tier.DEVICE)
     budgets = [_in_words(plan.budget.device) for plan in (before, after)]
     taken = "" if activations is None else f" beside {format_bytes(activations)} of activations"
+    taken += peak_in_words(before, peak) if taken else ""
     why = "the device ran out of memory in the last step, which was dropped: it" if is_short else "the device"
     return (
         f"{why} has room for {budgets[1]} of model data{taken}, after {budgets[0]}: {out} states moved to the "
         f"host, {into} onto the device, slots {sum(before.placement.num_slots)} -> {sum(after.placement.num_slots)}"
     )
+
+
+def peak_in_words(plan: Plan, peak: str | None) -> str:
+    """Where rank 0 has the most activations, for a line that rank 0 tells. Nothing if that is not known."""
+    return "" if peak is None else f" (the most at {peak}{' on rank 0' if plan.world_size > 1 else ''})"
 
 
 def _in_words(num_bytes: int | None) -> str:

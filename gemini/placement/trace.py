@@ -106,7 +106,8 @@ class Trace:
     def describe(self, event: StepEvent) -> str:
         """The event in words. Local; raises nothing."""
         name = self.operators[event.operator] or "the model"
-        return f"{event.phase.name.lower()} {event.occurrence} of {name}"
+        number = f" {event.occurrence}" if event.occurrence >= 0 else ""
+        return f"{event.phase.name.lower()}{number} of {name}"
 
 
 def merged(expected: Sequence[Touch], passed: Sequence[Touch]) -> list[Touch]:

@@ -3,6 +3,7 @@
 On an emulated device whose capacity counts activations, one batch is larger than the others.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ from gemini import DivergenceError, EmulatedDevice, RemoteRankError, ShardedMode
 from gemini.placement.budget import Budget
 from gemini.placement.following import ShortageCap
 from tests.features.test_live_memory import told
+from tests.features.test_recorder import Peaked
 from tests.harness.on_ranks import gathered, on_ranks
-from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, build, inputs, train_while, weights_of
+from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, build, inputs, loss_of, placed, train_while, weights_of
 
 TOTAL = 90_000
 LARGE = 3  # the step with the large batch
@@ -113,7 +115,27 @@ def test_a_batch_that_is_too_large_is_trained_again_on_a_smaller_budget(
     assert len(set(gathered(after.hash))) == 1
     lines = [line for line in lines if "ran out of memory" in line]
     assert len(lines) == (len(errors[-1]) if rank == 0 else 0), lines
-    assert all("KiB of activations, after " in line for line in lines)
+    where = r"(forward \d|backward) of the model" + (" on rank 0" if world_size > 1 else "")  # all was resident
+    assert all(re.search(rf"KiB of activations \(the most at {where}\), after ", line) for line in lines), lines
+
+
+@on_ranks(1, 2)
+@pytest.mark.filterwarnings("ignore:a (forward|backward).* ended with an exception")
+def test_the_event_that_had_no_room_is_named_and_the_next_pass_is_recorded(rank: int, world_size: int) -> None:
+    device = EmulatedDevice(TOTAL)
+    model = ShardedModel(build(Peaked), **placed(Peaked, device=device, model_data_memory="smallest"))
+    ShardedOptimizer(model, adam(model.parameters()))
+    with told() as lines, device.holding_activations():
+        for _ in range(4):
+            with pytest.raises(FAILURES):
+                loss_of(model, rank).backward()
+        whose = " on rank 0" if world_size > 1 else ""
+        named = [f"(the most at backward 0 of layers.3{whose})" in line for line in lines if "ran out" in line]
+        assert named == [True] * (3 if rank == 0 else 0), lines
+        device.total_bytes = 10 * TOTAL
+        loss_of(model, rank).backward()
+    assert model.chunk_manager.trace.peak is not None
+    model.close()
 
 
 @on_ranks(1, 2)
@@ -174,7 +196,7 @@ def test_other_failures_move_nothing_and_the_least_is_told() -> None:
                 training.model(inputs(0).repeat(100, 1))
         training.step(2, 1, again=False)
     assert training.model.plan.device_bytes == plan.packed_minimum_bytes
-    assert "cannot be less: make the batch smaller" in lines[-1]
+    assert lines[-1].endswith("cannot be less: make the batch smaller, or checkpoint activations")
 
 
 @on_ranks(1, 2)

@@ -78,5 +78,7 @@ def test_a_line_says_what_moved() -> None:
     homes = [(kind, tier) for its in after.placement.homes for kind, tier in its.items()]
     moved = sum(tier == "host" for _, tier in homes)
     assert f"beside 1000 B of activations, after 6 MiB: {moved} states moved to the host, 0 onto the device" in words
+    words = followed_in_words(before, after, 1000, is_short=False, peak="backward 0 of layers.3")
+    assert "beside 1000 B of activations (the most at backward 0 of layers.3), after 6 MiB" in words
     words = followed_in_words(before, after, None, is_short=True)
     assert words.startswith("the device ran out of memory in the last step, which was dropped: it has room for 1.5 MiB")
