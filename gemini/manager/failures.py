@@ -49,9 +49,22 @@ class Failures:
         return had or (self._communicator.watch is None and self._underway.awaits_backward)
 
     def forward_failed(self, error: BaseException) -> None:
-        """A forward ended with an exception, and its hooks have ended its calls. Local."""
+        """A forward ended with an exception, and its hooks have ended its calls. Local.
+
+        One rank goes on with the traces of earlier passes. Several ranks forget theirs, see `recover`: a rank that had
+        ended a pass by then, and others that had not, would evict different chunks from then on.
+        """
         self._communicator.publish(error)
-        self._has_failed = self._has_failed or self._communicator.watch is None
+        if self._communicator.watch is not None:
+            return
+        self._has_failed = True
+        if self._underway.calls.num_forwards:  # the forward around it goes on, or fails, too
+            return
+        num_forwards = self._underway.fail_forward()
+        if num_forwards == 1:
+            self._params.next_use.drop_pass()
+        elif num_forwards:
+            self._params.next_use.break_pass()
 
     @contextmanager
     def ending_calls(self) -> Iterator[None]:

@@ -85,6 +85,7 @@ class Step:
                 self.failures.recover()
             if self.grads.in_backward:
                 raise other_thread("a backward")
+            self._underway.enter_forward()
         return self.calls.enter(module, None, recomputing), not is_inner
 
     def begin_forward(self) -> None:

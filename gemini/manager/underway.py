@@ -30,8 +30,13 @@ class Underway:
         self.leaf: list[Chunk] = []
         self.awaits_backward = False  # a forward with gradients was not followed by a backward yet
         self._num_forwards = 0  # of these
+        self._has_begun = False  # the forward that was entered last is one of these
         self._touches: list[list[Chunk]] = []  # what each function that touches released parameters has pinned
         self._nodes: dict[int, tuple[object, list[Chunk]]] = {}  # by graph task: the node that runs, and what it pinned
+
+    def enter_forward(self) -> None:
+        """A forward is entered. It may be refused before it begins."""
+        self._has_begun = False
 
     def begin_forward(self) -> bool:
         """A forward with gradients begins. True if it begins a pass: the one before had its backward, or has none.
@@ -39,10 +44,21 @@ class Underway:
         A script that evaluates with gradients never calls backward, and its pass would grow for ever.
         """
         self._num_forwards += 1
+        self._has_begun = True
         if self.awaits_backward and self._num_forwards <= _MOST_FORWARDS:
             return False
         self.awaits_backward, self._num_forwards = True, 1
         return True
+
+    def fail_forward(self) -> int:
+        """The forward that was entered last has failed. How many forwards its pass had with it; 0 if it had none.
+
+        A pass that had no other forward is over.
+        """
+        if not self._has_begun or not self.awaits_backward:
+            return 0
+        self.awaits_backward = self._num_forwards > 1
+        return self._num_forwards
 
     def begin_touch(self) -> list[Chunk]:
         """A function begins; it adds the chunks that it pins."""

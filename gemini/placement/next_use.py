@@ -75,6 +75,7 @@ class _Pass:
         self.num_disordered = 0  # of these: what the trace has earlier
         self.leaves_out = False  # the trace has touches before `position` that did not come
         self.follows = bool(record.touches)  # it is predicted
+        self.is_broken = False  # one of its forwards failed
 
 
 TOUCHES_AHEAD = 8
@@ -145,6 +146,8 @@ class NextUse:
         self._num_backwards += kind is not PassKind.EVALUATION
         self._events.resume(now.outside)
         self.epoch += 1
+        if now.is_broken:
+            return False
         if now.num_disordered > now.record.most_strays or not now.record.touches:
             now.record.take(list(now.passed))
         elif now.num_strays or now.leaves_out or now.position < len(now.record.touches):
@@ -152,6 +155,21 @@ class NextUse:
         else:
             now.record.forget_misses()
         return now.follows
+
+    def drop_pass(self) -> None:
+        """The running pass for training will have no end. Its trace is as before."""
+        self._running.clear()
+        self._events.resume(None)
+        self.epoch += 1
+
+    def break_pass(self) -> None:
+        """A forward of the running pass failed, and no other pass will have the touches that it left.
+
+        The rest of the pass evicts the least recently used chunk, and the trace learns nothing from it.
+        """
+        for each in self._running:
+            each.follows, each.is_broken = False, True
+        self.epoch += 1
 
     def touches(self, kind: PassKind) -> Sequence[Touch]:
         """The trace of passes of a kind."""

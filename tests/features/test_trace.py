@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini import ShardedOptimizer
+from gemini.placement.trace import PassKind
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import WIDTH, adam, assert_same, inputs, weights_of, wrap
 
@@ -171,6 +172,34 @@ def test_forwards_without_a_backward_do_not_add_up(rank: int, world_size: int) -
         assert step["asked"] == 0
 
     assert_same(trained(rank, "smallest", Chosen, run), trained(rank, "cuda", Chosen, run))
+
+
+@pytest.mark.parametrize("fails_second", [False, True], ids=["alone", "behind another"])
+def test_a_forward_that_fails_costs_the_next_step_nothing(fails_second: bool) -> None:
+    """Twice through six layers and two slots: only the next use keeps a payload over.
+
+    fails_second: the failed forward is one of two before a common backward.
+    """
+
+    def run(training: Training, rank: int) -> None:
+        twice = (*ALL, *ALL)
+        uses = training.model.chunk_manager.params.next_use
+        first, _, quiet = (training.step(number, twice)["gathered"] for number in range(3))
+        assert quiet < first or quiet == 0
+        known = list(uses.touches(PassKind.TRAINING))
+        for number in range(3, 6):
+            loss = training.model(inputs(number), twice).square().mean() if fails_second else None
+            with pytest.raises(IndexError):
+                training.model(inputs(number), (0, 3, 1, 99))
+            if loss is not None:
+                loss.backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+            training.evaluate(number)
+            assert training.step(number, twice)["gathered"] <= quiet
+            assert uses.touches(PassKind.TRAINING) == known, "nothing is learned from what failed"
+
+    assert_same(trained(0, "smallest", Chosen, run), trained(0, "cuda", Chosen, run))
 
 
 @on_ranks(1, 2)

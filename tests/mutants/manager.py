@@ -32,6 +32,20 @@ MUTANTS = [
         "tests/test_manager.py::test_a_node_pins_what_it_has_unpacked_until_the_next_node_asks",
     ),
     Mutant(
+        "a pass whose only forward failed goes on with the next forward",
+        "gemini/manager/underway.py",
+        "        self.awaits_backward = self._num_forwards > 1\n",
+        "",
+        "tests/features/test_trace.py::test_a_forward_that_fails_costs_the_next_step_nothing[alone]",
+    ),
+    Mutant(
+        "a trace learns from a pass of which a forward failed",
+        "gemini/manager/failures.py",
+        "            self._params.next_use.break_pass()\n",
+        "            pass\n",
+        "tests/features/test_trace.py::test_a_forward_that_fails_costs_the_next_step_nothing[behind another]",
+    ),
+    Mutant(
         "pins of a node are never lifted",
         "gemini/manager/underway.py",
         "            self._victims.unpin(self._nodes.pop(inner)[1])",
