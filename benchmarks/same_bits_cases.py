@@ -8,8 +8,7 @@ model of which nothing is sharded and nothing moves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +25,6 @@ from gemini import (
     estimate_memory,
     state_hash,
 )
-from gemini.manager.params import ParamStore
 from optim import HybridAdam
 
 MAX_NORM = 0.05  # far below the model's norms, so that clipping changes every step
@@ -80,7 +78,7 @@ class Case(Arithmetic):
     policy: str
     budget: str
     chunk: str
-    prefetch: int  # gathers that may be under way before they are asked for; one is all that there is by now
+    prefetch: int  # gathers that may be under way before they are asked for
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -212,6 +210,7 @@ def reference(rank: int, arithmetic: Arithmetic, steps: int) -> Bits:
 def wrapping(case: Case) -> dict[str, Any]:
     """Arguments of `ShardedModel`, its budget included. Raises BudgetError where the policy needs more."""
     wrap: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": "emulated", "host_memory": "1GB"}
+    wrap["max_prefetch"] = case.prefetch
     if case.chunk == "small":
         wrap["chunk_size"] = SMALL_CHUNK
     estimate = {**wrap, "world_size": case.ranks, "tensor_placement_policy": POLICIES[case.policy]}
@@ -233,8 +232,7 @@ def train(rank: int, case: Case, steps: int) -> Trained | Refused:
         if refused.needed_bytes is None or refused.tier != "device":
             raise
         return Refused(refused.needed_bytes)
-    with _prefetching(case.prefetch):
-        done = _train(rank, case, steps, **wrap)
+    done = _train(rank, case, steps, **wrap)
     assert case.prefetch or not done.moved.ahead, f"{case}: {done.moved.ahead} payloads were fetched ahead"
     return done
 
@@ -289,15 +287,3 @@ def _loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
     ids = tokens(step, micro, rank)
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     return loss
-
-
-@contextmanager
-def _prefetching(depth: int) -> Iterator[None]:
-    """Inside, no payload is fetched ahead if `depth` is 0. There is no option for it."""
-    before = ParamStore.slot_ahead
-    if depth == 0:
-        ParamStore.slot_ahead = lambda self: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ParamStore.slot_ahead = before  # type: ignore[method-assign]

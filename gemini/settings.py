@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     model_persistence_threshold: int | None
     max_live_parameters: int | None
     ignored_parameters: Collection[str]
+    max_prefetch: int
     gradient_accumulation_steps: int | None
     reuse_fp16_shard: bool
     dtype: Weights
@@ -107,6 +108,9 @@ class Settings:
         ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.
+        max_prefetch: payloads that several ranks at stage 3 may gather at once before they are asked for. Each goes
+            into a slot that is free, or whose content is used later, so no memory is taken for it. 0: every operator
+            waits for its own. One rank gathers nothing, whatever the number. Results do not change.
         gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. None, or 1: they take it beside the
             plan, from the second backward of a step on, and on the host where the device is full. Results do not
@@ -155,6 +159,7 @@ class Settings:
     model_persistence_threshold: int | None = None
     max_live_parameters: int | None = None
     ignored_parameters: Collection[str] = ()
+    max_prefetch: int = 1
     gradient_accumulation_steps: int | None = None
     reuse_fp16_shard: bool = False
     dtype: Weights = None
@@ -261,6 +266,10 @@ class Settings:
         steps = self.gradient_accumulation_steps
         if steps is not None and (not _is_int(steps) or steps < 1):
             raise ValueError(f"gradient_accumulation_steps must be a number of at least 1, or None, found {steps!r}")
+        if not _is_int(self.max_prefetch) or self.max_prefetch < 0:
+            raise (ValueError if _is_int(self.max_prefetch) else TypeError)(
+                f"max_prefetch must be a number of payloads, of at least 0, found {self.max_prefetch!r}"
+            )
         size = self.chunk_size
         if size is not None and not _is_int(size):
             raise TypeError(f"chunk_size must be an int (elements) or None, found {type(size).__name__}")

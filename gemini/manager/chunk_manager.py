@@ -100,7 +100,8 @@ class ChunkManager:
         self.live = LiveMemory(device, memory.device.ledger)
         self.optimizer: OptimizerPart | None = None
         binding = Binding(self.chunks, memory, released_class)
-        self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer)
+        max_prefetch = plan.settings.max_prefetch
+        self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, max_prefetch)
         memory.slots.open(demand.slot_bytes, placement.num_slots)
         grad_memory = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
         memory.gradient_slots.open(demand.gradient_slot_bytes, placement.num_gradient_slots)

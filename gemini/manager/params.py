@@ -1,6 +1,8 @@
 """Fetch and release: brings a chunk's payload into a slot and takes it away again.
 
-Several ranks start to gather a payload a few touches before it is used, for as long as the pass is predicted.
+Several ranks start to gather payloads a few touches before they are used (`Settings.max_prefetch` says how many), for
+as long as the pass is predicted. One rank does not bring payloads from the host ahead of their use: its copies are in
+order with its kernels, so it would wait for them earlier and no shorter.
 Release is lazy: a chunk that nobody pins stays in its slot until another chunk needs the slot. Which chunk then
 leaves follows from the sequence of touches alone (`placement.next_use`), so it is equal on all ranks.
 See also [Note: Held slots] in memory/slot.py.
@@ -8,8 +10,7 @@ See also [Note: Held slots] in memory/slot.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.param_state import ParamState
 from gemini.errors import BudgetError, SlotError
+from gemini.manager.ahead import Ahead, Arrival
 from gemini.manager.binding import Binding
 from gemini.manager.slot_errors import slot_is_held, slots_are_in_use
 from gemini.manager.victims import Victims
@@ -25,23 +27,13 @@ from gemini.memory.modes import untracked, unwrapped
 from gemini.memory.region import Region
 from gemini.memory.slot import KeptSlot, SharedStorage, Slot, wait_until_free
 from gemini.memory.transfer import wait_on_stream
-from gemini.observe import Moving, Observer
+from gemini.observe import Observer
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import TOUCHES_AHEAD, NextUse
 from gemini.ranks.communicator import Communicator
 
 # A gloo worker drops its references within tens of ms; anything longer is a view that someone keeps.
 _FREE_WITHIN_S = 2.0
-
-
-@dataclass
-class _Arrival:
-    """A payload on its way into a slot; the slot is the chunk's already, the chunk is released until it is there."""
-
-    chunk: Chunk
-    slot: Slot
-    moving: Moving
-    finish: Callable[[], None]
 
 
 class ParamStore:
@@ -54,7 +46,9 @@ class ParamStore:
         communicator: Communicator,
         binding: Binding,
         observer: Observer,
+        max_prefetch: int,
     ) -> None:
+        """max_prefetch: payloads that may be gathered ahead at once, where there are any to gather."""
         self.chunks = chunks
         self.memory = memory
         self.device, self.host = memory.device, memory.host
@@ -66,7 +60,7 @@ class ParamStore:
         self.in_step = False  # an operator may find its parameters plain
         self.slot_by_storage: dict[int, Slot] = {}
         self.resident_by_storage: dict[int, Chunk] = {}  # homes that are payloads
-        self._ahead: _Arrival | None = None  # on its way before it was asked for
+        self.ahead = Ahead(max_prefetch if any(chunk.home_layout.world_size > 1 for chunk in chunks) else 0)
         self._left: list[KeptSlot] = []  # replaced, but still held by views
         self.observer = observer
 
@@ -87,13 +81,13 @@ class ParamStore:
         """
         self.victims.note(chunk)
         if chunk.payload is None:
-            if self._ahead is None or self._ahead.chunk is not chunk:
-                with untracked():
+            with untracked():
+                arrival = self.ahead.take(chunk.index)
+                if arrival is None:
                     slot = self._free_slot(chunk)
                     assert slot is not None
-                    self._arrive(self._depart(chunk, slot))
-            else:
-                self.finish_prefetch()
+                    arrival = self._depart(chunk, slot)
+                self._arrive(arrival)
         assert chunk.payload is not None
         return chunk.payload
 
@@ -121,33 +115,40 @@ class ParamStore:
             for arrival in arrivals:
                 self._arrive(arrival)
 
-    def slot_ahead(self) -> tuple[Chunk, Slot] | None:
-        """What will be used next, and a slot that is free for it by then; None if there is nothing to gather. Local."""
-        if self.communicator.world_size == 1:
-            return None
-        coming = [self.chunks[index] for index in self.next_use.coming(TOUCHES_AHEAD)]
-        if self._ahead is not None:
-            if self._ahead.chunk in coming:
-                return None
-            self.finish_prefetch()  # its use was left out
-        chunk = next((chunk for chunk in coming if chunk.payload is None), None)
-        if chunk is None or chunk.home_layout.world_size == 1:
-            return None
-        with untracked():
-            slot = self._free_slot(chunk, ahead=True)
-        return None if slot is None else (chunk, slot)
+    def slots_ahead(self) -> Iterator[tuple[Chunk, Slot]]:
+        """What will be used next, one chunk after the other, and for each a slot that is free for it by then. Local.
+
+        The caller starts each of them with `fetch_ahead` before it asks for the one after it.
+        """
+        coming = self.next_use.coming(self.ahead.most * TOUCHES_AHEAD)
+        self._finish_all_but(coming)  # their use was left out
+        for index in coming:
+            if self.ahead.is_full:
+                return
+            chunk = self.chunks[index]
+            if chunk.payload is not None or index in self.ahead:
+                continue
+            with untracked():
+                slot = self._free_slot(chunk, ahead=True)
+            if slot is None:
+                return
+            yield chunk, slot
 
     def fetch_ahead(self, chunk: Chunk, slot: Slot) -> None:
-        """Start to gather what `slot_ahead` returned. Collective."""
+        """Start to gather what `slots_ahead` came to. Collective."""
         with untracked():
-            self._ahead = self._depart(chunk, slot, lane=1, what="prefetch")
+            self.ahead.add(self._depart(chunk, slot, self.ahead.free_lane(), "prefetch"))
 
     def finish_prefetch(self) -> None:
-        """What was fetched ahead has arrived. Local: launches nothing."""
-        if self._ahead is not None:
-            arrival, self._ahead = self._ahead, None
+        """All that was fetched ahead has arrived. Local: launches nothing."""
+        self._finish_all_but()
+
+    def _finish_all_but(self, chunks: Sequence[int] = ()) -> None:
+        arrivals = self.ahead.take_all_but(chunks)
+        if arrivals:
             with untracked():
-                self._arrive(arrival)
+                for arrival in arrivals:
+                    self._arrive(arrival)
 
     def chunk_at(self, tensor: Tensor) -> Chunk | None:
         """The chunk in whose payload a tensor of any origin lies."""
@@ -160,9 +161,9 @@ class ParamStore:
 
     def is_coming(self, chunk: Chunk) -> bool:
         """The chunk's payload is on its way into a slot."""
-        return self._ahead is not None and self._ahead.chunk is chunk
+        return chunk.index in self.ahead
 
-    def _depart(self, chunk: Chunk, slot: Slot, lane: int = 0, what: str = "fetch", only_own: bool = False) -> _Arrival:
+    def _depart(self, chunk: Chunk, slot: Slot, lane: int = 0, what: str = "fetch", only_own: bool = False) -> Arrival:
         chunk.num_gathers += 1
         if self._left:
             self._close_left()
@@ -173,9 +174,9 @@ class ParamStore:
         moving = self.observer.moving(what, chunk.index, home, "slot", chunk.payload_bytes, self.where, blocks=2)
         with moving:
             start = self._start_own_part if only_own else self._start_gather
-            return _Arrival(chunk, slot, moving, start(chunk, payload, lane))
+            return Arrival(chunk, slot, moving, start(chunk, payload, lane), lane)
 
-    def _arrive(self, arrival: _Arrival) -> None:
+    def _arrive(self, arrival: Arrival) -> None:
         chunk = arrival.chunk
         with arrival.moving:
             arrival.finish()
@@ -314,7 +315,7 @@ class ParamStore:
 
     def reset(self) -> None:
         """After a failed step: every slot is empty and nothing is expected, equally on all ranks."""
-        self._ahead = None
+        self.ahead.clear()
         self.binding.reset()
         self.release_all()
         self.pools.empty()

@@ -81,12 +81,13 @@ class Payloads:
         return self.params.open_own_part(chunk)
 
     def fetch_ahead(self) -> None:
-        """Start to gather what will be used next, if a slot is free for it by then. Collective."""
-        ahead = self.params.slot_ahead()
-        if ahead is not None:
-            if ahead[0].state is ParamState.HOLDS_GRAD:
-                self.restore_parameters(ahead[0])
-            self.params.fetch_ahead(*ahead)
+        """Start to gather what will be used next, as far as slots are free for it by then. Collective."""
+        if not self.params.ahead.most:
+            return
+        for chunk, slot in self.params.slots_ahead():
+            if chunk.state is ParamState.HOLDS_GRAD:
+                self.restore_parameters(chunk)
+            self.params.fetch_ahead(chunk, slot)
 
     def restore_parameters(self, chunk: Chunk) -> None:
         """The chunk's parameters are needed before the step: its gradient leaves their home. Local."""

@@ -79,8 +79,8 @@ class _Pass:
 
 
 TOUCHES_AHEAD = 8
-"""Expected touches among which ranks look for what to gather ahead: a gather of some ms is over by then, and its slot
-does not stand idle for long."""
+"""Expected touches among which ranks look for what to gather ahead, for each payload that may be on its way at once: a
+gather of some ms is over by then, and its slot does not stand idle for long."""
 
 
 class NextUse:

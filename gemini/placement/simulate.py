@@ -164,8 +164,7 @@ class Simulation:
         payloads.fetch(chunk)
 
     def _gather_ahead(self) -> None:
-        chunk = self.payloads.next_to_gather()
-        if chunk is not None:
+        for chunk in self.payloads.to_gather():
             self.homes.reclaim(chunk)
             self.payloads.gather_ahead(chunk)
 

@@ -5,7 +5,7 @@ What `manager/params.py` does to memory is done to numbers here, with the same `
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gemini.placement.demand import Kind, Tier
@@ -26,7 +26,6 @@ class Payloads:
         self._tiers = [homes[Kind.PARAM] for homes in plan.placement.homes]
         self._kept = plan.placement.kept
         self._num_slots = plan.placement.num_slots
-        self._world_size = plan.world_size
         self._traffic = traffic
         whole = [chunk.home_layout.world_size == 1 for chunk in self._facts]
         self.at_home = [is_whole and tier is Tier.DEVICE for is_whole, tier in zip(whole, self._tiers, strict=True)]
@@ -45,7 +44,8 @@ class Payloads:
         self._gathered: set[int] = set()
         self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # of the pools' slots, by size
         self._queues = EvictionQueue(self.next_use, self._may_leave), EvictionQueue(self.next_use, self._may_leave)
-        self._ahead: int | None = None  # on its way, in a slot of its own or in one of a pool
+        self.max_prefetch = 0 if all(whole) else plan.settings.max_prefetch
+        self._ahead: dict[int, None] = {}  # on their way, in slots of their own or in those of a pool
 
     @property
     def state(self) -> Hashable:
@@ -58,7 +58,7 @@ class Payloads:
 
     def is_coming(self, chunk: int) -> bool:
         """The chunk is on its way into a slot."""
-        return self._ahead == chunk
+        return chunk in self._ahead
 
     def is_kept(self, chunk: int) -> bool:
         """The chunk has a slot of its own."""
@@ -77,8 +77,8 @@ class Payloads:
         self._queue(chunk).note(chunk)
         if chunk in self._gathered:
             return
-        if self._ahead == chunk:
-            self.finish_ahead()
+        if chunk in self._ahead:
+            self._finish(chunk)
             return
         found = self._find_slot(chunk)
         assert found, f"chunk {chunk} finds no slot that is not in use"
@@ -96,30 +96,38 @@ class Payloads:
         self._traffic.copy(self._tiers[chunk], Tier.DEVICE, num_bytes, Purpose.UPDATE)
         self._arrive(chunk)
 
-    def next_to_gather(self) -> int | None:
-        """What comes next and has a slot that is free for it by then, on several ranks."""
-        if self._world_size == 1:
-            return None
-        coming = self.next_use.coming(TOUCHES_AHEAD)
-        if self._ahead is not None:
-            if self._ahead in coming:
-                return None
-            self.finish_ahead()
-        chunk = next((each for each in coming if each not in self._gathered and not self.at_home[each]), None)
-        if chunk is None or self._facts[chunk].home_layout.world_size == 1:
-            return None
-        return chunk if self._find_slot(chunk, ahead=True) else None
+    def to_gather(self) -> Iterator[int]:
+        """What comes next, one chunk after the other, as far as a slot is free for it by then, on several ranks.
+
+        Each starts with `gather_ahead` before the one after it is asked for.
+        """
+        if not self.max_prefetch:
+            return
+        coming = self.next_use.coming(self.max_prefetch * TOUCHES_AHEAD)
+        for chunk in [each for each in self._ahead if each not in coming]:
+            self._finish(chunk)
+        for chunk in coming:
+            if len(self._ahead) >= self.max_prefetch:
+                return
+            if chunk in self._gathered or self.at_home[chunk] or chunk in self._ahead:
+                continue
+            if not self._find_slot(chunk, ahead=True):
+                return
+            yield chunk
 
     def gather_ahead(self, chunk: int) -> None:
-        """What `next_to_gather` said starts."""
-        self._ahead = chunk
+        """What `to_gather` came to starts."""
+        self._ahead[chunk] = None
         self._depart(chunk)
 
     def finish_ahead(self) -> None:
-        """What was started ahead has arrived."""
-        if self._ahead is not None:
-            chunk, self._ahead = self._ahead, None
-            self._arrive(chunk)
+        """All that was started ahead has arrived."""
+        for chunk in list(self._ahead):
+            self._finish(chunk)
+
+    def _finish(self, chunk: int) -> None:
+        del self._ahead[chunk]
+        self._arrive(chunk)
 
     def pin(self, chunk: int) -> None:
         """Something uses the chunk from now on."""
@@ -148,7 +156,7 @@ class Payloads:
             return True
         size = self._facts[chunk].oversize
         inside = self._inside[size]
-        if len(inside) + self._is_pool_coming(size) < self._num_slots[size]:
+        if len(inside) + self._num_coming(size) < self._num_slots[size]:
             return True
         victim = self._queues[size].first(self._num_slots[size], lambda: inside)
         if victim is None and not ahead:
@@ -161,9 +169,9 @@ class Payloads:
         self.release(victim)
         return True
 
-    def _is_pool_coming(self, size: bool) -> bool:
-        ahead = self._ahead
-        return ahead is not None and ahead not in self._kept and self._facts[ahead].oversize is size
+    def _num_coming(self, size: bool) -> int:
+        """Into slots of a pool."""
+        return sum(chunk not in self._kept and self._facts[chunk].oversize is size for chunk in self._ahead)
 
     def _depart(self, chunk: int) -> None:
         """The bytes that the chunk's payload is made of start to move."""

@@ -30,12 +30,12 @@ ON_ONE = [
     Case("checkpoint_shared_reentrant", policy="cpu", accumulate="fp32", chunk=0.5),
 ]
 ON_TWO = [
-    Case("chain", micro=2),
-    Case("frozen_body", budget=0.3, strategy="tensor"),
+    Case("chain", micro=2, chunk=0.5, prefetch=4),
+    Case("frozen_body", budget=0.3, strategy="tensor", prefetch=0),
     Case("nested", stage=2, policy="cpu", dtype="bf16", clip=0.05),
     Case("tied", stage=1, budget=0.5, micro=2, accumulate="fp32"),
-    Case("layer_norm", dtype="bf16", reuse=True, budget=0.5),
-    Case("checkpoint_all", budget=0.1, dtype="fp16", reduce="fp32", strategy="bucket"),
+    Case("layer_norm", dtype="bf16", reuse=True, budget=0.5, prefetch=4),
+    Case("checkpoint_all", budget=0.1, dtype="fp16", reduce="fp32", strategy="bucket", prefetch=4),
     Case("several_forwards", dtype="fp16", accumulate="fp32", chunk=0.5),
     Case("checkpoint_shared_reentrant", dtype="bf16", accumulate="fp32", chunk=None),
 ]
@@ -57,7 +57,9 @@ def test_every_byte_of_a_step_is_predicted(rank: int, world_size: int, training:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("training", [Case("chain"), Case("nested", dtype="bf16", policy="cpu")], ids=str)
+@pytest.mark.parametrize(
+    "training", [Case("chain", prefetch=4), Case("nested", dtype="bf16", policy="cpu", prefetch=0)], ids=str
+)
 def test_every_byte_of_an_inference_is_predicted(rank: int, world_size: int, training: Case) -> None:
     predicted, measured = run_inference(training, rank, world_size)
     assert differences(predicted, measured) == []

@@ -75,16 +75,18 @@ def test_a_fetch_and_a_reduction_make_no_regions_that_were_there_in_the_last_ste
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("budget", "kept", "slots"), [("smallest", 0, 2), ("one kept", 1, 2), (None, LAYERS, 0)], ids=str
+    ("budget", "kept", "slots", "most"),
+    [("smallest", 0, 2, 1), ("one kept", 1, 2, 4), (None, LAYERS, 0, 1), (None, LAYERS, 0, 4)],
+    ids=str,
 )
 def test_what_was_fetched_ahead_in_vain_changes_nothing(
-    rank: int, world_size: int, budget: str | None, kept: int, slots: int
+    rank: int, world_size: int, budget: str | None, kept: int, slots: int, most: int
 ) -> None:
     """Steps that are not as the last one, while something is on its way: the bits are those of one plain process.
 
     All ranks see the same data, so the mean of their gradients is each one's own.
     """
-    model, optimizer = sharded(budget)
+    model, optimizer = sharded(budget, max_prefetch=most)
     reference, its = plain()
     ahead = []
     for step in range(8):

@@ -6,8 +6,9 @@ of uses. Bytes are counted where they are copied, collectives by torch's profile
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Case:
     reuse: bool = False
     chunk: float | None = 1.0  # times the model's own chunk size; None: searched
     plans_sums: bool = False  # the number of micro-batches is known to the plan
+    prefetch: int = 1  # payloads that may be gathered ahead at once
 
     def __str__(self) -> str:
         plain = asdict(Case(self.model))
@@ -76,6 +78,7 @@ def random_case(seed: int, models: list[str]) -> Case:
         reuse=accumulate is None and dtype != "fp32" and choose.random() < 0.3,
         chunk=choose.choice([1.0, 1.0, 2.0, 0.5, None]),
         plans_sums=choose.random() < 0.3,
+        prefetch=choose.choice([0, 1, 1, 4]),
     )
 
 
@@ -134,6 +137,7 @@ def _arguments(case: Case, of: ModelCase) -> dict[str, Any]:
     size = None if case.chunk is None else int(of.chunk_numel * case.chunk)
     found: dict[str, Any] = {"stage": case.stage, "shard_strategy": case.strategy, "chunk_size": size}
     found["gradient_accumulation_steps"] = case.micro if case.plans_sums else None
+    found["max_prefetch"] = case.prefetch
     policy = StaticPolicy(0.5, 0.6, 0.4) if case.policy == "static" else case.policy
     found |= {"tensor_placement_policy": policy, "reuse_fp16_shard": case.reuse}
     for name, value in (("dtype", case.dtype), ("reduce_dtype", case.reduce), ("accumulate_dtype", case.accumulate)):
@@ -174,20 +178,31 @@ def run(case: Case, rank: int = 0, world_size: int = 1) -> tuple[list[Predicted]
     plan, peaks = model.plan, Peaks(model)
     predicted = predict_steps(plan, STEPS, schedule=dry(case, of, plan), micro_batches=case.micro, rank=rank)
     measured, said = [], []
-    counted = model.chunk_manager.memory.transfer.bytes_by_link
+
+    def train(step: int) -> None:
+        for micro in range(case.micro):
+            optimizer.backward(_loss(case, of, model, step, micro, rank, world_size))
+        optimizer.step()
+
     for step in range(STEPS):
-        before = dict(counted)
-        with warnings.catch_warnings(record=True) as caught, _profiled(world_size) as profiled:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            peaks.take()
-            for micro in range(case.micro):
-                optimizer.backward(_loss(case, of, model, step, micro, rank, world_size))
-            optimizer.step()
+            measured.append(measure(model, peaks, world_size, partial(train, step)))
         said += [f"step {step}: {each.message}" for each in caught if "gemini" in each.filename]
-        links = {link: now - before.get(link, 0) for link, now in sorted(counted.items()) if now != before.get(link, 0)}
-        measured.append(Measured(links, *_exchanged(profiled, world_size), peaks.take()))
     model.close()
     return predicted, measured, said
+
+
+def measure(model: ShardedModel, peaks: Peaks | None, world_size: int, run: Callable[[], None]) -> Measured:
+    """What `run()` moves and holds. peaks: None does not look at what it holds."""
+    counted = model.chunk_manager.memory.transfer.bytes_by_link
+    before = dict(counted)
+    with _profiled(world_size) as profiled:
+        if peaks is not None:
+            peaks.take()
+        run()
+    links = {link: now - before.get(link, 0) for link, now in sorted(counted.items()) if now != before.get(link, 0)}
+    return Measured(links, *_exchanged(profiled, world_size), None if peaks is None else peaks.take())
 
 
 def run_inference(case: Case, rank: int = 0, world_size: int = 1) -> tuple[list[Predicted], list[Measured]]:
@@ -198,14 +213,12 @@ def run_inference(case: Case, rank: int = 0, world_size: int = 1) -> tuple[list[
     )
     schedule = dry(case, of, model.plan)
     predicted = predict_forwards(model.plan, STEPS, schedule=schedule)
-    measured = []
-    counted = model.chunk_manager.memory.transfer.bytes_by_link
-    for step in range(STEPS):
-        before = dict(counted)
-        with torch.no_grad(), _profiled(world_size) as profiled:
+
+    def infer(step: int) -> None:
+        with torch.no_grad():
             _loss(case, of, model, step, 0, rank, world_size)
-        links = {link: now - before.get(link, 0) for link, now in sorted(counted.items()) if now != before.get(link, 0)}
-        measured.append(Measured(links, *_exchanged(profiled, world_size), None))
+
+    measured = [measure(model, None, world_size, partial(infer, step)) for step in range(STEPS)]
     model.close()
     return predicted, measured
 

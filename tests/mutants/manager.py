@@ -60,6 +60,13 @@ MUTANTS = [
         "tests/features/test_checkpoint.py::test_a_checkpointed_model_has_the_bits_of_the_plain_one",
     ),
     Mutant(
+        "as many payloads are gathered ahead as slots allow",
+        "gemini/manager/ahead.py",
+        "        return len(self._by_chunk) >= self.most\n",
+        "        return not self.most\n",
+        "tests/features/test_max_prefetch.py::test_as_many_payloads_are_on_their_way_as_the_user_allows",
+    ),
+    Mutant(
         "what was fetched ahead survives a step",
         "gemini/manager/step.py",
         "        self.position.set(0, Phase.STEP)\n        self.params.finish_prefetch()\n",

@@ -69,6 +69,10 @@ def test_the_template_is_read_with_other_imports_only() -> None:
             )
             for policy in ("auto", "cpu", "cuda")
         ),
+        (
+            {"plugin": {"placement_policy": "auto", "max_prefetch": 4}},
+            {"dtype": torch.float16, "max_prefetch": 4},
+        ),
         ({"gradient_accumulation": 2}, {"stage": 0, "gradient_accumulation_steps": 2}),
         ({"fp16": {"mode": AMP_TYPE.NAIVE}, "clip_grad_norm": 1.0}, {"stage": 0, "dtype": torch.float16}),
         ({"fp16": {"mode": "torch", "init_scale": 32.0}}, {"stage": 0, "dtype": torch.float16}),

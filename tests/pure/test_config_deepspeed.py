@@ -267,6 +267,12 @@ def test_a_config_for_a_hugging_face_trainer_is_read_with_and_without_the_traine
     assert config.scheduler.params == {"warmup_num_steps": 5}
 
 
+@pytest.mark.parametrize(("numel", "most"), [(0, 0), (5e7, 1), ("auto", 1)])
+def test_a_prefetch_bucket_without_elements_is_no_prefetch(numel: Any, most: int) -> None:
+    config = load_config({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": numel}})
+    assert config.settings() == Settings(max_prefetch=most)
+
+
 def test_the_dialect_can_be_said_where_keys_are_common() -> None:
     common = {"optimizer": {"type": "Adam"}, "train_batch_size": 8}
     kinds = [load_config(common, dialect=dialect).optimizer.type for dialect in (None, "deepspeed")]  # type: ignore

@@ -39,7 +39,12 @@ ZERO = [
     Key(
         "zero_optimization.prefetch_bucket_size",
         Count,
-        NoEffect("ranks gather the next chunk ahead where no chunk that is needed earlier has to leave for it"),
+        MappedTo(
+            "max_prefetch",
+            lambda numel: None if numel else 0,
+            "0: nothing is gathered ahead. Any other number of elements: the next chunk is, where no chunk that is "
+            "needed earlier has to leave for it",
+        ),
         ("stage3_prefetch_bucket_size",),
         auto="the plan decides",
     ),

@@ -1,0 +1,85 @@
+"""`max_prefetch`: the payloads that several ranks gather before they are asked for. It decides no bit and no memory."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from gemini import ShardedModel, ShardedOptimizer
+from gemini.placement.next_use import NextUse
+from gemini.ranks.communicator import Communicator
+from tests.harness.on_ranks import on_ranks
+from tests.zoo import mlp
+
+BUDGETS: dict[str, int | None] = {"every slot is kept": None, "slots change hands": 12 * 4 * mlp.CHUNK_NUMEL}
+
+
+@dataclass
+class Flights:
+    """All-gathers that have begun and have not ended."""
+
+    now: int = 0
+    most: int = 0
+
+
+@contextmanager
+def watched() -> Iterator[Flights]:
+    """Inside, the all-gathers of every model in this process are counted."""
+    flights, start = Flights(), Communicator.start_all_gather
+
+    def counted(*arguments: Any, **options: Any) -> Callable[[], None]:
+        finish = start(*arguments, **options)
+        flights.now += 1
+        flights.most = max(flights.most, flights.now)
+
+        def finished() -> None:
+            finish()
+            flights.now -= 1
+
+        return finished
+
+    with mock.patch.object(Communicator, "start_all_gather", counted):
+        yield flights
+
+
+def wrap(budget: str, **options: Any) -> tuple[ShardedModel, ShardedOptimizer]:
+    arguments = {"chunk_size": mlp.CHUNK_NUMEL, "device": "emulated", "model_data_memory": BUDGETS[budget], **options}
+    model = ShardedModel(mlp.build(), **arguments)
+    return model, ShardedOptimizer(model, mlp.adam(model.parameters()))
+
+
+@on_ranks(2, soak=(3,))
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_as_many_payloads_are_on_their_way_as_the_user_allows(rank: int, world_size: int, budget: str) -> None:
+    found = []
+    for most in (0, 1, 2, 4):
+        model, optimizer = wrap(budget, max_prefetch=most)
+        ledger, in_pools = model.chunk_manager.memory.device.ledger, sum(model.plan.placement.num_slots)
+        kept = model.plan.placement.kept
+        with watched() as flights:
+            trained = mlp.train_while(model, optimizer, rank)
+        found.append((trained, ledger.peak_bytes, model.plan.device_bytes))
+        ahead = model.observer.counts["prefetch"]
+        assert (ahead > 0) == (most > 0)
+        assert flights.now == 0
+        if most == 0:
+            assert flights.most == 1, "what is asked for is waited for"
+        elif kept:
+            assert flights.most == most
+        else:
+            assert flights.most == min(most, in_pools - 1), "the operator that runs has a slot"
+    assert found.count(found[0]) == len(found)
+
+
+@on_ranks(1, 2)
+def test_a_model_that_gathers_nothing_ahead_does_not_look_ahead(rank: int, world_size: int) -> None:
+    """One rank, a stage without parameters of other ranks, or a user who does not want it."""
+    options: dict[str, Any] = {"max_prefetch": 4} if world_size == 1 else {"max_prefetch": 0}
+    for more in (options, {"max_prefetch": 4, "stage": 2}):
+        model, optimizer = mlp.sharded("smallest", **more)
+        with mock.patch.object(NextUse, "coming", side_effect=AssertionError):
+            mlp.train_while(model, optimizer, rank)
+        assert model.observer.counts["fetch"] and not model.observer.counts["prefetch"]
