@@ -79,7 +79,7 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Ite
 
 
 def moves_in_words(demand: Demand, placement: Placement, world_size: int) -> Iterator[str]:
-    """What travels in a step of one micro-batch."""
+    """What travels in each micro-batch, and once in a step."""
     chunks = list(zip(demand.chunks, placement.homes, strict=True))
     from_host = [chunk for chunk, homes in chunks if homes[Kind.PARAM] is Tier.HOST]
     gathered = [chunk for chunk, _ in chunks if chunk.needs_slot]
@@ -105,19 +105,23 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int) -> Ite
     yield from found or ["Nothing moves in a step."]
 
 
-def predicted_in_words(predicted: Predicted) -> Iterator[str]:
-    """How many bytes that is in a step of one micro-batch, exactly: see `Plan.predicted` for what is expected of it."""
+def predicted_in_words(predicted: Predicted, micro_batches: int | None) -> Iterator[str]:
+    """How many bytes that is in a step, exactly: see `Plan.predicted` for what is expected of it.
+
+    micro_batches: that it was predicted for. None: one, since nobody has said how many there are.
+    """
+    step = "a step" if micro_batches is None else f"a step of {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     links = predicted.bytes_by_link
     both = (("host->device", "from the host to the device"), ("device->host", "from the device to the host"))
     found = [f"{_bytes(links[link])} {words}" for link, words in both if links.get(link)]
     if found:
-        yield f"In all, a step copies {' and '.join(found)}."
+        yield f"In all, {step} copies {' and '.join(found)}."
     launches = [
         f"{count} times {_NAMES[what]}, {_bytes(num_bytes)} in all"
         for what, (count, num_bytes) in sorted(predicted.exchanged.items())
     ]
     if launches:
-        yield f"Ranks exchange in a step: {'; '.join(launches)}."
+        yield f"Ranks exchange in {step}: {'; '.join(launches)}."
 
 
 def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy) -> Iterator[str]:

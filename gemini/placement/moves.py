@@ -40,7 +40,7 @@ class Moves:
 
 
 def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
-    """Of every training step with one micro-batch, in which all that is trained gets a gradient. Pure: local.
+    """Of every training step in which all that is trained gets a gradient. Pure: local.
 
     predicted: of a step; None: `plan.predicted`.
     """

@@ -103,7 +103,9 @@ class Plan:
 
     @cached_property
     def predicted(self) -> Predicted:
-        """What each training step with one micro-batch moves and holds, in bytes: made when it is asked for.
+        """What each training step moves and holds, in bytes: made when it is asked for.
+
+        A step has as many micro-batches as the settings' `gradient_accumulation_steps` says, else one.
 
         Exact for the first rank of a model whose operators run once each, in the order of the module tree, and whose
         backward reads all weights behind the first operator that is trained. `gemini.placement.predict` takes a
@@ -134,7 +136,7 @@ class Plan:
             *explain.chunks_in_words(self.packing, settings.stage, self.world_size, self.policy),
             *explain.states_in_words(demand, self.placement, self.budget),
             *explain.moves_in_words(demand, self.placement, self.world_size),
-            *explain.predicted_in_words(self.predicted),
+            *explain.predicted_in_words(self.predicted, settings.gradient_accumulation_steps),
             *explain.budgets_in_words(demand, self.placement, self.budget, settings.policy),
             *explain.minimum_in_words(
                 self.minimum_bytes, others, self.spec.operators[at].name or "the model", slot_bytes[at]

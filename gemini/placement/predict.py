@@ -42,7 +42,7 @@ class Predicted:
 
 
 def predict_steps(
-    plan: Plan, num_steps: int, *, schedule: Schedule | None = None, micro_batches: int = 1, rank: int = 0
+    plan: Plan, num_steps: int, *, schedule: Schedule | None = None, micro_batches: int | None = None, rank: int = 0
 ) -> list[Predicted]:
     """The first steps after a model was wrapped. A pure function: local.
 
@@ -53,14 +53,16 @@ def predict_steps(
         plan: in force all the time.
         num_steps: how many.
         schedule: what a micro-batch does. None: as `Schedule.expected` of the model.
-        micro_batches: backwards a step.
+        micro_batches: backwards a step. None: `gradient_accumulation_steps` of the plan's settings, else 1.
         rank: the one that is looked at.
     """
     simulation = Simulation(plan, schedule or expected_schedule(plan), rank)
     return [_step(simulation, plan, micro_batches) for _ in range(num_steps)]
 
 
-def predict(plan: Plan, *, schedule: Schedule | None = None, micro_batches: int = 1, rank: int = 0) -> Predicted:
+def predict(
+    plan: Plan, *, schedule: Schedule | None = None, micro_batches: int | None = None, rank: int = 0
+) -> Predicted:
     """A step like all that follow, as for `predict_steps`. A pure function: local."""
     simulation = Simulation(plan, schedule or expected_schedule(plan), rank)
     for _ in range(_MOST_STEPS):
@@ -100,8 +102,8 @@ def predict_forwards(plan: Plan, num_forwards: int, *, schedule: Schedule | None
     return [_forward(simulation, plan) for _ in range(num_forwards)]
 
 
-def _step(simulation: Simulation, plan: Plan, micro_batches: int) -> Predicted:
-    for number in range(micro_batches):
+def _step(simulation: Simulation, plan: Plan, micro_batches: int | None) -> Predicted:
+    for number in range(micro_batches or plan.settings.gradient_accumulation_steps or 1):
         simulation.micro_batch(number + 1)
     simulation.update()
     return _taken(simulation, plan)

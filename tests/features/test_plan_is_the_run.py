@@ -4,13 +4,17 @@ Every step is compared, the first one too. In that one chunks leave in the order
 gathered ahead, since no pass has shown the order of uses yet: the prediction begins there as the run does.
 """
 
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
 
 from gemini import estimate_memory
 from gemini.placement.predict import predict
 from gemini.placement.traffic import Purpose
 from tests.harness.on_ranks import on_ranks, on_ranks_with
-from tests.harness.predicted import Case, differences, random_case, run, run_inference
+from tests.harness.predicted import Case, Peaks, differences, measure, random_case, run, run_inference
 from tests.zoo import mlp
 from tests.zoo.models import MODELS
 
@@ -83,6 +87,41 @@ def test_a_plan_knows_a_step_of_a_model_whose_operators_run_in_order() -> None:
         mlp.train_step(model, optimizer, step)
         moved = {link: num_bytes - before.get(link, 0) for link, num_bytes in links.items()}
         assert moved == model.plan.predicted.bytes_by_link
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"place": "smallest", "max_prefetch": 4},
+        {"place": "auto", "dtype": torch.bfloat16},
+        {"place": "cpu", "dtype": torch.bfloat16, "stage": 2},
+    ],
+    ids=lambda options: options["place"],
+)
+def test_a_plan_knows_a_step_of_as_many_micro_batches_as_it_was_told(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    """`gradient_accumulation_steps` are in `plan.predicted`, and in what `explain()` says of a step."""
+    model, optimizer = mlp.sharded(**options, gradient_accumulation_steps=3)
+    peaks, measured = Peaks(model), []
+
+    def train(step: int) -> None:
+        for micro in range(3):
+            optimizer.backward(mlp.loss_of(model, 3 * step + micro + rank, options.get("dtype")))
+        optimizer.step()
+
+    for step in range(4):
+        measured.append(measure(model, peaks, world_size, partial(train, step)))
+    predicted = model.plan.predicted
+    assert differences([predicted] * 2, measured[2:]) == []
+    assert predicted != predict(model.plan, micro_batches=1)
+    words = model.plan.explain()
+    for num_bytes in predicted.bytes_by_link.values():
+        assert f"{num_bytes} bytes" in next(
+            line for line in words.splitlines() if line.startswith("In all, a step of 3")
+        )
+    model.close()
 
 
 def test_a_plan_knows_a_step_after_weights_were_frozen() -> None:
