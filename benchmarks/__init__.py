@@ -4,6 +4,7 @@
 
     launch.py       ranks of a benchmark: own processes, time limits, exit codes
     rounds.py       round robin, medians, quartiles, paired ratios
+    gpt2.py         the model of the CPU's cases
     cpu_cases.py    the ways of training one GPT-2: plain, ours, FSDP2
     fsdp2.py        the peer, and how many bytes of model data it holds at its peak
     train_step.py   one training step: ours beside plain PyTorch and beside FSDP2, on the CPU

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from benchmarks import fsdp2
+from benchmarks.gpt2 import gpt2
 from benchmarks.rounds import StepTime, turn
 from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
@@ -57,24 +58,8 @@ class Case:
 
 def build(tiny: bool) -> tuple[nn.Module, Callable[[int, int], Tensor]]:
     """(GPT-2 in fp32 without dropout, tokens of (step, rank)); 26 M parameters, or 0.4 M."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     vocab, positions, width, layers, heads = (256, 32, 64, 8, 4) if tiny else (2048, 128, 512, 8, 8)
-    config = GPT2Config(
-        vocab_size=vocab,
-        n_positions=positions,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        bos_token_id=None,
-        eos_token_id=None,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config)
+    model = gpt2(vocab=vocab, positions=positions, width=width, layers=layers, heads=heads)
 
     def tokens(step: int, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(1 + 1000 * step + rank)

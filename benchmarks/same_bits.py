@@ -1,6 +1,6 @@
 """Where the state rests decides no bit: one small GPT-2, trained at every budget, by every policy, on 1, 2 and 4 ranks.
 
-    python -m benchmarks.same_bits                                # the whole matrix; about half an hour
+    python -m benchmarks.same_bits                                # the whole matrix; some 40 minutes
     python -m benchmarks.same_bits --only "ranks=2 dtype=bf16"    # the cases that have these values
     python -m benchmarks.same_bits --tiny                         # every pair of two options' values, 5 steps
     python -m benchmarks.same_bits --save                         # writes benchmarks/results/same_bits.md
@@ -160,11 +160,13 @@ def report(found: Found, steps: int, seconds: float, command: str, commit: str) 
         f"{sum(each.evictions for each in moved)} left a slot for another one. "
         f"{sum(each.host_bytes > 0 for each in moved)} trainings had state on the host. The model had "
         f"{min(num_chunks)} to {max(num_chunks)} chunks.",
-        "Each cell counts the combinations of dtype (fp32, bf16 and fp16 on 1 rank, fp32 and bf16 on 2, bf16 on 4), "
-        "clipping (off, on), micro-batches (1, 3) and, on several ranks, prefetch (0, 1), on one rank chunk size "
-        "(searched, small). A budget is a fraction of the model data with everything resident, or the policy's own "
-        "minimum. Refused: the policy needs more than this budget, which the error says with the bytes. There is no "
-        "deeper prefetch than 1 and no disk tier yet.",
+        "Each cell counts combinations of dtype (fp32, bf16, fp16), clipping (off, on), micro-batches (1, 3), chunk "
+        "size (searched, small) and, on several ranks, payloads gathered ahead (0, 1, 4). One rank has all of them. "
+        "Several ranks have every dtype with every number of payloads ahead, and with each of these some of the eight "
+        "combinations of clipping, micro-batches and chunk size: two on 2 ranks, so that the values of any four "
+        "options occur together, and one on 4 ranks, where those of any three do. A budget is a fraction of the model "
+        "data with everything resident, or the policy's own minimum. Refused: the policy needs more than this budget, "
+        "which the error says with the bytes. There is no disk tier yet.",
         "\n".join(table(found)),
         *(f"{case}: {words}" for case, words in found.wrong.items()),
     ]

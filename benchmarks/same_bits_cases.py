@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpt2 import gpt2
 from gemini import (
     BudgetError,
     PlacementPolicy,
@@ -43,8 +44,6 @@ POLICIES: dict[str, str | PlacementPolicy] = {
 BUDGETS = ("100 %", "75 %", "50 %", "25 %", "10 %", "minimum")
 """Of model data on the device: fractions of what it holds with everything resident, and the policy's own minimum."""
 
-_DTYPES_ON = {1: list(DTYPES), 2: ["fp32", "bf16"], 4: ["bf16"]}  # of the matrix, by ranks
-
 OPTIONS: dict[str, list[Any]] = {
     "ranks": [1, 2, 4],
     "dtype": list(DTYPES),
@@ -53,8 +52,13 @@ OPTIONS: dict[str, list[Any]] = {
     "policy": list(POLICIES),
     "budget": list(BUDGETS),
     "chunk": ["searched", "small"],
-    "prefetch": [0, 1],
+    "prefetch": [0, 1, 4],
 }
+
+TAKING_TURNS = ("clips", "micro", "chunk")
+"""Options of which several ranks have some combinations at each place and dtype, and others at the next."""
+
+_TURNS = {2: 2, 4: 1}  # combinations, of eight, by ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,39 +151,30 @@ def is_allowed(options: dict[str, Any]) -> bool:
 
 
 def matrix() -> list[Case]:
-    """All cases, of few ranks first, those of one arithmetic one after the other.
+    """The cases, of few ranks first, those of one arithmetic one after the other.
 
-    Several ranks have searched chunk sizes only, which their budgets make various enough; a small model on one rank
-    would have a single chunk at all but the smallest. More ranks, on which a case takes up to half a minute, have fewer
-    dtypes.
+    One rank has all. On several, where a case takes seconds, all dtypes, policies, budgets and prefetches occur
+    together, each with a part of `TAKING_TURNS`: any four options' values occur together on 2 ranks, any three's on 4.
     """
     every = (dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values()))
-    cases = (Case(**options) for options in every if is_allowed(options))
-    cases = (case for case in cases if case.ranks == 1 or case.chunk == "searched")
-    return [case for case in cases if case.dtype in _DTYPES_ON[case.ranks]]
+    return [Case(**options) for options in every if is_allowed(options) and _has_turn(options)]
+
+
+def _has_turn(options: dict[str, Any]) -> bool:
+    """A combination and its opposite have their turn at the same places."""
+    if options["ranks"] == 1:
+        return True
+    places = {name: OPTIONS[name].index(value) for name, value in options.items()}
+    turn = sum(places[name] for name in ("dtype", "policy", "prefetch")) + 2 * places["budget"]
+    bits = sum(places[name] << place for place, name in enumerate(TAKING_TURNS))
+    order = (0, 7, 1, 6, 2, 5, 3, 4)
+    count = _TURNS[options["ranks"]]
+    return order.index(bits) // count == turn % (8 // count)
 
 
 def build() -> nn.Module:
-    """A GPT-2 of 30 thousand parameters without dropout, the same on every call."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=POSITIONS,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=None,
-        eos_token_id=None,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        loss_type="ForCausalLM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return GPT2LMHeadModel(config)
+    """A GPT-2 of 30 thousand parameters, the same on every call."""
+    return gpt2(vocab=VOCABULARY, positions=POSITIONS, width=32, layers=2, heads=4)
 
 
 def tokens(step: int, micro: int, rank: int) -> Tensor:

@@ -1,7 +1,10 @@
 """No policy, budget, chunk size or prefetch decides a bit: pairs of them. `benchmarks/same_bits.py` has all of them."""
 
+import itertools
 import re
 from typing import Any
+
+import pytest
 
 from benchmarks.same_bits import Found, pairs, report
 from benchmarks.same_bits_cases import OPTIONS, Bits, Moved, Refused, Trained, matrix, reference, train
@@ -13,13 +16,13 @@ STEPS = 3  # the first pass is recorded, the others follow it
 SOME: dict[str, dict[str, list[Any]]] = {
     "fp32-and-bf16": {"dtype": ["fp32", "bf16"]},
     "fp16": {"dtype": ["fp16"]},
-    "bf16-of-three-policies": {"dtype": ["bf16"], "policy": ["auto", "cpu", "static, halves"]},
+    "three-policies": {"policy": ["auto", "cpu", "static, halves"]},
 }
 
 
 @on_ranks_with(
     "some",
-    {1: ["fp32-and-bf16"], 2: ["bf16-of-three-policies"]},
+    {1: ["fp32-and-bf16"], 2: ["three-policies"]},
     soak={1: ["fp16"], 2: ["fp32-and-bf16", "fp16"], 4: ["fp32-and-bf16", "fp16"]},
     timeout_s=240.0,
 )
@@ -40,10 +43,19 @@ def test_every_pair_of_places_has_the_bits_of_its_reference(rank: int, world_siz
     assert any(each.ahead for each in moved) == (world_size > 1)
 
 
-def test_the_matrix_has_every_value_and_its_table_counts_each_case_once() -> None:
+@pytest.mark.parametrize(("world_size", "together"), [(1, 6), (2, 4), (4, 3)])
+def test_any_few_options_values_occur_together_in_the_matrix(world_size: int, together: int) -> None:
+    cases = [case for case in matrix() if case.ranks == world_size]
+    options = {name: values for name, values in OPTIONS.items() if name != "ranks"}
+    if world_size == 1:  # there is nothing to gather ahead
+        del options["prefetch"]
+    for names in itertools.combinations(options, together):
+        have = {tuple(getattr(case, name) for name in names) for case in cases}
+        assert have == {*itertools.product(*(options[name] for name in names))}
+
+
+def test_the_table_counts_each_case_of_the_matrix_once() -> None:
     cases = matrix()
-    for name, values in OPTIONS.items():
-        assert {getattr(case, name) for case in cases} == set(values)
     found, bits = Found(), Bits(("0x1.0p+0",), "state")
     for number, case in enumerate(cases):
         done = Refused(7) if number % 3 == 0 else Trained(bits, Moved(1, 0, 0, 0, 1))
