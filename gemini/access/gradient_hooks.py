@@ -72,10 +72,14 @@ def _note_gradients(reference: weakref.ref[Step], index: int, waiting: Waiting) 
 
     One hook for all: what thousands of them would have of their own is in no cache when it is needed.
     """
-    arrived = waiting.arrived
+    arrived, copied = waiting.arrived, waiting.copied
 
     def note_gradient(parameter: Tensor) -> None:
-        arrived.append(id(parameter))
+        identity = id(parameter)
+        if identity in copied:
+            _take_gradient(reference, index, waiting.positions[identity], parameter)
+            return
+        arrived.append(identity)
         if len(arrived) < waiting.due:
             return
         step = reference()
@@ -84,7 +88,7 @@ def _note_gradients(reference: weakref.ref[Step], index: int, waiting: Waiting) 
             waits = step.backward.wait_for_gradients(index, waiting)
         if not waits:
             del arrived[-1:]  # it may be gone, with those of an earlier backward that have waited so far
-            _take_gradient(reference, index, waiting.positions[id(parameter)], parameter)
+            _take_gradient(reference, index, waiting.positions[identity], parameter)
 
     return note_gradient
 

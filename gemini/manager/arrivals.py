@@ -6,6 +6,10 @@ expects, or the backward ends, and are then copied by one call. Gradients of at 
 that many bytes are held beyond the gradient slots. A parameter's gradient that comes again meanwhile (of a region that
 reentrant checkpointing recomputes) is added by autograd itself, to the same bits. Where one rank adds gradients to what
 an earlier backward of the step has left in the home, they do not wait: (a + b) + c has other bits than a + (b + c).
+
+Where an open gradient is in nobody's way, 256 of them are copied at a time: they are still in the processor's cache
+then, and the memory that they leave is used again by the next ones. A parameter whose gradient was copied so has no
+other one wait in the same backward, for the sake of the same bits.
 """
 
 from __future__ import annotations
@@ -32,16 +36,18 @@ _has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _layout_of: Callable[[Tensor], torch.layout] = cast(Any, Tensor).layout.__get__
 _STRIDED = {torch.strided}
 MAX_WAITING = 2
+_AT_A_TIME = 256
 
 
 class Waiting:
     """Which gradients of one chunk wait. Hooks of parameters hold it, so it refers to no tensor and no model."""
 
-    __slots__ = ("arrived", "due", "positions")
+    __slots__ = ("arrived", "copied", "due", "positions")
 
     def __init__(self, chunk: Chunk) -> None:
         self.arrived: list[int] = []  # ids of parameters, in order of arrival
         self.due = 0  # with so many of them the chunk has to be looked at
+        self.copied: set[int] = set()  # ids of those copied in this backward, while others are awaited: membership only
         self.positions = {id(parameter): position for position, parameter in enumerate(chunk.raw)}
 
 
@@ -70,21 +76,33 @@ class Arrivals:
         if gradient.is_reduced and (gradient.in_place or gradient.resumes(backward)):
             return False
         index = gradient.chunk.index
-        self._waiting[index].due = gradient.expected
+        self._await(gradient, gradient.expected)
         self.begun.append(index)
         return True
 
-    def collect(self, gradient: ChunkGradient, backward: int) -> bool:
-        """Take over the chunk's gradients that wait; False if none does."""
+    def _await(self, gradient: ChunkGradient, count: int) -> None:
+        """So many more gradients are expected."""
+        at_a_time = _AT_A_TIME if self._memory.is_in_nobodys_way(gradient) else count
+        self._waiting[gradient.chunk.index].due = min(count, at_a_time)
+
+    def collect(self, gradient: ChunkGradient, backward: int, are_all: bool = True) -> bool:
+        """Take over the chunk's gradients that wait; False if none does. are_all: no others will wait for now."""
         chunk = gradient.chunk
         if chunk.index not in self.begun:
             return False
-        self.begun.remove(chunk.index)
         waiting = self._waiting[chunk.index]
-        arrived, waiting.due = dict.fromkeys(waiting.arrived), 0
+        arrived = dict.fromkeys(waiting.arrived)
         if len(arrived) < len(waiting.arrived):
             gradient.in_pieces = True
         waiting.arrived.clear()
+        left = gradient.expected - gradient.num_fired - len(arrived)
+        if are_all or left <= 0 or not self._memory.is_in_nobodys_way(gradient):
+            self.begun.remove(chunk.index)
+            waiting.due = 0
+            waiting.copied.clear()
+        else:
+            self._await(gradient, left)
+            waiting.copied.update(arrived)
         positions: Sequence[int] = range(len(chunk.raw))
         if len(arrived) < len(positions):
             positions = list(map(waiting.positions.__getitem__, arrived))
@@ -101,17 +119,18 @@ class Arrivals:
                 raise graph_refused(chunk.parameters[positions[list(map(_has_graph, grads)).index(True)]].name)
             if not _STRIDED.issuperset(map(_layout_of, grads)):
                 grads = [grad.to_dense() if grad.layout is not torch.strided else grad for grad in grads]
-            if gradient.num_fired or not all(gradient.trained):
+            fired = gradient.fired
+            if not all(gradient.trained) or (gradient.num_fired and any(map(fired.__getitem__, positions))):
                 for position, grad in zip(positions, grads, strict=True):
                     self.add(chunk, position, grad, backward)
                 return True
             self._open(gradient, backward, zero=True)  # paddings of many small parameters are too many to zero singly
             torch._foreach_copy_(_at(positions, gradient.views), grads)
-        fired, got = gradient.fired, gradient.got
+        fired, got, expects = gradient.fired, gradient.got, gradient.expects
         for position in positions:
             fired[position] = got[position] = 1
-        gradient.num_fired = len(positions)
-        gradient.expect()
+            expects[position] = None
+        gradient.num_fired += len(positions)
         return True
 
     def take(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
@@ -164,6 +183,7 @@ class Arrivals:
                     for each in waiting.arrived:
                         _set_grad(raw[waiting.positions[each]], None)
             waiting.arrived.clear()
+            waiting.copied.clear()
             waiting.due = 0
 
 

@@ -32,10 +32,12 @@ class GradMemory:
         self._keeps_whole = keeps_whole
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not on the way to the other ranks
+        self._num_by_size = [0, 0]  # gradients of chunks for the regular slots and for those of the second size
 
     def add(self, chunk: Chunk) -> None:
         """A trainable chunk has a gradient from now on."""
         self.gradients[chunk.index] = ChunkGradient(chunk, self._keeps_whole)
+        self._num_by_size[chunk.oversize] += 1
 
     def give_back(self) -> None:
         """Between steps: no chunk has a gradient any more. Slots and what was taken beside the homes are given back."""
@@ -49,12 +51,22 @@ class GradMemory:
                     self.memory.give(spare, kind)
             gradient.wide = gradient.unsynced = None
         self.gradients.clear()
+        self._num_by_size = [0, 0]
 
     def lacks_slot(self, gradient: ChunkGradient) -> bool:
         """The gradient can only be opened in a slot, and none is free."""
         if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
             return False
         return self.pools[gradient.chunk.oversize].free() is None
+
+    def is_in_nobodys_way(self, gradient: ChunkGradient) -> bool:
+        """However long it is open, no other gradient lacks a slot because of it."""
+        if gradient.state is GradState.AT_HOME:
+            return True
+        if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
+            return True
+        oversize = gradient.chunk.oversize
+        return self.pools[oversize].count >= self._num_by_size[oversize]
 
     def open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
         """Make the payload writable: the whole home where that is free, else a slot, filled from a spill if any.

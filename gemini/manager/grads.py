@@ -112,13 +112,13 @@ class GradStore:
         if len(self.arrivals.begun) > MAX_WAITING:
             self._collect(self.arrivals.begun[0])  # which has waited longest
         if len(waiting.arrived) >= waiting.due:
-            self._collect(chunk.index)
+            self._collect(chunk.index, are_all=False)
         return True
 
-    def _collect(self, index: int) -> None:
-        """Take over the gradients of chunk `index` that wait."""
+    def _collect(self, index: int, are_all: bool = True) -> None:
+        """Take over the gradients of chunk `index` that wait. are_all: no others will wait for now."""
         gradient, backward = self.memory.gradients[index], self.num_backwards
-        if self.arrivals.collect(gradient, backward):
+        if self.arrivals.collect(gradient, backward, are_all):
             self.accumulation.arrived(gradient, backward)
 
     def collect_all(self) -> None:

@@ -25,6 +25,13 @@ MUTANTS = [
         "tests/features/test_small_parameters.py",
     ),
     Mutant(
+        "a gradient waits whose parameter had another one copied in the same backward",
+        "gemini/access/gradient_hooks.py",
+        "        if identity in copied:\n",
+        "        if False:\n",
+        "tests/features/test_small_parameters_in_turns.py",
+    ),
+    Mutant(
         "gradients that wait when a backward ends stay there",
         "gemini/manager/grads.py",
         "        self.collect_all()\n        self.in_backward = False\n",
