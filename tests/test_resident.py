@@ -141,6 +141,44 @@ def test_users_hooks_stay_where_they_are() -> None:
     assert calls == ["before Parameter"]
 
 
+def test_hooks_that_users_register_inside_a_forward_stay_until_they_are_removed() -> None:
+    first, model = watched()
+    calls: list[str] = []
+    handles: list[Any] = []
+
+    def register(*_: Any) -> None:
+        if not handles:
+            handles.append(first.register_forward_pre_hook(lambda its, args: calls.append(type(its.weight).__name__)))
+            handles.append(first.register_forward_hook(lambda *_: calls.append("after")))
+
+    model.module[2].register_forward_pre_hook(register)
+    for _ in range(3):
+        loss_of(model).backward()
+    assert calls == ["Parameter", "after"] * 2, "from the second forward on"
+    first(torch.ones(1, WIDTH))
+    assert calls[4:] == ["Parameter", "after"], "inside the model's own hooks"
+    for handle in handles:
+        handle.remove()
+    calls.clear()
+    loss_of(model).backward()
+    first(torch.ones(1, WIDTH))
+    assert not calls and first.seen == ALONE | {"hooks": 2}
+    model.close()
+    assert not (first._forward_pre_hooks or first._forward_hooks)
+
+
+def test_a_hook_in_place_of_all_others_is_called_inside_the_model() -> None:
+    first, model = watched()
+    loss_of(model).backward()
+    for hooks in (first._forward_pre_hooks, first._forward_hooks):
+        hooks.clear()
+    calls: list[int] = []
+    first.register_forward_pre_hook(lambda *_: calls.append(1))
+    first.register_forward_hook(lambda *_: calls.append(2))
+    loss_of(model).backward()
+    assert calls == [1, 2]
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_hooks_are_back_after_a_forward_that_failed(error: type[BaseException]) -> None:
     first, model = watched()

@@ -4,6 +4,11 @@ torch calls a module without hooks directly; with hooks, even with ones that do 
 half as long again. So they are lifted inside the root's forward where no payload of a model leaves before the next
 update: see [Note: Resident models] in gemini/model/hooks.py. Outside of it they are in place, for modules that are
 called on their own.
+
+[Note: Lifted hooks] To lift a hook means to give the module another, empty dict of hooks, as long as it has no other
+hook of that kind: taking the hook out of the dict and putting it back touches four times the memory, which of thousands
+of modules is in no cache. A hook that a user registers meanwhile is in the other dict, which its handle knows. So the
+module keeps that one, and our hook joins it.
 """
 
 from __future__ import annotations
@@ -15,8 +20,11 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-_Row = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any], bool]
-"""All hooks of a kind on a module, the key of ours among them, ours, and whether it comes before the user's."""
+_Hooks = OrderedDict[int, Callable[..., Any]]
+_Row = tuple[dict[str, Any], str, _Hooks, _Hooks, int, Callable[..., Any]]
+"""A module's attributes, the name of its hooks of a kind, these with ours, others without it, our key, our hook."""
+_BEFORE = "_forward_pre_hooks"
+_AFTER = "_forward_hooks"
 
 
 class OperatorHooks:
@@ -33,27 +41,34 @@ class OperatorHooks:
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
         if may_lift:
-            first, last = self._handles[-2:]
-            self._rows.append((vars(module)["_forward_pre_hooks"], first.id, before, True))
-            self._rows.append((vars(module)["_forward_hooks"], last.id, after, False))
+            attributes = vars(module)
+            for name, handle, hook in zip((_BEFORE, _AFTER), self._handles[-2:], (before, after), strict=True):
+                self._rows.append((attributes, name, attributes[name], OrderedDict(), handle.id, hook))
 
     def lift(self) -> bool:
         """Take the hooks off; what torch notes beside a hook (`always_call`) stays. False if they are off already."""
         if self._are_lifted:
             return False
         self._are_lifted = True
-        for hooks, key, _, _ in self._rows:
-            hooks.pop(key, None)
+        for attributes, name, hooks, others, key, _ in self._rows:
+            if len(hooks) == 1 and key in hooks and attributes[name] is hooks:  # see [Note: Lifted hooks]
+                attributes[name] = others
+            else:
+                hooks.pop(key, None)
         return True
 
     def put_back(self) -> None:
         """Undo `lift`, before and after what a user has registered meanwhile."""
         if not self._are_lifted:
             return
-        for hooks, key, hook, is_before in self._rows:
-            hooks[key] = hook
-            if is_before:
-                hooks.move_to_end(key, last=False)
+        for number, (attributes, name, hooks, others, key, hook) in enumerate(self._rows):
+            if attributes[name] is not others:
+                _put(hooks, name, key, hook)
+            elif not others:
+                attributes[name] = hooks
+            else:
+                _put(others, name, key, hook)
+                self._rows[number] = attributes, name, others, OrderedDict(), key, hook
         self._are_lifted = False  # last: what is interrupted in here is done again
 
     @property
@@ -64,7 +79,16 @@ class OperatorHooks:
     def remove(self) -> None:
         """Remove them for good."""
         self.put_back()
+        for _, _, hooks, _, key, _ in self._rows:
+            hooks.pop(key, None)  # which its handle does not find in the other dict
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._rows.clear()
+
+
+def _put(hooks: _Hooks, name: str, key: int, hook: Callable[..., Any]) -> None:
+    """Our hook among the user's."""
+    hooks[key] = hook
+    if name == _BEFORE:
+        hooks.move_to_end(key, last=False)
