@@ -109,7 +109,7 @@ class Settings:
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.
         max_prefetch: payloads that several ranks at stage 3 may gather at once before they are asked for. Each goes
-            into a slot that is free, or whose content is used later, so no memory is taken for it. 0: every operator
+            into a slot that is free, or whose content is used later, so a plan has no memory for it. 0: every operator
             waits for its own. One rank gathers nothing, whatever the number. Results do not change.
         gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. None, or 1: they take it beside the
