@@ -185,29 +185,32 @@ class Alternating(mlp.Mlp):
 
 
 class Scheduled(mlp.Mlp):
-    """The step, not the data, chooses the layers: three of them, in an order of their own."""
+    """The step, not the data, chooses the layers and their order."""
 
     step = 0
+    orders = ((0, 3, 4), (1, 4, 5), (2, 5, 0), (5, 2, 0, 4), (5, 1, 2, 0, 4), (4, 3, 0, 2, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        for offset in (0, 3, 4):
-            x = x + torch.tanh(self.layers[(self.step + offset) % mlp.LAYERS](x))
+        for each in self.orders[self.step]:
+            x = x + torch.tanh(self.layers[each](x))
         return x
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrap", [{"stage": 3}, {"stage": 3, "shard_strategy": "tensor"}], ids=str)
+@pytest.mark.parametrize(
+    "wrap",
+    [{}, {"shard_strategy": "tensor"}, {"chunk_size": 2 * CHUNK_NUMEL}],
+    ids=["a layer a chunk", "tensors", "two layers a chunk"],
+)
 def test_a_rank_adds_up_what_no_sync_left_though_each_step_uses_other_operators(
     rank: int, world_size: int, wrap: dict[str, Any]
 ) -> None:
     """Micro-batches are added up before they are reduced, though each step uses other layers than the last."""
-    budget = mlp.smallest_budget(Scheduled, chunk_size=CHUNK_NUMEL, **wrap)
-    wrap = {"chunk_size": CHUNK_NUMEL, "model_data_memory": budget, **wrap}
-    model = ShardedModel(build(Scheduled), device="emulated", **wrap)
+    model = ShardedModel(build(Scheduled), **mlp.placed(Scheduled, stage=3, model_data_memory="smallest", **wrap))
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
     reference = build(Scheduled)
     plain = adam(reference.parameters())
-    for step in range(4):
+    for step in range(len(Scheduled.orders)):
         model.module.step = reference.step = step
         with model.no_sync():
             loss_of(model, 10 * step + rank).backward()
