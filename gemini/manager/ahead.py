@@ -50,9 +50,12 @@ class Ahead:
         """The chunk's payload, if it is on its way; it is not one of these any more."""
         return self._by_chunk.pop(chunk, None)
 
-    def take_all_but(self, chunks: Collection[int] = ()) -> list[Arrival]:
+    def take_all_but(self, chunks: Collection[int]) -> list[Arrival]:
         """The payloads of all other chunks, likewise."""
-        if not self._by_chunk:
+        for chunk in self._by_chunk:
+            if chunk not in chunks:
+                break
+        else:  # as at nearly every touch
             return []
         return [self._by_chunk.pop(chunk) for chunk in list(self._by_chunk) if chunk not in chunks]
 

@@ -10,7 +10,7 @@ See also [Note: Held slots] in memory/slot.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -115,13 +115,16 @@ class ParamStore:
             for arrival in arrivals:
                 self._arrive(arrival)
 
-    def slots_ahead(self) -> Iterator[tuple[Chunk, Slot]]:
+    def slots_ahead(self) -> Iterable[tuple[Chunk, Slot]]:
         """What will be used next, one chunk after the other, and for each a slot that is free for it by then. Local.
 
         The caller starts each of them with `fetch_ahead` before it asks for the one after it.
         """
         coming = self.next_use.coming(self.ahead.most * TOUCHES_AHEAD)
         self._finish_all_but(coming)  # their use was left out
+        return () if self.ahead.is_full else self._slots_for(coming)
+
+    def _slots_for(self, coming: Sequence[int]) -> Iterator[tuple[Chunk, Slot]]:
         for index in coming:
             if self.ahead.is_full:
                 return
@@ -141,9 +144,9 @@ class ParamStore:
 
     def finish_prefetch(self) -> None:
         """All that was fetched ahead has arrived. Local: launches nothing."""
-        self._finish_all_but()
+        self._finish_all_but(())
 
-    def _finish_all_but(self, chunks: Sequence[int] = ()) -> None:
+    def _finish_all_but(self, chunks: Sequence[int]) -> None:
         arrivals = self.ahead.take_all_but(chunks)
         if arrivals:
             with untracked():
