@@ -6,9 +6,18 @@ ran out is found where the model is used next. torch counts the times that a dev
 exception; ranks compare their counts after a failure and at every step, and if one has grown, model data gives up a
 part of the device before anything runs. It does not come back with the next reading, which would be as wrong as the
 one before.
+
+[Note: First batch] Until a step has shown its activations, model data leaves a part of the device to them by default.
+A first batch that needs more would run out of memory, and its step would be dropped. So the first forward with
+gradients asks for an upper bound of what its batch takes (gemini/model/first_batch.py). If that is more than the
+default leaves, chunks make room before the forward runs. The bound may be twice what the step takes, or more, so that
+nothing else follows from it: it gives no room to model data, it refuses nothing, and the first step's figures take its
+place. Ranks compare their bounds once in such a forward, and never after the first step.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -16,9 +25,17 @@ from gemini.dist_logger import get_dist_logger
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.monitor.live import LiveBytes
 from gemini.placement.budget import Budget, FreeBytes
-from gemini.placement.following import ShortageCap, budget_after_shortage, budget_to_follow, peak_in_words
+from gemini.placement.following import (
+    ShortageCap,
+    budget_after_shortage,
+    budget_for_bound,
+    budget_to_follow,
+    peak_in_words,
+)
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
+
+_MOST_BOUNDS = 8  # forwards with gradients that ask for one: a script may never step
 
 
 class FreeMemory:
@@ -34,6 +51,9 @@ class FreeMemory:
         self._cap = ShortageCap()
         self.activations: int | None = None
         """The most bytes that a step was seen to take besides model data."""
+        self._num_bounds_due = _MOST_BOUNDS
+        self.most_activations: int | None = None
+        """What the batch of the forward that is about to run takes at most, as far as this rank knows."""
         self.is_short = False
         """The device ran out of memory, and model data has not made room since."""
 
@@ -55,7 +75,8 @@ class FreeMemory:
             self._live.forgive()
             self.is_short = self.is_short or seen.is_short
         self._seen = seen
-        self.activations = self.activations if seen is None else seen.activations
+        if seen is not None:
+            self.activations, self._num_bounds_due = seen.activations, 0
         return seen is not None or self.is_short
 
     def wanted(self, plan: Plan) -> Budget | None:
@@ -79,6 +100,29 @@ class FreeMemory:
         if budget is None or (refused is not None and budget.device is not None and budget.device <= refused):
             return None
         return budget
+
+    def asks_for_bound(self, plan: Plan) -> bool:
+        """No step has shown its activations, and the budget would follow from them. Local, and equal on all ranks."""
+        return self._num_bounds_due > 0 and plan.budget.device is not None and plan.settings.model_data_memory is None
+
+    def bounded(self, plan: Plan) -> tuple[Budget, int] | None:
+        """The budget of the plan to come and what the batch takes at most. None: the plan may stay. Collective.
+
+        Where `asks_for_bound`. See [Note: First batch].
+        """
+        most, self.most_activations = self.most_activations, None
+        self._num_bounds_due -= 1
+        words = torch.tensor(self._live.bound(most), dtype=torch.int64, device=self._communicator.device)
+        self._communicator.all_reduce_max_(words, "activations of the first batch")
+        agreed = self._live.agree_on_bound(words.tolist())
+        if agreed is None:
+            return None
+        known = FreeBytes(agreed.free, plan.budget.host)
+        left = Budget.of(plan.settings, replace(known, most_activations=agreed.activations))
+        if left == Budget.of(plan.settings, known):
+            return None
+        budget = budget_for_bound(plan, left)
+        return None if budget is None or agreed.activations is None else (budget, agreed.activations)
 
     def restart(self) -> None:
         """Another plan is in force, which keeps to the budget."""

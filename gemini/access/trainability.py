@@ -30,7 +30,7 @@ from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind
-from gemini.placement.following import followed_in_words
+from gemini.placement.following import bounded_in_words, followed_in_words
 from gemini.placement.offloaded import offloaded
 from gemini.placement.plan import Plan, PlanChanges, replan
 from gemini.placement.specs import OperatorSpec
@@ -72,6 +72,20 @@ class Trainability:
             with self._step.publishing(), torch.inference_mode(False), torch.no_grad():
                 self._change(flags)
         self.flags_raised.clear()
+
+    def asks_for_bound(self) -> bool:
+        """The next forward with gradients wants to know what its batch takes. Local, and equal on all ranks."""
+        return self._free.asks_for_bound(self._manager.plan)
+
+    def note_bound(self, most_activations: int | None) -> None:
+        """What the forward that is about to run takes at most besides model data. None: nobody knows. Local."""
+        self._free.most_activations = most_activations
+
+    def before_training(self) -> None:
+        """A forward with gradients begins: `apply_flags`, and make room for its activations. Collective then."""
+        self.apply_flags()
+        if self.asks_for_bound():
+            self._make_room()
 
     def apply_unfrozen(self) -> None:
         """`apply_flags` if something was unfrozen, which a graph that is about to be built needs memory for.
@@ -197,12 +211,28 @@ class Trainability:
             free.refuse(budget, why)
             return
         shown = f"{'shortage of' if is_short else 'free'} memory: room for {budget.device} bytes of model data"
+        self._follow(budget, shown)
+        words = followed_in_words(before, self._manager.plan, free.activations, is_short, free.find_peak(is_short))
+        (get_dist_logger().warning if is_short else get_dist_logger().info)(words, ranks=[0])
+
+    def _make_room(self) -> None:
+        """For the activations of the first batch, of which there is a bound. See [Note: First batch]. Collective."""
+        before, free = self._manager.plan, self._free
+        if before.offloaded or self._gradients_wait() or self._in_use():
+            return
+        found = free.bounded(before)
+        if found is None or self._why_not(found[0]) is not None:
+            return
+        budget, most_activations = found
+        self._follow(budget, f"a bound of activations: room for {budget.device} bytes of model data")
+        get_dist_logger().info(bounded_in_words(before, self._manager.plan, most_activations), ranks=[0])
+
+    def _follow(self, budget: Budget, shown: str) -> None:
+        """A plan that keeps to the budget is in force. Collective."""
         with self._between_steps("following free memory"):
             self._replan(self._flags, shown, _BUDGETED, budget=budget)
             self._device.trim()  # torch's allocator would keep from others what the model gave up
-        free.restart()
-        words = followed_in_words(before, self._manager.plan, free.activations, is_short, free.find_peak(is_short))
-        (get_dist_logger().warning if is_short else get_dist_logger().info)(words, ranks=[0])
+        self._free.restart()
 
     def _why_not(self, budget: Budget) -> str | None:
         """Why no plan can be put in force that keeps to `budget`. Follows from numbers that ranks agree on. Local."""

@@ -125,7 +125,7 @@ class Hooks:
                     step.begin_forward()
                     self._trainability.before_use()
                     if torch.is_grad_enabled():
-                        self._trainability.apply_flags()
+                        self._trainability.before_training()
                     step.begin_pass()
         if step.is_resident and step.params.in_step and self._operators.lift():
             call.lifted = self._operators

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Unpack
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -30,6 +31,7 @@ from gemini.model.aliases import tie_aliases, warn_of_ties
 from gemini.model.arguments import check_module, check_wrapped, ranks_of
 from gemini.model.budgets import bytes_on, read_free
 from gemini.model.compiled import never_traced
+from gemini.model.first_batch import most_activations
 from gemini.model.hooks import Hooks
 from gemini.model.ignored import ignored_in, zero_ignored
 from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of
@@ -186,6 +188,8 @@ class ShardedModel(PlainView):
     def _call_following_compilation(self, *args: Any, **kwargs: Any) -> Any:
         self._table.follow_compilation(self.module)
         self.chunk_manager.recorder.note_batch(sum(tensor.nbytes for tensor in tensors_in((args, kwargs))))
+        if torch.is_grad_enabled() and self.trainability.asks_for_bound():
+            self.trainability.note_bound(most_activations(self.module, (args, kwargs)))
         return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

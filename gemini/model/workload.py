@@ -31,23 +31,28 @@ class _Sum:
     kept_bytes: float = 0.0
 
 
-def workload_of(module: nn.Module, itemsize: int, experts_per_token: int | None = None) -> Workload:
+def workload_of(
+    module: nn.Module, itemsize: int, experts_per_token: int | None = None, *, stream_itemsize: int | None = None
+) -> Workload:
     """What a token is for `module`, with activations of `itemsize` bytes an element. Reads no values; local.
 
     Blocks are the elements of the list of modules that has most parameters. Raises nothing: what is not known is in
     the notes.
 
     experts_per_token: of a mixture; None: as the model's config says.
+    stream_itemsize: of an element of what goes from block to block and through norms, which autocast leaves in the
+        dtype of the weights. None: as `itemsize`.
     """
+    stream = itemsize if stream_itemsize is None else stream_itemsize
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     experts, notes = _Experts(config, experts_per_token), []
     blocks = list(blocks_of(module).values())
     inside = {each for block in blocks for each in block.modules()}
-    sums = [_sum_of(block.modules(), itemsize, experts) for block in blocks]
+    sums = [_sum_of(block.modules(), itemsize, stream, experts) for block in blocks]
     outer_modules = [each for each in module.modules() if each not in inside]
     head = _head(outer_modules)
-    outer = _sum_of((each for each in outer_modules if each is not head), itemsize, experts)
+    outer = _sum_of((each for each in outer_modules if each is not head), itemsize, stream, experts)
     logit_bytes = 0
     if head is not None:
         outer.products += head.weight.numel()
@@ -67,10 +72,11 @@ def workload_of(module: nn.Module, itemsize: int, experts_per_token: int | None 
         block_product_elements=in_blocks,
         attention_width=width,
         block_bytes=tuple(int(each.kept_bytes) for each in sums),
-        block_input_bytes=_input_width(blocks) * itemsize,
+        block_input_bytes=_input_width(blocks) * stream,
         outer_bytes=int(outer.kept_bytes),
         logit_bytes=logit_bytes,
         notes=tuple(notes),
+        covers_activations=not experts.is_unknown and not found,
     )
 
 
@@ -109,7 +115,7 @@ def _head(modules: list[nn.Module]) -> nn.Linear | None:
     return found[-1] if found else None
 
 
-def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, experts: _Experts) -> _Sum:
+def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, stream: int, experts: _Experts) -> _Sum:
     found, shares, widest, num_stepwise = _Sum(), dict[nn.Module, float](), 0, 0
     for module in modules:
         share = shares.get(module, 1.0)
@@ -121,7 +127,7 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, exper
         for parameter in module.parameters(recurse=False):
             shape, numel = parameter.shape, parameter.numel()
             if isinstance(module, nn.Embedding):
-                found.kept_bytes += shape[1] * itemsize
+                found.kept_bytes += shape[1] * stream
             elif len(shape) == 3 and (experts.count is None or shape[0] == experts.count):
                 used = experts.share_of(shape[0])
                 found.products += numel * used
@@ -130,10 +136,11 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, exper
                 found.products += numel * share
                 rows = module.out_features if isinstance(module, nn.Linear) else getattr(module, "nf", max(shape))
                 columns, widest = numel // max(1, rows), max(widest, rows)
-                found.kept_bytes += share * (columns + 2 * rows) * itemsize
+                kept = columns + 2 * rows if parameter.requires_grad else 2 * rows
+                found.kept_bytes += share * kept * itemsize
             elif len(shape) == 1 and _is_norm(module):
-                found.kept_bytes += share * numel * (4 + 2 * itemsize)
-    found.kept_bytes += num_stepwise * _STEPS_KEPT * widest * itemsize
+                found.kept_bytes += share * numel * (4 + 2 * stream)
+    found.kept_bytes += num_stepwise * _STEPS_KEPT * widest * stream
     return found
 
 

@@ -69,6 +69,20 @@ class LiveMemory:
             None if free == _UNBOUNDED else -free, None if activations == _UNKNOWN else activations, ooms > 0
         )
 
+    def bound(self, most_activations: int | None) -> list[int]:
+        """Whether activations are known and the bound is, the bound, free bytes, negative. Local.
+
+        The greatest of each over all ranks are for `agree_on_bound`. most_activations: of the batch at hand.
+        """
+        free, activations = self._figures(self._source.read())
+        is_unknown = activations == _UNKNOWN or most_activations is None
+        return [int(is_unknown), most_activations or 0, _UNBOUNDED if free == _UNKNOWN else -free]
+
+    def agree_on_bound(self, words: list[int]) -> LiveBytes | None:
+        """The bound is in `activations`. None: a rank does not know it. words: the greatest over ranks. Local."""
+        is_unknown, most_activations, free = words
+        return None if is_unknown else LiveBytes(None if free == _UNBOUNDED else -free, most_activations)
+
     def _figures(self, reading: DeviceReading) -> tuple[int, int]:
         """Free bytes, the model's own included, and activations."""
         self._read_ooms = reading.num_ooms

@@ -24,11 +24,13 @@ class FreeBytes:
         device: bytes, those of parameters that wrapping frees included. None: no bound, or settings name a budget.
         host: bytes. None: likewise.
         activations: the most bytes on the device that a step took besides model data. None: no step has shown it.
+        most_activations: before a step has shown it, what the batch at hand takes at most. None: nobody knows.
     """
 
     device: int | None = None
     host: int | None = None
     activations: int | None = None
+    most_activations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Budget:
         if device is None:
             given = settings.budget_bytes("device_memory")
             whole = free.device if given is None else given
-            device = None if whole is None else whole - _left_out(whole, free.activations)
+            device = None if whole is None else whole - _left_out(whole, free)
         host = settings.budget_bytes("host_memory")
         return Budget(device, free.host if host is None else host)
 
@@ -54,11 +56,14 @@ class Budget:
         return Budget(_greater(self.device, other.device), _greater(self.host, other.host))
 
 
-def _left_out(whole: int, activations: int | None) -> int:
+def _left_out(whole: int, free: FreeBytes) -> int:
     """Of `whole` bytes: what is not for model data."""
-    if activations is None:
-        return whole - int(whole * (1 - ACTIVATION_FRACTION))
-    return min(whole, int(activations * (1 + MORE_ACTIVATIONS) + whole * RESERVE))
+    if free.activations is not None:
+        return min(whole, int(free.activations * (1 + MORE_ACTIVATIONS) + whole * RESERVE))
+    by_default = whole - int(whole * (1 - ACTIVATION_FRACTION))
+    if free.most_activations is None or free.most_activations <= by_default:
+        return by_default  # a bound may be far too large: what it does not need is for a step to show
+    return min(whole, int(free.most_activations + whole * RESERVE))
 
 
 def is_less(one: int | None, other: int | None) -> bool:

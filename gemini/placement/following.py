@@ -32,8 +32,16 @@ def budget_to_follow(plan: Plan, now: Budget) -> Budget | None:
         return now
     if room is None or room >= plan.device_bytes:
         return None
-    less = max(int(room * (1 - _MARGIN)), plan.packed_minimum_bytes or 0)
-    return replace(now, device=less) if less < plan.device_bytes else None
+    return _less(plan, now, int(room * (1 - _MARGIN)))
+
+
+def budget_for_bound(plan: Plan, now: Budget) -> Budget | None:
+    """The budget of the plan to come, where an upper bound of activations leaves less than the plan takes. Else None.
+
+    now: what is left beside the bound. Nothing grows by a bound, and nothing is refused: where the chunks need more
+    than is left, the step may fit nevertheless.
+    """
+    return None if now.device is None else _less(plan, now, now.device)
 
 
 def budget_after_shortage(plan: Plan, now: Budget) -> Budget | None:
@@ -44,7 +52,12 @@ def budget_after_shortage(plan: Plan, now: Budget) -> Budget | None:
     less = int(plan.device_bytes * (1 - _SHRINK))
     if now.device is not None:
         less = min(less, int(now.device * (1 - _MARGIN)))
-    less = max(less, plan.packed_minimum_bytes or 0)
+    return _less(plan, now, less)
+
+
+def _less(plan: Plan, now: Budget, num_bytes: int) -> Budget | None:
+    """So much for the device, but not less than the chunks need. None if the plan takes no more."""
+    less = max(num_bytes, plan.packed_minimum_bytes or 0)
     return replace(now, device=less) if less < plan.device_bytes else None
 
 
@@ -81,16 +94,30 @@ def followed_in_words(
     activations: bytes that a step was seen to take besides model data. is_short: the device ran out of memory. peak:
     the event of a step with the most activations on rank 0, which tells the line. None: no step was recorded.
     """
-    pairs = zip(before.placement.homes, after.placement.homes, strict=True)
-    moves = [homes[kind] for had, homes in pairs for kind in had if kind in homes and had[kind] is not homes[kind]]
-    out, into = moves.count(Tier.HOST), moves.count(Tier.DEVICE)
     budgets = [_in_words(plan.budget.device) for plan in (before, after)]
     taken = "" if activations is None else f" beside {format_bytes(activations)} of activations"
     taken += peak_in_words(before, peak) if taken else ""
     why = "the device ran out of memory in the last step, which was dropped: it" if is_short else "the device"
+    return f"{why} has room for {budgets[1]} of model data{taken}, after {budgets[0]}: {_moved_in_words(before, after)}"
+
+
+def bounded_in_words(before: Plan, after: Plan, most_activations: int) -> str:
+    """One line: for which bound of activations model data has made room, and how many states have moved."""
+    budgets = [_in_words(plan.budget.device) for plan in (before, after)]
     return (
-        f"{why} has room for {budgets[1]} of model data{taken}, after {budgets[0]}: {out} states moved to the "
-        f"host, {into} onto the device, slots {sum(before.placement.num_slots)} -> {sum(after.placement.num_slots)}"
+        f"this batch takes up to {format_bytes(most_activations)} of activations, by an estimate from the sizes of the "
+        f"weights, which leaves {budgets[1]} to model data, after {budgets[0]}, until a step has shown what it takes: "
+        f"{_moved_in_words(before, after)}"
+    )
+
+
+def _moved_in_words(before: Plan, after: Plan) -> str:
+    pairs = zip(before.placement.homes, after.placement.homes, strict=True)
+    moves = [homes[kind] for had, homes in pairs for kind in had if kind in homes and had[kind] is not homes[kind]]
+    slots = [sum(plan.placement.num_slots) for plan in (before, after)]
+    return (
+        f"{moves.count(Tier.HOST)} states moved to the host, {moves.count(Tier.DEVICE)} onto the device, slots "
+        f"{slots[0]} -> {slots[1]}"
     )
 
 

@@ -16,6 +16,7 @@ Both follow from the sizes of the modules' weights, for models of tokens such as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LOSS_BYTES = 12
@@ -35,6 +36,7 @@ class Workload:
         outer_bytes: of activations that what is outside of blocks keeps.
         logit_bytes: of logits and what the loss keeps of them.
         notes: what of the model is not known, in words.
+        covers_activations: the bytes of activations follow from these formulas.
     """
 
     product_elements: float
@@ -45,6 +47,7 @@ class Workload:
     outer_bytes: int
     logit_bytes: int
     notes: tuple[str, ...] = ()
+    covers_activations: bool = True
 
     def forward_flops(self, tokens: int, length: int) -> float:
         """Of a batch of `tokens`, in sequences of `length`."""
@@ -54,13 +57,19 @@ class Workload:
         """Of the forward, with activation checkpointing of every block."""
         return 2.0 * tokens * (self.block_product_elements + length * self.attention_width)
 
-    def activation_bytes(self, tokens: int, *, is_checkpointed: bool) -> int:
+    def activation_bytes(
+        self, tokens: int, *, is_checkpointed: bool | Sequence[bool], num_without_graph: int = 0
+    ) -> int:
         """The most that a batch of `tokens` keeps at once, an upper bound.
 
         Without checkpointing all blocks and the logits, when the backward begins. With it the inputs of all blocks, and
         the logits or the block that keeps most, since the logits are gone when the first block is computed again.
+
+        is_checkpointed: all blocks are, or each of them. num_without_graph: the first blocks, before everything that is
+            trained: they keep nothing, and one at a time takes what it would keep.
         """
-        if not is_checkpointed or not self.block_bytes:
-            return tokens * (sum(self.block_bytes) + self.outer_bytes + self.logit_bytes)
-        inputs = self.block_input_bytes * len(self.block_bytes)
-        return tokens * (inputs + self.outer_bytes + max(self.logit_bytes, max(self.block_bytes)))
+        flags = [is_checkpointed] * len(self.block_bytes) if isinstance(is_checkpointed, bool) else is_checkpointed
+        pairs = list(zip(self.block_bytes, flags, strict=True))
+        kept = sum(self.block_input_bytes if flag else each for each, flag in pairs[num_without_graph:])
+        again = (each for place, (each, flag) in enumerate(pairs) if flag or place < num_without_graph)
+        return tokens * (kept + self.outer_bytes + max(self.logit_bytes, max(again, default=0)))

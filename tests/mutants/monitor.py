@@ -76,9 +76,30 @@ MUTANTS = [
     Mutant(
         "activations that were seen are model data's",
         "gemini/placement/budget.py",
-        "int(activations * (1 + MORE_ACTIVATIONS) + whole * RESERVE)",
+        "int(free.activations * (1 + MORE_ACTIVATIONS) + whole * RESERVE)",
         "int(whole * RESERVE)",
         "tests/features/test_live_memory.py::test_twice_the_batch_leaves_less_to_the_model",
+    ),
+    Mutant(
+        "a first batch finds what model data leaves by default",
+        "gemini/access/trainability.py",
+        "        if self.asks_for_bound():\n",
+        "        if False:\n",
+        "tests/features/test_first_batch.py::test_a_first_batch_that_would_not_fit_is_trained_on_less_model_data",
+    ),
+    Mutant(
+        "batches are compared before each step",
+        "gemini/access/free_memory.py",
+        "self._num_bounds_due = seen.activations, 0",
+        "self._num_bounds_due = seen.activations, 1",
+        "tests/features/test_first_batch.py::test_ranks_compare_their_batches_once",
+    ),
+    Mutant(
+        "the bound of a batch knows no checkpointing",
+        "gemini/model/first_batch.py",
+        "    flag = getattr(module, _FLAG, None)\n",
+        "    flag = None\n",
+        "tests/features/test_first_batch.py::test_a_bound_below_what_is_left_changes_nothing[Checkpointed]",
     ),
     Mutant(
         "the old budget is in force after a change",

@@ -1,0 +1,112 @@
+"""What the first batch takes of a device besides model data, at most, before a step has shown it.
+
+The bound is that of `gemini plan`, for the batch at hand: see `gemini/placement/workload.py` for its formulas. It is
+given only where tokens can be counted and the formulas cover the model: token ids go through an embedding into a list
+of blocks with matrices. Of anything else nobody says anything, and the default part of the device is left.
+
+Activation checkpointing divides what a step keeps by the number of blocks or so, so a bound that misses it takes far
+too much from model data. Models of transformers, and others with their flag, say that they do it. A model that calls
+`torch.utils.checkpoint` by itself does not say so, and may have less model data on the device than there is room for,
+in its first step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.model.tensors import tensors_in
+from gemini.model.workload import blocks_of, workload_of
+
+_WRAPPER = "CheckpointWrapper"  # of torch.distributed
+_FLAG = "gradient_checkpointing"  # of modules of transformers and others
+
+
+def most_activations(module: nn.Module, inputs: Any) -> int | None:
+    """An upper bound, in bytes, of what one forward of these inputs and its backward take besides model data.
+
+    None where it is not known. Reads shapes and dtypes only. Local; raises nothing.
+    """
+    tokens, blocks = _num_tokens(inputs), list(blocks_of(module).values())
+    embeds = any(isinstance(each, nn.Embedding) for each in module.modules())
+    parameters = list(module.parameters())
+    trained = [each for each in parameters if each.requires_grad]
+    if not (tokens and blocks and embeds and trained):
+        return None
+    itemsize, stream_itemsize = _itemsizes(parameters)
+    work = workload_of(module, itemsize, stream_itemsize=stream_itemsize)
+    if not work.covers_activations or not work.block_product_elements:
+        return None
+    kept = work.activation_bytes(
+        tokens, is_checkpointed=_checkpointed(module, blocks), num_without_graph=_num_without_graph(module, blocks)
+    )
+    return kept + _gradient_bytes(module) + (_cast_bytes(blocks, itemsize) if itemsize != stream_itemsize else 0)
+
+
+def _gradient_bytes(module: nn.Module) -> int:
+    """Of what autograd holds of gradients before their chunks take them, while all that was kept may still be there.
+
+    One whole gradient, and of a tied weight those of two uses and their sum.
+    """
+    uses = Counter(each for _, each in module.named_parameters(remove_duplicate=False) if each.requires_grad)
+    return max(each.nbytes * (3 if count > 1 else 1) for each, count in uses.items())
+
+
+def _cast_bytes(blocks: list[nn.Module], itemsize: int) -> int:
+    """Of weights that autocast has cast: those of one block, which is computed again, and no others are kept."""
+    return max(sum(each.numel() for each in block.parameters()) for block in blocks) * itemsize
+
+
+def _num_tokens(inputs: Any) -> int:
+    """Of ids of shape (batch, length): the most, where an encoder and a decoder have their own. 0: there are none."""
+    integers = (torch.int64, torch.int32)
+    return max((each.numel() for each in tensors_in(inputs) if each.dtype in integers and each.dim() == 2), default=0)
+
+
+def _itemsizes(parameters: list[nn.Parameter]) -> tuple[int, int]:
+    """Bytes of an element of what matrices take and make, and of what goes from block to block.
+
+    Those of most weights; under autocast matrix products have its dtype, and sums and norms that of the weights.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for each in parameters:
+        counts[each.dtype] += each.numel()
+    dtype, device = counts.most_common(1)[0][0], parameters[0].device.type
+    is_cast = torch.is_autocast_enabled(device)
+    return (torch.get_autocast_dtype(device) if is_cast else dtype).itemsize, dtype.itemsize
+
+
+def _checkpointed(module: nn.Module, blocks: list[nn.Module]) -> list[bool]:
+    """Whether each block keeps its input alone, as the block says, or the model where no block has a say."""
+    by_block = [[flag for each in block.modules() if (flag := _flag_of(each)) is not None] for block in blocks]
+    if any(by_block):
+        return [any(flags) for flags in by_block]
+    return [any(map(_flag_of, module.modules()))] * len(blocks)
+
+
+def _flag_of(module: nn.Module) -> bool | None:
+    """The module checkpoints activations. None: it has no say."""
+    if type(module).__name__ == _WRAPPER:
+        return True
+    flag = getattr(module, _FLAG, None)
+    return None if flag is None else bool(flag) and module.training
+
+
+def _num_without_graph(module: nn.Module, blocks: list[nn.Module]) -> int:
+    """The blocks before everything that is trained, in the order of the module tree."""
+    count = 0
+    inside = {each for block in blocks for each in block.modules()}
+    for each in module.modules():
+        if each in inside:
+            continue
+        if any(parameter.requires_grad for parameter in each.parameters(recurse=False)):
+            break
+        for child in each.children():
+            if child in blocks:
+                if any(parameter.requires_grad for parameter in child.parameters()):
+                    return count
+                count += 1
+    return count
