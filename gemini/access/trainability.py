@@ -28,6 +28,7 @@ from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
+from gemini.memory.collector import uncollected
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind
 from gemini.placement.following import bounded_in_words, followed_in_words
@@ -203,7 +204,8 @@ class Trainability:
         if not free.look() or before.offloaded or self._gradients_wait() or self._in_use():
             return
         is_short = free.is_short
-        budget = free.wanted(before)
+        with uncollected():  # the least of the plan may be asked for
+            budget = free.wanted(before)
         if budget is None:
             return
         why = self._why_not(budget)
@@ -298,6 +300,7 @@ class Trainability:
         self.unfrozen.update(each.index for each in unfrozen)
         self._flags = flags
 
+    @uncollected()
     def _replan(
         self,
         flags: list[bool],
@@ -312,6 +315,7 @@ class Trainability:
         except BudgetError as error:
             raise error.reworded(f"{shown}. This does not fit: {error}") from None
 
+    @uncollected()
     def _planned(
         self,
         flags: list[bool],

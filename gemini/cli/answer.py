@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from gemini.cli.cluster import Cluster
 from gemini.errors import BudgetError
+from gemini.memory.collector import uncollected
 from gemini.model.estimate import plan_of
 from gemini.model.workload import blocks_of, workload_of
 from gemini.placement.budget import MORE_ACTIVATIONS, RESERVE, FreeBytes
@@ -92,7 +91,7 @@ def answer(module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch
 
     Raises ValueError for settings that the module contradicts.
     """
-    with _without_collector():
+    with uncollected():
         return _Question(module, settings, cluster, batch).answer()
 
 
@@ -281,15 +280,3 @@ def _dtype_of(module: nn.Module, settings: Settings) -> Dtype:
     own = counts.most_common(1)[0][0] if counts else Dtype("float32", 4)
     given = settings.dtype
     return own if given is None or isinstance(given, dict) else dtype_of(given)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Plans of large models are millions of small objects: the collector would look through them again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

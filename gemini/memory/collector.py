@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Inside, in this process, cycles are not searched for.
 
-    A search starts whenever the objects have grown by a quarter, and goes through all of them. For a model of thousands
+    A search starts whenever the objects have grown by a quarter, and goes through all of them. For a plan of thousands
     of chunks, whose every object is kept, the searches would take more time than the objects. Tensors of ours are in no
     cycle and are freed as always.
     """

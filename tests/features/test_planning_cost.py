@@ -1,6 +1,8 @@
 """What planning costs: nothing in a step where nothing changed, and no more for each chunk of a larger model."""
 
+import gc
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -43,6 +45,36 @@ def test_a_step_in_which_nothing_changes_plans_nothing(rank: int, world_size: in
         train_step(model, optimizer, step)
     assert (policy.count, model.plan) == (count, plan)
     model.close()
+
+
+def test_the_garbage_collector_does_not_search_while_a_plan_is_made() -> None:
+    """For a first time, and again when budgets, what is trained or free memory change."""
+    searches: list[bool] = []
+
+    class Noting(CountingPolicy):
+        def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+            searches.append(gc.isenabled())
+            return super().place(demand, budget_bytes)
+
+    device = EmulatedDevice(10**6)
+    model = ShardedModel(build(), device=device, chunk_size=CHUNK_NUMEL, tensor_placement_policy=Noting())
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    plans = [model.plan]
+
+    def train(step: int) -> None:
+        train_step(model, optimizer, step)
+        plans.append(model.plan)
+
+    train(0)
+    device.total_bytes = 60_000
+    train(1)
+    train(2)
+    next(model.parameters()).requires_grad_(False)
+    train(3)
+    model.change_budgets(model_data_memory=40_000)
+    train(4)
+    assert [one is not other for one, other in pairwise(plans)] == [False, False, True, True, True]
+    assert gc.isenabled() and not any(searches)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
