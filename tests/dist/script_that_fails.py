@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,8 @@ if where == "wrap" and rank == who:
 module = torch.nn.Sequential(*(Layer(32, 32) for _ in range(4)))
 model = ShardedModel(module, device="emulated")
 optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3))
+if where == "endless":
+    Path(f"{init_method.removeprefix('file://')}-{rank}-trains").touch()
 started = time.monotonic()
 for step in range(10**9 if where == "endless" else 3):  # noqa: B007  (fail_in reads it)
     if time.monotonic() - started > LONGEST_S:
