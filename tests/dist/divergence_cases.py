@@ -1,11 +1,13 @@
 """Ranks that take different ways on purpose, or are given different models and arguments."""
 
+import random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gemini import DivergenceError, GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from gemini.placement.trace import PassKind, Touch
 from tests.dist.failing import (
     CHUNK,
     WIDTH,
@@ -114,6 +116,59 @@ def another_update_order(rank: int, world_size: int) -> tuple[str, str]:
         except GeminiError as error:
             said.append(f"{type(error).__name__}: {error}")
     return said[0], said[1]
+
+
+def traces_differ(rank: int, world_size: int, stage: int, odd: str) -> dict[str, Any]:
+    """Rank 1 alone uses layers that are in their slots, which takes no collective; then all ranks do alike.
+
+    odd: in one step "forward" and "backward" read a weight, and "operator" calls a layer; "random" does one of these
+        somewhere in each of five steps; "evaluation" calls a layer in the first of the evaluations, which then precede
+        each step.
+
+    What ranks were told, the trace that the second evaluation has, and hashes of this run's state and of a calm one's.
+    """
+    impatient()
+    said: list[str] = []
+    touches: list[Touch] = []  # that the second evaluation expects
+    model, optimizer, net = make(slots=3 if odd == "evaluation" else 1, stage=stage)
+    steps = {"random": range(1, 6), "evaluation": range(1)}.get(odd, range(2, 3))
+    next_use = model.chunk_manager.params.next_use
+    for step in range(8):
+        if rank == 1 and step in steps:
+            _use_in_passing(net, odd, random.Random(step))
+        for _ in range(3):
+            try:
+                for _ in range(3 * (odd == "evaluation")):
+                    with torch.no_grad():
+                        model(batch(rank, step))
+                    net.at.clear()
+                    touches = touches or list(next_use.touches(PassKind.EVALUATION))
+                train_step(model, optimizer, rank, step)
+                break
+            except GeminiError as error:
+                said.append(f"step {step}: {type(error).__name__}: {error}")
+                optimizer.zero_grad()
+                net.at.clear()
+        net.at.clear()
+    calm, calm_optimizer, _ = make(stage=stage, tensor_placement_policy="cuda", model_data_memory=None)
+    for step in range(8):
+        train_step(calm, calm_optimizer, rank, step)
+    hashes = state_hash(model, optimizer), state_hash(calm, calm_optimizer)
+    return {"said": said, "touches": touches, "hashes": hashes}
+
+
+def _use_in_passing(net: Net, odd: str, chance: random.Random) -> None:
+    """Have a layer, while it runs, use one that has run just before."""
+    at = 3
+    if odd == "random":
+        odd, at = chance.choice(["forward", "backward", "operator"]), chance.randrange(1, 7)
+    before, behind = net.layers[at - 1], net.layers[at + 1]
+    net.at[at] = {
+        "forward": lambda net, x: before.weight.detach().sum() and None,
+        "backward": lambda net, x: InBackward.apply(x, lambda: behind.weight.detach().sum()),
+        "operator": lambda net, x: before(x.detach()) is None or None,
+        "evaluation": lambda net, x: net.layers[at - 2](x) is None or None,
+    }[odd]
 
 
 class WithBuffer(Net):

@@ -41,6 +41,34 @@ def test_ranks_that_take_different_ways_all_name_both_and_use_nothing(
         assert one.result["goes on"], "after all of that, training is what it would have been"
 
 
+@pytest.mark.parametrize(
+    ("stage", "odd", "is_told"),
+    [
+        (3, "evaluation", True),
+        pytest.param(3, "operator", True, marks=pytest.mark.soak),
+        pytest.param(3, "backward", True, marks=pytest.mark.soak),
+        pytest.param(3, "forward", False, marks=pytest.mark.soak),  # in its slot the weight is a plain parameter
+        pytest.param(3, "random", None, marks=pytest.mark.soak),
+        pytest.param(2, "random", False, marks=pytest.mark.soak),  # no rank gathers, so each may evict what it likes
+    ],
+)
+def test_ranks_whose_traces_differ_are_told_where_or_have_equal_bits(
+    ranks: RankPool, stage: int, odd: str, is_told: bool | None
+) -> None:
+    """No hash has the trace, which orders evictions, gathers and reductions: but each collective is compared.
+
+    In "evaluation" the traces of one evaluation differ, and the error comes in the next one, where all ranks do alike.
+    """
+    results = ranks(2).run(divergence_cases.traces_differ, stage, odd, timeout_s=90)
+    for found in results:
+        assert is_told is None or bool(found["said"]) == is_told, found["said"]
+        assert len(set(found["hashes"])) == 1, "the bits are those of a run that evicts nothing"
+        for words in found["said"]:
+            assert "DivergenceError: ranks took different ways: rank 0 wa" in words, words
+            assert "of layers." in words, words
+    assert (results[0]["touches"] != results[1]["touches"]) == (odd == "evaluation")
+
+
 def test_an_update_in_another_order_is_found_and_final(ranks: RankPool) -> None:
     exits = ranks(2).run(divergence_cases.another_update_order, fresh=True, timeout_s=60)
     for one in exits:
