@@ -46,6 +46,13 @@ MUTANTS = [
         "tests/features/test_trace.py::test_a_forward_that_fails_costs_the_next_step_nothing[behind another]",
     ),
     Mutant(
+        "a hook that a user registers inside a forward is gone when it ends",
+        "gemini/manager/operator_hooks.py",
+        "                _put(others, name, key, hook)\n",
+        "                attributes[name] = hooks\n",
+        "tests/test_resident.py",
+    ),
+    Mutant(
         "pins of a node are never lifted",
         "gemini/manager/underway.py",
         "            self._victims.unpin(self._nodes.pop(inner)[1])",
