@@ -111,9 +111,9 @@ class FreeMemory:
         Where `asks_for_bound`. See [Note: First batch].
         """
         most, self.most_activations = self.most_activations, None
-        self._num_bounds_due -= 1
         words = torch.tensor(self._live.bound(most), dtype=torch.int64, device=self._communicator.device)
         self._communicator.all_reduce_max_(words, "activations of the first batch")
+        self._num_bounds_due -= 1  # not before: a rank that failed on its way here has not counted either
         agreed = self._live.agree_on_bound(words.tolist())
         if agreed is None:
             return None

@@ -62,8 +62,8 @@ def _cast_bytes(blocks: list[nn.Module], itemsize: int) -> int:
 
 def _num_tokens(inputs: Any) -> int:
     """Of ids of shape (batch, length): the most, where an encoder and a decoder have their own. 0: there are none."""
-    integers = (torch.int64, torch.int32)
-    return max((each.numel() for each in tensors_in(inputs) if each.dtype in integers and each.dim() == 2), default=0)
+    ids = [each for each in tensors_in(inputs) if each.dtype in (torch.int64, torch.int32) and not each.is_nested]
+    return max((each.numel() for each in ids if each.dim() == 2), default=0)
 
 
 def _itemsizes(parameters: list[nn.Parameter]) -> tuple[int, int]:

@@ -44,8 +44,7 @@ def workload_of(
         dtype of the weights. None: as `itemsize`.
     """
     stream = itemsize if stream_itemsize is None else stream_itemsize
-    config: Any = getattr(module, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = _text_config(module)
     experts, notes = _Experts(config, experts_per_token), []
     blocks = list(blocks_of(module).values())
     inside = {each for block in blocks for each in block.modules()}
@@ -78,6 +77,17 @@ def workload_of(
         notes=tuple(notes),
         covers_activations=not experts.is_unknown and not found,
     )
+
+
+def _text_config(module: nn.Module) -> Any:
+    """Of the part of the model that tokens go through; None: the module has no config."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:  # it has several, of which transformers takes none by itself
+        return config
 
 
 class _Experts:

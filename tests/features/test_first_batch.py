@@ -216,6 +216,13 @@ def test_a_bound_is_above_what_a_step_takes_and_not_far(case: str, rows: int) ->
     training.model.close()
 
 
+class Composite:
+    """The config of a model with two texts, which transformers asks to choose from."""
+
+    def get_text_config(self) -> Any:
+        raise ValueError("Multiple valid text configs were found")
+
+
 def test_of_other_models_and_inputs_nobody_claims_to_know() -> None:
     ids = torch.zeros(2, LENGTH, dtype=torch.int64)
     assert most_activations(build(Lm), ids) is not None
@@ -223,5 +230,10 @@ def test_of_other_models_and_inputs_nobody_claims_to_know() -> None:
     assert most_activations(build(Lm), ids[0]) is None, "labels, perhaps"
     assert most_activations(build(Lm).requires_grad_(False), ids) is None
     assert most_activations(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ids) is None, "nothing takes ids"
+    nested = torch.nested.nested_tensor([ids[0], ids[1, :4]], layout=torch.jagged)
+    assert most_activations(build(Lm), nested) is None
+    composite = build(Lm)
+    composite.config = Composite()
+    assert most_activations(composite, ids) == most_activations(build(Lm), ids)
     convolved = nn.Sequential(nn.Embedding(8, 8), build(Lm), nn.Conv1d(8, 8, 3))
     assert most_activations(convolved, ids) is None, "a convolution has more outputs than inputs"
