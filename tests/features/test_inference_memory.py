@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gemini import BudgetError, ShardedModel, ShardedOptimizer, safe_get_full_fp32_param, safe_set_full_fp32_param
+from optim import HALF_DTYPES
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo import mlp
 from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, inputs, weights_of
@@ -121,14 +122,16 @@ def test_gradients_without_an_optimizer_get_their_memory_with_the_first_backward
     assert_same(weights_of(model), weights_of(reference))
 
 
-def test_values_of_more_than_16_bits_that_are_set_before_there_is_an_optimizer_are_kept() -> None:
-    model = ShardedModel(build().bfloat16(), device="emulated", chunk_size=CHUNK_NUMEL)
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_values_of_more_than_16_bits_that_are_set_before_there_is_an_optimizer_are_kept(dtype: torch.dtype) -> None:
+    """Other weights' masters are made of these: of fp16 ones whole, of bf16 ones what the weights do not hold."""
+    model = ShardedModel(build().to(dtype), device="emulated", chunk_size=CHUNK_NUMEL)
     wanted = torch.randn(mlp.WIDTH, mlp.WIDTH, generator=torch.Generator().manual_seed(3))
     safe_set_full_fp32_param(mlp.weight(model, 2), wanted)
     ShardedOptimizer(model, adam(model.parameters()))
     assert torch.equal(safe_get_full_fp32_param(mlp.weight(model, 2)), wanted)
     other = mlp.weight(model, 3)
-    assert torch.equal(safe_get_full_fp32_param(other), mlp.weight(build(), 3))
+    assert torch.equal(safe_get_full_fp32_param(other), mlp.weight(build().to(dtype), 3).float())
 
 
 def test_a_host_with_room_for_the_weights_only_is_enough_to_infer_and_training_is_refused() -> None:
