@@ -4,8 +4,10 @@ Three costs pull against each other: padding (units rounded up, chunk ends left 
 slots that hold small chunks), the bytes gathered at the busiest moment (slots), and the number of collectives, each
 charged with the bytes that the link could have carried in the time a launch takes.
 
-The best size is the cheapest that the memory budget allows. That is a question to the placement, so the search only
-orders the sizes: whoever plans tries them one after the other and takes the first that fits.
+Where everything fits the device the cheapest size is the best. Where it does not, bytes travel in every step, and how
+many depends on the size: large chunks use a small budget badly. That is a question to the placement, so the search
+only orders the sizes. Whoever plans places them one after the other, as many as `CHUNKS_PLACED` allows, and takes the
+one whose step costs least (`step_cost`), of those that use the budget.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+from gemini.placement.demand import Demand, Placement, Tier, alike
+from gemini.placement.link_bytes import link_bytes
 from gemini.placement.packing import Cut, Packer
 
 BYTES_PER_COLLECTIVE = 512 * 2**10
@@ -24,6 +28,13 @@ BYTES_PER_COLLECTIVE = 512 * 2**10
 Two gloo ranks on one machine: about 1 MiB (`python -m benchmarks.collective_cost`). NCCL over PCIe, taken at 20 to
 40 us and 12 GB/s, not measured: 240 to 480 KiB. Half a MiB is between the two.
 """
+
+BYTES_PER_COPY = 128 * 2**10
+"""What a copy over the link is worth: some 10 us at 12 GB/s, not measured."""
+IN_USE = 0.95
+"""Of a budget, which is not enough for everything, the least part that a chunk size makes use of, if one can."""
+CHUNKS_PLACED = 2_000
+"""In search of the size for a budget, before the search takes the best so far: some hundredths of a second."""
 
 _COLLECTIVES_PER_CHUNK = 3  # gathered for forward and backward, reduced once
 _GRANULARITY_BYTES = 2**10 * 64
@@ -73,6 +84,17 @@ def report(chunks: Sequence[Sized], chunk_bytes: int, model_bytes: int) -> Searc
     return SearchReport(
         chunk_bytes, len(chunks), padding, _NUM_SLOTS * regular + 2 * oversize, _COLLECTIVES_PER_CHUNK * len(chunks)
     )
+
+
+def step_cost(demand: Demand, placement: Placement, world_size: int) -> int:
+    """What a step costs under a budget: the bytes that travel because they do not fit, and what launches are worth."""
+    copies = sum(
+        count * _COLLECTIVES_PER_CHUNK
+        for _, homes, count in alike(demand, placement.homes)
+        if Tier.HOST in homes.values()
+    )
+    collectives = _COLLECTIVES_PER_CHUNK * len(demand.chunks) if world_size > 1 else 0
+    return link_bytes(demand, placement) + BYTES_PER_COPY * copies + BYTES_PER_COLLECTIVE * collectives
 
 
 def candidates(packer: Packer, world_size: int) -> Iterator[tuple[SearchReport, list[Cut]]]:

@@ -1,6 +1,7 @@
 """What a model asks of memory, in numbers: the input of every placement policy. No tensor, no device, no rank."""
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,6 +38,17 @@ OPTIM_STATES = 2
 
 
 @dataclass(frozen=True)
+class LinkBytes:
+    """What of a chunk crosses the link in a step because its states rest on two tiers, in bytes of one rank."""
+
+    read: int = 0  # parameters, by an update on the other tier
+    written: int = 0  # likewise
+    summed: int = 0  # the reduced gradient, by an update on the other tier
+    reduced: int = 0  # gradients of all micro-batches, on their way to a home on the host and back
+    made_whole: int = 0  # parameters that rest on the host whole, while each rank updates a part of them
+
+
+@dataclass(frozen=True)
 class ChunkDemand:
     """One chunk's bytes on this rank."""
 
@@ -49,6 +61,7 @@ class ChunkDemand:
     is_frozen: bool = False  # no step reads what it has of a master and optimizer state: kept for when it is unfrozen
     persists: bool = False  # its parameters must rest on the device, where they are whole: they never take a slot
     numel: int = 0  # elements of the payload
+    link: LinkBytes = LinkBytes()
 
     def needs_slot_of(self, kind: Kind) -> bool:
         """Using its parameters, or its gradient, takes a slot even where they are at home on the device."""
@@ -67,6 +80,18 @@ class Demand:
     scratch_bytes: int  # receive buffers of collectives
     slot_numel: tuple[int, int] = (0, 0)  # elements that a slot of each size may hold
     max_live_numel: int | None = None  # elements that all slots together may hold, kept ones included. None: no bound
+    micro_batches: int = 1  # of a step, as far as the settings tell
+
+
+def alike(demand: Demand, homes: Sequence[dict[Kind, Tier]]) -> Iterator[tuple[ChunkDemand, dict[Kind, Tier], int]]:
+    """Chunks with their homes, those of one object each together, with their number.
+
+    A model of thousands of equal chunks has few such objects: see `needs.demand_of`.
+    """
+    keys = list(zip(map(id, demand.chunks), map(id, homes), strict=True))
+    first = dict(zip(keys, zip(demand.chunks, homes, strict=True), strict=True))
+    for key, count in Counter(keys).items():
+        yield *first[key], count
 
 
 @dataclass(frozen=True)
@@ -81,10 +106,10 @@ class Placement:
     def bytes_by_kind(self, demand: Demand, tier: Tier) -> dict[str, int]:
         """Model data that this placement puts on a tier: states by kind; on the device slots and scratch, too."""
         found: dict[str, int] = {str(kind): 0 for kind in Kind}
-        for chunk, homes in zip(demand.chunks, self.homes, strict=True):
+        for chunk, homes, count in alike(demand, self.homes):
             for kind, num_bytes in chunk.home_bytes.items():
                 if homes[kind] is tier:
-                    found[kind] += num_bytes
+                    found[kind] += count * num_bytes
         if tier is Tier.DEVICE:
             kept = (demand.chunks[index] for index in self.kept)
             around = sum(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM] for chunk in kept)

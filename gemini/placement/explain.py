@@ -45,7 +45,7 @@ def chunks_in_words(packing: Packing, stage: int, world_size: int, policy: str) 
         yield "This chunk size was given with chunk_size=."
         return
     yield (
-        "The search took this chunk size as the cheapest that fits the budgets: "
+        "The search took this chunk size as the cheapest under these budgets: "
         f"{_bytes(found.padding_bytes)} of padding, {_bytes(found.gathered_bytes)} in slots at the busiest moment, and "
         f"{found.num_collectives} collectives in a step, each counted as {_bytes(BYTES_PER_COLLECTIVE)}."
     )

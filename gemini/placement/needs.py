@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from gemini.placement.chunk_facts import ChunkFacts
-from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind
+from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind, LinkBytes
 from gemini.placement.dtypes import FLOAT32
 from gemini.placement.scratch import scratch_bytes
 from gemini.placement.specs import ModelSpec, OperatorSpec
@@ -34,21 +34,25 @@ def demand_of(
     world_size: int,
     max_live_numel: int | None = None,
     *,
-    accumulates: bool = False,
+    micro_batches: int = 1,
 ) -> Demand:
     """What the chunks need. trained: of every weight, in order of chunks. kept: states that frozen chunks have.
 
-    accumulates: several micro-batches are added up in a step.
+    micro_batches: of a step, whose gradients are added up.
     """
     flags = iter(trained)
     trainable = [chunk for chunk in chunks if any(list(islice(flags, len(chunk.names))))]
     indices = {chunk.index for chunk in trainable}  # membership only
-    demands = tuple(
-        _chunk_demand(chunk, chunk.index in indices, kept.get(chunk.index, frozenset()), stage, world_size, accumulates)
-        for chunk in chunks
-    )
+    demands: dict[tuple[object, ...], ChunkDemand] = {}  # which nobody writes to: equal chunks share one
+    of_chunks = []
+    for chunk in chunks:
+        is_trained, has = chunk.index in indices, kept.get(chunk.index, frozenset())
+        alike = _key_of(chunk), is_trained, has
+        if alike not in demands:
+            demands[alike] = _chunk_demand(chunk, is_trained, has, stage, world_size, micro_batches)
+        of_chunks.append(demands[alike])
     return Demand(
-        demands,
+        tuple(of_chunks),
         (_largest(chunks), _largest(chunks, oversize=True)),
         min_slots(chunks, spec.operators, _uses_of_slots(chunks, spec)),
         (_largest(trainable), _largest(trainable, oversize=True)),
@@ -56,17 +60,32 @@ def demand_of(
         scratch_bytes(trainable, stage, world_size),
         (_largest_numel(chunks), _largest_numel(chunks, oversize=True)),
         max_live_numel,
+        micro_batches,
+    )
+
+
+def _key_of(chunk: ChunkFacts) -> tuple[object, ...]:
+    """What `_chunk_demand` looks at."""
+    layouts = chunk.layout, chunk.home_layout, chunk.optim_layout
+    return (
+        *((layout.numel, layout.world_size, layout.shard_numel, len(layout.units)) for layout in layouts),
+        chunk.dtypes,
+        chunk.itemsize,
+        chunk.oversize,
+        chunk.lends_home,
+        chunk.splits_master,
+        chunk.persists,
     )
 
 
 def _chunk_demand(
-    chunk: ChunkFacts, is_trained: bool, kept: frozenset[Kind], stage: int, world_size: int, accumulates: bool
+    chunk: ChunkFacts, is_trained: bool, kept: frozenset[Kind], stage: int, world_size: int, micro_batches: int
 ) -> ChunkDemand:
     dtypes, optim_numel = chunk.dtypes, chunk.optim_layout.shard_numel
     home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * dtypes.weight.itemsize}
     if is_trained:
         home_bytes[Kind.GRAD] = _gradient_home_numel(chunk, stage) * dtypes.rest.itemsize
-        if accumulates and dtypes.widens and not chunk.lends_home:
+        if micro_batches > 1 and dtypes.widens and not chunk.lends_home:
             home_bytes[Kind.GRAD] += FLOAT32.itemsize * optim_numel
     if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
         home_bytes[Kind.MASTER] = (2 if chunk.splits_master else 4) * optim_numel
@@ -86,6 +105,25 @@ def _chunk_demand(
         is_frozen=not is_trained,
         persists=chunk.persists,
         numel=chunk.layout.numel,
+        link=_link_bytes(chunk, stage, world_size, micro_batches) if is_trained else LinkBytes(),
+    )
+
+
+def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: int) -> LinkBytes:
+    """What crosses the link in a step, as far as states of the chunk rest on two tiers: as `simulate.py` counts it."""
+    dtypes, numel = chunk.dtypes, chunk.optim_layout.shard_numel
+    updated = dtypes.weight.itemsize * numel
+    is_wide = micro_batches > 1 and dtypes.widens
+    arriving = dtypes.weight if world_size == 1 and not dtypes.narrows else dtypes.rest
+    reduced = micro_batches * arriving.itemsize * (chunk.layout.numel if stage == 0 else chunk.layout.shard_numel)
+    if world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight:
+        reduced += (micro_batches - 1) * updated  # a sum that one rank resumes comes to the device for it
+    return LinkBytes(
+        read=0 if dtypes.weight.is_half and not chunk.splits_master else updated,
+        written=updated,
+        summed=numel * (FLOAT32.itemsize if is_wide else dtypes.rest.itemsize),
+        reduced=reduced,
+        made_whole=chunk.payload_bytes if chunk.home_layout.world_size < chunk.optim_layout.world_size else 0,
     )
 
 

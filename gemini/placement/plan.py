@@ -4,8 +4,8 @@
 process. It reads no memory and asks no other rank. `ShardedModel` carries out the plan that it makes of its module,
 `estimate_memory` adds up the plan's bytes, and a change of what is trained follows from `replan`.
 
-Without a chunk size from the user the cheapest one that the budgets allow is taken, so that what fits with some size is
-never refused.
+Without a chunk size from the user the one is taken with which a step costs least under the budgets (`chunk_size.py`),
+so that what fits with some size is never refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from gemini.errors import BudgetError
 from gemini.placement import explain
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.chunk_facts import Packing, packings
+from gemini.placement.chunk_size import CHUNKS_PLACED, IN_USE, step_cost
 from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
 from gemini.placement.needs import demand_of, uses_of
 from gemini.placement.placing import place
 from gemini.placement.predict import Predicted, predict
+from gemini.placement.refusals import advised, least_of
 from gemini.placement.specs import ModelSpec, OperatorSpec
 from gemini.settings import Settings
 
@@ -165,8 +167,12 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
     """
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []
-    infers = trains = None
+    infers = trains = best = None
+    num_placed = 0
     for packing in packings(spec, settings, world_size):
+        if best is not None and num_placed >= CHUNKS_PLACED:
+            break
+        num_placed += len(packing.chunks)
         try:
             plan = _place(spec, settings, world_size, budget, packing, _trained_at_first(spec, packing), {})
             _check_host_room(plan, (Kind.PARAM,))
@@ -174,15 +180,20 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
             refused.append(error)
             continue
         if _has_host_room(plan, tuple(Kind)):
-            return plan
+            if not _is_short(plan):  # the cheapest with which everything fits
+                return plan
+            best = plan if best is None else min(best, plan, key=_cost_under_budget)  # of equal ones the first
+            continue
         if _has_host_room(plan, WRAPPED_KINDS):
             trains = trains or plan
         infers = infers or plan
+    if best is not None:
+        return best
     if trains is not None:  # with an optimizer that keeps less than Adam does
         return trains
     if infers is not None:  # there is no room to train it: that is refused when an optimizer or a backward comes
         return infers
-    raise _advised(_least(refused, is_searched=settings.chunk_size is None), spec) from None
+    raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec) from None
 
 
 class PlanChanges(TypedDict, total=False):
@@ -211,7 +222,7 @@ def replan(
     try:
         plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept)
     except BudgetError as error:
-        raise _advised(error, spec) from None
+        raise advised(error, spec) from None
     return replace(plan, is_first=False)
 
 
@@ -246,7 +257,7 @@ def _demand_of(
         settings.stage,
         world_size,
         settings.max_live_parameters,
-        accumulates=(settings.gradient_accumulation_steps or 1) > 1,
+        micro_batches=settings.gradient_accumulation_steps or 1,
     )
 
 
@@ -280,6 +291,22 @@ def _least_device_bytes(settings: Settings, demand: Demand) -> int | None:
         return error.needed_bytes
 
 
+def _is_short(plan: Plan) -> bool:
+    """With a larger budget the policy would do otherwise."""
+    if plan.budget.device is None or not plan.host_bytes:
+        return False
+    try:
+        return plan.settings.policy.place(plan.demand, None) != plan.placement
+    except BudgetError:  # of a policy of the user's that refuses without a number
+        return True
+
+
+def _cost_under_budget(plan: Plan) -> tuple[bool, int]:
+    """Sizes that leave much of the budget unused come last, then counts what a step costs."""
+    is_used = plan.budget.device is None or plan.device_bytes >= IN_USE * plan.budget.device
+    return not is_used, step_cost(plan.demand, plan.placement, plan.world_size)
+
+
 def _has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
     return plan.budget.host is None or plan.placement.host_bytes(plan.demand, kinds) <= plan.budget.host
 
@@ -295,35 +322,3 @@ def _check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
             needed_bytes=needed,
             budget_bytes=plan.budget.host,
         )
-
-
-def _advised(error: BudgetError, spec: ModelSpec) -> BudgetError:
-    """The refusal, with what a compiled module has to do with it."""
-    compiled = [operator for operator in spec.operators if operator.is_compiled]
-    if not compiled or error.tier != "device":
-        return error
-    largest = max(compiled, key=lambda operator: sum(spec.weights[place].numel for place in operator.weights))
-    return error.reworded(
-        f"{error}. {largest.name or 'The model'} is compiled, so that all of its chunks are needed at once: compile "
-        "smaller modules inside it, such as its blocks, one by one"
-    )
-
-
-def _least(refused: list[BudgetError], is_searched: bool) -> BudgetError:
-    """The refusal that asks for least, over all chunk sizes; the host's least where some sizes fit the device."""
-    known = [(error.needed_bytes, error) for error in refused if error.needed_bytes is not None]
-    live = [(error.needed_numel, error) for error in refused if error.needed_numel is not None]
-    if live:  # sizes that keep to the budgets
-        return _smaller_chunks(min(live, key=lambda one: one[0])[1], len(refused), is_searched)
-    if not known:  # a policy of the user's, with words of its own
-        return refused[0]
-    on_host = [(needed, error) for needed, error in known if error.tier == "host"]
-    _, error = min(on_host or known, key=lambda one: one[0])
-    return error if on_host else _smaller_chunks(error, len(refused), is_searched)
-
-
-def _smaller_chunks(error: BudgetError, num_tried: int, is_searched: bool) -> BudgetError:
-    """The refusal, with what the chunk size has to do with it."""
-    tried = f". {num_tried} chunk sizes were tried: none needs less"
-    advice = tried if is_searched else ", or make chunk_size= smaller"
-    return error.reworded(f"{error}{advice}")

@@ -2,8 +2,8 @@
 
 `cpu`     all states rest on the host; the device holds only slots.
 `cuda`    all states rest on the device, as many slots as the budget allows.
-`auto`    the smallest slots that work, then parameters, gradients and optimizer state, with masters, move in, in this
-          order and in order of first use, for as long as the budget lasts.
+`auto`    of some orders in which chunks, parts of them and slots may take the budget, the one that moves fewest bytes
+          over the link in a step.
 `static`  fractions of the bytes, which the user chooses.
 
 Masters and optimizer state of frozen chunks, which no step reads, stay on the device only where everything fits there.
@@ -13,31 +13,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
-from gemini.placement.policy import (
-    Addition,
-    PlacementPolicy,
-    check_fits,
-    fill_slots,
-    keep_slots,
-    keepable,
-    slots_for,
-    spend_rest,
-    that_fit,
-)
+from gemini.placement.link_bytes import link_bytes
+from gemini.placement.policy import PlacementPolicy, check_fits, fill_slots, keepable, slots_for, spend_rest
+from gemini.placement.spending import OF_OPTIMIZER, Step, spend
 
-_OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
-_MOVING_IN = ((Kind.PARAM,), (Kind.GRAD,), _OF_OPTIMIZER)
-"""In this order. An update reads master and moments, so that one of them alone on the device would only travel."""
+_WAYS = (
+    (Step.FROZEN, Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS, Step.GRADS),
+    (Step.FROZEN, Step.SLOTS, Step.GRADS, Step.WHOLE, Step.KEPT),
+    (Step.FROZEN, Step.GRADS, Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS),
+    (Step.FROZEN, Step.PARAMS, Step.UPDATED, Step.KEPT, Step.UPDATED, Step.SLOTS, Step.GRADS),
+    (Step.FROZEN, Step.PARAMS, Step.GRADS, Step.STATE, Step.KEPT, Step.STATE, Step.SLOTS),
+)
+"""Orders in which `auto` may spend a budget; it takes the one that moves least.
+
+A whole chunk on the device moves nothing. On one rank a slot more is worth more for its bytes, until each chunk on the
+host has one: it saves a fetch for every turn of a pass. Gradients alone are worth their bytes where micro-batches are
+added up, parameters alone where updates do not read them (whole masters) or micro-batches are many. With all parameters
+and gradients on the device no slot is needed, which counts where one chunk is larger than all others together.
+"""
+_THEN = (Step.GRADS, Step.PARAMS, Step.KEPT, Step.SLOTS)
+"""Of what is left after the best one: moved in unless it makes more bytes travel."""
 
 
 def _all_on(demand: Demand, tier: Tier) -> tuple[dict[Kind, Tier], ...]:
     """All homes there, but for parameters that persist on the device."""
-    keys = [(chunk.persists, tuple(chunk.home_bytes)) for chunk in demand.chunks]
+    each = {id(chunk): chunk for chunk in demand.chunks}
     homes = {  # which nobody writes to, so that thousands of equal chunks share a few
-        (persists, kinds): {kind: Tier.DEVICE if persists and kind is Kind.PARAM else tier for kind in kinds}
-        for persists, kinds in dict.fromkeys(keys)
+        key: {kind: Tier.DEVICE if chunk.persists and kind is Kind.PARAM else tier for kind in chunk.home_bytes}
+        for key, chunk in each.items()
     }
-    return tuple(homes[key] for key in keys)
+    return tuple(homes[id(chunk)] for chunk in demand.chunks)
 
 
 def _frozen_state_on_host(demand: Demand, homes: tuple[dict[Kind, Tier], ...]) -> tuple[dict[Kind, Tier], ...]:
@@ -90,12 +95,12 @@ def check_fraction(name: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class AutoPolicy:
-    """Moves states onto the device while the budget lasts.
+    """Moves states onto the device while the budget lasts, so that the fewest bytes cross the link in a step.
 
     Args:
         gpu_margin_mem_ratio: of what parameters, gradients and the least slots leave of the budget: the fraction that
-            masters and optimizer state may take, as Colossal-AI's. Without a budget any ratio above 0 is all. None:
-            all.
+            masters and optimizer state may take, as Colossal-AI's; parameters come first then, gradients second.
+            Without a budget any ratio above 0 is all. None: no such bound.
     """
 
     gpu_margin_mem_ratio: float | None = None
@@ -115,16 +120,14 @@ class AutoPolicy:
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
         least = min(placement, everything, key=lambda each: each.device_bytes(demand))  # a tiny model needs no slots
         check_fits(demand, least, budget_bytes, self.name)
-        placement = keep_slots(demand, self._with_states(demand, placement, budget_bytes), budget_bytes)
-        if placement.kept and not is_bounded:  # kept slots have taken the place of larger ones
-            placement = self._with_states(demand, placement, budget_bytes)
-        return fill_slots(demand, placement, budget_bytes)
-
-    def _with_states(self, demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
-        for kinds in _MOVING_IN:
-            bound = budget_bytes if kinds != _OF_OPTIMIZER else self._margin(demand, placement, budget_bytes)
-            placement = self._move_in(demand, placement, kinds, bound)
-        return placement
+        if is_bounded:
+            placement = spend(demand, placement, budget_bytes, (Step.PARAMS, Step.GRADS))
+            placement = spend(demand, placement, self._margin(demand, placement, budget_bytes), (Step.STATE,))
+            return spend(demand, placement, budget_bytes, (Step.KEPT, Step.SLOTS))
+        ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
+        best = min(ways, key=lambda each: link_bytes(demand, each))  # of equal ones the first
+        fuller = spend(demand, best, budget_bytes, _THEN)
+        return fuller if link_bytes(demand, fuller) <= link_bytes(demand, best) else best
 
     def _margin(self, demand: Demand, placement: Placement, budget_bytes: int | None) -> int | None:
         """What the device may hold once masters and optimizer state have joined `placement`. None: no bound."""
@@ -135,35 +138,6 @@ class AutoPolicy:
         if budget_bytes is None:
             return None if ratio else taken
         return taken + int(ratio * (budget_bytes - taken))
-
-    def _move_in(
-        self, demand: Demand, placement: Placement, kinds: tuple[Kind, ...], budget_bytes: int | None
-    ) -> Placement:
-        """The first chunks of which these kinds fit, all of a chunk's together, and the later ones that fit besides."""
-        is_state = kinds == _OF_OPTIMIZER
-        owners = [
-            index
-            for index, chunk in enumerate(demand.chunks)
-            if any(placement.homes[index].get(kind) is Tier.HOST for kind in kinds)
-            and not (is_state and chunk.is_frozen)
-            and not (chunk.persists and Kind.PARAM in kinds)
-        ]
-        additions = [
-            Addition(
-                sum(chunk.home_bytes.get(kind, 0) for kind in kinds),
-                chunk.oversize,
-                not is_state and not chunk.needs_slot_of(kinds[0]),
-            )
-            for chunk in (demand.chunks[index] for index in owners)
-        ]
-        moved = frozenset(owners[n] for n in that_fit(demand, placement, kinds[0], additions, budget_bytes))
-        if not moved:
-            return placement
-        homes = (
-            {kind: Tier.DEVICE if kind in kinds else tier for kind, tier in its.items()} if i in moved else its
-            for i, its in enumerate(placement.homes)
-        )
-        return slots_for(demand, tuple(homes), placement.kept)
 
 
 @dataclass(frozen=True)
@@ -206,9 +180,9 @@ class StaticPolicy:
         given_up = _last_of(whole, self.shard_param_frac)
         kept_whole = [chunk.persists or bool(whole[i] and i not in given_up) for i, chunk in _counted(demand)]
         params = [0 if kept_whole[i] else _bytes(chunk, Kind.PARAM) for i, chunk in _counted(demand)]
-        states = [sum(_bytes(chunk, kind) for kind in _OF_OPTIMIZER) for chunk in demand.chunks]
+        states = [sum(_bytes(chunk, kind) for kind in OF_OPTIMIZER) for chunk in demand.chunks]
         on_host = {Kind.PARAM: _last_of(params, self.offload_param_frac)}
-        on_host |= dict.fromkeys((Kind.GRAD, *_OF_OPTIMIZER), _last_of(states, self.offload_optim_frac))
+        on_host |= dict.fromkeys((Kind.GRAD, *OF_OPTIMIZER), _last_of(states, self.offload_optim_frac))
         homes = tuple(
             {kind: Tier.HOST if i in on_host[kind] else Tier.DEVICE for kind in chunk.home_bytes}
             for i, chunk in _counted(demand)

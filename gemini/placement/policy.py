@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.demand import Demand, Kind, Placement, Tier, alike
 from gemini.placement.sizes import format_bytes
 
 
@@ -56,10 +56,12 @@ def _num_users(
 ) -> tuple[int, int]:
     """Chunks that take slots of the pools: of the regular and of the oversize one."""
     users = [0, 0]
-    for index, (chunk, home) in enumerate(zip(demand.chunks, homes, strict=True)):
-        if kind in chunk.home_bytes:
-            needs = chunk.needs_slot and index not in kept if kind is Kind.PARAM else chunk.needs_gradient_slot
-            users[chunk.oversize] += needs or home[kind] is not Tier.DEVICE
+    for chunk, home, count in alike(demand, homes):
+        if kind in chunk.home_bytes and (chunk.needs_slot_of(kind) or home[kind] is not Tier.DEVICE):
+            users[chunk.oversize] += count
+    if kind is Kind.PARAM:
+        for index in kept:  # with their parameters on the device
+            users[demand.chunks[index].oversize] -= demand.chunks[index].needs_slot
     return users[0], users[1]
 
 
@@ -76,16 +78,28 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
 
 def keep_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
     """The first part of `spend_rest`."""
-    sharded = _live_prefix(demand, placement, keepable(demand, placement))
+    sharded = _live_prefix(demand, placement, [i for i in keepable(demand, placement) if i not in placement.kept])
     chunks = [demand.chunks[index] for index in sharded]
     around = [
         Addition(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM], chunk.oversize, chunk.needs_slot)
         for chunk in chunks
     ]
-    fitting = that_fit(demand, placement, Kind.PARAM, around, budget_bytes)
+    fitting = that_fit(demand, placement, around, budget_bytes)
     if fitting:
-        placement = slots_for(demand, placement.homes, [sharded[number] for number in fitting])
+        kept = placement.kept.union(sharded[number] for number in fitting)
+        placement = more_slots(demand, placement, slots_for(demand, placement.homes, kept))
     return placement
+
+
+def more_slots(demand: Demand, before: Placement, after: Placement) -> Placement:
+    """`after`, which has the fewest slots, with as many as `before` has, as far as there are users for them."""
+    if all(had <= has for had, has in zip(before.num_slots, after.num_slots, strict=True)):
+        return after
+    users = _num_users(demand, after.homes, after.kept, Kind.PARAM)
+    regular, oversize = (
+        max(has, min(had, using)) for had, has, using in zip(before.num_slots, after.num_slots, users, strict=True)
+    )
+    return replace(after, num_slots=(regular, oversize))
 
 
 def _live_prefix(demand: Demand, placement: Placement, indices: list[int]) -> list[int]:
@@ -135,46 +149,52 @@ class Addition:
 
     num_bytes: int
     oversize: bool = False
-    frees_slot: bool = False  # it does not take slots of the pool any more
+    frees_slot: bool = False  # its parameters do not take slots of the pool any more
+    frees_gradient_slot: bool = False  # likewise
 
 
-def that_fit(
-    demand: Demand, start: Placement, kind: Kind, additions: Sequence[Addition], budget_bytes: int | None
-) -> list[int]:
-    """Which of `additions`, by number, fit after `start`, which `slots_for` has made.
+def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], budget_bytes: int | None) -> list[int]:
+    """Which of `additions`, by number, fit after `start`. What `start` has beyond the fewest slots stays.
 
     The longest prefix; and then, in order, each one for which there is still room: a chunk that is larger than what is
-    left, such as an embedding, keeps no smaller one out. kind: in whose pool of slots they free some. Two passes over
-    numbers, because models have many thousand chunks: more may fit where fewer do not, when the last user of a slot is
-    gone.
+    left, such as an embedding, keeps no smaller one out. Two passes over numbers, because models have many thousand
+    chunks: more may fit where fewer do not, when the last user of a slot is gone.
     """
-    if budget_bytes is None:
+    if not additions or budget_bytes is None:
         return list(range(len(additions)))
-    users = list(_num_users(demand, start.homes, start.kept, kind))
-    if kind is Kind.GRAD:
-        sizes, minimum = demand.gradient_slot_bytes, demand.min_gradient_slots
-    else:
-        sizes, minimum = demand.slot_bytes, demand.min_slots
+    params = list(_num_users(demand, start.homes, start.kept, Kind.PARAM))
+    grads = list(_num_users(demand, start.homes, start.kept, Kind.GRAD))
+    sizes, gradient_sizes = demand.slot_bytes, demand.gradient_slot_bytes
+    most_needed, most_gradients = demand.min_slots, demand.min_gradient_slots
 
     def slots() -> int:
-        return min(minimum[0], users[0]) * sizes[0] + min(minimum[1], users[1]) * sizes[1]
+        return (
+            min(most_needed[0], params[0]) * sizes[0]
+            + min(most_needed[1], params[1]) * sizes[1]
+            + min(most_gradients[0], grads[0]) * gradient_sizes[0]
+            + min(most_gradients[1], grads[1]) * gradient_sizes[1]
+        )
 
     most, rest = 0, start.device_bytes(demand) - slots()
-    rest_then, users_then = rest, list(users)
+    then = rest, list(params), list(grads)
     for count, addition in enumerate(additions, 1):
         rest += addition.num_bytes
-        users[addition.oversize] -= addition.frees_slot
+        params[addition.oversize] -= addition.frees_slot
+        grads[addition.oversize] -= addition.frees_gradient_slot
         if rest + slots() <= budget_bytes:
-            most, rest_then, users_then = count, rest, list(users)
-    fitting, rest, users = list(range(most)), rest_then, users_then
+            most, then = count, (rest, list(params), list(grads))
+    fitting = list(range(most))
+    rest, params, grads = then
     for number in range(most, len(additions)):
         addition = additions[number]
-        users[addition.oversize] -= addition.frees_slot
+        params[addition.oversize] -= addition.frees_slot
+        grads[addition.oversize] -= addition.frees_gradient_slot
         if rest + addition.num_bytes + slots() <= budget_bytes:
             fitting.append(number)
             rest += addition.num_bytes
         else:
-            users[addition.oversize] += addition.frees_slot
+            params[addition.oversize] += addition.frees_slot
+            grads[addition.oversize] += addition.frees_gradient_slot
     return fitting
 
 

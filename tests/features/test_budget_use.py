@@ -1,4 +1,4 @@
-"""What a budget is used for: of models of a real size at least 95 % of it, or everything fits."""
+"""What a budget is used for: at least 95 % of it, or everything fits, or what is left holds no weight more."""
 
 import random
 from dataclasses import replace
@@ -8,7 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from gemini import Settings, plan_model, specs_of
+from gemini import Plan, Settings, Tier, plan_model, specs_of
+from tests.harness.on_ranks import on_ranks_with
+from tests.harness.reference import Recipe, train_plain
+from tests.harness.runs import assert_equal_runs, wanted_on
+from tests.harness.sharded import train_sharded
+from tests.zoo.models import MODELS, ModelCase
 
 SIZES: dict[str, Any] = {"gpt2-124M": GPT2Config, "llama-7B": LlamaConfig}
 
@@ -29,3 +34,83 @@ def test_nearly_all_of_any_budget_is_used_unless_everything_fits(name: str, dtyp
             budget = chance.randint(least, everything.device_bytes)
             plan = plan_model(spec, replace(settings, model_data_memory=budget), world_size)
             assert plan.host_bytes == 0 or plan.device_bytes >= 0.95 * budget, (world_size, budget, plan.device_bytes)
+
+
+SAMPLE = ["llama", "vit", "odd_shapes", "chain", "gpt2", "large_embedding", "frozen_body", "lstm"]
+
+
+def zoo_settings(case: ModelCase, dtype: torch.dtype | None = None, **options: Any) -> Settings:
+    dtype = None if "own_dtypes" in case.tags else dtype
+    return Settings(device="emulated", dtype=dtype, host_memory="4GB", **options)
+
+
+def is_used(plan: Plan, budget: int) -> bool:
+    """Or each chunk that is not whole on the device is one weight, with more bytes on the host than are left."""
+    left = budget - plan.device_bytes
+    if plan.host_bytes == 0 or left <= 0.05 * budget:
+        return True
+    for facts, chunk, homes in zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True):
+        on_host = sum(chunk.home_bytes[kind] for kind, tier in homes.items() if tier is Tier.HOST)
+        if on_host and (len(facts.names) > 1 or on_host <= left):
+            return False
+    return True
+
+
+def random_budget(case: ModelCase, settings: Settings, world_size: int, chance: random.Random) -> int | None:
+    """Between the least and everything. None: these are the same."""
+    spec = specs_of(case.build(torch.float32), settings, world_size)
+    everything = plan_model(spec, settings, world_size)
+    least = everything.minimum_bytes
+    assert least is not None
+    return chance.randrange(least, everything.device_bytes) if least < everything.device_bytes else None
+
+
+def check_use(name: str, dtype: torch.dtype | None, count: int) -> None:
+    case, chance = MODELS[name], random.Random(name)
+    settings = zoo_settings(case, dtype)
+    for world_size in (1, 2, 3):
+        spec = specs_of(case.build(torch.float32), settings, world_size)
+        for _ in range(count):
+            budget = random_budget(case, settings, world_size, chance)
+            if budget is not None:
+                plan = plan_model(spec, replace(settings, model_data_memory=budget), world_size)
+                assert plan.device_bytes <= budget
+                assert is_used(plan, budget), (name, world_size, dtype, budget, plan.device_bytes)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_nearly_all_of_a_small_models_budget_is_used(name: str) -> None:
+    """Chunks of a size that suits the budget: of the few large ones that are cheapest none would fit half of them."""
+    check_use(name, [None, torch.bfloat16][SAMPLE.index(name) % 2], 1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MODELS)
+def test_nearly_all_of_any_small_models_budget_is_used(name: str) -> None:
+    for dtype in (None, torch.bfloat16):
+        check_use(name, dtype, 3)
+
+
+def test_a_chunk_size_is_the_same_where_everything_fits_and_without_a_budget() -> None:
+    case = MODELS["llama"]
+    settings = zoo_settings(case)
+    spec = specs_of(case.build(), settings, 1)
+    free = plan_model(spec, settings, 1)
+    enough = plan_model(spec, replace(settings, model_data_memory=free.device_bytes), 1)
+    on_host = plan_model(spec, settings.with_policy("cpu"), 1)
+    assert free.packing.chunk_bytes == enough.packing.chunk_bytes == on_host.packing.chunk_bytes
+    less = plan_model(spec, replace(settings, model_data_memory=free.device_bytes * 7 // 10), 1)
+    assert less.packing.chunk_bytes < free.packing.chunk_bytes
+
+
+@on_ranks_with("names", {1: [["llama", "frozen_body"]], 2: [["chain"]]}, soak={3: [SAMPLE]}, timeout_s=300.0)
+def test_what_is_planned_is_used_by_a_training_with_the_bits_of_the_plain_one(
+    rank: int, world_size: int, names: list[str]
+) -> None:
+    for name in names:
+        case = MODELS[name]
+        budget = random_budget(case, zoo_settings(case), world_size, random.Random(name))
+        assert budget is not None
+        run, facts = train_sharded(case, Recipe(steps=2), rank, chunk_size=None, model_data_memory=budget)
+        assert 0.95 * budget <= facts.peak_bytes <= budget, name
+        assert_equal_runs(run, wanted_on(rank, train_plain(case, 2, world_size)))

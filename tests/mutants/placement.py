@@ -32,6 +32,20 @@ MUTANTS = [
         "tests/features/test_any_budget.py::test_the_least_budget_is_the_least_of_every_chunk_size",
     ),
     Mutant(
+        "the first chunk size that fits is taken, however little of the budget it uses",
+        "gemini/placement/plan.py",
+        "            if not _is_short(plan):",
+        "            if True:",
+        "tests/features/test_budget_use.py::test_nearly_all_of_a_small_models_budget_is_used",
+    ),
+    Mutant(
+        "parameters have the first claim to a budget, whatever moves then",
+        "gemini/placement/policies.py",
+        "        best = min(ways, key=lambda each: link_bytes(demand, each))",
+        "        best = ways[-1]",
+        "tests/pure/test_optimal_placement.py::test_auto_moves_little_more_than_the_best_placement_of_a_budget",
+    ),
+    Mutant(
         "a chunk size is taken with which the optimizer's state has no room on the host",
         "gemini/placement/plan.py",
         "        if _has_host_room(plan, tuple(Kind)):\n",
@@ -54,9 +68,9 @@ MUTANTS = [
     ),
     Mutant(
         "masters move onto the device without their moments",
-        "gemini/placement/policies.py",
-        "_MOVING_IN = ((Kind.PARAM,), (Kind.GRAD,), _OF_OPTIMIZER)",
-        "_MOVING_IN = ((Kind.PARAM,), (Kind.GRAD,), (Kind.MASTER,), (Kind.OPTIM,))",
+        "gemini/placement/spending.py",
+        "    Step.GRADS: (Kind.GRAD,),",
+        "    Step.GRADS: (Kind.GRAD, Kind.MASTER),",
         "tests/pure/test_placement.py::test_a_chunks_master_lies_where_its_moments_do",
     ),
     Mutant(
@@ -97,8 +111,8 @@ MUTANTS = [
     Mutant(
         "no plan knows of micro-batches",
         "gemini/placement/plan.py",
-        "accumulates=(settings.gradient_accumulation_steps or 1) > 1",
-        "accumulates=False",
+        "micro_batches=settings.gradient_accumulation_steps or 1",
+        "micro_batches=1",
         "tests/features/test_planned_micro_batches.py",
     ),
     Mutant(
@@ -145,9 +159,9 @@ MUTANTS = [
     ),
     Mutant(
         "the state of frozen chunks takes the room of others",
-        "gemini/placement/policies.py",
-        "            and not (is_state and chunk.is_frozen)\n",
-        "",
+        "gemini/placement/spending.py",
+        "                moving = [kind for kind in moving if kind not in OF_OPTIMIZER]\n",
+        "                pass\n",
         "tests/features/test_frozen_state.py",
     ),
     Mutant(

@@ -78,6 +78,8 @@ def test_an_explanation_names_what_moves_next() -> None:
         if had[kind] is Tier.HOST and has[kind] is Tier.DEVICE
     ]
     assert moved and "on the device" in better[2]
+    slots = re.search(r"With (\d+) bytes.* more on the device, there would be 1 slot more\.", line_at(40, 1).explain())
+    assert slots is not None
     least = line_at(0, 1)
     assert "With one byte less" in least.explain() and "there would be no placement" in least.explain()
     free = plan_model(LINE, Settings(), 1)

@@ -1,0 +1,87 @@
+"""What a budget is spent on, step by step: states move onto the device, chunks keep their slots, slots are added.
+
+The order decides how many bytes cross the link. An update reads and writes parameters, gradient, master and moments: a
+chunk with all of them on the device moves nothing, and one with its parameters alone there moves them to the update and
+back, which is as much as two fetches. Numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.placement.policy import Addition, fill_slots, keep_slots, more_slots, slots_for, that_fit
+
+OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
+"""An update reads master and moments, so that one of them alone on the device would only travel."""
+
+
+class Step(Enum):
+    """One purchase: chunks in order of first use, each one whose bytes fit."""
+
+    FROZEN = "parameters of chunks that are not trained, which no update takes to the host"
+    PARAMS = "parameters"
+    GRADS = "gradients"
+    STATE = "master and moments"
+    UPDATED = "gradients, master and moments"
+    WHOLE = "all that a chunk has"
+    KEPT = "slots that chunks keep around their parameters on the device"
+    SLOTS = "slots for all chunks"
+
+
+_KINDS = {
+    Step.FROZEN: (Kind.PARAM,),
+    Step.PARAMS: (Kind.PARAM,),
+    Step.GRADS: (Kind.GRAD,),
+    Step.STATE: OF_OPTIMIZER,
+    Step.UPDATED: (Kind.GRAD, *OF_OPTIMIZER),
+    Step.WHOLE: (Kind.PARAM, Kind.GRAD, *OF_OPTIMIZER),
+}
+
+
+def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps: Sequence[Step]) -> Placement:
+    """`placement` with more on the device, as far as the budget lasts, in this order."""
+    for step in steps:
+        if step is Step.SLOTS:
+            placement = fill_slots(demand, placement, budget_bytes)
+        elif step is Step.KEPT:
+            placement = keep_slots(demand, placement, budget_bytes)
+        else:
+            placement = _move_in(demand, placement, step, budget_bytes)
+    return placement
+
+
+def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int | None) -> Placement:
+    """The first chunks of which these kinds fit, all of a chunk's together, and the later ones that fit besides."""
+    kinds = frozenset(_KINDS[step])
+    found: dict[tuple[int, int], Addition | None] = {}  # by chunk and homes, which thousands of chunks share
+    then: dict[tuple[int, int], dict[Kind, Tier]] = {}
+    keys = list(zip(map(id, demand.chunks), map(id, placement.homes), strict=True))
+    for key, chunk, homes in zip(keys, demand.chunks, placement.homes, strict=True):
+        if key not in found:
+            moving = [kind for kind, tier in homes.items() if kind in kinds and tier is Tier.HOST]
+            if chunk.is_frozen:  # no step reads what it has of a master and optimizer state
+                moving = [kind for kind in moving if kind not in OF_OPTIMIZER]
+            elif step is Step.FROZEN:
+                moving = []
+            found[key] = _addition(chunk, moving) if moving else None
+            then[key] = {kind: Tier.DEVICE if kind in moving else tier for kind, tier in homes.items()}
+    owners = [(index, addition) for index, key in enumerate(keys) if (addition := found[key]) is not None]
+    fitting = that_fit(demand, placement, [addition for _, addition in owners], budget_bytes)
+    if not fitting:
+        return placement
+    after = list(placement.homes)
+    for number in fitting:
+        index, _ = owners[number]
+        after[index] = then[keys[index]]
+    return more_slots(demand, placement, slots_for(demand, tuple(after), placement.kept))
+
+
+def _addition(chunk: ChunkDemand, kinds: Sequence[Kind]) -> Addition:
+    return Addition(
+        sum(chunk.home_bytes[kind] for kind in kinds),
+        chunk.oversize,
+        frees_slot=Kind.PARAM in kinds and not chunk.needs_slot,
+        frees_gradient_slot=Kind.GRAD in kinds and not chunk.needs_gradient_slot,
+    )
