@@ -16,7 +16,7 @@ ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
         {"chunk_size": CHUNK_NUMEL},
         {**ON_HOST, "model_data_memory": 8 * 1024},
         {**ON_HOST, "bytes_per_layer": 1024},
-        {"chunk_size": CHUNK_NUMEL, "bytes_per_layer": 3 * 1024, "shard_strategy": "tensor"},
+        {"chunk_size": CHUNK_NUMEL, "bytes_per_layer": 5 * 1024, "shard_strategy": "tensor"},
         {"chunk_size": CHUNK_NUMEL, "tied": True},
     ],
     ids=["chunks of one parameter", "few slots", "many slots", "some on the device", "tied"],
