@@ -18,13 +18,13 @@ from gemini.placement.policy import PlacementPolicy, check_fits, fill_slots, kee
 from gemini.placement.spending import OF_OPTIMIZER, Step, spend
 
 _WAYS = (
-    (Step.FROZEN, Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS, Step.GRADS),
-    (Step.FROZEN, Step.SLOTS, Step.GRADS, Step.WHOLE, Step.KEPT),
-    (Step.FROZEN, Step.GRADS, Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS),
-    (Step.FROZEN, Step.PARAMS, Step.UPDATED, Step.KEPT, Step.UPDATED, Step.SLOTS, Step.GRADS),
-    (Step.FROZEN, Step.PARAMS, Step.GRADS, Step.STATE, Step.KEPT, Step.STATE, Step.SLOTS),
+    (Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS, Step.GRADS),
+    (Step.SLOTS, Step.GRADS, Step.WHOLE, Step.KEPT),
+    (Step.GRADS, Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS),
+    (Step.PARAMS, Step.UPDATED, Step.KEPT, Step.UPDATED, Step.SLOTS, Step.GRADS),
+    (Step.PARAMS, Step.GRADS, Step.STATE, Step.KEPT, Step.STATE, Step.SLOTS),
 )
-"""Orders in which `auto` may spend a budget; it takes the one that moves least.
+"""Orders in which `auto` may spend what frozen parameters leave of a budget; it takes the one that moves least.
 
 A whole chunk on the device moves nothing. On one rank a slot more is worth more for its bytes, until each chunk on the
 host has one: it saves a fetch for every turn of a pass. Gradients alone are worth their bytes where micro-batches are
@@ -124,6 +124,7 @@ class AutoPolicy:
             placement = spend(demand, placement, budget_bytes, (Step.PARAMS, Step.GRADS))
             placement = spend(demand, placement, self._margin(demand, placement, budget_bytes), (Step.STATE,))
             return spend(demand, placement, budget_bytes, (Step.KEPT, Step.SLOTS))
+        placement = spend(demand, placement, budget_bytes, (Step.FROZEN,))
         ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
         best = min(ways, key=lambda each: link_bytes(demand, each))  # of equal ones the first
         fuller = spend(demand, best, budget_bytes, _THEN)

@@ -175,16 +175,19 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
             + min(most_gradients[1], grads[1]) * gradient_sizes[1]
         )
 
-    most, rest = 0, start.device_bytes(demand) - slots()
-    then = rest, list(params), list(grads)
+    held = slots()
+    most, rest = 0, start.device_bytes(demand) - held
+    then = rest, *params, *grads
     for count, addition in enumerate(additions, 1):
         rest += addition.num_bytes
-        params[addition.oversize] -= addition.frees_slot
-        grads[addition.oversize] -= addition.frees_gradient_slot
-        if rest + slots() <= budget_bytes:
-            most, then = count, (rest, list(params), list(grads))
+        if addition.frees_slot or addition.frees_gradient_slot:
+            params[addition.oversize] -= addition.frees_slot
+            grads[addition.oversize] -= addition.frees_gradient_slot
+            held = slots()
+        if rest + held <= budget_bytes:
+            most, then = count, (rest, *params, *grads)
     fitting = list(range(most))
-    rest, params, grads = then
+    rest, params[0], params[1], grads[0], grads[1] = then
     for number in range(most, len(additions)):
         addition = additions[number]
         params[addition.oversize] -= addition.frees_slot
