@@ -20,6 +20,7 @@ class BudgetError(GeminiError):
         needed_bytes: what that tier would have to hold in all. None where nobody knows.
         budget_bytes: what it may hold. None where no budget was set and the machine itself has no memory left.
         needed_numel: elements that slots would have to hold, where `max_live_parameters` is what forbids it.
+        is_shortage: the budget would allow it, and the machine itself has no memory left.
     """
 
     def __init__(
@@ -30,12 +31,19 @@ class BudgetError(GeminiError):
         needed_bytes: int | None = None,
         budget_bytes: int | None = None,
         needed_numel: int | None = None,
+        is_shortage: bool = False,
     ) -> None:
         super().__init__(message)
         self.tier = tier
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
         self.needed_numel = needed_numel
+        self.is_shortage = is_shortage
+
+    def as_shortage(self, is_shortage: bool) -> "BudgetError":
+        """The same refusal, of which ranks have agreed whether it is one of the device's memory."""
+        self.is_shortage = is_shortage
+        return self
 
     def reworded(self, message: str) -> "BudgetError":
         """The same refusal, with its numbers, in other words."""
@@ -45,6 +53,7 @@ class BudgetError(GeminiError):
             needed_bytes=self.needed_bytes,
             budget_bytes=self.budget_bytes,
             needed_numel=self.needed_numel,
+            is_shortage=self.is_shortage,
         )
 
 

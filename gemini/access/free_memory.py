@@ -124,6 +124,17 @@ class FreeMemory:
         budget = budget_for_bound(plan, left)
         return None if budget is None or agreed.activations is None else (budget, agreed.activations)
 
+    def budget_after_shortage(self, plan: Plan) -> Budget | None:
+        """The budget in place of `plan`'s, for which the device had no memory, as all ranks know. None: no less.
+
+        Local, and equal on all ranks. That shortage is not found once more at the next step.
+        """
+        self._live.shortage()
+        budget = budget_after_shortage(plan, plan.budget)
+        if budget is not None:
+            self._cap.set(budget.device)
+        return budget
+
     def restart(self) -> None:
         """Another plan is in force, which keeps to the budget."""
         self._refused_bytes = None

@@ -112,6 +112,7 @@ def assign(link: Link, value: Tensor) -> None:
                 f"{tuple(value.shape)} {value.dtype}"
             )
         if not step.grads.num_backwards:
+            link.trainability.before_graph()
             link.trainability.apply_unfrozen()
         gradient = step.grads.find(managed.chunk)
         if gradient is None or not (managed.requires_grad and managed.parameter.requires_grad):

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from gemini.access.free_memory import FreeMemory
-from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.access.purpose import Purpose
+from gemini.access.replanning import Replanning
+from gemini.chunks.chunk import ManagedParameter
 from gemini.dist_logger import get_dist_logger
-from gemini.errors import BudgetError, GeminiError
+from gemini.errors import GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
 from gemini.memory.collector import uncollected
@@ -33,7 +35,7 @@ from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind
 from gemini.placement.following import bounded_in_words, followed_in_words
 from gemini.placement.offloaded import offloaded
-from gemini.placement.plan import Plan, PlanChanges, replan
+from gemini.placement.plan import PlanChanges
 from gemini.placement.specs import OperatorSpec
 from gemini.settings import BUDGETS, Settings
 
@@ -59,6 +61,8 @@ class Trainability:
         self._flags = [each.requires_grad for each in self._managed]
         self.unfrozen: set[int] = set()  # indices of parameters that were frozen when the model was wrapped, or later
         self._free = FreeMemory(manager)
+        self._replanning = Replanning(manager)
+        self.purpose = Purpose(manager, self._replanning, self._free)
         self.flags_raised: set[int] = set()  # parameters whose flags were raised since memory followed, unless plain
 
     def apply_flags(self) -> None:
@@ -100,6 +104,7 @@ class Trainability:
         if is_unfrozen:
             self.apply_flags()
         raised.clear()
+        self._note_graphs()
 
     def apply_outside(self, module: nn.Module | None = None) -> None:
         """A flag was raised: `apply_unfrozen` if a graph is about to be built outside the model's forward.
@@ -115,6 +120,7 @@ class Trainability:
                 return
             step.failures.recover()
             if not step.grads.in_backward:
+                self.before_graph()
                 self.apply_unfrozen()
 
     def take_state(self, wanted: Mapping[int, frozenset[Kind]]) -> None:
@@ -164,13 +170,14 @@ class Trainability:
                 self._replan(self._flags, "states reloaded", _OFFLOADED)
 
     def before_use(self) -> None:
-        """The model is about to be used: `reload`, if nothing is in its way, and follow free memory. Collective then.
+        """The model is about to be used: `reload`, if nothing is in its way; follow free memory, and what the use is.
 
-        With states that cannot come back now it works where they are.
+        Collective then. With states that cannot come back now it works where they are.
         """
         if self._manager.plan.offloaded and not (self._gradients_wait() or self._in_use()):
             self.reload()
         self._follow_memory()
+        self._follow_use(torch.is_grad_enabled())
 
     def change_budgets(self, settings: Settings, free: FreeBytes) -> None:
         """Homes and slots follow the budgets of `settings`, and `free` where those name none. Collective.
@@ -208,7 +215,7 @@ class Trainability:
             budget = free.wanted(before)
         if budget is None:
             return
-        why = self._why_not(budget)
+        why = self._replanning.why_not(budget=budget)
         if why is not None:
             free.refuse(budget, why)
             return
@@ -223,7 +230,7 @@ class Trainability:
         if before.offloaded or self._gradients_wait() or self._in_use():
             return
         found = free.bounded(before)
-        if found is None or self._why_not(found[0]) is not None:
+        if found is None or self._replanning.why_not(budget=found[0]) is not None:
             return
         budget, most_activations = found
         self._follow(budget, f"a bound of activations: room for {budget.device} bytes of model data")
@@ -235,16 +242,6 @@ class Trainability:
             self._replan(self._flags, shown, _BUDGETED, budget=budget)
             self._device.trim()  # torch's allocator would keep from others what the model gave up
         self._free.restart()
-
-    def _why_not(self, budget: Budget) -> str | None:
-        """Why no plan can be put in force that keeps to `budget`. Follows from numbers that ranks agree on. Local."""
-        try:
-            needed = self._planned(self._flags, budget=budget).host_bytes
-        except BudgetError as error:  # a policy may refuse what "auto" would not
-            return str(error)
-        if budget.host is None or needed <= budget.host:
-            return None
-        return f"the host has room for {budget.host} bytes and would need {needed}. Allow more with host_memory="
 
     @contextmanager
     def _between_steps(self, what: str) -> Iterator[None]:
@@ -262,6 +259,32 @@ class Trainability:
         self._replan(self._flags, shown, _COMPILED, operators=operators)
         step.grads.reset_order()
         step.params.next_use.forget()
+
+    def before_graph(self) -> None:
+        """A graph is about to be built, or a gradient to be set: the plan is to be that for training. Collective then.
+
+        With states that cannot move now it stays. Raises nothing where training does not fit: backward does.
+        """
+        self._follow_use(True)
+
+    def _follow_use(self, builds_graph: bool) -> None:
+        purpose = self.purpose
+        if purpose.is_followed(builds_graph) or self._manager.plan.offloaded:
+            return
+        if self._gradients_wait() or self._in_use():
+            return
+        with self._between_steps("a first use"):
+            if builds_graph:
+                purpose.begin_graph()
+                self.flags_raised.clear()
+            else:
+                purpose.infer()
+                self._note_graphs()
+
+    def _note_graphs(self) -> None:
+        """Graphs of all trained parameters are looked out for, as memory does not follow their flags yet."""
+        if self._manager.plan.infers and self._manager.training.refused is None:
+            self.flags_raised.update(number for number, flag in enumerate(self._flags) if flag)
 
     def _gradients_wait(self) -> bool:
         """A backward since the last step has reached trained parameters."""
@@ -310,32 +333,5 @@ class Trainability:
         **changes: Unpack[PlanChanges],
     ) -> None:
         """Decide on another plan and put it in force."""
-        try:
-            self._manager.change_plan(self._planned(flags, wanted, **changes), shown, *change)
-        except BudgetError as error:
-            raise error.reworded(f"{shown}. This does not fit: {error}") from None
-
-    @uncollected()
-    def _planned(
-        self,
-        flags: list[bool],
-        wanted: Mapping[int, frozenset[Kind]] | None = None,
-        **changes: Unpack[PlanChanges],
-    ) -> Plan:
-        """Another plan for the chunks. `wanted`: states that frozen chunks get, by index. Raises BudgetError."""
-        trained = {each.chunk.index for each, flag in zip(self._managed, flags, strict=True) if flag}
-        kept = {
-            chunk.index: self._left_by_training(chunk) | (wanted or {}).get(chunk.index, frozenset())
-            for chunk in self._step.chunks
-            if chunk.index not in trained
-        }
-        return replan(self._manager.plan, flags, kept, **changes)
-
-    def _left_by_training(self, chunk: Chunk) -> frozenset[Kind]:
-        """The states that the chunk has and that cannot be derived. See [Note: Frozen state]."""
-        kept, optimizer = set(), self._manager.optimizer
-        if Kind.MASTER in chunk.homes and any(each.has_fractions for each in chunk.parameters):
-            kept.add(Kind.MASTER)
-        if optimizer is not None and optimizer.states.has_stepped(chunk):
-            kept.add(Kind.OPTIM)
-        return frozenset(kept)
+        self._replanning.put_in_force(flags, shown, change, wanted, **changes)
+        self._note_graphs()

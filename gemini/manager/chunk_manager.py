@@ -6,14 +6,14 @@ nothing below knows the manager. See "Objects" in docs/architecture.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.errors import UnsupportedError
+from gemini.errors import BudgetError, UnsupportedError
 from gemini.manager.binding import Binding
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
@@ -29,6 +29,7 @@ from gemini.monitor.device import DeviceSource
 from gemini.monitor.live import LiveMemory
 from gemini.observe import Observer
 from gemini.placement.budget import is_less
+from gemini.placement.demand import Tier
 from gemini.placement.placing import placement_in_words
 from gemini.placement.plan import Plan
 from gemini.placement.trace import PassKind, Trace
@@ -111,7 +112,7 @@ class ChunkManager:
         homes = GradHomes(grad_memory.gradients, self.params)
         scratch = Scratch(memory.device, demand.scratch_bytes)
         self.training = TrainingState(self.chunks, memory, grad_memory)
-        self.training.follow(demand, placement)
+        self.training.follow(demand, placement, plan.infers)
         next_use = self.params.next_use
         self.grads = GradStore(grad_memory, homes, scratch, self.training, communicator, next_use, stage)
         self.recorder = Recorder(device, memory.device.ledger, communicator.position)
@@ -130,30 +131,95 @@ class ChunkManager:
         shown: what was done, for the error of ranks that did other things. change, remedy: see `Communicator.agree`.
         Raises BudgetError if there is no room for it, and DivergenceError if ranks differ; nothing has changed then.
         """
-        before, owner = self.plan, None if self.optimizer is None else self.optimizer.states
-        homes = (before.demand, before.placement), (plan.demand, plan.placement)
-        migrate = Rehoming(self.step, *homes, trains=self.training.is_there)
-        words = f"{shown}; {placement_in_words(plan.placement, plan.budget_bytes)}"
+        before, migrate = self.plan, self._rehoming(plan)
         self.memory.allow(before.budget.wider(plan.budget))  # what moves is on both tiers for a moment
         try:
-            migrate.check_room(owner, plan.budget)
-            self.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
+            migrate.check_room(self._states, plan.budget)
+            self._agree_on(plan, shown, change, remedy)
         except BaseException:
             self.memory.allow(before.budget)
             raise
+        with self.step.failures.tearing():
+            self._carry_out(plan, migrate)
+        self.communicator.plan_hash = plan.hash
+        self.adopt(plan)
+
+    def try_plan(self, plan: Plan, shown: str, change: str, remedy: str) -> BudgetError | None:
+        """`change_plan`, before training has begun. Where one rank lacks the memory, all stay with the plan in force.
+
+        Collective, between steps. shown, change, remedy: as for `change_plan`. Returns None, or why all ranks stay:
+        `is_shortage` is the same on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
+        """
+        assert not self.training.is_there, "what gradients hold would be lost on the way back"
+        before, migrate, error = self.plan, self._rehoming(plan), None
+        self.memory.allow(before.budget.wider(plan.budget))
+        try:
+            try:
+                migrate.check_room(self._states, plan.budget)
+            except BudgetError as refusal:
+                error = refusal
+            error = self.agree_on_room(error)
+            if error is not None:
+                return error
+            self._agree_on(plan, shown, change, remedy)
+            with self.step.failures.tearing():
+                try:
+                    self._carry_out(plan, migrate)
+                except BudgetError as refusal:
+                    error = refusal
+                error = self.agree_on_room(error)
+                if error is not None:
+                    self._carry_out(before, self._rehoming(before, plan))
+                    return error
+        finally:
+            self.memory.allow(before.budget)
+        self.communicator.plan_hash = plan.hash
+        self.adopt(plan)
+        return None
+
+    def adopt(self, plan: Plan) -> None:
+        """`plan` is in force, for which nothing has to move any more. Local; raises nothing."""
+        self.training.follow(plan.demand, plan.placement, plan.infers)
+        self.memory.allow(plan.budget)
+        self.plan = plan
+
+    @property
+    def _states(self) -> StateStore | None:
+        return None if self.optimizer is None else self.optimizer.states
+
+    def _rehoming(self, plan: Plan, before: Plan | None = None) -> Rehoming:
+        """From the plan in force, or from `before`."""
+        now = before or self.plan
+        homes = (now.demand, now.placement), (plan.demand, plan.placement)
+        return Rehoming(self.step, *homes, trains=self.training.is_there)
+
+    def _agree_on(self, plan: Plan, shown: str, change: str, remedy: str) -> None:
+        words = f"{shown}; {placement_in_words(plan.placement, plan.budget_bytes)}"
+        self.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
+
+    def agree_on_room(self, error: BudgetError | None) -> BudgetError | None:
+        """What a rank has no memory for, none has. error: this rank's. Collective; raises nothing of its own.
+
+        Returns None on all ranks or an error on all of them, of which `is_shortage` is equal.
+        """
+        code = 0 if error is None else 1 if error.is_shortage and error.tier == Tier.DEVICE else 2
+        codes = torch.tensor([code], dtype=torch.int64, device=self.communicator.device)
+        self.communicator.all_reduce_max_(codes, "room for what training needs")
+        worst = int(codes)
+        if worst == 0:
+            return None
+        its = error or BudgetError("another rank has no memory for it, and says so itself", tier=Tier.DEVICE)
+        return its.as_shortage(worst == 1)
+
+    def _carry_out(self, plan: Plan, migrate: Rehoming) -> None:
         flags = iter(plan.trained)
         for chunk in self.chunks:
             its_flags = [next(flags) for _ in chunk.parameters]
             chunk.trainable = any(its_flags)
         # Sums of micro-batches, and gradients that left a lent home, are not in the plan: a smaller budget may lack the
         # room for these although every state stays where it is. The next step takes it again, or takes it of the host.
-        if homes[0] != homes[1] or is_less(plan.budget.device, before.budget.device):
-            with self.step.failures.tearing():
-                migrate.carry_out(owner)
-        self.communicator.plan_hash = plan.hash
-        self.training.follow(plan.demand, plan.placement)
-        self.memory.allow(plan.budget)
-        self.plan = plan
+        if migrate.changes or is_less(plan.budget.device, self.plan.budget.device):
+            migrate.carry_out(self._states)
 
     def give_room(self) -> None:
         """Between steps: the memory of all slots and buffers is free until the model is used. Local.
@@ -162,24 +228,6 @@ class ChunkManager:
         """
         self.step.payloads.give_room()
         self.memory.device.trim()
-
-    @contextmanager
-    def beginning_training(self, beside: int) -> Iterator[None]:
-        """An optimizer comes: gradients and masters get their memory, and slots theirs at the next use. Local.
-
-        It takes its own inside the block; an exception there gives all of it back. beside: bytes that it is about to
-        take of the host. Raises BudgetError if these and its own do not fit.
-        """
-        was_there = self.training.is_there
-        self.training.take(beside)
-        try:
-            yield
-        except BaseException:
-            if not was_there:
-                self.training.give_back()
-            raise
-        if not was_there:
-            self.step.payloads.has_room = False
 
     def attach(self, optimizer: OptimizerPart) -> None:
         """Let chunks and parameters know the model's optimizer. Local. Raises UnsupportedError for a second one."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.param_state import ParamState
+from gemini.errors import BudgetError
 from gemini.manager.masters import master_from_weights
 from gemini.manager.step import Step
 from gemini.memory.region import Region
@@ -21,7 +22,7 @@ from gemini.memory.slot import KeptSlot
 from gemini.memory.transfer import ready
 from gemini.observe import Moving
 from gemini.placement.budget import Budget
-from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement, Tier
+from gemini.placement.demand import Demand, Kind, Placement, Tier
 
 
 class StateStore(Protocol):
@@ -69,6 +70,11 @@ class Rehoming:
         self._demand, self._placement = after
         self._placed = list(zip(step.chunks, self._placement.homes, strict=True))
 
+    @property
+    def changes(self) -> bool:
+        """Any home, slot or buffer will be another one."""
+        return self._before != (self._demand, self._placement)
+
     def check_room(self, states: StateStore | None, budget: Budget) -> None:
         """Raises BudgetError if `budget` has no room for what is to come; nothing has changed then."""
         device, host = self._memory.tiers
@@ -89,15 +95,19 @@ class Rehoming:
         old_demand, old_placement = self._before
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
         for chunk, (before, old_homes, after, homes) in zip(self._step.chunks, pairs, strict=True):
-            for kind in WRAPPED_KINDS:
-                was_there = old_homes.get(kind) is Tier.HOST and (self._trains or kind in chunk.homes)
-                is_there = homes.get(kind) is Tier.HOST and (self._trains or kind in chunk.homes)
-                if is_there and (kind is Kind.GRAD or not was_there):
+            if self._trains:  # gradients: all of them are given up before any is taken
+                growth += after.home_bytes.get(Kind.GRAD, 0) if homes.get(Kind.GRAD) is Tier.HOST else 0
+                growth -= before.home_bytes.get(Kind.GRAD, 0) if old_homes.get(Kind.GRAD) is Tier.HOST else 0
+            for kind in (Kind.PARAM, Kind.MASTER):
+                home = chunk.homes.get(kind)
+                held = home.nbytes if home is not None and home.tier is Tier.HOST else None
+                is_there = homes.get(kind) is Tier.HOST and (self._trains or home is not None)
+                if is_there and held is None:
                     growth += after.home_bytes[kind]
-                if was_there and (kind is Kind.GRAD or kind not in homes):
-                    growth -= before.home_bytes[kind]
-                elif was_there and not is_there:
-                    moves_in += before.home_bytes[kind]
+                elif held is not None and kind not in homes:
+                    growth -= held
+                elif held is not None and not is_there:
+                    moves_in += held
         return growth, moves_in
 
     def carry_out(self, states: StateStore | None) -> None:
@@ -165,10 +175,19 @@ class Rehoming:
         if before.tier is target:  # on the device, which may not have room for both
             content = ready(before).to("cpu", copy=True)
             self._give_up(before, slot)
-        if keeps:
-            chunk.keep_slot(self._memory.device)
-        else:
-            self._take(chunk, Kind.PARAM, target)
+        try:
+            if keeps:
+                chunk.keep_slot(self._memory.device)
+            else:
+                self._take(chunk, Kind.PARAM, target)
+        except BudgetError:  # others have taken the memory: the weights stay where they are, or rest on the host
+            if content is None:
+                chunk.own_slot, chunk.homes[Kind.PARAM] = slot, before
+            else:
+                self._take(chunk, Kind.PARAM, Tier.HOST)
+                chunk.homes[Kind.PARAM].flat.copy_(content)
+            chunk.reside_at_home()
+            raise
         home = chunk.homes[Kind.PARAM]
         if content is None:
             self._memory.transfer.copy(home, before)
@@ -187,7 +206,7 @@ class Rehoming:
     def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], states: StateStore | None) -> None:
         """Memory for the states that the chunk has a home for and that did not stay."""
         if chunk.trainable:
-            home_bytes = self._demand.chunks[chunk.index].home_bytes[Kind.GRAD]
+            home_bytes = self._demand.chunks[chunk.index].home_bytes.get(Kind.GRAD, 0)
             if self._trains and home_bytes:  # else it rests elsewhere, see grad_homes.py
                 self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
             self._grads.memory.add(chunk)

@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gemini.chunks.chunk import Chunk
+from gemini.errors import BudgetError, GeminiError
 from gemini.manager.grad_memory import GradMemory
 from gemini.manager.masters import master_from_weights
 from gemini.memory.memory import Memory
 from gemini.memory.modes import unseen, untracked
 from gemini.placement.demand import Demand, Kind, Placement, Tier
+from optim import HALF_DTYPES
 
 _KINDS = (Kind.MASTER, Kind.GRAD)
+_UNPREPARED = (
+    "a backward of a model that has only inferred so far, through a graph that was built inside "
+    "GatheredParameters(...): make the optimizer before, or call the model once with gradients outside of it"
+)
 
 
 class TrainingState:
@@ -24,6 +30,8 @@ class TrainingState:
 
     def __init__(self, chunks: Sequence[Chunk], memory: Memory, gradients: GradMemory) -> None:
         self.is_there = False
+        self.refused: BudgetError | None = None  # why the plan in force, which is for inference, has to stay
+        self._infers = False
         self._chunks = chunks
         self._memory = memory
         self._gradients = gradients
@@ -31,15 +39,25 @@ class TrainingState:
         self._placement: Placement | None = None
         self._taken: list[tuple[Chunk, Kind]] = []  # by the last call
 
-    def follow(self, demand: Demand, placement: Placement) -> None:
-        """Another plan is in force: what is still missing will be taken where it says."""
+    def follow(self, demand: Demand, placement: Placement, infers: bool) -> None:
+        """Another plan is in force: what is still missing will be taken where it says.
+
+        infers: it is for inference, and has no place for gradients and new masters.
+        """
         self._demand, self._placement = demand, placement
+        self._infers, self.refused = infers, None
+
+    def refuse(self, error: BudgetError) -> None:
+        """No plan for training fits: a backward will be told, and the plan for inference stays."""
+        self.refused = error
 
     def take(self, beside: int = 0) -> None:
         """All that is missing. beside: bytes that are needed on the host, too, and mapped in one piece with these.
 
         Raises BudgetError, and holds nothing then.
         """
+        if self._infers:
+            raise GeminiError(_UNPREPARED) if self.refused is None else self.refused.reworded(str(self.refused))
         if not self.is_there:
             words = "gradients, masters and optimizer state" if beside else "gradients and masters"
             self._take(self._missing(self._chunks, _KINDS), words, beside)
@@ -47,11 +65,14 @@ class TrainingState:
 
     def give_back(self) -> None:
         """What `take` has just taken, of which nothing was used, is given back."""
-        self._give(self._taken)
+        self._give()
         self.is_there = False
 
     def take_masters(self, chunks: Iterable[Chunk]) -> None:
-        """Of these chunks, whose weights are about to be given more than 16 bits. Raises BudgetError."""
+        """Of these chunks, whose weights are about to be given more than 16 bits. Raises BudgetError.
+
+        A plan for inference has no place for new ones: they are on the host until the next plan.
+        """
         self._take(self._missing(chunks, (Kind.MASTER,)), "masters")
 
     def _missing(self, chunks: Iterable[Chunk], kinds: Sequence[Kind]) -> list[tuple[Chunk, Kind, Tier, int]]:
@@ -62,6 +83,8 @@ class TrainingState:
             for chunk in chunks:
                 tier = self._placement.homes[chunk.index].get(kind)
                 num_bytes = self._demand.chunks[chunk.index].home_bytes.get(kind, 0)
+                if tier is None and self._infers and kind is Kind.MASTER and chunk.dtype in HALF_DTYPES:
+                    tier, num_bytes = Tier.HOST, (2 if chunk.splits_master else 4) * chunk.optim_numel
                 # a gradient that rests elsewhere, see grad_homes.py, and not one of a chunk without elements
                 is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.lends_home or chunk.numel > 0)
                 if tier is not None and kind not in chunk.homes and not is_elsewhere:
@@ -69,12 +92,12 @@ class TrainingState:
         return found
 
     def _take(self, missing: Sequence[tuple[Chunk, Kind, Tier, int]], words: str, beside: int = 0) -> None:
+        self._taken = []
         if not missing:
             return
         with unseen(), untracked():
             on_host = sum(num_bytes for _, _, tier, num_bytes in missing if tier is Tier.HOST)
             self._memory.host.reserve(on_host + beside, words)
-            self._taken = []
             try:
                 for chunk, kind, tier, num_bytes in missing:
                     chunk.take_home(kind, tier, self._memory, num_bytes)
@@ -84,10 +107,11 @@ class TrainingState:
                     else:
                         self._gradients.gradients[chunk.index].adopt_home()
             except BaseException:
-                self._give(self._taken)
+                self._give()
                 raise
 
-    def _give(self, taken: Sequence[tuple[Chunk, Kind]]) -> None:
+    def _give(self) -> None:
+        taken, self._taken = self._taken, []
         for chunk, kind in taken:
             self._memory.give(chunk.homes.pop(kind), kind)
             if kind is Kind.GRAD:

@@ -27,6 +27,7 @@ class MemoryTier:
         self.device = device
         self.capacity_bytes = capacity_bytes  # of model data; None: whatever the machine has
         self.ledger = Ledger()
+        self.num_shortages = 0  # how often the machine had no memory for what the budget allows
         self._knob = knob
 
     def take(self, num_bytes: int, kind: str) -> Tensor:
@@ -76,9 +77,15 @@ class MemoryTier:
             self.capacity_bytes,
         )
 
-    def _refusal(self, words: str, needed_bytes: int, budget_bytes: int | None) -> BudgetError:
+    def _refusal(
+        self, words: str, needed_bytes: int, budget_bytes: int | None, is_shortage: bool = False
+    ) -> BudgetError:
         return BudgetError(
-            f"{self.name}: {words}", tier=self.name, needed_bytes=needed_bytes, budget_bytes=budget_bytes
+            f"{self.name}: {words}",
+            tier=self.name,
+            needed_bytes=needed_bytes,
+            budget_bytes=budget_bytes,
+            is_shortage=is_shortage,
         )
 
     @contextmanager
@@ -98,11 +105,13 @@ class MemoryTier:
             if self.capacity_bytes is not None:
                 held, less = f"{held} of a budget of {self.capacity_bytes}", f"allow less with {self._knob}"
             words = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.num_shortages += 1
             raise self._refusal(
                 f"no memory for {num_bytes} bytes of {kind}; {held}. Other tensors or processes have the rest: free "
                 f"memory, or {less} ({words})",
                 self.ledger.total_bytes + num_bytes,
                 self.capacity_bytes,
+                is_shortage=True,
             ) from None
 
 

@@ -24,8 +24,8 @@ def memory_table(memory: Memory, plan: Plan, step: Step) -> str:
     lines += [
         f"host memory mapped: {format_bytes(host.mapped_bytes)}, {format_bytes(host.homes.registered_bytes)} of it "
         f"pinned; {format_bytes(host.staging.mapped_bytes)} for temporaries",
-        f"policy {plan.policy}, model data budget {budget}, {len(plan.packing.chunks)} chunks of up to "
-        f"{format_bytes(plan.packing.chunk_bytes)}",
+        f"policy {plan.policy}, plan for {'inference' if plan.infers else 'training'}, model data budget {budget}, "
+        f"{len(plan.packing.chunks)} chunks of up to {format_bytes(plan.packing.chunk_bytes)}",
         f"{observer.num_fetches} fetches, {observer.counts['prefetch']} of them ahead, {observer.counts['evict']} "
         f"evictions, {observer.counts['spill']} gradients moved to the host unreduced",
     ]

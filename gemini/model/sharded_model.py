@@ -49,8 +49,9 @@ from gemini.model.wrappers import refuse_ddp
 from gemini.monitor.device import DeviceSource, source_of
 from gemini.observe import Observer
 from gemini.placement.demand import Kind, kind_named
+from gemini.placement.inference import plan_first
 from gemini.placement.placing import PLACE_ALIKE, placement_in_words
-from gemini.placement.plan import Plan, plan_model
+from gemini.placement.plan import Plan
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import publish_exit
 from gemini.ranks.position import StepPosition
@@ -121,7 +122,7 @@ class ShardedModel(PlainView):
                 communicator.agree(repr((given, spec, built)).encode(), "the model", describe(given, spec, built))
                 own = bytes_on(places, device_tier.device), 0
                 free = read_free(settings, own, communicator, device)
-                first = plan_model(spec, settings, communicator.world_size, free)
+                first, refused = plan_first(spec, settings, communicator.world_size, free)
                 by_name = dict(module.named_parameters())
                 wrapping.chunks = make_chunks(
                     first.packing.chunks, by_name, spec, device_tier.device, communicator.rank
@@ -135,6 +136,8 @@ class ShardedModel(PlainView):
                     store.go_over(communicator)
                     store.release_all()  # what was edited is home before anything moves
                 self._build(wrapping, operators, gathers, weights, first, device)
+                if refused is not None:
+                    self.chunk_manager.training.refuse(refused)
                 communicator.wait_for_all("model is wrapped")
                 close_empty(wrapping.stores, communicator)
         except BaseException as error:

@@ -11,6 +11,7 @@ from gemini.model.operators import Found, find_operators
 from gemini.model.precision import ModulePrecision, weights_of
 from gemini.placement.specs import ModelSpec, WeightSpec
 from gemini.settings import Settings, dtype_of
+from optim import HALF_DTYPES
 
 
 def specs_of(module: nn.Module, settings: Settings, world_size: int) -> ModelSpec:
@@ -40,11 +41,12 @@ def model_spec(
 ) -> ModelSpec:
     """The specs of a module whose operators and dtypes are known. places: its parameters, in the order of weights."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    specs = tuple(
-        WeightSpec(names[each], tuple(each.shape), dtype_of(weights.parameters[each]), each.requires_grad)
-        for each in places
-    )
-    return ModelSpec(specs, tuple(spec for _, spec in operators))
+    specs = []
+    for each in places:
+        dtype = weights.parameters[each]
+        is_rounded = dtype in HALF_DTYPES and each.dtype is not dtype
+        specs.append(WeightSpec(names[each], tuple(each.shape), dtype_of(dtype), each.requires_grad, is_rounded))
+    return ModelSpec(tuple(specs), tuple(spec for _, spec in operators))
 
 
 def describe(arguments: Sequence[str], spec: ModelSpec, built: Sequence[str]) -> str:

@@ -101,9 +101,13 @@ class ChunkStates:
             for chunk, tier in tiers.items():
                 self.add(chunk, tier)
         except BaseException:
-            for state in list(self.by_chunk.values()):
-                self.drop(state.chunk)
+            self.drop_all()
             raise
+
+    def drop_all(self) -> None:
+        """All state is given up, and its memory with it."""
+        for state in list(self.by_chunk.values()):
+            self.drop(state.chunk)
 
     def drop(self, chunk: Chunk) -> None:
         """A chunk's state is given up, and its memory with it."""

@@ -28,8 +28,8 @@ from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_st
 from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step_report import StepReport
 from gemini.optimizer.summary import GradientSummary, compare_settings, settings_of_step, summarize
+from gemini.optimizer.taking import take_states
 from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
-from gemini.placement.demand import Kind
 from optim import clip_coefficient, prepare
 from optim.hyperparameters import refuse_unknown_arguments
 
@@ -111,22 +111,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scaling = Scaling(manager.grads, self._chunk_states, scale)
         self._device = manager.memory.device.device
         prepare(self._device)
-        self._take_states()
+        take_states(model, self._chunk_states)
         self._updates = ChunkUpdates(manager.step, self._chunk_states.by_chunk, self._update, self.param_groups)
         self._num_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
         self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling)  # what the next step will do
         manager.attach(self._next)
-
-    def _take_states(self) -> None:
-        """Memory for all states. Raises BudgetError, and holds nothing then."""
-        placement, manager = self.model.plan.placement, self._manager
-        with manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
-            trained = [chunk for chunk in manager.chunks if chunk.trainable]
-            tiers = {chunk: placement.homes[chunk.index][Kind.OPTIM] for chunk in trained}
-            with manager.beginning_training(self._chunk_states.missing_host_bytes(tiers)):
-                self._chunk_states.add_all(tiers)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`scale(loss).backward()`, for a loss of one element. Collective.

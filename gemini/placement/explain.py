@@ -32,12 +32,19 @@ _NAMES = {
 }
 
 
-def chunks_in_words(packing: Packing, stage: int, world_size: int, policy: str) -> Iterator[str]:
+def chunks_in_words(packing: Packing, stage: int, world_size: int, policy: str, infers: bool) -> Iterator[str]:
     """What is cut into how many chunks, and why they have this size."""
     num_weights = sum(len(chunk.names) for chunk in packing.chunks)
     num_oversize = sum(chunk.oversize for chunk in packing.chunks)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     yield f"{num_weights} weights are planned for {ranks} at stage {stage} with tensor_placement_policy={policy!r}."
+    if infers:
+        yield (
+            "This plan is for inference: nothing that only training needs has a place in it. Another plan comes in "
+            "force when an optimizer is made, or with the first forward that builds a graph."
+        )
+    else:
+        yield "This plan is for training."
     alone = f"; {num_oversize} of them are larger and hold one unit each" if num_oversize else ""
     yield f"They lie in {len(packing.chunks)} chunks of up to {_bytes(packing.chunk_bytes)}{alone}."
     found = packing.searched
@@ -78,8 +85,8 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Ite
         yield f"In all, the {tier} holds {_bytes(held)}; {bound}."
 
 
-def moves_in_words(demand: Demand, placement: Placement, world_size: int) -> Iterator[str]:
-    """What travels in each micro-batch, and once in a step."""
+def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers: bool) -> Iterator[str]:
+    """What travels in each micro-batch, and once in a step; or in each forward without gradients."""
     chunks = list(zip(demand.chunks, placement.homes, strict=True))
     from_host = [chunk for chunk, homes in chunks if homes[Kind.PARAM] is Tier.HOST]
     gathered = [chunk for chunk, _ in chunks if chunk.needs_slot]
@@ -93,7 +100,7 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int) -> Ite
     if gathered:
         num_bytes = sum(chunk.payload_bytes for chunk in gathered)
         found.append(f"{len(gathered)} chunks are gathered from all ranks when they are used: {_bytes(num_bytes)}.")
-    if found:
+    if found and not infers:
         found.append("Backward fetches again what has left its slot since forward.")
     if world_size > 1 and trained:
         num_bytes = sum(chunk.payload_bytes for chunk in trained)
@@ -102,15 +109,17 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int) -> Ite
         found.append(f"Reduced gradients go to the host: {_bytes(grads)}.")
     if apart:
         found.append(f"Of {len(apart)} chunks the optimizer state rests on the other tier: weights go there and back.")
-    yield from found or ["Nothing moves in a step."]
+    yield from found or [f"Nothing moves in a {'forward' if infers else 'step'}."]
 
 
-def predicted_in_words(predicted: Predicted, micro_batches: int | None) -> Iterator[str]:
+def predicted_in_words(predicted: Predicted, micro_batches: int | None, infers: bool) -> Iterator[str]:
     """How many bytes that is in a step, exactly: see `Plan.predicted` for what is expected of it.
 
-    micro_batches: that it was predicted for. None: one, since nobody has said how many there are.
+    micro_batches: that it was predicted for. None: one, since nobody has said how many there are. infers: it is of a
+    forward without gradients.
     """
     step = "a step" if micro_batches is None else f"a step of {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+    step = "a forward" if infers else step
     links = predicted.bytes_by_link
     both = (("host->device", "from the host to the device"), ("device->host", "from the device to the host"))
     found = [f"{_bytes(links[link])} {words}" for link, words in both if links.get(link)]
@@ -150,13 +159,14 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
 
 
 def minimum_in_words(
-    minimum: int | None, others: Mapping[str, int | None], largest: str, largest_bytes: int
+    minimum: int | None, others: Mapping[str, int | None], largest: str, largest_bytes: int, infers: bool
 ) -> Iterator[str]:
     """The least that the device must hold. others: the same with settings that are named by the key."""
     if minimum is None:
         yield "The policy does not say what its minimum is."
         return
-    yield f"The minimum of model data on the device is {_bytes(minimum)}: with a smaller budget the model cannot train."
+    cannot = f"with a smaller budget the model cannot {'infer' if infers else 'train'}"
+    yield f"The minimum of model data on the device is {_bytes(minimum)}: {cannot}."
     lower = {words: least for words, least in others.items() if least is not None and least < minimum}
     for words, least in lower.items():
         yield f"{words} would lower it to {_bytes(least)}."

@@ -11,7 +11,7 @@ so that what fits with some size is never refused.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypedDict, Unpack
@@ -24,8 +24,8 @@ from gemini.placement.chunk_size import CHUNKS_PLACED, IN_USE, step_cost
 from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
 from gemini.placement.needs import demand_of, uses_of
 from gemini.placement.placing import place
-from gemini.placement.predict import Predicted, predict
-from gemini.placement.refusals import advised, least_of
+from gemini.placement.predict import Predicted, predict, predict_inference
+from gemini.placement.refusals import advised, check_host_room, has_host_room, least_of
 from gemini.placement.specs import ModelSpec, OperatorSpec
 from gemini.settings import Settings
 
@@ -48,6 +48,7 @@ class Plan:
         hash: 32 bits of all that decides the order of collectives, which ranks compare.
         is_first: made for wrapping, so that another chunk size could still be chosen.
         offloaded: states that rest on the host until the model is used again, whatever the policy says.
+        infers: as if all weights were frozen; another plan comes in force when training begins.
     """
 
     spec: ModelSpec
@@ -61,6 +62,7 @@ class Plan:
     hash: int
     is_first: bool = True
     offloaded: frozenset[Kind] = frozenset()
+    infers: bool = False
 
     @property
     def policy(self) -> str:
@@ -95,7 +97,7 @@ class Plan:
         policy is the user's and refuses without a number.
         """
         if self.is_first:
-            return _minimum_bytes(self.spec, self.settings, self.world_size)
+            return _minimum_bytes(self.spec, self.settings, self.world_size, self.infers)
         return self.packed_minimum_bytes
 
     @cached_property
@@ -109,11 +111,11 @@ class Plan:
 
         A step has as many micro-batches as the settings' `gradient_accumulation_steps` says, else one.
 
-        Exact for the first rank of a model whose operators run once each, in the order of the module tree, and whose
-        backward reads all weights behind the first operator that is trained. `gemini.placement.predict` takes a
-        recorded schedule.
+        Of a plan for inference: what each forward does. Exact for the first rank of a model whose operators run once
+        each, in order, and whose backward reads all weights behind the first operator that is trained.
+        `gemini.placement.predict` takes a recorded schedule.
         """
-        return predict(self)
+        return predict_inference(self) if self.infers else predict(self)
 
     def explain(self) -> str:
         """What was chosen and why, what lies where and moves in a step, what another budget would change, the minimum.
@@ -129,19 +131,19 @@ class Plan:
             }
             for words, changed in changes.items():
                 if changed != settings:
-                    others[words] = _minimum_bytes(self.spec, changed, self.world_size)
+                    others[words] = _minimum_bytes(self.spec, changed, self.world_size, self.infers)
         slot_bytes = [
             sum(demand.slot_bytes[demand.chunks[index].oversize] for index in chunks) for chunks in self.use_order
         ]
         at = max(range(len(slot_bytes)), key=slot_bytes.__getitem__)
         lines = [
-            *explain.chunks_in_words(self.packing, settings.stage, self.world_size, self.policy),
+            *explain.chunks_in_words(self.packing, settings.stage, self.world_size, self.policy, self.infers),
             *explain.states_in_words(demand, self.placement, self.budget),
-            *explain.moves_in_words(demand, self.placement, self.world_size),
-            *explain.predicted_in_words(self.predicted, settings.gradient_accumulation_steps),
+            *explain.moves_in_words(demand, self.placement, self.world_size, self.infers),
+            *explain.predicted_in_words(self.predicted, settings.gradient_accumulation_steps, self.infers),
             *explain.budgets_in_words(demand, self.placement, self.budget, settings.policy),
             *explain.minimum_in_words(
-                self.minimum_bytes, others, self.spec.operators[at].name or "the model", slot_bytes[at]
+                self.minimum_bytes, others, self.spec.operators[at].name or "the model", slot_bytes[at], self.infers
             ),
         ]
         return "\n".join(lines)
@@ -175,16 +177,16 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
         num_placed += len(packing.chunks)
         try:
             plan = _place(spec, settings, world_size, budget, packing, _trained_at_first(spec, packing), {})
-            _check_host_room(plan, (Kind.PARAM,))
+            check_host_room(plan, (Kind.PARAM,))
         except BudgetError as error:
             refused.append(error)
             continue
-        if _has_host_room(plan, tuple(Kind)):
+        if has_host_room(plan, tuple(Kind)):
             if not _is_short(plan):  # the cheapest with which everything fits
                 return plan
             best = plan if best is None else min(best, plan, key=_cost_under_budget)  # of equal ones the first
             continue
-        if _has_host_room(plan, WRAPPED_KINDS):
+        if has_host_room(plan, WRAPPED_KINDS):
             trains = trains or plan
         infers = infers or plan
     if best is not None:
@@ -196,12 +198,28 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
     raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec) from None
 
 
+def plan_inference(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
+    """As `plan_model`, for a model that only infers. Raises BudgetError if even that does not fit."""
+    budget = Budget.of(settings, free or FreeBytes())
+    refused: list[BudgetError] = []
+    for packing in packings(spec, settings, world_size):
+        trained, kept = _trained_at_first(spec, packing), _kept_at_first(spec, packing)
+        try:
+            plan = _place(spec, settings, world_size, budget, packing, trained, kept, infers=True)
+            check_host_room(plan, WRAPPED_KINDS)
+            return plan
+        except BudgetError as error:
+            refused.append(error)
+    raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec) from None
+
+
 class PlanChanges(TypedDict, total=False):
     """What a plan for the same chunks is made of, where it differs from the plan before."""
 
     operators: tuple[OperatorSpec, ...]
     settings: Settings
     budget: Budget
+    infers: bool
 
 
 def replan(
@@ -210,17 +228,19 @@ def replan(
     kept: Mapping[int, frozenset[Kind]],
     **changes: Unpack[PlanChanges],
 ) -> Plan:
-    """The plan for the same chunks when other weights are trained, other operators are found, or budgets change.
+    """The plan for the same chunks when other weights are trained, operators or budgets change, or training begins.
 
-    trained: of every weight, in the order of the chunks. kept: states that frozen chunks still have, by chunk index.
+    trained: of every weight, in the order of the chunks. kept: states that chunks still have, by chunk index, of which
+    those count that are frozen, or all where the model only infers.
     Raises BudgetError; room on the host is the business of those who know what is there by now.
     """
     spec = before.spec
     if "operators" in changes:
         spec = replace(spec, operators=changes["operators"])
     settings, budget = changes.get("settings", before.settings), changes.get("budget", before.budget)
+    infers = changes.get("infers", before.infers)
     try:
-        plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept)
+        plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept, infers)
     except BudgetError as error:
         raise advised(error, spec) from None
     return replace(plan, is_first=False)
@@ -234,11 +254,13 @@ def _place(
     packing: Packing,
     trained: Sequence[bool],
     kept: Mapping[int, frozenset[Kind]],
+    infers: bool = False,
 ) -> Plan:
-    demand = _demand_of(packing, spec, trained, kept, settings, world_size)
+    counted = [False] * len(trained) if infers else trained
+    demand = _demand_of(packing, spec, counted, kept, settings, world_size)
     placement = place(demand, budget.device, settings.policy)
     hash_ = hash_of(packing, placement, settings, trained)
-    return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_)
+    return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
 
 
 def _demand_of(
@@ -273,12 +295,21 @@ def _trained_at_first(spec: ModelSpec, packing: Packing) -> list[bool]:
     return [trainable[name] for chunk in packing.chunks for name in chunk.names]
 
 
-def _minimum_bytes(spec: ModelSpec, settings: Settings, world_size: int) -> int | None:
+def _kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kind]]:
+    """Chunks whose masters hold more than their 16-bit weights: these are there from the start."""
+    exact = {weight.name for weight in spec.weights if weight.trainable and weight.is_rounded}  # membership only
+    masters = frozenset((Kind.MASTER,))
+    return {chunk.index: masters for chunk in packing.chunks if not exact.isdisjoint(chunk.names)}
+
+
+def _minimum_bytes(spec: ModelSpec, settings: Settings, world_size: int, infers: bool) -> int | None:
     """The least that the device needs with any chunk size that may be chosen."""
     found = []
     for packing in packings(spec, settings, world_size):
-        trained = _trained_at_first(spec, packing)
-        demand = _demand_of(packing, spec, trained, {}, settings, world_size)
+        trained, kept = _trained_at_first(spec, packing), {}
+        if infers:
+            trained, kept = [False] * len(trained), _kept_at_first(spec, packing)
+        demand = _demand_of(packing, spec, trained, kept, settings, world_size)
         found.append(_least_device_bytes(settings, demand))
     return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)
 
@@ -305,20 +336,3 @@ def _cost_under_budget(plan: Plan) -> tuple[bool, int]:
     """Sizes that leave much of the budget unused come last, then counts what a step costs."""
     is_used = plan.budget.device is None or plan.device_bytes >= IN_USE * plan.budget.device
     return not is_used, step_cost(plan.demand, plan.placement, plan.world_size)
-
-
-def _has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
-    return plan.budget.host is None or plan.placement.host_bytes(plan.demand, kinds) <= plan.budget.host
-
-
-def _check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
-    """Raises BudgetError if the host cannot take what moves in; what training needs is taken when it begins."""
-    if not _has_host_room(plan, kinds):
-        needed = plan.placement.host_bytes(plan.demand, kinds)
-        raise BudgetError(
-            f"host: {needed} bytes of parameters do not fit into the budget of "
-            f"{plan.budget.host} bytes. Allow more with host_memory=, or let more rest on the device or on other ranks",
-            tier="host",
-            needed_bytes=needed,
-            budget_bytes=plan.budget.host,
-        )

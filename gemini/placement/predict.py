@@ -102,6 +102,11 @@ def predict_forwards(plan: Plan, num_forwards: int, *, schedule: Schedule | None
     return [_forward(simulation, plan) for _ in range(num_forwards)]
 
 
+def predict_inference(plan: Plan, *, schedule: Schedule | None = None) -> Predicted:
+    """A forward without gradients like those that follow, as for `predict_forwards`. A pure function: local."""
+    return predict_forwards(plan, _MOST_STEPS, schedule=schedule)[-1]
+
+
 def _step(simulation: Simulation, plan: Plan, micro_batches: int | None) -> Predicted:
     for number in range(micro_batches or plan.settings.gradient_accumulation_steps or 1):
         simulation.micro_batch(number + 1)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
 from gemini.errors import BudgetError
+from gemini.placement.demand import Kind
 from gemini.placement.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from gemini.placement.plan import Plan
 
 
 def advised(error: BudgetError, spec: ModelSpec) -> BudgetError:
@@ -36,3 +43,20 @@ def _smaller_chunks(error: BudgetError, num_tried: int, is_searched: bool) -> Bu
     tried = f". {num_tried} chunk sizes were tried: none needs less"
     advice = tried if is_searched else ", or make chunk_size= smaller"
     return error.reworded(f"{error}{advice}")
+
+
+def has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
+    return plan.budget.host is None or plan.placement.host_bytes(plan.demand, kinds) <= plan.budget.host
+
+
+def check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
+    """Raises BudgetError if the host cannot take what moves in; what training needs is taken when it begins."""
+    if not has_host_room(plan, kinds):
+        needed = plan.placement.host_bytes(plan.demand, kinds)
+        raise BudgetError(
+            f"host: {needed} bytes of parameters do not fit into the budget of "
+            f"{plan.budget.host} bytes. Allow more with host_memory=, or let more rest on the device or on other ranks",
+            tier="host",
+            needed_bytes=needed,
+            budget_bytes=plan.budget.host,
+        )

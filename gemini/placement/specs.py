@@ -16,6 +16,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     dtype: Dtype  # in its chunk
     trainable: bool  # its `requires_grad` when the model is wrapped
+    is_rounded: bool = False  # in 16 bits in its chunk, and given in another dtype: its fp32 master holds more
 
     @property
     def numel(self) -> int:

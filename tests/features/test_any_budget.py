@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemini import BudgetError, Settings, ShardedModel, SlotError, plan_model, specs_of
+from gemini import BudgetError, Settings, ShardedModel, ShardedOptimizer, SlotError, plan_model, specs_of
 from gemini.placement.specs import ModelSpec
 from tests.harness.on_ranks import on_ranks_with
 from tests.harness.reference import Recipe, train_plain
@@ -72,6 +72,11 @@ def test_the_least_budget_is_the_least_of_every_chunk_size_for_every_model(name:
                 check_minimum(MODELS[name], world_size, policy, dtype)
 
 
+def train_within(case: ModelCase, budget: int) -> None:
+    model = ShardedModel(case.build(), device="emulated", host_memory="4GB", model_data_memory=budget)
+    ShardedOptimizer(model, torch.optim.SGD(model.parameters()))
+
+
 def train_at_minimum(rank: int, world_size: int, case: ModelCase, steps: int) -> None:
     """And with one byte more; a byte less is refused. Collective."""
     settings = settings_of(case, None)
@@ -84,7 +89,7 @@ def train_at_minimum(rank: int, world_size: int, case: ModelCase, steps: int) ->
         assert_equal_runs(run, wanted, bits=case.name != OFTEN_REDUCED)
     if least:
         with pytest.raises(BudgetError) as refused:
-            ShardedModel(case.build(), device="emulated", host_memory="4GB", model_data_memory=least - 1)
+            train_within(case, least - 1)
         assert refused.value.needed_bytes == least, case.name
 
 

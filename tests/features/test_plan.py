@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import BudgetError, Settings, ShardedModel, estimate_memory, plan_model, specs_of
+from gemini import BudgetError, Settings, ShardedModel, ShardedOptimizer, estimate_memory, plan_model, specs_of
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.zoo import mlp
 from tests.zoo.models import cases
@@ -82,8 +82,10 @@ def test_the_minimum_of_a_wrapped_model_trains_and_one_byte_less_is_refused(rank
     assert model.plan.budget_bytes == least
     mlp.train_step(model, optimizer)
     assert model.chunk_manager.memory.tiers[0].ledger.peak_bytes <= least
+    less = ShardedModel(mlp.build(), device="emulated", chunk_size=mlp.CHUNK_NUMEL, model_data_memory=least - 1)
+    assert less.plan.infers
     with pytest.raises(BudgetError) as refused:
-        ShardedModel(mlp.build(), device="emulated", chunk_size=mlp.CHUNK_NUMEL, model_data_memory=least - 1)
+        ShardedOptimizer(less, mlp.adam(less.parameters()))
     assert refused.value.needed_bytes == least
 
 

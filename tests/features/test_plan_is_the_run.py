@@ -62,7 +62,13 @@ def test_every_byte_of_a_step_is_predicted(rank: int, world_size: int, training:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
-    "training", [Case("chain", prefetch=4), Case("nested", dtype="bf16", policy="cpu", prefetch=0)], ids=str
+    "training",
+    [
+        Case("chain", prefetch=4),
+        Case("nested", dtype="bf16", policy="cpu", prefetch=0),
+        Case("tied", budget=0.3, dtype="fp16"),
+    ],
+    ids=str,
 )
 def test_every_byte_of_an_inference_is_predicted(rank: int, world_size: int, training: Case) -> None:
     predicted, measured = run_inference(training, rank, world_size)

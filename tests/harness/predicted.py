@@ -129,7 +129,8 @@ class Peaks:
         for gradient in manager.grads.memory.gradients.values():
             yield from (gradient.home, gradient.wide, gradient.unsynced)
         yield manager.grads.scratch._memory
-        for state in manager.optimizer.states.by_chunk.values():
+        states = {} if manager.optimizer is None else manager.optimizer.states.by_chunk
+        for state in states.values():
             yield from (Region(state.tier, flat) for flat in state.flats.values())
 
 
@@ -206,19 +207,22 @@ def measure(model: ShardedModel, peaks: Peaks | None, world_size: int, run: Call
 
 
 def run_inference(case: Case, rank: int = 0, world_size: int = 1) -> tuple[list[Predicted], list[Measured]]:
-    """Forwards without gradients of a model that has no optimizer."""
+    """Forwards without gradients of a model that has no optimizer, behind the first, which brings its plan along."""
     of = MODELS[case.model]
     model = ShardedModel(
         of.build(), device="emulated", rank_timeout=60, **_with_budget(case, of, world_size, **_arguments(case, of))
     )
     schedule = dry(case, of, model.plan)
-    predicted = predict_forwards(model.plan, STEPS, schedule=schedule)
 
     def infer(step: int) -> None:
         with torch.no_grad():
             _loss(case, of, model, step, 0, rank, world_size)
 
-    measured = [measure(model, None, world_size, partial(infer, step)) for step in range(STEPS)]
+    infer(0)
+    assert model.plan.infers
+    predicted = predict_forwards(model.plan, STEPS + 1, schedule=schedule)[1:]
+    peaks = Peaks(model)
+    measured = [measure(model, peaks, world_size, partial(infer, step)) for step in range(STEPS)]
     model.close()
     return predicted, measured
 

@@ -2,7 +2,23 @@
 
 from tests.mutants.mutant import Mutant
 
+INFERENCE = "tests/features/test_plan_for_inference.py"
+
 MUTANTS = [
+    Mutant(
+        "a model that only infers keeps the room of what only training needs",
+        "gemini/access/purpose.py",
+        "        return infers or not self._may_infer\n",
+        "        return True\n",
+        f"{INFERENCE}::test_auto_has_all_weights_on_the_device_to_infer_and_then_trains_like_a_model_that_never_inferred",
+    ),
+    Mutant(
+        "a rank without memory for another plan stays with it alone",
+        "gemini/manager/chunk_manager.py",
+        "error = self.agree_on_room(error)\n                if error is not None:\n                    self",
+        "if error is not None:\n                    self",
+        f"{INFERENCE}::test_a_model_that_finds_no_memory_for_inference_infers_with_the_plan_that_it_has[2ranks]",
+    ),
     Mutant(
         "a node holds its weight's slot while its activation is recomputed",
         "gemini/access/saved_tensors.py",
@@ -124,14 +140,14 @@ MUTANTS = [
     ),
     Mutant(
         "frozen chunks lose their moments",
-        "gemini/access/trainability.py",
+        "gemini/access/replanning.py",
         "            kept.add(Kind.OPTIM)",
         "            pass",
         "tests/features/test_frozen_parts.py",
     ),
     Mutant(
         "frozen chunks lose their masters",
-        "gemini/access/trainability.py",
+        "gemini/access/replanning.py",
         "            kept.add(Kind.MASTER)",
         "            pass",
         "tests/features/test_frozen_parts.py",

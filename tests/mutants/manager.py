@@ -239,15 +239,15 @@ MUTANTS = [
     Mutant(
         "gradients that come back to the host are not counted",
         "gemini/manager/migrate.py",
-        "if is_there and (kind is Kind.GRAD or not was_there):",
-        "if is_there and not was_there:",
+        "growth += after.home_bytes.get(Kind.GRAD, 0) if homes.get(Kind.GRAD) is Tier.HOST else 0",
+        "pass",
         "tests/features/test_offload_states.py::test_gradients_that_rest_on_the_host_come_back_within_its_budget",
     ),
     Mutant(
         "gradients of a model that only infers have memory",
         "gemini/manager/chunk_manager.py",
-        "        self.training.follow(demand, placement)\n        next_use",
-        "        self.training.follow(demand, placement)\n        self.training.take()\n        next_use",
+        "        self.training.follow(demand, placement, plan.infers)\n        next_use",
+        "        self.training.follow(demand, placement, plan.infers)\n        self.training.take()\n        next_use",
         "tests/features/test_inference_memory.py::test_a_model_that_only_infers_costs_two_bytes_a_parameter",
     ),
     Mutant(
@@ -259,9 +259,9 @@ MUTANTS = [
     ),
     Mutant(
         "what an optimizer without room took stays",
-        "gemini/manager/training_state.py",
-        "                self._give(self._taken)\n                raise",
-        "                raise",
+        "gemini/optimizer/taking.py",
+        "        manager.training.give_back()\n",
+        "        pass\n",
         "tests/test_no_memory.py::test_an_optimizer_that_finds_no_memory_half_way_gives_back_what_it_took",
     ),
 ]

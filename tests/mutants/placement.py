@@ -48,8 +48,8 @@ MUTANTS = [
     Mutant(
         "a chunk size is taken with which the optimizer's state has no room on the host",
         "gemini/placement/plan.py",
-        "        if _has_host_room(plan, tuple(Kind)):\n",
-        "        if _has_host_room(plan, WRAPPED_KINDS):\n",
+        "        if has_host_room(plan, tuple(Kind)):\n",
+        "        if has_host_room(plan, WRAPPED_KINDS):\n",
         "tests/pure/test_plan.py::test_a_chunk_size_is_found_with_which_the_optimizers_state_fits_on_the_host_too",
     ),
     Mutant(

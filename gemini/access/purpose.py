@@ -1,0 +1,168 @@
+"""What a model is used for: it infers until something trains it, and the plan in force is the one for that.
+
+[Note: Inference first] A model is wrapped with the plan for training where that fits, so that one which is trained at
+once moves nothing. Its first forward without gradients puts a plan for inference in force: parameters have the room
+that gradients, moments and buffers of reductions would take. Training begins with an optimizer or, without one, where
+the first graph is built: a backward comes too late, as autograd has saved parameters at home on the device as they
+are. Then the plan for training comes in force, for good. Where it does not fit, an optimizer is refused and a graph is
+not: many a script that only infers forgets torch.no_grad(). The backward is refused then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from gemini.access.free_memory import FreeMemory
+from gemini.access.replanning import Replanning
+from gemini.dist_logger import get_dist_logger
+from gemini.errors import BudgetError, GeminiError
+from gemini.manager.chunk_manager import ChunkManager
+from gemini.placement.budget import is_less
+from gemini.placement.following import budget_after_shortage
+from gemini.placement.inference import are_alike
+from gemini.placement.plan import Plan
+from gemini.placement.sizes import format_bytes
+
+_BEGUN = (
+    "beginning of training",
+    "All ranks must make the optimizer, or run a forward with gradients, at the same point",
+)
+_INFERS = "use for inference", "All ranks must run the same forwards, with gradients or without"
+
+
+class Purpose:
+    """Of one model."""
+
+    def __init__(self, manager: ChunkManager, replanning: Replanning, free: FreeMemory) -> None:
+        self._manager = manager
+        self._replanning = replanning
+        self._free = free
+        self._device = manager.memory.device
+        self._may_infer = any(replanning.flags)  # nothing has begun to train it, or found no room for inference
+        self._aside: tuple[Plan, Plan] | None = (
+            None  # a plan for inference, and the one for training that it stands for
+        )
+
+    def is_followed(self, builds_graph: bool) -> bool:
+        """The plan in force is that for such a use already, or has to stay."""
+        infers = self._manager.plan.infers
+        if builds_graph:
+            return not self._may_infer and (not infers or self._manager.training.refused is not None)
+        return infers or not self._may_infer
+
+    def infer(self) -> None:
+        """A forward without gradients is about to begin, between steps: the plan for inference, if nothing has trained
+        the model so far. Collective where states move. Where it finds no room the plan in force stays.
+        """
+        before = self._manager.plan
+        self._may_infer = False  # where there is no room, that is not tried at every forward
+        if self._replanning.why_not(infers=True) is not None:
+            return
+        plan = self._replanning.planned(self._replanning.flags, infers=True)
+        if are_alike(before, plan):
+            plan = replace(plan, hash=before.hash)  # other ranks need not infer: nothing that they do would differ
+            self._aside = plan, before
+            self._manager.adopt(plan)
+        elif self._manager.try_plan(plan, "inference without an optimizer", *_INFERS) is not None:
+            return
+        self._may_infer = True
+
+    def begin_graph(self) -> None:
+        """A graph is about to be built, between steps: `begin_training`; where that finds no room, backward says so."""
+        self._may_infer = False
+        if self._manager.plan.infers and self._manager.training.refused is None:
+            error = self._try_training("a graph of trained parameters")
+            if error is not None:
+                self._manager.training.refuse(error)
+
+    def begin_training(self, shown: str) -> None:
+        """The plan for training, if the model has only inferred so far. Collective where states move.
+
+        shown: what begins it. Raises BudgetError, alike on all ranks, if there is no room, and the model infers on.
+        """
+        if self._manager.plan.infers:
+            if self._is_in_use():
+                raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
+            error = self._manager.training.refused or self._try_training(shown)
+            if error is not None:
+                raise error.reworded(str(error))
+        self._may_infer = False
+
+    @contextmanager
+    def beginning_training(self, shown: str) -> Iterator[None]:
+        """The plan for training is in force inside the block; an exception there lets the model infer again.
+
+        Collective. Raises BudgetError, alike on all ranks, if training does not fit: then the model infers on.
+        """
+        with self._manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
+            try:
+                self.begin_training(shown)
+                yield
+            except BaseException:
+                self._may_infer = True
+                raise
+
+    def may_make_room(self) -> bool:
+        """Model data on the device could be less, and states may move now. Local, and equal on all ranks."""
+        manager = self._manager
+        if manager.training.is_there or self._is_in_use():  # a backward came before the optimizer
+            return False
+        return budget_after_shortage(manager.plan, manager.plan.budget) is not None
+
+    def _is_in_use(self) -> bool:
+        return any(chunk.pins for chunk in self._manager.chunks)
+
+    def make_room(self) -> bool:
+        """The device of a rank has no memory for what training needs, of which nothing is held now.
+
+        Model data gives up a part of the device, as after a shortage in a step. Collective, inside
+        `beginning_training()`. False, and nothing has changed, if it cannot be less.
+        """
+        if not self.may_make_room():
+            return False
+        before = self._manager.plan
+        budget = self._free.budget_after_shortage(before)
+        assert budget is not None
+        shown = f"shortage of memory: room for {budget.device} bytes of model data"
+        plan = self._replanning.planned(self._replanning.flags, budget=budget)
+        if self._manager.try_plan(plan, shown, *_BEGUN) is not None:
+            return False
+        self._device.trim()  # torch's allocator would keep what the model gave up
+        self._free.restart()
+        self._tell(before.device_bytes, self._manager.plan.device_bytes)
+        return True
+
+    def _try_training(self, shown: str) -> BudgetError | None:
+        """Put the plan for training in force. Collective. None, or why not: then the plan for inference stays."""
+        manager = self._manager
+        if self._aside is not None and self._aside[0] is manager.plan:
+            manager.adopt(self._aside[1])
+            return None
+        budget = at_first = manager.plan.budget
+        before = manager.plan.device_bytes
+        while True:
+            try:
+                plan = self._replanning.planned(self._replanning.flags, infers=False, budget=budget)
+            except BudgetError as error:
+                return error
+            refused = manager.try_plan(plan, shown, *_BEGUN)
+            if refused is None:
+                if is_less(budget.device, at_first.device):
+                    self._tell(before, plan.device_bytes)
+                return None
+            less = self._free.budget_after_shortage(plan) if refused.is_shortage else None
+            if less is None:
+                return refused
+            budget = less
+
+    @staticmethod
+    def _tell(before: int, after: int) -> None:
+        words = (
+            "the device ran out of memory when training began: model data makes room, "
+            f"{format_bytes(after)} of it rest there, after {format_bytes(before)}"
+        )
+        get_dist_logger().warning(words, ranks=[0])

@@ -1,0 +1,80 @@
+"""Another plan for the chunks that a model has: what follows from flags, budgets and what frozen chunks still keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+from gemini.chunks.chunk import Chunk, ManagedParameter
+from gemini.errors import BudgetError
+from gemini.manager.chunk_manager import ChunkManager
+from gemini.memory.collector import uncollected
+from gemini.placement.demand import Kind
+from gemini.placement.plan import Plan, PlanChanges, replan
+
+
+class Replanning:
+    """Of one model."""
+
+    def __init__(self, manager: ChunkManager) -> None:
+        self._manager = manager
+        self._managed = [each for chunk in manager.chunks for each in chunk.parameters]
+
+    @property
+    def flags(self) -> list[bool]:
+        """Whether each parameter is trained, as memory follows it now."""
+        return [each.requires_grad for each in self._managed]
+
+    @uncollected()
+    def planned(
+        self,
+        flags: Sequence[bool],
+        wanted: Mapping[int, frozenset[Kind]] | None = None,
+        **changes: Unpack[PlanChanges],
+    ) -> Plan:
+        """Another plan for the chunks. `wanted`: states that frozen chunks get, by index. Raises BudgetError. Local."""
+        infers = changes.get("infers", self._manager.plan.infers)
+        trained = set() if infers else {each.chunk.index for each, flag in self._pairs(flags) if flag}
+        kept = {
+            chunk.index: self._left_by_training(chunk) | (wanted or {}).get(chunk.index, frozenset())
+            for chunk in self._manager.chunks
+            if chunk.index not in trained
+        }
+        return replan(self._manager.plan, flags, kept, **changes)
+
+    def put_in_force(
+        self,
+        flags: Sequence[bool],
+        shown: str,
+        change: tuple[str, str],
+        wanted: Mapping[int, frozenset[Kind]] | None = None,
+        **changes: Unpack[PlanChanges],
+    ) -> None:
+        """Decide on another plan, and have the chunks follow it. Collective. Raises as `ChunkManager.change_plan`."""
+        try:
+            self._manager.change_plan(self.planned(flags, wanted, **changes), shown, *change)
+        except BudgetError as error:
+            raise error.reworded(f"{shown}. This does not fit: {error}") from None
+
+    def why_not(self, **changes: Unpack[PlanChanges]) -> str | None:
+        """Why no such plan can be put in force. Follows from numbers that ranks agree on. Local."""
+        try:
+            plan = self.planned(self.flags, **changes)
+        except BudgetError as error:  # a policy may refuse what "auto" would not
+            return str(error)
+        needed, budget = plan.host_bytes, plan.budget
+        if budget.host is None or needed <= budget.host:
+            return None
+        return f"the host has room for {budget.host} bytes and would need {needed}. Allow more with host_memory="
+
+    def _pairs(self, flags: Sequence[bool]) -> zip[tuple[ManagedParameter, bool]]:
+        return zip(self._managed, flags, strict=True)
+
+    def _left_by_training(self, chunk: Chunk) -> frozenset[Kind]:
+        """The states that the chunk has and that cannot be derived. See [Note: Frozen state]."""
+        kept, optimizer = set(), self._manager.optimizer
+        if Kind.MASTER in chunk.homes and any(each.has_fractions for each in chunk.parameters):
+            kept.add(Kind.MASTER)
+        if optimizer is not None and optimizer.states.has_stepped(chunk):
+            kept.add(Kind.OPTIM)
+        return frozenset(kept)

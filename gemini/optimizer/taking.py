@@ -1,0 +1,59 @@
+"""An optimizer comes: training begins, and all that it needs takes its memory, or nothing does."""
+
+from __future__ import annotations
+
+from gemini.errors import BudgetError
+from gemini.manager.chunk_manager import ChunkManager
+from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.chunk_states import ChunkStates
+from gemini.placement.demand import Kind, Tier
+
+
+def take_states(model: ShardedModel, states: ChunkStates) -> None:
+    """Memory for gradients, masters and all that the optimizer keeps. Collective.
+
+    Where the device has less than the budget says, model data gives up a part of it, as after a shortage in a step, and
+    the rest is taken again from the start. Raises BudgetError, alike on all ranks, and holds nothing then.
+    """
+    purpose = model.trainability.purpose
+    with purpose.beginning_training("an optimizer"):
+        while True:
+            error = _try_states(model.chunk_manager, states, purpose.may_make_room())
+            if error is None:
+                return
+            if not (error.is_shortage and purpose.make_room()):
+                raise error
+
+
+def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: bool) -> BudgetError | None:
+    """All of it, where the plan in force puts it. Collective. None, or why no rank holds any of it.
+
+    stays_on_device: optimizer state that finds no memory there does not rest on the host instead.
+    """
+    training, device, error = manager.training, manager.memory.device, None
+    was_there, num_shortages = training.is_there, device.num_shortages
+    trained = [chunk for chunk in manager.chunks if chunk.trainable]
+    tiers = {chunk: manager.plan.placement.homes[chunk.index][Kind.OPTIM] for chunk in trained}
+    try:
+        try:
+            training.take(states.missing_host_bytes(tiers))
+            states.add_all(tiers)
+            if stays_on_device and device.num_shortages > num_shortages:
+                error = BudgetError("device: no memory for optimizer state", tier=Tier.DEVICE, is_shortage=True)
+        except BudgetError as refusal:
+            error = refusal
+        error = manager.agree_on_room(error)
+    except BaseException:
+        _give_back(manager, states, was_there)
+        raise
+    if error is not None:
+        _give_back(manager, states, was_there)
+    elif not was_there:
+        manager.step.payloads.has_room = False  # slots for gradients take theirs at the next use
+    return error
+
+
+def _give_back(manager: ChunkManager, states: ChunkStates, training_was_there: bool) -> None:
+    states.drop_all()
+    if not training_was_there:
+        manager.training.give_back()

@@ -1,0 +1,36 @@
+"""The two plans of a model that nothing has trained yet: for training, and for inference."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from gemini.errors import BudgetError
+from gemini.placement.budget import FreeBytes
+from gemini.placement.plan import Plan, plan_inference, plan_model
+from gemini.placement.specs import ModelSpec
+from gemini.settings import Settings
+
+
+def plan_first(
+    spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes
+) -> tuple[Plan, BudgetError | None]:
+    """The plan that a model is wrapped with: `plan_model`'s or, where training is refused, one for inference and why.
+
+    Raises BudgetError, `plan_model`'s, where neither fits.
+    """
+    try:
+        return plan_model(spec, settings, world_size, free), None
+    except BudgetError as error:
+        refused = error
+    if any(weight.trainable for weight in spec.weights):
+        with suppress(BudgetError):
+            return plan_inference(spec, settings, world_size, free), refused
+    raise refused
+
+
+def are_alike(before: Plan, after: Plan) -> bool:
+    """`after`, for inference, has what it needs in the places where `before` has it, and the same slots."""
+    one, other = before.placement, after.placement
+    pairs = zip(one.homes, other.homes, strict=True)
+    stays = all(its[kind] is homes.get(kind) for homes, its in pairs for kind in its)
+    return stays and (one.num_slots, one.kept) == (other.num_slots, other.kept)
