@@ -81,6 +81,7 @@ class Demand:
     slot_numel: tuple[int, int] = (0, 0)  # elements that a slot of each size may hold
     max_live_numel: int | None = None  # elements that all slots together may hold, kept ones included. None: no bound
     micro_batches: int = 1  # of a step, as far as the settings tell
+    max_host_bytes: int | None = None  # of states at rest there, if some placement keeps to it. None: no bound
 
 
 def alike(demand: Demand, homes: Sequence[dict[Kind, Tier]]) -> Iterator[tuple[ChunkDemand, dict[Kind, Tier], int]]:

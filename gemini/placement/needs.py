@@ -35,10 +35,11 @@ def demand_of(
     max_live_numel: int | None = None,
     *,
     micro_batches: int = 1,
+    max_host_bytes: int | None = None,
 ) -> Demand:
     """What the chunks need. trained: of every weight, in order of chunks. kept: states that frozen chunks have.
 
-    micro_batches: of a step, whose gradients are added up.
+    micro_batches: of a step, whose gradients are added up. max_host_bytes: the budget of the host. None: no bound.
     """
     flags = iter(trained)
     trainable = [chunk for chunk in chunks if any(list(islice(flags, len(chunk.names))))]
@@ -61,6 +62,7 @@ def demand_of(
         (_largest_numel(chunks), _largest_numel(chunks, oversize=True)),
         max_live_numel,
         micro_batches,
+        max_host_bytes,
     )
 
 

@@ -257,7 +257,7 @@ def _place(
     infers: bool = False,
 ) -> Plan:
     counted = [False] * len(trained) if infers else trained
-    demand = _demand_of(packing, spec, counted, kept, settings, world_size)
+    demand = _demand_of(packing, spec, counted, kept, settings, world_size, budget.host)
     placement = place(demand, budget.device, settings.policy)
     hash_ = hash_of(packing, placement, settings, trained)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
@@ -270,6 +270,7 @@ def _demand_of(
     kept: Mapping[int, frozenset[Kind]],
     settings: Settings,
     world_size: int,
+    max_host_bytes: int | None = None,
 ) -> Demand:
     return demand_of(
         packing.chunks,
@@ -280,6 +281,7 @@ def _demand_of(
         world_size,
         settings.max_live_parameters,
         micro_batches=settings.gradient_accumulation_steps or 1,
+        max_host_bytes=max_host_bytes,
     )
 
 

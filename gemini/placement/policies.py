@@ -93,9 +93,18 @@ def check_fraction(name: str, value: object) -> float:
     return float(value)
 
 
+def _cost(demand: Demand, placement: Placement) -> tuple[int, int]:
+    """Bytes that the host has no room for, which would have training refused, and then bytes over the link."""
+    most = demand.max_host_bytes
+    beyond = 0 if most is None else max(0, placement.host_bytes(demand) - most)
+    return beyond, link_bytes(demand, placement)
+
+
 @dataclass(frozen=True)
 class AutoPolicy:
     """Moves states onto the device while the budget lasts, so that the fewest bytes cross the link in a step.
+
+    A placement that the host has room for comes before one that it has not.
 
     Args:
         gpu_margin_mem_ratio: of what parameters, gradients and the least slots leave of the budget: the fraction that
@@ -126,9 +135,9 @@ class AutoPolicy:
             return spend(demand, placement, budget_bytes, (Step.KEPT, Step.SLOTS))
         placement = spend(demand, placement, budget_bytes, (Step.FROZEN,))
         ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
-        best = min(ways, key=lambda each: link_bytes(demand, each))  # of equal ones the first
+        best = min(ways, key=lambda each: _cost(demand, each))  # of equal ones the first
         fuller = spend(demand, best, budget_bytes, _THEN)
-        return fuller if link_bytes(demand, fuller) <= link_bytes(demand, best) else best
+        return fuller if _cost(demand, fuller) <= _cost(demand, best) else best
 
     def _margin(self, demand: Demand, placement: Placement, budget_bytes: int | None) -> int | None:
         """What the device may hold once masters and optimizer state have joined `placement`. None: no bound."""

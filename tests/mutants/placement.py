@@ -41,9 +41,16 @@ MUTANTS = [
     Mutant(
         "parameters have the first claim to a budget, whatever moves then",
         "gemini/placement/policies.py",
-        "        best = min(ways, key=lambda each: link_bytes(demand, each))",
+        "        best = min(ways, key=lambda each: _cost(demand, each))",
         "        best = ways[-1]",
         "tests/pure/test_optimal_placement.py::test_auto_moves_little_more_than_the_best_placement_of_a_budget",
+    ),
+    Mutant(
+        "states rest on a host that has no room for them, so that fewer bytes cross the link",
+        "gemini/placement/policies.py",
+        "    return beyond, link_bytes(demand, placement)\n",
+        "    return 0, link_bytes(demand, placement)\n",
+        "tests/pure/test_optimal_placement.py::test_a_host_that_is_nearly_full_comes_before_bytes_over_the_link",
     ),
     Mutant(
         "a chunk size is taken with which the optimizer's state has no room on the host",

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.optimal_placement import Case, table
+from gemini import estimate_memory
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.link_bytes import link_bytes
 from gemini.placement.policies import AutoPolicy, CpuPolicy
 from gemini.placement.policy import slots_for
 from gemini.placement.predict import predict
+from tests.zoo import mlp
 
 
 def test_auto_moves_little_more_than_the_best_placement_of_a_budget() -> None:
@@ -56,3 +58,13 @@ def test_a_whole_chunk_on_the_device_is_worth_more_than_the_parameters_of_severa
         assert homes[Kind.PARAM] is homes[Kind.OPTIM], "parameters are where the update is"
     on_host = replace(placement, homes=CpuPolicy().place(demand, None).homes)
     assert link_bytes(demand, placement) < link_bytes(demand, on_host)
+
+
+def test_a_host_that_is_nearly_full_comes_before_bytes_over_the_link() -> None:
+    """Slots hold no state: where they save most bytes, more states rest on the host."""
+    free, bound = (
+        estimate_memory(mlp.build(), chunk_size=mlp.CHUNK_NUMEL, model_data_memory=29_672, host_memory=most).plan
+        for most in (None, 24_576)
+    )
+    assert bound.host_bytes <= 24_576 < free.host_bytes
+    assert sum(bound.predicted.bytes_by_link.values()) >= sum(free.predicted.bytes_by_link.values())
