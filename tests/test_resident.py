@@ -198,7 +198,7 @@ def test_hooks_are_back_after_a_forward_that_failed(error: type[BaseException]) 
 
 def test_hooks_come_back_when_a_new_placement_lets_chunks_leave() -> None:
     least = mlp.smallest_budget(chunk_size=mlp.CHUNK_NUMEL)
-    between = least + 7 * 4 * mlp.CHUNK_NUMEL // 2  # resident while only the last layer's chunk is trained
+    between = least + 6 * 4 * mlp.CHUNK_NUMEL  # resident while only the last layer's chunk is trained
     plain, plain_optimizer = mlp.plain()
     module = mlp.build()
     for each in (plain, module):

@@ -21,6 +21,7 @@ from gemini.access.replanning import Replanning
 from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
+from gemini.memory.collector import uncollected
 from gemini.placement.budget import is_less
 from gemini.placement.following import budget_after_shortage
 from gemini.placement.inference import are_alike
@@ -106,6 +107,7 @@ class Purpose:
                 self._may_infer = True
                 raise
 
+    @uncollected()
     def may_make_room(self) -> bool:
         """Model data on the device could be less, and states may move now. Local, and equal on all ranks."""
         manager = self._manager

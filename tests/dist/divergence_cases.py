@@ -196,7 +196,7 @@ def different_arguments(rank: int, world_size: int) -> dict[str, str]:
         "chunk size": [{"chunk_size": CHUNK}, {"chunk_size": 2 * CHUNK}],
         "budget": [{"model_data_memory": least}, {"model_data_memory": least + 40 * CHUNK}],
         "one too small": [{"model_data_memory": least}, {"model_data_memory": least // 2}],
-        "too small": [{"model_data_memory": least // 2}] * 2,
+        "too small": [{"model_data_memory": least // 8}] * 2,  # also for inference
         "shape": [{}, {"module": nn.Sequential(nn.Linear(WIDTH, WIDTH + 1))}],
     }
     said = {}

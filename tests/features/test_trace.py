@@ -137,6 +137,7 @@ def test_evaluations_evict_by_next_use(rank: int, world_size: int) -> None:
     Several ranks gather them in advance, which takes both slots.
     """
     model = wrap("smallest", Chosen)
+    ShardedOptimizer(model, adam(model.parameters()))  # without one, parameters would have the room of its states
     slots = model.plan.placement.num_slots[0]
     counts, in_advance = [], 0
     for number in range(5):
