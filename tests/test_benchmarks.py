@@ -40,6 +40,7 @@ def sleeping(rank: int, world_size: int) -> None:
     time.sleep(600)
 
 
+@pytest.mark.soak
 def test_the_train_step_table_runs_and_writes_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "train_step.json"
     done = run("benchmarks.train_step", "--tiny", "--rounds", "1", "--out", str(path))
@@ -178,8 +179,9 @@ def test_deepspeed_that_is_not_there_fails_with_its_message(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(  # activations count 0.1 bytes in layers as small as these
     ("only", "least", "most"),
-    [("cuda, smallest budget, 1 rank", 13.9, 14.2), pytest.param("FSDP2", 15.9, 16.1, marks=pytest.mark.soak)],
+    [("cuda, smallest budget, 1 rank", 13.9, 14.2), ("FSDP2", 15.9, 16.1)],
 )
+@pytest.mark.soak
 def test_bytes_per_parameter_are_measured(tmp_path: Path, only: str, least: float, most: float) -> None:
     path = tmp_path / "bytes.json"
     done = run("benchmarks.bytes_per_parameter", "--tiny", "--only", only, "--json", str(path))

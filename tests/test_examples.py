@@ -149,6 +149,7 @@ def test_the_documented_gpt2_script_runs_in_fp16_with_everything_offloaded() -> 
     assert not re.search(r"^host +grad +[1-9]", said, re.MULTILINE), "gradients rest where the parameters were"
 
 
+@pytest.mark.soak
 def test_a_small_neox_is_fine_tuned_with_a_frozen_trunk(tmp_path: Path) -> None:
     flags = ("--steps", "25", "--layers", "4", "--width", "32", "--length", "32", "--lr", "1e-2")
     said = run_on_ranks("finetune_neox.py", *flags, "--model-data-memory", "700KiB").stdout
@@ -159,6 +160,7 @@ def test_a_small_neox_is_fine_tuned_with_a_frozen_trunk(tmp_path: Path) -> None:
     assert last < first - 0.5
 
 
+@pytest.mark.soak
 def test_adapters_learn_while_the_trunk_holds_nothing_but_its_weights() -> None:
     flags = ("--pretraining-steps", "20", "--steps", "40", "--layers", "2", "--width", "32", "--length", "32")
     said = run_on_ranks("lora.py", *flags, "--lr", "4e-3", "--model-data-memory", "1MiB").stdout
