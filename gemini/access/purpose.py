@@ -44,9 +44,8 @@ class Purpose:
         self._free = free
         self._device = manager.memory.device
         self._may_infer = any(replanning.flags)  # nothing has begun to train it, or found no room for inference
-        self._aside: tuple[Plan, Plan] | None = (
-            None  # a plan for inference, and the one for training that it stands for
-        )
+        self._aside: tuple[Plan, Plan] | None = None
+        """A plan for inference, and the one for training that it stands for: both have the same homes and slots."""
 
     def is_followed(self, builds_graph: bool) -> bool:
         """The plan in force is that for such a use already, or has to stay."""
@@ -86,7 +85,7 @@ class Purpose:
         shown: what begins it. Raises BudgetError, alike on all ranks, if there is no room, and the model infers on.
         """
         if self._manager.plan.infers:
-            if self._is_in_use():
+            if self._manager.is_in_use:
                 raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
             error = self._manager.training.refused or self._try_training(shown)
             if error is not None:
@@ -111,12 +110,9 @@ class Purpose:
     def may_make_room(self) -> bool:
         """Model data on the device could be less, and states may move now. Local, and equal on all ranks."""
         manager = self._manager
-        if manager.training.is_there or self._is_in_use():  # a backward came before the optimizer
+        if manager.training.is_there or manager.is_in_use:  # a backward came before the optimizer
             return False
         return budget_after_shortage(manager.plan, manager.plan.budget) is not None
-
-    def _is_in_use(self) -> bool:
-        return any(chunk.pins for chunk in self._manager.chunks)
 
     def make_room(self) -> bool:
         """The device of a rank has no memory for what training needs, of which nothing is held now.

@@ -174,7 +174,7 @@ class Trainability:
 
         Collective then. With states that cannot come back now it works where they are.
         """
-        if self._manager.plan.offloaded and not (self._gradients_wait() or self._in_use()):
+        if self._manager.plan.offloaded and not (self._gradients_wait() or self._manager.is_in_use):
             self.reload()
         self._follow_memory()
         self._follow_use(torch.is_grad_enabled())
@@ -208,7 +208,7 @@ class Trainability:
     def _follow_memory(self) -> None:
         """Another plan, if the device has more or less room by now, or ran out of memory. Collective then."""
         before, free = self._manager.plan, self._free
-        if not free.look() or before.offloaded or self._gradients_wait() or self._in_use():
+        if not free.look() or before.offloaded or self._gradients_wait() or self._manager.is_in_use:
             return
         is_short = free.is_short
         with uncollected():  # the least of the plan may be asked for
@@ -227,7 +227,7 @@ class Trainability:
     def _make_room(self) -> None:
         """For the activations of the first batch, of which there is a bound. See [Note: First batch]. Collective."""
         before, free = self._manager.plan, self._free
-        if before.offloaded or self._gradients_wait() or self._in_use():
+        if before.offloaded or self._gradients_wait() or self._manager.is_in_use:
             return
         found = free.bounded(before)
         if found is None or self._replanning.why_not(budget=found[0]) is not None:
@@ -271,7 +271,7 @@ class Trainability:
         purpose = self.purpose
         if purpose.is_followed(builds_graph) or self._manager.plan.offloaded:
             return
-        if self._gradients_wait() or self._in_use():
+        if self._gradients_wait() or self._manager.is_in_use:
             return
         with self._between_steps("a first use"):
             if builds_graph:
@@ -300,11 +300,8 @@ class Trainability:
         """Raises GeminiError where memory cannot move now. Local, and equal on all ranks."""
         if self._gradients_wait():
             raise GeminiError(f"{what} {when}: do it after step() or zero_grad()")
-        if self._in_use():
+        if self._manager.is_in_use:
             raise GeminiError(f"inside GatheredParameters(...) nothing can change: {what}")
-
-    def _in_use(self) -> bool:
-        return any(chunk.pins for chunk in self._step.chunks)
 
     def _change(self, flags: list[bool]) -> None:
         """Changes nothing if it has to wait for the step."""

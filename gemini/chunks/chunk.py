@@ -241,6 +241,11 @@ class Chunk(LocalFacts):
         """Every rank steps all of it, and has all of its reduced gradient, master and optimizer state."""
         return self.optim_layout.world_size == 1
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of what rests beside the parameter home: whole fp32 masters, or the int16 remainders of split ones."""
+        return torch.int16 if self.splits_master else torch.float32
+
     def home_slices(self) -> list[Piece]:
         """Where the elements that this rank steps lie in its parameter home; `payload_start` counts in the home."""
         if self.home_layout.world_size == self.optim_layout.world_size:
@@ -249,8 +254,7 @@ class Chunk(LocalFacts):
 
     def take_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
         """Memory, zeroed, for one of its states. Raises BudgetError."""
-        master = torch.int16 if self.splits_master else torch.float32
-        dtype = {Kind.MASTER: master, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
+        dtype = {Kind.MASTER: self.master_dtype, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
         self.homes[kind] = memory.take(tier, num_bytes // dtype.itemsize, dtype, kind)
 
     def reside_at_home(self) -> None:

@@ -184,6 +184,11 @@ class ChunkManager:
         self.plan = plan
 
     @property
+    def is_in_use(self) -> bool:
+        """Something uses a payload now, such as the body of GatheredParameters: nothing may move. Local."""
+        return any(chunk.pins for chunk in self.chunks)
+
+    @property
     def _states(self) -> StateStore | None:
         return None if self.optimizer is None else self.optimizer.states
 

@@ -84,7 +84,7 @@ class TrainingState:
                 tier = self._placement.homes[chunk.index].get(kind)
                 num_bytes = self._demand.chunks[chunk.index].home_bytes.get(kind, 0)
                 if tier is None and self._infers and kind is Kind.MASTER and chunk.dtype in HALF_DTYPES:
-                    tier, num_bytes = Tier.HOST, (2 if chunk.splits_master else 4) * chunk.optim_numel
+                    tier, num_bytes = Tier.HOST, chunk.master_dtype.itemsize * chunk.optim_numel
                 # a gradient that rests elsewhere, see grad_homes.py, and not one of a chunk without elements
                 is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.lends_home or chunk.numel > 0)
                 if tier is not None and kind not in chunk.homes and not is_elsewhere:

@@ -32,6 +32,11 @@ class ChunkFacts(PackedChunk):
     is_chosen: bool  # data decides which of its weights are used, on every rank its own
     persists: bool  # of weights that stay whole on the device of every rank
 
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of an element's master beside the 16-bit weight: fp32, or the int16 remainder of a split one."""
+        return 2 if self.splits_master else 4
+
 
 @dataclass(frozen=True)
 class Packing:

@@ -68,7 +68,7 @@ def update_bytes(facts: ChunkFacts) -> int:
     """That Adam reads and writes of a chunk on one rank: 26 a parameter with split masters, 28 in fp32."""
     dtypes = facts.dtypes
     states = 2 * OPTIM_STATES * max(4, dtypes.weight.itemsize)
-    master = 2 * (2 if facts.splits_master else 4) if dtypes.weight.is_half else 0
+    master = 2 * facts.master_itemsize if dtypes.weight.is_half else 0
     # the weight is written; it is read where it is the master, or the upper half of one
     weight = dtypes.weight.itemsize * (1 if dtypes.weight.is_half and not facts.splits_master else 2)
     return facts.optim_layout.shard_numel * (states + master + weight + dtypes.rest.itemsize)

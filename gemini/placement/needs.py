@@ -90,7 +90,7 @@ def _chunk_demand(
         if micro_batches > 1 and dtypes.widens and not chunk.lends_home:
             home_bytes[Kind.GRAD] += FLOAT32.itemsize * optim_numel
     if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
-        home_bytes[Kind.MASTER] = (2 if chunk.splits_master else 4) * optim_numel
+        home_bytes[Kind.MASTER] = chunk.master_itemsize * optim_numel
     if is_trained or Kind.OPTIM in kept:
         home_bytes[Kind.OPTIM] = OPTIM_STATES * max(4, dtypes.weight.itemsize) * optim_numel
     is_sharded = chunk.home_layout.world_size > 1

@@ -46,6 +46,7 @@ def _smaller_chunks(error: BudgetError, num_tried: int, is_searched: bool) -> Bu
 
 
 def has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
+    """The host's budget allows what the plan has there of these states. Local; raises nothing."""
     return plan.budget.host is None or plan.placement.host_bytes(plan.demand, kinds) <= plan.budget.host
 
 

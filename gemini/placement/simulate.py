@@ -187,7 +187,7 @@ class Simulation:
         at, numel = homes[Kind.OPTIM], facts.optim_layout.shard_numel
         has_master = Kind.MASTER in homes
         if has_master:
-            num_bytes = (2 if facts.splits_master else 4) * numel
+            num_bytes = facts.master_itemsize * numel
             traffic.copy(homes[Kind.MASTER], at, num_bytes, Purpose.UPDATE)
             traffic.copy(at, homes[Kind.MASTER], num_bytes, Purpose.UPDATE)
         num_bytes = facts.dtypes.weight.itemsize * numel
