@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from gemini.placement.demand import Demand, Placement, Tier, alike
+from gemini.placement.demand import Demand, Placement, Tier
 from gemini.placement.link_bytes import link_bytes
 from gemini.placement.packing import Cut, Packer
 
@@ -89,9 +89,7 @@ def report(chunks: Sequence[Sized], chunk_bytes: int, model_bytes: int) -> Searc
 def step_cost(demand: Demand, placement: Placement, world_size: int) -> int:
     """What a step costs under a budget: the bytes that travel because they do not fit, and what launches are worth."""
     copies = sum(
-        count * _COLLECTIVES_PER_CHUNK
-        for _, homes, count in alike(demand, placement.homes)
-        if Tier.HOST in homes.values()
+        count * _COLLECTIVES_PER_CHUNK for _, homes, count in placement.alike(demand) if Tier.HOST in homes.values()
     )
     collectives = _COLLECTIVES_PER_CHUNK * len(demand.chunks) if world_size > 1 else 0
     return link_bytes(demand, placement) + BYTES_PER_COPY * copies + BYTES_PER_COLLECTIVE * collectives

@@ -1,8 +1,8 @@
 """What a model asks of memory, in numbers: the input of every placement policy. No tensor, no device, no rank."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -80,19 +80,28 @@ class Demand:
     scratch_bytes: int  # receive buffers of collectives
     slot_numel: tuple[int, int] = (0, 0)  # elements that a slot of each size may hold
     max_live_numel: int | None = None  # elements that all slots together may hold, kept ones included. None: no bound
-    micro_batches: int = 1  # of a step, as far as the settings tell
+    micro_batches: int = 1  # of a step, as far as the settings tell or steps have shown
     max_host_bytes: int | None = None  # of states at rest there, if some placement keeps to it. None: no bound
 
 
-def alike(demand: Demand, homes: Sequence[dict[Kind, Tier]]) -> Iterator[tuple[ChunkDemand, dict[Kind, Tier], int]]:
-    """Chunks with their homes, those of one object each together, with their number.
+_Homes = Sequence[dict[Kind, Tier]]
+_Alike = list[tuple[ChunkDemand, dict[Kind, Tier], int]]
 
-    A model of thousands of equal chunks has few such objects: see `needs.demand_of`.
-    """
-    keys = list(zip(map(id, demand.chunks), map(id, homes), strict=True))
-    first = dict(zip(keys, zip(demand.chunks, homes, strict=True), strict=True))
-    for key, count in Counter(keys).items():
-        yield *first[key], count
+
+class _Groups:
+    """Chunks that are alike, found once for all that is asked about the same chunks with the same homes."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Sequence[ChunkDemand], _Homes] = (), ()
+        self._found: _Alike = []
+
+    def of(self, chunks: Sequence[ChunkDemand], homes: _Homes) -> _Alike:
+        before, had = self._asked
+        if before is not chunks or had is not homes:
+            keys = list(zip(map(id, chunks), map(id, homes), strict=True))
+            first = dict(zip(keys, zip(chunks, homes, strict=True), strict=True))
+            self._asked, self._found = (chunks, homes), [(*first[key], count) for key, count in Counter(keys).items()]
+        return self._found
 
 
 @dataclass(frozen=True)
@@ -103,11 +112,19 @@ class Placement:
     num_slots: tuple[int, int]
     num_gradient_slots: tuple[int, int]
     kept: frozenset[int] = frozenset()  # chunks with a slot of their own for good, in which their parameter home lies
+    groups: _Groups = field(default_factory=_Groups, compare=False, repr=False)
+
+    def alike(self, demand: Demand) -> _Alike:
+        """Chunks with their homes, those of one object each together, with their number.
+
+        A model of thousands of equal chunks has few such objects: see `needs.demand_of`.
+        """
+        return self.groups.of(demand.chunks, self.homes)
 
     def bytes_by_kind(self, demand: Demand, tier: Tier) -> dict[str, int]:
         """Model data that this placement puts on a tier: states by kind; on the device slots and scratch, too."""
         found: dict[str, int] = {str(kind): 0 for kind in Kind}
-        for chunk, homes, count in alike(demand, self.homes):
+        for chunk, homes, count in self.alike(demand):
             for kind, num_bytes in chunk.home_bytes.items():
                 if homes[kind] is tier:
                     found[kind] += count * num_bytes

@@ -7,7 +7,7 @@ the next micro-batch: the last users of a pool, and the first. Weights are taken
 
 from __future__ import annotations
 
-from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier, alike
+from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
 
 
 def link_bytes(demand: Demand, placement: Placement) -> int:
@@ -19,7 +19,7 @@ def link_bytes(demand: Demand, placement: Placement) -> int:
         elif chunk.needs_slot and index not in placement.kept:
             fetched[chunk.oversize].append(0)
     num_bytes = sum(
-        count * _at_rest(chunk, homes) for chunk, homes, count in alike(demand, placement.homes) if Kind.GRAD in homes
+        count * _at_rest(chunk, homes) for chunk, homes, count in placement.alike(demand) if Kind.GRAD in homes
     )
     passes = 2 * demand.micro_batches
     for users, count in zip(fetched, placement.num_slots, strict=True):

@@ -8,7 +8,7 @@ so that no border cuts an operator; a unit larger than a chunk gets a chunk of i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sharding import ALIGNMENT, ParameterSpec, ShardLayout, ShardStrategy, Unit, check_units, lay_out_unit, round_up
@@ -68,13 +68,21 @@ class _Limit:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class _SizedUnit:
+    """Parameters that stay together, and what a chunk would have that holds no others."""
+
+    specs: list[ParameterSpec]
+    end: int  # elements, before the payload is rounded up
+    payload_bytes: int
+
+
 @dataclass(frozen=True)
 class _Row:
     """One operator's parameters of one key."""
 
     place: int  # of the operator
-    units: list[list[ParameterSpec]]
-    unit_bytes: list[int]  # of the payload of a chunk that holds this unit and no other
+    units: list[_SizedUnit]
 
 
 class Packer:
@@ -84,6 +92,7 @@ class Packer:
         """operators: in the order of the module tree. Raises ValueError if the strategy loses or repeats one."""
         inputs = [item for operator in operators for item in operator]
         self._spans_chunk = strategy.spans_chunk
+        self._unit_alignment = ALIGNMENT if strategy.spans_chunk else world_size * ALIGNMENT
         self._world_size = world_size
         self._quantum = world_size * ALIGNMENT
         self._groups: list[tuple[Hashable, int, list[_Row]]] = []
@@ -93,7 +102,7 @@ class Packer:
             places = [place for place, specs in enumerate(of_key) if specs]
             units = _units_by_operator([of_key[place] for place in places], strategy)
             rows = [
-                _Row(place, its, [self._bytes_with(Cut(key, itemsize, place, oversize=True), [unit]) for unit in its])
+                _Row(place, [self._sized(unit, itemsize) for unit in its])
                 for place, its in zip(places, units, strict=True)
             ]
             self._groups.append((key, itemsize, rows))
@@ -125,52 +134,49 @@ class Packer:
     def exact_bytes(self) -> set[int]:
         """Payloads that hold one operator or one unit, and no more."""
         sizes: set[int] = set()
-        for key, itemsize, rows in self._groups:
-            nothing = Cut(key, itemsize, 0, oversize=False)
+        for _, itemsize, rows in self._groups:
             for row in rows:
-                sizes.update((self._bytes_with(nothing, row.units), *row.unit_bytes))
+                sizes.add(itemsize * round_up(self._end_with(0, row.units), self._quantum))
+                sizes.update(unit.payload_bytes for unit in row.units)
         return sizes
 
     def _fill(self, key: Hashable, itemsize: int, rows: list[_Row], limit: _Limit) -> list[Cut]:
         done: list[Cut] = []
         current: Cut | None = None
         for row in rows:
-            place, small = row.place, []
-            for unit, unit_bytes in zip(row.units, row.unit_bytes, strict=True):
-                if limit.holds(unit_bytes):
+            small = []
+            for unit in row.units:
+                if limit.holds(unit.payload_bytes):
                     small.append(unit)
                 else:
-                    alone = Cut(key, itemsize, place, oversize=True)
-                    self._add(alone, unit)
-                    done.append(alone)
-            if not small:
-                continue
-            fits_into_one = limit.holds(self._bytes_with(Cut(key, itemsize, place, oversize=False), small))
-            if fits_into_one and current is not None and not limit.holds(self._bytes_with(current, small)):
-                current = None
+                    done.append(Cut(key, itemsize, row.place, True, [unit.specs], unit.end, unit.payload_bytes))
+            if len(small) > 1 and current is not None:
+                fits_into_one = limit.holds(itemsize * round_up(self._end_with(0, small), self._quantum))
+                end = self._end_with(current.end, small)
+                if fits_into_one and not limit.holds(itemsize * round_up(end, self._quantum)):
+                    current = None
             for unit in small:
-                if current is None or not limit.holds(self._bytes_with(current, [unit])):
-                    current = Cut(key, itemsize, place, oversize=False)
-                    done.append(current)
-                self._add(current, unit)
+                if current is not None:
+                    end = self._end_with(current.end, (unit,))
+                    payload_bytes = itemsize * round_up(end, self._quantum)
+                    if limit.holds(payload_bytes):
+                        current.units.append(unit.specs)
+                        current.end, current.payload_bytes = end, payload_bytes
+                        continue
+                current = Cut(key, itemsize, row.place, False, [unit.specs], unit.end, unit.payload_bytes)
+                done.append(current)
         return done
 
-    def _add(self, cut: Cut, unit: list[ParameterSpec]) -> None:
-        cut.end = self._end_with(cut, [unit])
-        cut.payload_bytes = cut.itemsize * round_up(cut.end, self._quantum)
-        cut.units.append(unit)
+    def _sized(self, unit: list[ParameterSpec], itemsize: int) -> _SizedUnit:
+        end = 0
+        for spec in unit:
+            end = round_up(end, ALIGNMENT) + spec.numel
+        return _SizedUnit(unit, end, itemsize * round_up(end, self._quantum))
 
-    def _bytes_with(self, cut: Cut, units: list[list[ParameterSpec]]) -> int:
-        """Of the payload if these units were added."""
-        return cut.itemsize * round_up(self._end_with(cut, units), self._quantum)
-
-    def _end_with(self, cut: Cut, units: list[list[ParameterSpec]]) -> int:
-        end = cut.end
+    def _end_with(self, end: int, units: Iterable[_SizedUnit]) -> int:
+        """Elements, if these units were added to as many as `end`."""
         for unit in units:
-            if not self._spans_chunk:
-                end = round_up(end, self._quantum)
-            for spec in unit:
-                end = round_up(end, ALIGNMENT) + spec.numel
+            end = round_up(end, self._unit_alignment) + unit.end
         return end
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import Demand, Kind, Placement, Tier, alike
+from gemini.placement.demand import Demand, Kind, Placement, Tier
 from gemini.placement.sizes import format_bytes
 
 
@@ -44,23 +44,21 @@ def slots_for(demand: Demand, homes: tuple[dict[Kind, Tier], ...], kept: Iterabl
 
     Raises nothing.
     """
-    kept, least = frozenset(kept), []
+    without, least = Placement(homes, (0, 0), (0, 0), frozenset(kept)), []
     for kind, minimum in ((Kind.PARAM, demand.min_slots), (Kind.GRAD, demand.min_gradient_slots)):
-        users = _num_users(demand, homes, kept, kind)
+        users = _num_users(demand, without, kind)
         least.append((min(minimum[0], users[0]), min(minimum[1], users[1])))
-    return Placement(homes, least[0], least[1], kept)
+    return replace(without, num_slots=least[0], num_gradient_slots=least[1])
 
 
-def _num_users(
-    demand: Demand, homes: tuple[dict[Kind, Tier], ...], kept: frozenset[int], kind: Kind
-) -> tuple[int, int]:
+def _num_users(demand: Demand, placement: Placement, kind: Kind) -> tuple[int, int]:
     """Chunks that take slots of the pools: of the regular and of the oversize one."""
     users = [0, 0]
-    for chunk, home, count in alike(demand, homes):
+    for chunk, home, count in placement.alike(demand):
         if kind in chunk.home_bytes and (chunk.needs_slot_of(kind) or home[kind] is not Tier.DEVICE):
             users[chunk.oversize] += count
     if kind is Kind.PARAM:
-        for index in kept:  # with their parameters on the device
+        for index in placement.kept:  # with their parameters on the device
             users[demand.chunks[index].oversize] -= demand.chunks[index].needs_slot
     return users[0], users[1]
 
@@ -79,11 +77,12 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
 def keep_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
     """The first part of `spend_rest`."""
     sharded = _live_prefix(demand, placement, [i for i in keepable(demand, placement) if i not in placement.kept])
-    chunks = [demand.chunks[index] for index in sharded]
-    around = [
-        Addition(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM], chunk.oversize, chunk.needs_slot)
-        for chunk in chunks
-    ]
+    each = {id(chunk): chunk for chunk in (demand.chunks[index] for index in sharded)}
+    around_each = {
+        key: Addition(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM], chunk.oversize, chunk.needs_slot)
+        for key, chunk in each.items()
+    }
+    around = [around_each[id(demand.chunks[index])] for index in sharded]
     fitting = that_fit(demand, placement, around, budget_bytes)
     if fitting:
         kept = placement.kept.union(sharded[number] for number in fitting)
@@ -95,7 +94,7 @@ def more_slots(demand: Demand, before: Placement, after: Placement) -> Placement
     """`after`, which has the fewest slots, with as many as `before` has, as far as there are users for them."""
     if all(had <= has for had, has in zip(before.num_slots, after.num_slots, strict=True)):
         return after
-    users = _num_users(demand, after.homes, after.kept, Kind.PARAM)
+    users = _num_users(demand, after, Kind.PARAM)
     regular, oversize = (
         max(has, min(had, using)) for had, has, using in zip(before.num_slots, after.num_slots, users, strict=True)
     )
@@ -106,7 +105,7 @@ def _live_prefix(demand: Demand, placement: Placement, indices: list[int]) -> li
     """The longest prefix of chunks that may keep their slots beside what slots of the pool hold."""
     if demand.max_live_numel is None:
         return indices
-    users, most, kept = list(_num_users(demand, placement.homes, frozenset(), Kind.PARAM)), 0, 0
+    users, most, kept = list(_num_users(demand, replace(placement, kept=frozenset()), Kind.PARAM)), 0, 0
     for count, index in enumerate(indices, 1):
         chunk = demand.chunks[index]
         users[chunk.oversize] -= chunk.needs_slot
@@ -128,7 +127,7 @@ def keepable(demand: Demand, placement: Placement) -> list[int]:
 
 def fill_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
     """`placement` with as many more slots for all chunks as the bounds allow. Numbers only, so local."""
-    users = _num_users(demand, placement.homes, placement.kept, Kind.PARAM)
+    users = _num_users(demand, placement, Kind.PARAM)
     for oversize in (True, False):  # oversize ones first: they are the scarcest
         wanted = users[oversize] - placement.num_slots[oversize]
         if budget_bytes is not None and demand.slot_bytes[oversize]:
@@ -158,12 +157,12 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
 
     The longest prefix; and then, in order, each one for which there is still room: a chunk that is larger than what is
     left, such as an embedding, keeps no smaller one out. Two passes over numbers, because models have many thousand
-    chunks: more may fit where fewer do not, when the last user of a slot is gone.
+    chunks: more may fit where fewer do not, when the last user of a slot is gone. Equal chunks share one `Addition`.
     """
     if not additions or budget_bytes is None:
         return list(range(len(additions)))
-    params = list(_num_users(demand, start.homes, start.kept, Kind.PARAM))
-    grads = list(_num_users(demand, start.homes, start.kept, Kind.GRAD))
+    params = list(_num_users(demand, start, Kind.PARAM))
+    grads = list(_num_users(demand, start, Kind.GRAD))
     sizes, gradient_sizes = demand.slot_bytes, demand.gradient_slot_bytes
     most_needed, most_gradients = demand.min_slots, demand.min_gradient_slots
 
@@ -188,14 +187,19 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
             most, then = count, (rest, *params, *grads)
     fitting = list(range(most))
     rest, params[0], params[1], grads[0], grads[1] = then
+    refused: set[int] = set()  # ids of additions, since one has fitted: what did not fit does not fit again
     for number in range(most, len(additions)):
         addition = additions[number]
+        if id(addition) in refused:
+            continue
         params[addition.oversize] -= addition.frees_slot
         grads[addition.oversize] -= addition.frees_gradient_slot
         if rest + addition.num_bytes + slots() <= budget_bytes:
             fitting.append(number)
             rest += addition.num_bytes
+            refused.clear()
         else:
+            refused.add(id(addition))
             params[addition.oversize] += addition.frees_slot
             grads[addition.oversize] += addition.frees_gradient_slot
     return fitting
