@@ -1,7 +1,8 @@
 """The watchdog: no rank waits for ever, and every rank learns why another one stopped.
 
 A rank that waits for a collective looks at the store once a second. If another rank has published an exception, or
-its process has ended, it raises `RemoteRankError` with that rank's message. If it has waited `DIVERGED_AFTER_S`, or
+its process has ended, it raises `RemoteRankError` with that rank's message; if the process was killed, which one on the
+same host sees (processes.py), `RankLostError`. If it has waited `DIVERGED_AFTER_S`, or
 for others that do not come where it meets them, it publishes where it is. Two ranks that mean different things by one
 number of collective diverged, and so did two that keep waiting at different places; all say so with both places.
 After `rank_timeout_s` the missing rank is called lost. The watch needs the store that the process group was made
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError, torn
-from gemini.ranks import exit_report
+from gemini.ranks import exit_report, processes
 
 POLL_S = 1.0
 DIVERGED_AFTER_S = 4.0
@@ -61,6 +62,7 @@ class Watchdog:
         self._store = PrefixStore(self._prefix, exit_report.default_store())
         self._heard = -1  # the last generation of whose failure this rank knows
         exit_report.publish_exit()
+        processes.announce(exit_report.default_store(), dist.get_rank())
         exit_report.watches.add(self)
 
     @property
@@ -224,8 +226,7 @@ class Watchdog:
                     raise DivergenceError(message.removeprefix(_DIVERGED))
                 raise RemoteRankError(int(rank), message)
         elif ended and not (work is not None and self._done_at_last(work)):
-            self.failed = True
-            raise RemoteRankError(*ended)
+            self._raise_ended(*ended)
 
     def _done_at_last(self, work: dist.Work) -> bool:
         """A process may end as soon as its own part is done: what it has sent is still to arrive."""
@@ -234,14 +235,28 @@ class Watchdog:
         except RuntimeError:
             return False
 
-    def _ended(self) -> tuple[int, str] | None:
-        """(rank, why) of a rank whose process has ended."""
-        if exit_report.any_ended():
-            for rank, global_rank in enumerate(self._ranks):
-                words = exit_report.of(global_rank)
-                if rank != self.rank and words is not None:
-                    return rank, words
+    def _ended(self) -> tuple[int, str | None] | None:
+        """(rank, why) of a rank whose process has ended. Why is None for one that had no time to say it."""
+        store, some_spoke = exit_report.default_store(), exit_report.any_ended()
+        for rank, global_rank in enumerate(self._ranks):
+            if rank == self.rank:
+                continue
+            is_gone = processes.is_gone(store, global_rank)
+            words = exit_report.of(global_rank) if is_gone or some_spoke else None  # its last word before it went
+            if is_gone or words is not None:
+                return rank, words
         return None
+
+    def _raise_ended(self, rank: int, words: str | None) -> NoReturn:
+        self.failed = True
+        if words is not None:
+            raise RemoteRankError(rank, words)
+        error = RankLostError(
+            f"rank {self.rank} lost rank {rank} at {self._where()[1]}: its process is gone without a word. It was "
+            "killed, or crashed: its own output may say why, or the kernel's log if the host ran out of memory"
+        )
+        self.publish(error)  # to ranks on other hosts
+        raise error
 
     def _raise_if_lost(self, waited_s: float) -> None:
         if waited_s > self.rank_timeout_s:

@@ -49,6 +49,10 @@ if where == "wrap" and rank == who:
 module = torch.nn.Sequential(*(Layer(32, 32) for _ in range(4)))
 model = ShardedModel(module, device="emulated")
 optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3))
+if where == "killed-before-another-model":
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ShardedModel(torch.nn.Linear(8, 8), device="emulated")  # waits for the others at the store
 if where == "endless":
     Path(f"{init_method.removeprefix('file://')}-{rank}-trains").touch()
 started = time.monotonic()

@@ -71,7 +71,17 @@ def test_the_rank_that_holds_the_store_leaves_when_the_others_know(where: str) -
 def test_a_killed_rank_is_lost(tmp_path: Path) -> None:
     codes, errors = run_script("killed", 1, f"file://{tmp_path / 'store'}")
     assert codes == [1, -9], errors
-    assert "RankLostError: rank 0 lost the connection" in errors[0]
+    assert "RankLostError: rank 0 lost rank 1 at " in errors[0]
+
+
+def test_a_killed_rank_is_lost_where_no_connection_tells_of_it(tmp_path: Path) -> None:
+    """Ranks that begin together meet at the store, which knows no connections: without a look, `rank_timeout` later."""
+    started = time.monotonic()
+    codes, errors = run_script("killed-before-another-model", 1, f"file://{tmp_path / 'store'}")
+    assert codes == [1, -9], errors
+    assert "RankLostError: rank 0 lost rank 1 at " in errors[0]
+    assert "its process is gone without a word" in errors[0]
+    assert time.monotonic() - started < 45
 
 
 @SOAK

@@ -4,6 +4,13 @@ from tests.mutants.mutant import GOLDEN, TWO_RANKS, Mutant
 
 MUTANTS = [
     Mutant(
+        "nobody looks whether a rank's process is still there",
+        "gemini/ranks/watchdog.py",
+        "            is_gone = processes.is_gone(store, global_rank)\n",
+        "            is_gone = False\n",
+        "tests/dist/test_rank_failures.py::test_a_killed_rank_is_lost_where_no_connection_tells_of_it",
+    ),
+    Mutant(
         "the sum over ranks is not divided",
         "gemini/ranks/communicator.py",
         "out, tag, mean=True,",
