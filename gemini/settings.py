@@ -112,9 +112,9 @@ class Settings:
             into a slot that is free, or whose content is used later, so a plan has no memory for it. 0: every operator
             waits for its own. One rank gathers nothing, whatever the number. Results do not change.
         gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
-            sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. None, or 1: they take it beside the
-            plan, from the second backward of a step on, and on the host where the device is full. Results do not
-            change.
+            sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
+            the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
+            shown how many they have; another plan follows then. Results do not change.
         reuse_fp16_shard: the reduced gradient is stored in the memory of the 16-bit parameter, and the step makes the
             parameter again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter
             less. bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A

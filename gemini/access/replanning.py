@@ -1,16 +1,24 @@
-"""Another plan for the chunks that a model has: what follows from flags, budgets and what frozen chunks still keep."""
+"""Another plan for the chunks that a model has: what follows from flags, budgets and what frozen chunks still keep.
+
+States move between steps only: not while gradients wait for a step, nor while something uses a payload.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Unpack
 
+import torch
+
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.errors import BudgetError
+from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
 from gemini.placement.demand import Kind
 from gemini.placement.plan import Plan, PlanChanges, replan
+
+BEFORE_STEP = "between backward() and step()"
 
 
 class Replanning:
@@ -66,6 +74,31 @@ class Replanning:
         if budget.host is None or needed <= budget.host:
             return None
         return f"the host has room for {budget.host} bytes and would need {needed}. Allow more with host_memory="
+
+    @property
+    def gradients_wait(self) -> bool:
+        """A backward since the last step has reached trained parameters. Local."""
+        gradients = self._manager.step.grads
+        return bool(gradients.num_backwards and gradients.memory.gradients)
+
+    @property
+    def is_possible(self) -> bool:
+        """States may move now, and are where the plan in force wants them. Local, and equal on all ranks."""
+        return not (self._manager.plan.offloaded or self.gradients_wait or self._manager.is_in_use)
+
+    def refuse_inside(self, what: str, when: str) -> None:
+        """Raises GeminiError where memory cannot move now. Local, and equal on all ranks."""
+        if self.gradients_wait:
+            raise GeminiError(f"{what} {when}: do it after step() or zero_grad()")
+        if self._manager.is_in_use:
+            raise GeminiError(f"inside GatheredParameters(...) nothing can change: {what}")
+
+    @contextmanager
+    def between_steps(self, what: str) -> Iterator[None]:
+        """Around `put_in_force`; an exception is told to the other ranks. Raises GeminiError inside a step."""
+        self.refuse_inside(what, BEFORE_STEP)  # on all ranks alike: published, it would drop gradients
+        with self._manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
+            yield
 
     def _pairs(self, flags: Sequence[bool]) -> zip[tuple[ManagedParameter, bool]]:
         return zip(self._managed, flags, strict=True)

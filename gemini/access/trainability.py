@@ -14,8 +14,7 @@ weights. `ShardedOptimizer.discard_state()` gives the rest up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, cast
 
@@ -23,17 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from gemini.access.free_memory import FreeMemory
+from gemini.access.live_plan import BUDGETED, LivePlan
 from gemini.access.purpose import Purpose
-from gemini.access.replanning import Replanning
+from gemini.access.replanning import BEFORE_STEP, Replanning
 from gemini.chunks.chunk import ManagedParameter
-from gemini.dist_logger import get_dist_logger
-from gemini.errors import GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
 from gemini.memory.collector import uncollected
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind
-from gemini.placement.following import bounded_in_words, followed_in_words
 from gemini.placement.offloaded import offloaded
 from gemini.placement.plan import PlanChanges
 from gemini.placement.specs import OperatorSpec
@@ -42,11 +39,8 @@ from gemini.settings import BUDGETS, Settings
 _requires_grad: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _TRAINED = "change of what is trained", "All ranks must freeze and unfreeze the same parameters at the same step"
 _COMPILED = "change of what is compiled", "All ranks must compile the same modules before the same forward"
-_BUDGETED = "change of budgets", "All ranks must allow the same bytes at the same step"
 _OFFLOADED = "change of what is offloaded", "All ranks must offload and reload the same states at the same step"
 _MARGIN = "gpu_margin_mem_ratio", "All ranks must give their optimizers the same one"
-
-_BEFORE_STEP = "between backward() and step()"
 
 
 class Trainability:
@@ -55,13 +49,13 @@ class Trainability:
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
         self._step = manager.step
-        self._device = manager.memory.device
         self._managed = [each for chunk in manager.chunks for each in chunk.parameters]
         self._parameters = [each.parameter for each in self._managed]
         self._flags = [each.requires_grad for each in self._managed]
         self.unfrozen: set[int] = set()  # indices of parameters that were frozen when the model was wrapped, or later
         self._free = FreeMemory(manager)
         self._replanning = Replanning(manager)
+        self._live = LivePlan(manager, self._replanning, self._free)
         self.purpose = Purpose(manager, self._replanning, self._free)
         self.flags_raised: set[int] = set()  # parameters whose flags were raised since memory followed, unless plain
 
@@ -90,7 +84,7 @@ class Trainability:
         """A forward with gradients begins: `apply_flags`, and make room for its activations. Collective then."""
         self.apply_flags()
         if self.asks_for_bound():
-            self._make_room()
+            self._live.make_room()
 
     def apply_unfrozen(self) -> None:
         """`apply_flags` if something was unfrozen, which a graph that is about to be built needs memory for.
@@ -129,7 +123,7 @@ class Trainability:
         Raises GeminiError if gradients wait for a step, BudgetError if there is no room; nothing has changed then.
         """
         if wanted:
-            self._check_between_steps("loading the state of frozen parameters", _BEFORE_STEP)
+            self._check_between_steps("loading the state of frozen parameters", BEFORE_STEP)
             names = ", ".join(self._step.chunks[index].names() for index in sorted(wanted))
             self._replan(self._flags, f"state loaded for frozen {names}", wanted=wanted)
 
@@ -139,7 +133,7 @@ class Trainability:
         Collective. Raises GeminiError if gradients wait for a step, and DivergenceError if ranks name other ones;
         nothing has changed then.
         """
-        self._check_between_steps("discard_state()", _BEFORE_STEP)
+        self._check_between_steps("discard_state()", BEFORE_STEP)
         step, optimizer = self._step, self._manager.optimizer
         shown = f"state given up: {', '.join(each.name for each in discarded)}"
         step.communicator.agree(shown.encode(), "discard_state()", remedy="All ranks must give up the same state")
@@ -158,7 +152,7 @@ class Trainability:
         Raises GeminiError if gradients wait for a step or parameters are in use, BudgetError if the host has no room,
         and DivergenceError if ranks offload other states; nothing has changed then.
         """
-        with self._between_steps("offload_states()"):
+        with self._replanning.between_steps("offload_states()"):
             plan, shown = offloaded(self._manager.plan, kinds), f"offloaded: {', '.join(sorted(kinds))}"
             self._manager.change_plan(plan, shown, *_OFFLOADED)
             self._manager.give_room()
@@ -166,7 +160,7 @@ class Trainability:
     def reload(self) -> None:
         """What was offloaded is where the policy wants it again. Collective, if something was. Raises as `offload`."""
         if self._manager.plan.offloaded:
-            with self._between_steps("reload_states()"):
+            with self._replanning.between_steps("reload_states()"):
                 self._replan(self._flags, "states reloaded", _OFFLOADED)
 
     def before_use(self) -> None:
@@ -174,9 +168,10 @@ class Trainability:
 
         Collective then. With states that cannot come back now it works where they are.
         """
-        if self._manager.plan.offloaded and not (self._gradients_wait() or self._manager.is_in_use):
+        if self._manager.plan.offloaded and not (self._replanning.gradients_wait or self._manager.is_in_use):
             self.reload()
-        self._follow_memory()
+        if self._live.follow():
+            self._note_graphs()
         self._follow_use(torch.is_grad_enabled())
 
     def change_budgets(self, settings: Settings, free: FreeBytes) -> None:
@@ -185,11 +180,11 @@ class Trainability:
         Raises as `offload` does; BudgetError also where the device has no room.
         """
         words = [f"{name}={settings.budget_bytes(name)}" for name in BUDGETS]
-        with self._between_steps("change_budgets()"):
+        with self._replanning.between_steps("change_budgets()"):
             self._replan(
                 self._flags,
                 f"budgets: {', '.join(words)}",
-                _BUDGETED,
+                BUDGETED,
                 settings=settings,
                 budget=Budget.of(settings, free),
             )
@@ -202,52 +197,8 @@ class Trainability:
         """
         settings = replace(self._manager.plan.settings, gpu_margin_mem_ratio=ratio)
         if settings != self._manager.plan.settings:
-            with self._between_steps("gpu_margin_mem_ratio="):
+            with self._replanning.between_steps("gpu_margin_mem_ratio="):
                 self._replan(self._flags, f"gpu_margin_mem_ratio={ratio}", _MARGIN, settings=settings)
-
-    def _follow_memory(self) -> None:
-        """Another plan, if the device has more or less room by now, or ran out of memory. Collective then."""
-        before, free = self._manager.plan, self._free
-        if not free.look() or before.offloaded or self._gradients_wait() or self._manager.is_in_use:
-            return
-        is_short = free.is_short
-        with uncollected():  # the least of the plan may be asked for
-            budget = free.wanted(before)
-        if budget is None:
-            return
-        why = self._replanning.why_not(budget=budget)
-        if why is not None:
-            free.refuse(budget, why)
-            return
-        shown = f"{'shortage of' if is_short else 'free'} memory: room for {budget.device} bytes of model data"
-        self._follow(budget, shown)
-        words = followed_in_words(before, self._manager.plan, free.activations, is_short, free.find_peak(is_short))
-        (get_dist_logger().warning if is_short else get_dist_logger().info)(words, ranks=[0])
-
-    def _make_room(self) -> None:
-        """For the activations of the first batch, of which there is a bound. See [Note: First batch]. Collective."""
-        before, free = self._manager.plan, self._free
-        if before.offloaded or self._gradients_wait() or self._manager.is_in_use:
-            return
-        found = free.bounded(before)
-        if found is None or self._replanning.why_not(budget=found[0]) is not None:
-            return
-        budget, most_activations = found
-        self._follow(budget, f"a bound of activations: room for {budget.device} bytes of model data")
-        get_dist_logger().info(bounded_in_words(before, self._manager.plan, most_activations), ranks=[0])
-
-    def _follow(self, budget: Budget, shown: str) -> None:
-        """A plan that keeps to the budget is in force. Collective."""
-        with self._between_steps("following free memory"):
-            self._replan(self._flags, shown, _BUDGETED, budget=budget)
-            self._device.trim()  # torch's allocator would keep from others what the model gave up
-        self._free.restart()
-
-    @contextmanager
-    def _between_steps(self, what: str) -> Iterator[None]:
-        self._refuse_between_steps(what, _BEFORE_STEP)  # on all ranks alike: published, it would drop gradients
-        with self._step.publishing(), torch.inference_mode(False), torch.no_grad():
-            yield
 
     def change_operators(self, shown: str, operators: tuple[OperatorSpec, ...]) -> None:
         """Operators have changed, and what is trained has not: another plan is put in force. Collective.
@@ -269,11 +220,9 @@ class Trainability:
 
     def _follow_use(self, builds_graph: bool) -> None:
         purpose = self.purpose
-        if purpose.is_followed(builds_graph) or self._manager.plan.offloaded:
+        if purpose.is_followed(builds_graph) or not self._replanning.is_possible:
             return
-        if self._gradients_wait() or self._manager.is_in_use:
-            return
-        with self._between_steps("a first use"):
+        with self._replanning.between_steps("a first use"):
             if builds_graph:
                 purpose.begin_graph()
                 self.flags_raised.clear()
@@ -286,29 +235,17 @@ class Trainability:
         if self._manager.plan.infers and self._manager.training.refused is None:
             self.flags_raised.update(number for number, flag in enumerate(self._flags) if flag)
 
-    def _gradients_wait(self) -> bool:
-        """A backward since the last step has reached trained parameters."""
-        gradients = self._step.grads
-        return bool(gradients.num_backwards and gradients.memory.gradients)
-
     def _check_between_steps(self, what: str, when: str = "between the micro-batches of a step") -> None:
         """Raises GeminiError where another plan could not be carried out now."""
-        self._refuse_between_steps(what, when)
+        self._replanning.refuse_inside(what, when)
         self._step.grads.forget()  # backwards that were about inputs only
-
-    def _refuse_between_steps(self, what: str, when: str) -> None:
-        """Raises GeminiError where memory cannot move now. Local, and equal on all ranks."""
-        if self._gradients_wait():
-            raise GeminiError(f"{what} {when}: do it after step() or zero_grad()")
-        if self._manager.is_in_use:
-            raise GeminiError(f"inside GatheredParameters(...) nothing can change: {what}")
 
     def _change(self, flags: list[bool]) -> None:
         """Changes nothing if it has to wait for the step."""
         pairs = list(zip(self._managed, flags, strict=True))
         frozen = [each for each, flag in pairs if each.requires_grad and not flag]
         unfrozen = [each for each, flag in pairs if flag and not each.requires_grad]
-        if self._gradients_wait() and not unfrozen:
+        if self._replanning.gradients_wait and not unfrozen:
             return
         names = [", ".join(each.name for each in some) or "none" for some in (frozen, unfrozen)]
         self._check_between_steps(f"{names[1]} were unfrozen" if unfrozen else f"{names[0]} were frozen")

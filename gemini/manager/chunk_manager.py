@@ -18,6 +18,7 @@ from gemini.manager.binding import Binding
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.manager.grads import GradStore
+from gemini.manager.micro_batches import MicroBatches
 from gemini.manager.migrate import Rehoming, StateStore
 from gemini.manager.params import ParamStore
 from gemini.manager.recorder import Recorder
@@ -73,6 +74,7 @@ class ChunkManager:
         communicator: collectives, and what ranks agree on.
         observer: is told of every move; `model.observer`.
         live: what the device has for the model, read at each step.
+        micro_batches: how many a step has, as steps show.
         params: the payloads in their slots, and what parameters show.
         grads: gradients on their way, and at rest.
         recorder: measures the bytes beside the model data at each event of a step, for `trace`.
@@ -99,6 +101,7 @@ class ChunkManager:
         self.plan = plan
         self.observer = Observer()
         self.live = LiveMemory(device, memory.device.ledger)
+        self.micro_batches = MicroBatches(demand.micro_batches)
         self.optimizer: OptimizerPart | None = None
         binding = Binding(self.chunks, memory, released_class)
         max_prefetch = plan.settings.max_prefetch

@@ -222,6 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         summary = self._next.summary or self._summarize(norm_type)
         refuse_idle(self.model, summary)
         self._next.forget()
+        self._manager.micro_batches.note_step(summary.num_backwards)
         self._num_steps += 1
         norm = self._true_norm(summary)
         self.grad_norm = torch.tensor(norm, dtype=torch.float32, device=self._device)

@@ -35,6 +35,7 @@ class GradientSummary:
     norm: float  # inf or NaN where a gradient is not finite
     has_gradient: bytes  # by parameter index: 1 or 0
     non_finite: int | None  # index of the first parameter with a non-finite gradient
+    num_backwards: int  # that the step adds up: the mean over ranks, rounded up
 
     def of(self, chunk: Chunk) -> bytes:
         """`has_gradient` by position in the chunk, whose parameters have consecutive indices."""
@@ -84,10 +85,11 @@ def summarize(
     limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
     readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
-    both = torch.cat([limbs, torch.tensor(words + bits + readings, dtype=torch.int64)]).to(device)
+    numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64)
+    both = torch.cat([limbs, numbers]).to(device)
     communicator.all_reduce_sum_(both, "gradient summary")
     both = both.cpu()
-    limbs, counts = both[: limbs.numel()], both[limbs.numel() :].tolist()
+    limbs, (num_backwards, *counts) = both[: limbs.numel()], both[limbs.numel() :].tolist()
     counts, bits, readings = counts[: len(words)], counts[len(words) :][: len(bits)], counts[len(words) + len(bits) :]
     if live is not None:
         live.agree(readings)
@@ -102,7 +104,7 @@ def summarize(
         norm = math.nan if limbs[NAN_LIMB] else float(most)
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
     has_gradient = bytes([word & (_NON_FINITE - 1) > 0 for word in counts])
-    return GradientSummary(norm, has_gradient, bad[0] if bad else None)
+    return GradientSummary(norm, has_gradient, bad[0] if bad else None, -(-num_backwards // communicator.world_size))
 
 
 def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dict[str, Any]]) -> str:

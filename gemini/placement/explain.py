@@ -112,13 +112,12 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers
     yield from found or [f"Nothing moves in a {'forward' if infers else 'step'}."]
 
 
-def predicted_in_words(predicted: Predicted, micro_batches: int | None, infers: bool) -> Iterator[str]:
+def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -> Iterator[str]:
     """How many bytes that is in a step, exactly: see `Plan.predicted` for what is expected of it.
 
-    micro_batches: that it was predicted for. None: one, since nobody has said how many there are. infers: it is of a
-    forward without gradients.
+    micro_batches: that it was predicted for. infers: it is of a forward without gradients.
     """
-    step = "a step" if micro_batches is None else f"a step of {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+    step = f"a step of {micro_batches} micro-batches" if micro_batches > 1 else "a step"
     step = "a forward" if infers else step
     links = predicted.bytes_by_link
     both = (("host->device", "from the host to the device"), ("device->host", "from the device to the host"))

@@ -111,6 +111,12 @@ def bounded_in_words(before: Plan, after: Plan, most_activations: int) -> str:
     )
 
 
+def micro_batches_in_words(before: Plan, after: Plan) -> str:
+    """One line: how many micro-batches steps have been seen to have, and how many states have moved."""
+    was, now = (plan.demand.micro_batches for plan in (before, after))
+    return f"steps have {now} micro-batches, and the plan was for {was}: {_moved_in_words(before, after)}"
+
+
 def _moved_in_words(before: Plan, after: Plan) -> str:
     pairs = zip(before.placement.homes, after.placement.homes, strict=True)
     moves = [homes[kind] for had, homes in pairs for kind in had if kind in homes and had[kind] is not homes[kind]]

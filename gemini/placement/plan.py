@@ -109,7 +109,8 @@ class Plan:
     def predicted(self) -> Predicted:
         """What each training step moves and holds, in bytes: made when it is asked for.
 
-        A step has as many micro-batches as the settings' `gradient_accumulation_steps` says, else one.
+        A step has as many micro-batches as the plan is for: `gradient_accumulation_steps` of the settings, else what
+        steps have shown, at first one.
 
         Of a plan for inference: what each forward does. Exact for the first rank of a model whose operators run once
         each, in order, and whose backward reads all weights behind the first operator that is trained.
@@ -140,7 +141,7 @@ class Plan:
             *explain.chunks_in_words(self.packing, settings.stage, self.world_size, self.policy, self.infers),
             *explain.states_in_words(demand, self.placement, self.budget),
             *explain.moves_in_words(demand, self.placement, self.world_size, self.infers),
-            *explain.predicted_in_words(self.predicted, settings.gradient_accumulation_steps, self.infers),
+            *explain.predicted_in_words(self.predicted, demand.micro_batches, self.infers),
             *explain.budgets_in_words(demand, self.placement, self.budget, settings.policy),
             *explain.minimum_in_words(
                 self.minimum_bytes, others, self.spec.operators[at].name or "the model", slot_bytes[at], self.infers
@@ -220,6 +221,7 @@ class PlanChanges(TypedDict, total=False):
     settings: Settings
     budget: Budget
     infers: bool
+    micro_batches: int  # of a step, unless the settings say how many
 
 
 def replan(
@@ -228,7 +230,7 @@ def replan(
     kept: Mapping[int, frozenset[Kind]],
     **changes: Unpack[PlanChanges],
 ) -> Plan:
-    """The plan for the same chunks when other weights are trained, operators or budgets change, or training begins.
+    """The plan for the same chunks, when other weights are trained, operators or budgets change, or training begins.
 
     trained: of every weight, in the order of the chunks. kept: states that chunks still have, by chunk index, of which
     those count that are frozen, or all where the model only infers.
@@ -239,8 +241,9 @@ def replan(
         spec = replace(spec, operators=changes["operators"])
     settings, budget = changes.get("settings", before.settings), changes.get("budget", before.budget)
     infers = changes.get("infers", before.infers)
+    micro_batches = changes.get("micro_batches", before.demand.micro_batches)
     try:
-        plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept, infers)
+        plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept, infers, micro_batches)
     except BudgetError as error:
         raise advised(error, spec) from None
     return replace(plan, is_first=False)
@@ -255,9 +258,10 @@ def _place(
     trained: Sequence[bool],
     kept: Mapping[int, frozenset[Kind]],
     infers: bool = False,
+    micro_batches: int = 1,
 ) -> Plan:
     counted = [False] * len(trained) if infers else trained
-    demand = _demand_of(packing, spec, counted, kept, settings, world_size, budget.host)
+    demand = _demand_of(packing, spec, counted, kept, settings, world_size, budget.host, micro_batches)
     placement = place(demand, budget.device, settings.policy)
     hash_ = hash_of(packing, placement, settings, trained)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
@@ -271,6 +275,7 @@ def _demand_of(
     settings: Settings,
     world_size: int,
     max_host_bytes: int | None = None,
+    micro_batches: int = 1,
 ) -> Demand:
     return demand_of(
         packing.chunks,
@@ -280,7 +285,7 @@ def _demand_of(
         settings.stage,
         world_size,
         settings.max_live_parameters,
-        micro_batches=settings.gradient_accumulation_steps or 1,
+        micro_batches=settings.gradient_accumulation_steps or micro_batches,
         max_host_bytes=max_host_bytes,
     )
 

@@ -53,7 +53,7 @@ def predict_steps(
         plan: in force all the time.
         num_steps: how many.
         schedule: what a micro-batch does. None: as `Schedule.expected` of the model.
-        micro_batches: backwards a step. None: `gradient_accumulation_steps` of the plan's settings, else 1.
+        micro_batches: backwards a step. None: as many as the plan is for.
         rank: the one that is looked at.
     """
     simulation = Simulation(plan, schedule or expected_schedule(plan), rank)
@@ -108,7 +108,7 @@ def predict_inference(plan: Plan, *, schedule: Schedule | None = None) -> Predic
 
 
 def _step(simulation: Simulation, plan: Plan, micro_batches: int | None) -> Predicted:
-    for number in range(micro_batches or plan.settings.gradient_accumulation_steps or 1):
+    for number in range(micro_batches or plan.demand.micro_batches):
         simulation.micro_batch(number + 1)
     simulation.update()
     return _taken(simulation, plan)

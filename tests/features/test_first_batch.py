@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from gemini import EmulatedDevice, ShardedModel, ShardedOptimizer, estimate_memory, state_hash
 from gemini.model.first_batch import most_activations
-from tests.features.test_live_memory import told
 from tests.harness.on_ranks import gathered, on_ranks
+from tests.harness.told import told
 from tests.zoo.mlp import adam, build
 
 WIDTH, BLOCKS, VOCAB, LENGTH = 64, 4, 256, 32

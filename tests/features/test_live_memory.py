@@ -1,8 +1,6 @@
 """The device's free memory changes while a model is trained: states move out and in again, and no bit changes."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from gemini import EmulatedDevice, MemoryMonitor, ShardedModel, ShardedOptimizer
 from gemini.memory.emulated import EmulatedTier
 from tests.harness.on_ranks import gathered, on_ranks
+from tests.harness.told import told
 from tests.zoo.mlp import CHUNK_NUMEL, adam, build, inputs, loss_of, train_while
 
 STEPS = 8
@@ -33,23 +32,6 @@ def train(
     steps: int = STEPS,
 ) -> tuple[list[float], int]:
     return train_while(*trainer(device, dtype), rank, between, steps, dtype)
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """What the library's logger says."""
-    lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Handler()
-    logging.getLogger("gemini").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("gemini").removeHandler(handler)
 
 
 @on_ranks(1, 2)

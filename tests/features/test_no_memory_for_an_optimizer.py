@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gemini import BudgetError, Kind, ShardedModel, ShardedOptimizer
 from gemini.memory.emulated import EmulatedTier
-from tests.features.test_live_memory import told
 from tests.features.test_plan_for_inference import infer
 from tests.harness.on_ranks import gathered, on_ranks
+from tests.harness.told import told
 from tests.zoo.mlp import CHUNK_NUMEL, adam, build, minimum_bytes, train_while
 
 SMALL: dict[str, Any] = {"device": "emulated", "chunk_size": CHUNK_NUMEL}

@@ -15,9 +15,9 @@ import gemini
 from gemini import DivergenceError, EmulatedDevice, RemoteRankError, ShardedModel, ShardedOptimizer, state_hash
 from gemini.placement.budget import Budget
 from gemini.placement.following import ShortageCap
-from tests.features.test_live_memory import told
 from tests.features.test_recorder import Peaked
 from tests.harness.on_ranks import gathered, on_ranks
+from tests.harness.told import told
 from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, build, inputs, loss_of, placed, train_while, weights_of
 
 TOTAL = 90_000

@@ -130,6 +130,26 @@ def test_a_plan_knows_a_step_of_as_many_micro_batches_as_it_was_told(
     model.close()
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("place", ["smallest", "auto"])
+def test_a_plan_learns_what_a_step_of_several_micro_batches_moves(rank: int, world_size: int, place: str) -> None:
+    """Nobody has told their number, and two steps have shown it."""
+    model, optimizer = mlp.sharded(place, dtype=torch.bfloat16)
+    peaks, measured = Peaks(model), []
+
+    def train(step: int) -> None:
+        for micro in range(3):
+            optimizer.backward(mlp.loss_of(model, 3 * step + micro + rank, torch.bfloat16))
+        optimizer.step()
+
+    at_first = model.plan.predicted
+    for step in range(5):
+        measured.append(measure(model, peaks, world_size, partial(train, step)))
+    assert differences([model.plan.predicted] * 2, measured[3:]) == []
+    assert model.plan.predicted != at_first
+    model.close()
+
+
 def test_a_plan_knows_a_step_after_weights_were_frozen() -> None:
     """Backward does not read what is before the first weight that is trained."""
     model, optimizer = mlp.sharded("smallest")

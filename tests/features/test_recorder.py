@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from gemini import EmulatedDevice, ShardedModel, ShardedOptimizer, estimate_memory
 from gemini.monitor.peaks import PeakMeter
 from gemini.placement.trace import Phase, Trace
-from tests.features.test_live_memory import told
 from tests.harness.on_ranks import on_ranks
+from tests.harness.told import told
 from tests.zoo.mlp import (
     CHUNK_NUMEL,
     LAYERS,

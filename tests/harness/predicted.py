@@ -137,7 +137,7 @@ class Peaks:
 def _arguments(case: Case, of: ModelCase) -> dict[str, Any]:
     size = None if case.chunk is None else int(of.chunk_numel * case.chunk)
     found: dict[str, Any] = {"stage": case.stage, "shard_strategy": case.strategy, "chunk_size": size}
-    found["gradient_accumulation_steps"] = case.micro if case.plans_sums else None
+    found["gradient_accumulation_steps"] = case.micro if case.plans_sums else 1  # never learnt
     found["max_prefetch"] = case.prefetch
     policy = StaticPolicy(0.5, 0.6, 0.4) if case.policy == "static" else case.policy
     found |= {"tensor_placement_policy": policy, "reuse_fp16_shard": case.reuse}

@@ -6,6 +6,27 @@ INFERENCE = "tests/features/test_plan_for_inference.py"
 
 MUTANTS = [
     Mutant(
+        "a plan does not learn how many micro-batches a step has",
+        "gemini/access/live_plan.py",
+        "        if not steps.have_changed or not self._replanning.is_possible:\n",
+        "        if True:\n",
+        "tests/features/test_planned_micro_batches.py::test_a_plan_learns_how_many_micro_batches_steps_have",
+    ),
+    Mutant(
+        "a plan follows what only the last step had",
+        "gemini/manager/micro_batches.py",
+        "self._num_alike >= self._needed and ",
+        "",
+        "tests/features/test_planned_micro_batches.py::test_a_number_that_was_told_is_not_learnt",
+    ),
+    Mutant(
+        "every rank follows its own number of micro-batches",
+        "gemini/optimizer/summary.py",
+        "-(-num_backwards // communicator.world_size)",
+        "step.grads.num_backwards",
+        "tests/features/test_planned_micro_batches.py::test_ranks_that_add_up_other_numbers_plan_alike",
+    ),
+    Mutant(
         "a model that only infers keeps the room of what only training needs",
         "gemini/access/purpose.py",
         "        return infers or not self._may_infer\n",

@@ -47,14 +47,14 @@ MUTANTS = [
     ),
     Mutant(
         "a full host ends a training whose device has less room",
-        "gemini/access/trainability.py",
+        "gemini/access/live_plan.py",
         "        if why is not None:\n",
         "        if False:\n",
         "tests/features/test_live_memory.py::test_a_full_host_ends_no_training",
     ),
     Mutant(
         "what leaves the device stays in torch's cache",
-        "gemini/access/trainability.py",
+        "gemini/access/live_plan.py",
         "            self._device.trim()  # torch's",
         "            # torch's",
         "tests/features/test_live_memory.py::test_what_leaves_the_device_is_no_longer_kept_from_others",

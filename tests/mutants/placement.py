@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "no plan knows of micro-batches",
         "gemini/placement/plan.py",
-        "micro_batches=settings.gradient_accumulation_steps or 1",
+        "micro_batches=settings.gradient_accumulation_steps or micro_batches",
         "micro_batches=1",
         "tests/features/test_planned_micro_batches.py",
     ),

@@ -1,0 +1,101 @@
+"""The plan in force follows what steps show: how much memory there is, what a batch takes, how many make up a step.
+
+Whatever it follows from has been agreed on by all ranks, so that all come to the same plan. States move before a
+forward, between steps.
+"""
+
+from __future__ import annotations
+
+from gemini.access.free_memory import FreeMemory
+from gemini.access.replanning import Replanning
+from gemini.dist_logger import get_dist_logger
+from gemini.manager.chunk_manager import ChunkManager
+from gemini.memory.collector import uncollected
+from gemini.placement.budget import Budget
+from gemini.placement.demand import Kind
+from gemini.placement.following import bounded_in_words, followed_in_words, micro_batches_in_words
+from gemini.placement.plan import Plan
+
+BUDGETED = "change of budgets", "All ranks must allow the same bytes at the same step"
+_ADDED_UP = "change of micro-batches", "All ranks must run as many backwards between two steps"
+
+
+class LivePlan:
+    """Of one model."""
+
+    def __init__(self, manager: ChunkManager, replanning: Replanning, free: FreeMemory) -> None:
+        self._manager = manager
+        self._replanning = replanning
+        self._free = free
+        self._device = manager.memory.device
+
+    def follow(self) -> bool:
+        """Another plan, if steps ask for one. Whether there is another one; collective then."""
+        follows_memory, follows_steps = self._follow_memory(), self._follow_micro_batches()
+        return follows_memory or follows_steps
+
+    def _follow_memory(self) -> bool:
+        """The device has more or less room by now, or ran out of memory."""
+        before, free = self._manager.plan, self._free
+        if not free.look() or not self._replanning.is_possible:
+            return False
+        is_short = free.is_short
+        with uncollected():  # the least of the plan may be asked for
+            budget = free.wanted(before)
+        if budget is None:
+            return False
+        why = self._replanning.why_not(budget=budget)
+        if why is not None:
+            free.refuse(budget, why)
+            return False
+        shown = f"{'shortage of' if is_short else 'free'} memory: room for {budget.device} bytes of model data"
+        self._keep_to(budget, shown)
+        words = followed_in_words(before, self._manager.plan, free.activations, is_short, free.find_peak(is_short))
+        (get_dist_logger().warning if is_short else get_dist_logger().info)(words, ranks=[0])
+        return True
+
+    def _follow_micro_batches(self) -> bool:
+        """Steps add up another number of backwards than the plan is for.
+
+        Where no such plan fits the one in force stays: sums take what memory they find beside it.
+        """
+        before, steps = self._manager.plan, self._manager.micro_batches
+        if not steps.have_changed or not self._replanning.is_possible:
+            return False
+        number = steps.follow()
+        if before.settings.gradient_accumulation_steps is not None or number == before.demand.micro_batches:
+            return False
+        if self._replanning.why_not(micro_batches=number) is not None:
+            return False
+        plan = self._replanning.planned(self._replanning.flags, micro_batches=number)
+        if plan.placement == before.placement and _home_bytes(plan) == _home_bytes(before):
+            self._manager.adopt(plan)  # which predicts other steps, and has nothing else where it was
+            return True
+        with self._replanning.between_steps("following micro-batches"):
+            self._manager.change_plan(plan, f"steps of {number} micro-batches", *_ADDED_UP)
+        if plan.placement != before.placement:
+            get_dist_logger().info(micro_batches_in_words(before, plan), ranks=[0])
+        return True
+
+    def make_room(self) -> None:
+        """For the activations of the first batch, of which there is a bound. See [Note: First batch]. Collective."""
+        before, free = self._manager.plan, self._free
+        if not self._replanning.is_possible:
+            return
+        found = free.bounded(before)
+        if found is None or self._replanning.why_not(budget=found[0]) is not None:
+            return
+        budget, most_activations = found
+        self._keep_to(budget, f"a bound of activations: room for {budget.device} bytes of model data")
+        get_dist_logger().info(bounded_in_words(before, self._manager.plan, most_activations), ranks=[0])
+
+    def _keep_to(self, budget: Budget, shown: str) -> None:
+        """A plan that keeps to the budget is in force. Collective."""
+        with self._replanning.between_steps("following free memory"), uncollected():
+            self._replanning.put_in_force(self._replanning.flags, shown, BUDGETED, budget=budget)
+            self._device.trim()  # torch's allocator would keep from others what the model gave up
+        self._free.restart()
+
+
+def _home_bytes(plan: Plan) -> list[dict[Kind, int]]:
+    return [chunk.home_bytes for chunk in plan.demand.chunks]
