@@ -84,7 +84,12 @@ class Case:
     @property
     def sibling(self) -> "Case":
         """The same training with nothing sharded and nothing moved: it must have the same bits."""
-        return replace(self, stage=0, place="resident", strategy="chunk", reuse=False, built=False)
+        stage = self.stage if self.model == IN_PIECES else 0  # how early ranks reduce the first piece
+        return replace(self, stage=stage, place="resident", strategy="chunk", reuse=False, built=False)
+
+
+IN_PIECES = "checkpoint_shared_reentrant"
+"""The model whose gradients come several times in a backward."""
 
 
 def is_allowed(options: dict[str, Any]) -> bool:
@@ -94,8 +99,8 @@ def is_allowed(options: dict[str, Any]) -> bool:
     tags = MODELS[options["model"]].tags
     if "buffers" in tags and options["dtype"] != "fp32":  # torch has no batch norm in 16 bits on fp32 buffers
         return False
-    # its gradients come in pieces: their sum depends on the chunk size, and the one that is found on the budget
-    if options["model"] == "checkpoint_shared_reentrant" and options["chunk"] is None:
+    # their sum depends on the chunk size, and the one that is found on the budget
+    if options["model"] == IN_PIECES and options["chunk"] is None:
         return False
     if "own_dtypes" in tags:  # fp64 among them, which HybridAdam refuses
         return options["dtype"] == "fp32" and options["optimizer"] != "hybrid_adam"
