@@ -88,7 +88,7 @@ class RemoteRankError(GeminiError):
 
 
 class RankLostError(GeminiError):
-    """A rank did not answer within `rank_timeout`, or its connection closed without a word."""
+    """A rank did not answer within `rank_timeout`, its process was killed, or its connection closed without a word."""
 
 
 class ReleasedParameterError(GeminiError):

@@ -149,6 +149,7 @@ def own_grad(parameter: Tensor) -> Tensor | None:
 
 
 def set_own_grad(parameter: Tensor, value: Tensor | None) -> None:
+    """Set torch's own `.grad`, past the wrapped class. Local; raises what torch raises for another shape or dtype."""
     with torch._C.DisableTorchFunctionSubclass():
         set_grad_of(parameter, value)
 

@@ -77,6 +77,7 @@ class Hooks:
         return (*self._handles, *self._operators.handles)
 
     def remove(self) -> None:
+        """The module is called as if it had never been wrapped. Local; raises nothing."""
         self._detach()
         for handle in self._handles:
             handle.remove()

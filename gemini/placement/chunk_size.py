@@ -57,10 +57,12 @@ class SearchReport:
 
     @property
     def collective_bytes(self) -> int:
+        """What the launches of a step are worth."""
         return self.num_collectives * BYTES_PER_COLLECTIVE
 
     @property
     def total_bytes(self) -> int:
+        """By which candidates are ordered."""
         return self.padding_bytes + self.gathered_bytes + self.collective_bytes
 
 
@@ -68,10 +70,12 @@ class Sized(Protocol):
     """A chunk as costs see it."""
 
     @property
-    def payload_bytes(self) -> int: ...
+    def payload_bytes(self) -> int:
+        """Of the whole chunk, padding included."""
 
     @property
-    def oversize(self) -> bool: ...
+    def oversize(self) -> bool:
+        """It is larger than the chunk size, and takes slots of the second size."""
 
 
 def report(chunks: Sequence[Sized], chunk_bytes: int, model_bytes: int) -> SearchReport:

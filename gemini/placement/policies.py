@@ -60,6 +60,7 @@ class CpuPolicy:
     name = "cpu"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        """Raises BudgetError where that does not fit."""
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
         check_fits(demand, placement, budget_bytes, self.name)
         return spend_rest(demand, placement, budget_bytes)
@@ -71,6 +72,7 @@ class CudaPolicy:
     name = "cuda"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        """Raises BudgetError where that does not fit."""
         placement = slots_for(demand, _all_on(demand, Tier.DEVICE))
         if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
             placement = slots_for(demand, _frozen_state_on_host(demand, placement.homes))

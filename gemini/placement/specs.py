@@ -20,6 +20,7 @@ class WeightSpec:
 
     @property
     def numel(self) -> int:
+        """Elements, without padding."""
         return prod(self.shape)
 
 
