@@ -76,6 +76,7 @@ def test_the_demo_has_the_same_bits_on_two_ranks_with_a_third_of_the_memory() ->
     assert "(33%)" in done.stdout
 
 
+@pytest.mark.soak
 def test_a_budget_that_is_too_small_ends_all_ranks_with_one_message() -> None:
     done = run("--ranks", "2", *TINY, "--model-data-memory", "1KiB")
     assert done.returncode == 1
@@ -127,6 +128,7 @@ def run_on_ranks(script: str, *flags: str, num_ranks: int = 2) -> subprocess.Com
     return done
 
 
+@pytest.mark.soak
 def test_ranks_of_the_mixture_of_experts_wake_different_ones() -> None:
     flags = ("--steps", "30", "--layers", "2", "--experts", "8", "--length", "16", "--batch", "1", "--lr", "1e-2")
     done = run_on_ranks("moe.py", *flags, "--model-data-memory", "3600KiB")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.harness.calls import CHUNK_NUMEL, USES, growing_phases, moved_by_states
+from tests.harness.on_ranks import in_soak
 
 ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
 
@@ -15,9 +16,9 @@ ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
     [
         {"chunk_size": CHUNK_NUMEL},
         {**ON_HOST, "model_data_memory": 8 * 1024},
-        {**ON_HOST, "bytes_per_layer": 1024},
+        *in_soak({**ON_HOST, "bytes_per_layer": 1024}),
         {"chunk_size": CHUNK_NUMEL, "bytes_per_layer": 5 * 1024, "shard_strategy": "tensor"},
-        {"chunk_size": CHUNK_NUMEL, "tied": True},
+        *in_soak({"chunk_size": CHUNK_NUMEL, "tied": True}),
     ],
     ids=["chunks of one parameter", "few slots", "many slots", "some on the device", "tied"],
 )
@@ -25,7 +26,7 @@ def test_no_function_runs_more_than_twice_as_often_for_twice_the_layers(argument
     assert growing_phases(16, **arguments) == {}
 
 
-@pytest.mark.parametrize("arguments", [{}, {"chunk_size": 2**20}], ids=["searched", "one chunk"])
+@pytest.mark.parametrize("arguments", [{}, *in_soak({"chunk_size": 2**20})], ids=["searched", "one chunk"])
 def test_a_chunk_of_many_parameters_is_wrapped_and_trained_in_proportion(arguments: dict[str, Any]) -> None:
     """What gathers or loads a single parameter looks at its whole chunk: loops of that are left out here."""
     loops = ("load_into_module", "use_each_parameter")

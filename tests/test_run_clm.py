@@ -95,6 +95,7 @@ def again(rank: int, world_size: int, folder: str, *flags: str) -> list[float]:
     return logged(folder)
 
 
+@pytest.mark.soak
 @pytest.mark.ranks
 def test_run_clm_trains_under_a_third_of_the_state_as_the_same_loop_by_hand(ranks: RankPool, tmp_path: Path) -> None:
     """Its losses and weights have the bits of the low-level API; resuming has those of the run that went on."""

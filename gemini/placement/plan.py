@@ -170,10 +170,11 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
     """
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []
-    infers = trains = best = None
+    infers = trains = None
+    placed: list[tuple[tuple[bool, int], Plan]] = []
     num_placed = 0
     for packing in packings(spec, settings, world_size):
-        if best is not None and num_placed >= CHUNKS_PLACED:
+        if placed and num_placed >= CHUNKS_PLACED:
             break
         num_placed += len(packing.chunks)
         try:
@@ -183,15 +184,16 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
             refused.append(error)
             continue
         if has_host_room(plan, tuple(Kind)):
-            if not _is_short(plan):  # the cheapest with which everything fits
-                return plan
-            best = plan if best is None else min(best, plan, key=_cost_under_budget)  # of equal ones the first
-            continue
+            is_short = _is_short(plan)
+            placed.append((_cost_under_budget(plan, is_short), plan))
+            if is_short:
+                continue
+            break  # the cheapest with which everything fits: what comes later is no better
         if has_host_room(plan, WRAPPED_KINDS):
             trains = trains or plan
         infers = infers or plan
-    if best is not None:
-        return best
+    if placed:
+        return min(placed, key=lambda each: each[0])[1]  # of equal ones the first
     if trains is not None:  # with an optimizer that keeps less than Adam does
         return trains
     if infers is not None:  # there is no room to train it: that is refused when an optimizer or a backward comes
@@ -339,7 +341,7 @@ def _is_short(plan: Plan) -> bool:
         return True
 
 
-def _cost_under_budget(plan: Plan) -> tuple[bool, int]:
-    """Sizes that leave much of the budget unused come last, then counts what a step costs."""
-    is_used = plan.budget.device is None or plan.device_bytes >= IN_USE * plan.budget.device
-    return not is_used, step_cost(plan.demand, plan.placement, plan.world_size)
+def _cost_under_budget(plan: Plan, is_short: bool) -> tuple[bool, int]:
+    """Sizes that leave much of the budget unused, although it is short, come last; then counts what a step costs."""
+    leaves = is_short and plan.budget.device is not None and plan.device_bytes < IN_USE * plan.budget.device
+    return leaves, step_cost(plan.demand, plan.placement, plan.world_size)

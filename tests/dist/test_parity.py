@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.dist.parity_cases import train, train_many
+from tests.harness.on_ranks import in_soak
 from tests.harness.pairwise import all_pairs
 from tests.harness.ranks import RankPool
 from tests.harness.reference import Recipe, train_plain
@@ -44,7 +45,7 @@ ON_MORE_RANKS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, *in_soak(4)])
 def test_three_and_four_ranks_equal_plain(ranks: RankPool, world_size: int) -> None:
     equal_plain(ranks, world_size, ON_MORE_RANKS[world_size])
 
@@ -119,7 +120,7 @@ def test_the_smallest_budget_of_a_rank_is_below_that_of_one_rank() -> None:
     assert smallest_budget(case, recipe, tensor_placement_policy="cuda") > smallest_budget(case, recipe)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *in_soak(4)])
 def test_fp16_on_ranks_equals_plain(ranks: RankPool, world_size: int) -> None:
     """Each rank's scaled gradients are bits, their fp32 sum is rounded once to fp16, here and in the reference."""
     options: dict[str, Any] = {"dtype": torch.float16, "loss_scale": 2.0**8, "accumulation": 2, "clip": 0.05}

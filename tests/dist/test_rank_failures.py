@@ -104,6 +104,7 @@ def test_a_rank_killed_at_any_time_is_lost(attempt: int, tmp_path: Path) -> None
     assert "RankLostError" in errors[1 - who], errors
 
 
+@SOAK
 def test_ranks_that_diverge_leave_the_interpreter_too(tmp_path: Path) -> None:
     codes, errors = run_script("diverging", 1, f"file://{tmp_path / 'store'}")
     assert codes == [1, 1], errors
@@ -155,6 +156,7 @@ def test_a_forked_worker_that_touches_a_sharded_model_is_told_at_once(ranks: Ran
         assert goes_on, "training after it has other bits"
 
 
+@SOAK
 def test_a_slow_rank_is_not_lost_and_a_lost_one_is_named(ranks: RankPool) -> None:
     exits = ranks(2).run(cases.one_rank_dawdles, 3.0, 30.0, fresh=True, timeout_s=60)
     assert [e.result for e in exits] == ["done", "done"], [e.stderr[-2000:] for e in exits]

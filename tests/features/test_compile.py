@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, set_leaf_module
 from tests import switches
-from tests.harness.on_ranks import on_ranks, on_ranks_with
+from tests.harness.on_ranks import in_soak, on_ranks, on_ranks_with
 from tests.zoo.compiled import (
     BLOCKS,
     STEPS,
@@ -126,7 +126,7 @@ def test_ranks_whose_batches_choose_other_graphs_stay_together(rank: int, world_
     assert_trains_like_plain(rank, world_size, setting, ragged=True)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *in_soak("inductor")])
 def test_backends_that_trace_backward_too_get_the_same_bits(backend: str) -> None:
     model = compare(lambda: compile_blocks(build(Net), backend=backend))
     assert model.observer.counts["evict"] > STEPS
