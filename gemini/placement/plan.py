@@ -188,7 +188,7 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
             placed.append((_cost_under_budget(plan, is_short), plan))
             if is_short:
                 continue
-            break  # the cheapest with which everything fits: what comes later is no better
+            break  # of the sizes with which everything fits the first is the cheapest
         if has_host_room(plan, WRAPPED_KINDS):
             trains = trains or plan
         infers = infers or plan

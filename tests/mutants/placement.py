@@ -39,6 +39,13 @@ MUTANTS = [
         "tests/features/test_budget_use.py::test_nearly_all_of_a_small_models_budget_is_used",
     ),
     Mutant(
+        "a chunk size with which everything fits is taken at any price",
+        "gemini/placement/plan.py",
+        "        return min(placed, key=lambda each: each[0])[1]",
+        "        return placed[-1][1]",
+        "tests/pure/test_plan.py::test_a_size_with_which_everything_fits_is_not_taken_at_any_price",
+    ),
+    Mutant(
         "parameters have the first claim to a budget, whatever moves then",
         "gemini/placement/policies.py",
         "        best = min(ways, key=lambda each: _cost(demand, each))",

@@ -12,7 +12,9 @@ from hypothesis import assume, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from benchmarks.planning import NUMEL, spec_of
 from gemini import BudgetError, FreeBytes, Kind, Plan, Settings, Tier, plan_model
+from gemini.placement.chunk_size import step_cost
 from gemini.placement.dtypes import Dtype
 from gemini.placement.plan import replan
 from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
@@ -260,3 +262,15 @@ def test_no_chunk_with_states_on_the_host_would_fit_into_what_is_left(
             if homes[kind] is Tier.HOST and kind not in kept_away
         )
         assert not on_host or on_host > left, (chunk, homes)
+
+
+def test_a_size_with_which_everything_fits_is_not_taken_at_any_price() -> None:
+    """Forty chunks fit a device that ten do not, and are thirty more to launch collectives for."""
+    spec, settings = spec_of(40), Settings(host_memory="1TB")
+    whole = plan_model(spec, settings, world_size=2).device_bytes
+    tight = replace(settings, model_data_memory=whole * 9 // 10)
+    chosen = plan_model(spec, tight, world_size=2)
+    fitting = plan_model(spec, replace(tight, chunk_size=NUMEL), world_size=2)
+    assert not fitting.host_bytes
+    costs = [step_cost(plan.demand, plan.placement, world_size=2) for plan in (chosen, fitting)]
+    assert costs[0] < costs[1] / 2
