@@ -96,6 +96,7 @@ class _Groups:
         self._found: _Alike = []
 
     def of(self, chunks: Sequence[ChunkDemand], homes: _Homes) -> _Alike:
+        """One of each group, and how many there are. Nobody writes to `homes` after the first question. Local."""
         before, had = self._asked
         if before is not chunks or had is not homes:
             keys = list(zip(map(id, chunks), map(id, homes), strict=True))

@@ -167,6 +167,7 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
     most_needed, most_gradients = demand.min_slots, demand.min_gradient_slots
 
     def slots() -> int:
+        """Bytes of the fewest slots for those that still use them."""
         return (
             min(most_needed[0], params[0]) * sizes[0]
             + min(most_needed[1], params[1]) * sizes[1]
