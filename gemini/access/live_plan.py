@@ -7,11 +7,11 @@ forward, between steps.
 from __future__ import annotations
 
 from gemini.access.free_memory import FreeMemory
-from gemini.access.replanning import Replanning
+from gemini.access.replanning import Replanning, refused_after
 from gemini.dist_logger import get_dist_logger
+from gemini.errors import BudgetError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
-from gemini.placement.budget import Budget
 from gemini.placement.demand import Kind
 from gemini.placement.following import bounded_in_words, followed_in_words, micro_batches_in_words
 from gemini.placement.plan import Plan
@@ -44,12 +44,12 @@ class LivePlan:
             budget = free.wanted(before)
         if budget is None:
             return False
-        why = self._replanning.why_not(budget=budget)
-        if why is not None:
-            free.refuse(budget, why)
+        try:
+            plan = self._replanning.fitting(budget=budget)
+        except BudgetError as error:
+            free.refuse(budget, str(error))
             return False
-        shown = f"{'shortage of' if is_short else 'free'} memory: room for {budget.device} bytes of model data"
-        self._keep_to(budget, shown)
+        self._keep_to(plan, f"{'shortage of' if is_short else 'free'} memory")
         words = followed_in_words(before, self._manager.plan, free.activations, is_short, free.find_peak(is_short))
         (get_dist_logger().warning if is_short else get_dist_logger().info)(words, ranks=[0])
         return True
@@ -65,9 +65,10 @@ class LivePlan:
         number = steps.follow()
         if before.settings.gradient_accumulation_steps is not None or number == before.demand.micro_batches:
             return False
-        if self._replanning.why_not(micro_batches=number) is not None:
+        try:
+            plan = self._replanning.fitting(micro_batches=number)
+        except BudgetError:
             return False
-        plan = self._replanning.planned(self._replanning.flags, micro_batches=number)
         if plan.placement == before.placement and _home_bytes(plan) == _home_bytes(before):
             self._manager.adopt(plan)  # which predicts other steps, and has nothing else where it was
             return True
@@ -83,16 +84,21 @@ class LivePlan:
         if not self._replanning.is_possible:
             return
         found = free.bounded(before)
-        if found is None or self._replanning.why_not(budget=found[0]) is not None:
+        if found is None:
             return
         budget, most_activations = found
-        self._keep_to(budget, f"a bound of activations: room for {budget.device} bytes of model data")
+        try:
+            plan = self._replanning.fitting(budget=budget)
+        except BudgetError:
+            return
+        self._keep_to(plan, "a bound of activations")
         get_dist_logger().info(bounded_in_words(before, self._manager.plan, most_activations), ranks=[0])
 
-    def _keep_to(self, budget: Budget, shown: str) -> None:
-        """A plan that keeps to the budget is in force. Collective."""
-        with self._replanning.between_steps("following free memory"), uncollected():
-            self._replanning.put_in_force(self._replanning.flags, shown, BUDGETED, budget=budget)
+    def _keep_to(self, plan: Plan, why: str) -> None:
+        """The plan, which keeps to another budget, is in force. Collective."""
+        shown = f"{why}: room for {plan.budget.device} bytes of model data"
+        with self._replanning.between_steps("following free memory"), refused_after(shown), uncollected():
+            self._manager.change_plan(plan, shown, *BUDGETED)
             self._device.trim()  # torch's allocator would keep from others what the model gave up
         self._free.restart()
 

@@ -60,9 +60,10 @@ class Purpose:
         """
         before = self._manager.plan
         self._may_infer = False  # where there is no room, that is not tried at every forward
-        if self._replanning.why_not(infers=True) is not None:
+        try:
+            plan = self._replanning.fitting(infers=True)
+        except BudgetError:
             return
-        plan = self._replanning.planned(self._replanning.flags, infers=True)
         if are_alike(before, plan):
             plan = replace(plan, hash=before.hash)  # other ranks need not infer: nothing that they do would differ
             self._aside = plan, before

@@ -17,8 +17,18 @@ from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
 from gemini.placement.demand import Kind
 from gemini.placement.plan import Plan, PlanChanges, replan
+from gemini.placement.refusals import check_host_room
 
 BEFORE_STEP = "between backward() and step()"
+
+
+@contextmanager
+def refused_after(shown: str) -> Iterator[None]:
+    """Around planning and a change of plan: a BudgetError says after what there is no room. Local."""
+    try:
+        yield
+    except BudgetError as error:
+        raise error.reworded(f"{shown}. This does not fit: {error}") from None
 
 
 class Replanning:
@@ -50,30 +60,14 @@ class Replanning:
         }
         return replan(self._manager.plan, flags, kept, **changes)
 
-    def put_in_force(
-        self,
-        flags: Sequence[bool],
-        shown: str,
-        change: tuple[str, str],
-        wanted: Mapping[int, frozenset[Kind]] | None = None,
-        **changes: Unpack[PlanChanges],
-    ) -> None:
-        """Decide on another plan, and have the chunks follow it. Collective. Raises as `ChunkManager.change_plan`."""
-        try:
-            self._manager.change_plan(self.planned(flags, wanted, **changes), shown, *change)
-        except BudgetError as error:
-            raise error.reworded(f"{shown}. This does not fit: {error}") from None
+    def fitting(self, **changes: Unpack[PlanChanges]) -> Plan:
+        """Another plan for what is trained now, which fits the host, too. Raises BudgetError where none does.
 
-    def why_not(self, **changes: Unpack[PlanChanges]) -> str | None:
-        """Why no such plan can be put in force. Follows from numbers that ranks agree on. Local."""
-        try:
-            plan = self.planned(self.flags, **changes)
-        except BudgetError as error:  # a policy may refuse what "auto" would not
-            return str(error)
-        needed, budget = plan.host_bytes, plan.budget
-        if budget.host is None or needed <= budget.host:
-            return None
-        return f"the host has room for {budget.host} bytes and would need {needed}. Allow more with host_memory="
+        Follows from numbers that ranks agree on. Local.
+        """
+        plan = self.planned(self.flags, **changes)
+        check_host_room(plan, tuple(Kind))
+        return plan
 
     @property
     def gradients_wait(self) -> bool:
@@ -95,7 +89,7 @@ class Replanning:
 
     @contextmanager
     def between_steps(self, what: str) -> Iterator[None]:
-        """Around `put_in_force`; an exception is told to the other ranks. Raises GeminiError inside a step."""
+        """Around a change of plan; an exception is told to the other ranks. Raises GeminiError inside a step."""
         self.refuse_inside(what, BEFORE_STEP)  # on all ranks alike: published, it would drop gradients
         with self._manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
             yield

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gemini.access.free_memory import FreeMemory
 from gemini.access.live_plan import BUDGETED, LivePlan
 from gemini.access.purpose import Purpose
-from gemini.access.replanning import BEFORE_STEP, Replanning
+from gemini.access.replanning import BEFORE_STEP, Replanning, refused_after
 from gemini.chunks.chunk import ManagedParameter
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
@@ -267,5 +267,6 @@ class Trainability:
         **changes: Unpack[PlanChanges],
     ) -> None:
         """Decide on another plan and put it in force."""
-        self._replanning.put_in_force(flags, shown, change, wanted, **changes)
+        with refused_after(shown):
+            self._manager.change_plan(self._replanning.planned(flags, wanted, **changes), shown, *change)
         self._note_graphs()

@@ -51,11 +51,12 @@ def has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
 
 
 def check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
-    """Raises BudgetError if the host cannot take what moves in; what training needs is taken when it begins."""
+    """Raises BudgetError if the host's budget does not allow what the plan has there of these states."""
     if not has_host_room(plan, kinds):
         needed = plan.placement.host_bytes(plan.demand, kinds)
+        held = "model data" if set(kinds) == set(Kind) else "parameters"
         raise BudgetError(
-            f"host: {needed} bytes of parameters do not fit into the budget of "
+            f"host: {needed} bytes of {held} do not fit into the budget of "
             f"{plan.budget.host} bytes. Allow more with host_memory=, or let more rest on the device or on other ranks",
             tier="host",
             needed_bytes=needed,

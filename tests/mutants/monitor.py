@@ -48,8 +48,8 @@ MUTANTS = [
     Mutant(
         "a full host ends a training whose device has less room",
         "gemini/access/live_plan.py",
-        "        if why is not None:\n",
-        "        if False:\n",
+        "        except BudgetError as error:\n",
+        "        except ZeroDivisionError as error:\n",
         "tests/features/test_live_memory.py::test_a_full_host_ends_no_training",
     ),
     Mutant(
