@@ -38,10 +38,13 @@ def device() -> torch.device:
 
 @pytest.fixture
 def cuda(device: torch.device) -> torch.device:
-    """For what only a real GPU has: pinned memory, an allocator with statistics, streams."""
+    """For what only a real GPU has: pinned memory, an allocator with statistics, streams.
+
+    With its index: some functions of torch.cuda take no device without one.
+    """
     if device.type != "cuda":
         pytest.skip("only on a real GPU")
-    return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture(autouse=True)
