@@ -67,6 +67,7 @@ class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads
+        self.gradient_checkpointing = True  # tells gemini's bound of the first batch that a block keeps its input alone
         self.attention_norm = nn.RMSNorm(size.width)
         self.query = nn.Linear(size.width, size.width, bias=False)
         self.key = nn.Linear(size.width, size.width, bias=False)

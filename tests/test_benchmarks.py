@@ -15,10 +15,12 @@ from benchmarks import case_file, streams
 from benchmarks.bytes_per_parameter import Line
 from benchmarks.deepspeed_adam import DeepSpeedAdam, DeepSpeedFailed
 from benchmarks.launch import ROOT, RankFailed, run_ranks
+from benchmarks.llama import SIZES, build
 from benchmarks.measured_bytes import storage_bytes
 from benchmarks.modelled_time import measured_and_modelled
 from benchmarks.rounds import Spread, StepTime, paired_ratio, slowest_rank, turn
 from benchmarks.streams import Mode, Stream, read_stream, update_streams
+from gemini.model.first_batch import most_activations
 from optim import cpu_adam
 
 TIMEOUT_S = 200
@@ -282,3 +284,14 @@ def test_a_case_file_survives_a_line_that_was_cut_off(tmp_path: Path, line: str)
         file.write(line + "\n")
     case_file.write(path, {"name": "a", "x": 3})
     assert case_file.read(path) == {"a": {"name": "a", "x": 3}, "b": {"name": "b", "x": 2}}
+
+
+def test_the_gpus_model_is_known_to_checkpoint_its_blocks() -> None:
+    """The bound of the first batch decides how much model data the first step leaves on the device."""
+    model, tokens = build(SIZES["tiny"], torch.float32, torch.device("cpu")), torch.zeros(2, 32, dtype=torch.int64)
+    bound = most_activations(model, [tokens])
+    for block in model.blocks:
+        block.gradient_checkpointing = False
+    without = most_activations(model, [tokens])
+    assert bound is not None and without is not None
+    assert bound < 0.6 * without
