@@ -13,11 +13,16 @@ from gemini import HybridAdam, ShardedModel, ShardedOptimizer, state_hash
 GIB = 2**30
 OTHER = """
 import sys, torch
-kept = torch.zeros(20 * 2**30, dtype=torch.uint8, device="cuda:0")
-print(torch.cuda.mem_get_info()[0], flush=True)
+device = torch.device("cuda", int(sys.argv[1]))
+kept = torch.empty(torch.cuda.mem_get_info(device)[0] - 64 * 2**20, dtype=torch.uint8, device=device)
+print(kept.numel(), flush=True)
 sys.stdin.readline()
 """
-STEPS = 8
+STEPS, ROWS = 8, 8192
+ROOM = 9 * GIB
+"""Of the device: 4 GiB of state, 2.4 GiB of activations (16 layers keep 4096 fp32 numbers a row), and what the other
+process takes. Once that is taken, the part that is left out beside activations, a tenth of them and 3 % of all, does
+not fit beside the state."""
 
 
 def build() -> nn.Module:
@@ -25,12 +30,18 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(16)))  # 1 GiB of weights, 4 GiB of state
 
 
+def clear() -> None:
+    """A closed model keeps its homes and moments until the collector of cycles finds them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def train(between: object = None) -> tuple[list[float], int]:
     model = ShardedModel(build())
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-4))
     losses = []
     for step in range(STEPS):
-        x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(step)).to("cuda")
+        x = torch.randn(ROWS, 4096, generator=torch.Generator().manual_seed(step)).to("cuda")
         loss = (model(x) - x).square().mean()
         optimizer.backward(loss)
         losses.append(float(loss.detach()))
@@ -43,26 +54,23 @@ def train(between: object = None) -> tuple[list[float], int]:
 
 
 def test_states_leave_for_another_process_and_come_back(cuda: torch.device) -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+    clear()
+    if torch.cuda.mem_get_info(cuda)[0] < ROOM:
+        pytest.skip(f"needs a GPU with {ROOM // GIB} GiB free")
     wanted = train()
-    free = torch.cuda.mem_get_info(cuda)[0]
-    filler_bytes = free - 23 * GIB  # with 20 GiB less the state does not fit
-    if filler_bytes < 0:
-        pytest.skip("needs a GPU with 23 GiB free")
-    filler = torch.zeros(filler_bytes, dtype=torch.uint8, device=cuda)
+    clear()
+    filler = torch.empty(torch.cuda.mem_get_info(cuda)[0] - ROOM, dtype=torch.uint8, device=cuda)
     other, plans = [], []
 
     def change(step: int, model: ShardedModel) -> None:
         plans.append(model.plan)
+        if step == 0:
+            torch.cuda.empty_cache()  # of wrapping; what the next step takes stays cached, so that step 2 finds room
         if step == 1:
-            other.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                )
-            )
+            command = [sys.executable, "-c", OTHER, str(cuda.index)]
+            other.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             assert other[0].stdout is not None
-            assert other[0].stdout.readline().strip().isdigit(), "it holds 20 GiB by now"
+            assert other[0].stdout.readline().strip().isdigit(), "it holds all the rest by now"
         elif step == 4:
             other[0].communicate("\n", timeout=60)
             assert other[0].returncode == 0
@@ -75,9 +83,9 @@ def test_states_leave_for_another_process_and_come_back(cuda: torch.device) -> N
             process.wait()
         del filler
     assert got == wanted
-    assert plans[1].host_bytes == 0
-    assert plans[3].host_bytes > 0, "within two steps"
-    assert plans[6].host_bytes == 0
+    assert plans[2].host_bytes == 0
+    assert plans[4].host_bytes > 0, "while the other process is there"
+    assert plans[7].host_bytes == 0, "and they come back when it has ended"
 
 
 LARGE = 3  # the step whose batch is large
@@ -107,8 +115,7 @@ def train_again(**options: object) -> tuple[list[float], int, int]:
                 break
             finally:
                 loss = None
-            gc.collect()
-            torch.cuda.empty_cache()
+            clear()
         assert len(losses) == step + 1
     found = losses, state_hash(model, optimizer), failures
     model.close()
@@ -117,14 +124,13 @@ def train_again(**options: object) -> tuple[list[float], int, int]:
 
 @pytest.mark.filterwarnings("ignore:a backward ended with an exception")
 def test_a_batch_that_is_too_large_is_trained_again_on_a_smaller_budget(cuda: torch.device) -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+    clear()
     total = torch.cuda.get_device_properties(cuda).total_memory
     if torch.cuda.mem_get_info(cuda)[0] < 20 * GIB:
         pytest.skip("needs a GPU with 20 GiB free")
     wanted = train_again()
     assert wanted[2] == 0
-    torch.cuda.empty_cache()
+    clear()
     torch.cuda.set_per_process_memory_fraction(11 * GIB / total, cuda)
     try:
         got = train_again(device_memory=11 * GIB)
