@@ -190,6 +190,15 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
+def _requested(device: torch.device) -> int:
+    """What tensors have asked for. Beside it the allocator rounds up to 512 bytes, and leaves up to 1 MiB of a block
+    that is larger than that unsplit.
+    """
+    torch.cuda.synchronize(device)
+    gc.collect()
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+
+
 def _wrapped(device: torch.device, budget: int) -> tuple[ShardedModel, ShardedOptimizer]:
     model = ShardedModel(_wide().to(device), device=device, model_data_memory=budget, chunk_size=2 * LAYER_BYTES // 4)
     return model, ShardedOptimizer(model, HybridAdam(model.parameters()), clip_grad_norm=1.0)
@@ -215,14 +224,15 @@ def test_the_allocators_figures_stay_inside_the_budget(part: int, cuda: torch.de
     activation_bytes = growth - STATE_BYTES // 4  # plain backward allocates all gradients besides
     del module, plain_adam
 
-    base = _allocated(cuda)
+    base = _requested(cuda)
     budget = STATE_BYTES // part + 2**20
     model, optimizer = _wrapped(cuda, budget)
     _step(model, optimizer, x)  # slots take their memory inside the first forward, beside activations
     device_tier = model.chunk_manager.memory.tiers[0]
-    rounding = 512 * device_tier.ledger.num_takes + 64 * 1024  # the allocator's, and placeholders and buffers
-    taken = _allocated(cuda) - base
-    assert taken <= budget + rounding, "the module's own memory was kept, or more than the budget was taken"
+    taken = _requested(cuda) - base
+    assert taken <= budget + 64 * 1024, (
+        "beside placeholders and buffers: the module's own memory was kept, or more than the budget was taken"
+    )
     assert taken >= device_tier.ledger.total_bytes, "the ledger counts memory that is not there"
     for _ in range(STEADY_STEPS):
         grew = _step(model, optimizer, x)
