@@ -134,7 +134,7 @@ class Settings:
         chunk_size: elements of a chunk; None searches for the cheapest size that the budgets allow.
         device: "emulated", an `EmulatedDevice`, an int, a string or a torch.device. None: the current accelerator, else
             emulated.
-        device_memory: bytes that this process may hold on the device, activations included. None: what is free.
+        device_memory: bytes that this process may hold on the device at most, activations included. None: what is free.
         model_data_memory: bytes of it that chunks may take. None: what is left of device_memory after activations.
         host_memory: bytes that chunks may take on the host. None: what is free.
         rank_timeout: seconds after which a rank that does not answer counts as lost.

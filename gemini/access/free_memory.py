@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 
 from gemini.dist_logger import get_dist_logger
+from gemini.errors import BudgetError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.monitor.live import LiveBytes
 from gemini.placement.budget import Budget, FreeBytes
@@ -138,7 +139,6 @@ class FreeMemory:
     def restart(self) -> None:
         """Another plan is in force, which keeps to the budget."""
         self._refused_bytes = None
-        self._live.restart()
 
     def forget(self) -> None:
         """The user has set other budgets."""
@@ -152,6 +152,15 @@ class FreeMemory:
         self._refused_bytes = budget.device
         words = f"the device has room for {budget.device} bytes of model data, but states stay where they are: {why}"
         get_dist_logger().warning(words, ranks=[0])
+
+    def stay(self, plan: Plan, refusal: BudgetError) -> None:
+        """The device has no memory for more than `plan`, the plan in force, whatever was read. Local, told by rank 0.
+
+        Nothing is lost by it, and it is no shortage of a step: the next reading does not find it once more.
+        """
+        self._live.shortage()
+        self._cap.set(plan.device_bytes)
+        get_dist_logger().warning(f"states stay where they are: {refusal}", ranks=[0])
 
     def find_peak(self, has_failed: bool) -> str | None:
         """The event of a step with the most activations on this rank, in words; None if none was recorded. Local.

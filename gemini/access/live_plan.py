@@ -12,6 +12,7 @@ from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
+from gemini.placement.budget import is_less
 from gemini.placement.demand import Kind
 from gemini.placement.following import bounded_in_words, followed_in_words, micro_batches_in_words
 from gemini.placement.plan import Plan
@@ -49,7 +50,11 @@ class LivePlan:
         except BudgetError as error:
             free.refuse(budget, str(error))
             return False
-        self._keep_to(plan, f"{'shortage of' if is_short else 'free'} memory")
+        if _are_alike(plan, before) and not is_less(plan.budget.device, before.budget.device):
+            self._manager.adopt(plan)  # a policy may want no more of the device
+            return True
+        if not self._keep_to(plan, f"{'shortage of' if is_short else 'free'} memory"):
+            return False
         words = followed_in_words(before, self._manager.plan, free.activations, is_short, free.find_peak(is_short))
         (get_dist_logger().warning if is_short else get_dist_logger().info)(words, ranks=[0])
         return True
@@ -69,8 +74,8 @@ class LivePlan:
             plan = self._replanning.fitting(micro_batches=number)
         except BudgetError:
             return False
-        if plan.placement == before.placement and _home_bytes(plan) == _home_bytes(before):
-            self._manager.adopt(plan)  # which predicts other steps, and has nothing else where it was
+        if _are_alike(plan, before):
+            self._manager.adopt(plan)  # which predicts other steps
             return True
         with self._replanning.between_steps("following micro-batches"):
             self._manager.change_plan(plan, f"steps of {number} micro-batches", *_ADDED_UP)
@@ -91,16 +96,31 @@ class LivePlan:
             plan = self._replanning.fitting(budget=budget)
         except BudgetError:
             return
-        self._keep_to(plan, "a bound of activations")
+        if not self._keep_to(plan, "a bound of activations"):
+            return
         get_dist_logger().info(bounded_in_words(before, self._manager.plan, most_activations), ranks=[0])
 
-    def _keep_to(self, plan: Plan, why: str) -> None:
-        """The plan, which keeps to another budget, is in force. Collective."""
+    def _keep_to(self, plan: Plan, why: str) -> bool:
+        """The plan, which keeps to another budget, is in force. Collective.
+
+        False: what was free has been taken since, so that all states are where they were, which is told.
+        """
         shown = f"{why}: room for {plan.budget.device} bytes of model data"
         with self._replanning.between_steps("following free memory"), refused_after(shown), uncollected():
-            self._manager.change_plan(plan, shown, *BUDGETED)
+            refused = self._manager.try_plan(plan, shown, *BUDGETED)
+            if refused is not None and not refused.is_shortage:
+                raise refused
             self._device.trim()  # torch's allocator would keep from others what the model gave up
+        if refused is not None:
+            self._free.stay(self._manager.plan, refused)
+            return False
         self._free.restart()
+        return True
+
+
+def _are_alike(plan: Plan, before: Plan) -> bool:
+    """All rests where it did, and takes as much."""
+    return plan.placement == before.placement and _home_bytes(plan) == _home_bytes(before)
 
 
 def _home_bytes(plan: Plan) -> list[dict[Kind, int]]:

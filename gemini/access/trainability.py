@@ -174,21 +174,24 @@ class Trainability:
             self._note_graphs()
         self._follow_use(torch.is_grad_enabled())
 
-    def change_budgets(self, settings: Settings, free: FreeBytes) -> None:
+    def change_budgets(self, settings: Settings, free: FreeBytes, named: Collection[str]) -> None:
         """Homes and slots follow the budgets of `settings`, and `free` where those name none. Collective.
 
+        named: the budgets that change; what the others leave to model data stays.
         Raises as `offload` does; BudgetError also where the device has no room.
         """
         words = [f"{name}={settings.budget_bytes(name)}" for name in BUDGETS]
+        before = self._manager.plan
+        budget = Budget.of(settings, replace(free, activations=self._free.activations))
+        names_device = named != {"host_memory"}
+        budget = Budget(
+            budget.device if names_device else before.budget.device,
+            budget.host if "host_memory" in named else before.budget.host,
+        )
         with self._replanning.between_steps("change_budgets()"):
-            self._replan(
-                self._flags,
-                f"budgets: {', '.join(words)}",
-                BUDGETED,
-                settings=settings,
-                budget=Budget.of(settings, free),
-            )
-        self._free.forget()
+            self._replan(self._flags, f"budgets: {', '.join(words)}", BUDGETED, settings=settings, budget=budget)
+        if names_device:
+            self._free.forget()
 
     def change_margin(self, ratio: float) -> None:
         """What masters and optimizer state may take of the device, as `Settings.gpu_margin_mem_ratio`. Collective.

@@ -6,7 +6,7 @@ nothing below knows the manager. See "Objects" in docs/architecture.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -134,45 +134,31 @@ class ChunkManager:
         shown: what was done, for the error of ranks that did other things. change, remedy: see `Communicator.agree`.
         Raises BudgetError if there is no room for it, and DivergenceError if ranks differ; nothing has changed then.
         """
-        before, migrate = self.plan, self._rehoming(plan)
-        self.memory.allow(before.budget.wider(plan.budget))  # what moves is on both tiers for a moment
-        try:
-            migrate.check_room(self._states, plan.budget)
-            self._agree_on(plan, shown, change, remedy)
-        except BaseException:
-            self.memory.allow(before.budget)
-            raise
-        with self.step.failures.tearing():
-            self._carry_out(plan, migrate)
-        self.communicator.plan_hash = plan.hash
-        self.adopt(plan)
+        refused = self.try_plan(plan, shown, change, remedy)
+        if refused is not None:
+            raise refused
 
     def try_plan(self, plan: Plan, shown: str, change: str, remedy: str) -> BudgetError | None:
-        """`change_plan`, before training has begun. Where one rank lacks the memory, all stay with the plan in force.
+        """`change_plan`. Where one rank lacks the memory, all stay with the plan in force: states move back.
 
+        A budget is no promise of the machine's: another process may have taken what was free when the plan was made.
         Collective, between steps. shown, change, remedy: as for `change_plan`. Returns None, or why all ranks stay:
         `is_shortage` is the same on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
         """
-        assert not self.training.is_there, "what gradients hold would be lost on the way back"
-        before, migrate, error = self.plan, self._rehoming(plan), None
-        self.memory.allow(before.budget.wider(plan.budget))
+        before, migrate = self.plan, self._rehoming(plan)
+        self.memory.allow(before.budget.wider(plan.budget))  # what moves is on both tiers for a moment
         try:
-            try:
-                migrate.check_room(self._states, plan.budget)
-            except BudgetError as refusal:
-                error = refusal
-            error = self.agree_on_room(error)
+            self._agree_on(plan, shown, change, remedy)
+            error = self.agree_on_room(_refusal_of(lambda: migrate.check_room(self._states, plan.budget)))
             if error is not None:
                 return error
-            self._agree_on(plan, shown, change, remedy)
-            with self.step.failures.tearing():
-                try:
-                    self._carry_out(plan, migrate)
-                except BudgetError as refusal:
-                    error = refusal
-                error = self.agree_on_room(error)
+            with self.step.failures.tearing(), self.live.moving():
+                known = dict(self.grads.memory.gradients)
+                error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))
                 if error is not None:
-                    self._carry_out(before, self._rehoming(before, plan))
+                    self._carry_out(before, self._rehoming(before, plan), is_way_back=True)
+                    for index, gradient in known.items():
+                        self.grads.of(self.chunks[index]).take_over(gradient)
                     return error
         finally:
             self.memory.allow(before.budget)
@@ -219,14 +205,14 @@ class ChunkManager:
         its = error or BudgetError("another rank has no memory for it, and says so itself", tier=Tier.DEVICE)
         return its.as_shortage(worst == 1)
 
-    def _carry_out(self, plan: Plan, migrate: Rehoming) -> None:
+    def _carry_out(self, plan: Plan, migrate: Rehoming, is_way_back: bool = False) -> None:
         flags = iter(plan.trained)
         for chunk in self.chunks:
             its_flags = [next(flags) for _ in chunk.parameters]
             chunk.trainable = any(its_flags)
         # Sums of micro-batches, and gradients that left a lent home, are not in the plan: a smaller budget may lack the
         # room for these although every state stays where it is. The next step takes it again, or takes it of the host.
-        if migrate.changes or is_less(plan.budget.device, self.plan.budget.device):
+        if migrate.changes or is_way_back or is_less(plan.budget.device, self.plan.budget.device):
             migrate.carry_out(self._states)
 
     def give_room(self) -> None:
@@ -253,3 +239,12 @@ class ChunkManager:
         self.params.close()
         self.memory.gradient_slots.close()
         self.communicator.close()
+
+
+def _refusal_of(change: Callable[[], None]) -> BudgetError | None:
+    """What the change was refused with, if it was."""
+    try:
+        change()
+    except BudgetError as refusal:
+        return refusal
+    return None

@@ -31,7 +31,7 @@ def read_free(settings: Settings, own: tuple[int, int], communicator: Communicat
     own: bytes on the device and on the host that are the model's already, or that it gives back, and so count as free.
     Raises nothing of its own. Ranks must have agreed on `settings` before.
     """
-    needs_device = settings.model_data_memory is None and settings.device_memory is None
+    needs_device = settings.model_data_memory is None
     if not needs_device and settings.host_memory is not None:
         return FreeBytes()
     monitor = MemoryMonitor(device)

@@ -322,7 +322,7 @@ class ShardedModel(PlainView):
         memory, communicator = self.chunk_manager.memory, self.chunk_manager.communicator
         own = memory.device.ledger.total_bytes, memory.host.ledger.total_bytes
         free = read_free(settings, own, communicator, source_of(settings.device))
-        self.trainability.change_budgets(settings, free)
+        self.trainability.change_budgets(settings, free, set(budgets))
 
     def memory_report(self) -> str:
         """A table of this rank's memory: bytes by tier and kind, now and at the peak; slots; bytes moved. Local.

@@ -260,6 +260,7 @@ class EmulatedDevice:
             others_bytes=self.others_bytes,
             tells_processes_apart=True,
             num_ooms=self._num_ooms,
+            overdrawn_bytes=0 if total is None else max(0, own + self.others_bytes - total),
         )
 
     def reset_peak(self) -> None:

@@ -6,6 +6,8 @@ step makes anyway, each rank's in a place of its own; every rank takes the least
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gemini.memory.ledger import Ledger
@@ -32,6 +34,41 @@ class LiveBytes:
     is_short: bool = False
 
 
+_WINDOW = 100
+"""Steps after which activations that no step has needed since may be forgotten, after twice as many at the latest."""
+
+
+class MostSeen:
+    """The most activations of the last 100 to 200 steps. Batches of several sizes take turns, and evaluation comes
+    between steps: what one of them has needed is there for the next one like it, though smaller ones came since.
+    """
+
+    def __init__(self) -> None:
+        self._windows: list[int | None] = [None, None]  # of the steps before, and since
+        self._num_steps = 0
+
+    @property
+    def bytes(self) -> int | None:
+        """None: nothing was seen."""
+        return _greatest(*self._windows)
+
+    def note(self, num_bytes: int | None) -> None:
+        """So many were needed since the last call."""
+        self._windows[1] = _greatest(self._windows[1], num_bytes)
+
+    def step(self) -> bool:
+        """A step is over. Whether it was the last of a window."""
+        self._num_steps += 1
+        if self._num_steps < _WINDOW:
+            return False
+        self._windows, self._num_steps = [self._windows[1], None], 0
+        return True
+
+
+def _greatest(*figures: int | None) -> int | None:
+    return max((figure for figure in figures if figure is not None), default=None)
+
+
 class LiveMemory:
     """One model's view of its device."""
 
@@ -40,6 +77,7 @@ class LiveMemory:
         self._source = source
         self._ledger = ledger
         self._agreed: LiveBytes | None = None
+        self._most = MostSeen()
         self._num_ooms = self._read_ooms = source.read().num_ooms
         source.reset_peak()
 
@@ -47,6 +85,8 @@ class LiveMemory:
         """This rank's readings at its places, zeros at the others': sums over ranks are all readings. Local."""
         words, figures = [0] * (_NUM_FIGURES * world_size), self._figures(self._source.read())
         words[_NUM_FIGURES * rank : _NUM_FIGURES * (rank + 1)] = [*figures, self._read_ooms - self._num_ooms]
+        if self._most.step():
+            self._source.reset_peak()  # it would keep the greatest of all steps
         return words
 
     def shortage(self) -> list[int]:
@@ -84,13 +124,16 @@ class LiveMemory:
         return None if is_unknown else LiveBytes(None if free == _UNBOUNDED else -free, most_activations)
 
     def _figures(self, reading: DeviceReading) -> tuple[int, int]:
-        """Free bytes, the model's own included, and activations."""
+        """Free bytes, the model's own included, and the most activations of the last steps."""
         self._read_ooms = reading.num_ooms
         free, peak = reading.available_bytes, reading.peak_bytes
         # what is allocated between backward and update outlives steps: model data, buffers, the user's own tensors
+        self._most.note(None if peak is None else max(0, peak - reading.allocated_bytes))
+        most = self._most.bytes
         return (
-            _UNKNOWN if free is None else free + self._ledger.total_bytes,
-            _UNKNOWN if peak is None else max(0, peak - reading.allocated_bytes),
+            # others alone may hold more than an emulated device has by now
+            _UNKNOWN if free is None else max(0, free + self._ledger.total_bytes),
+            _UNKNOWN if most is None else most,
         )
 
     def agree(self, words: list[int]) -> None:
@@ -107,6 +150,14 @@ class LiveMemory:
         agreed, self._agreed = self._agreed, None
         return agreed
 
-    def restart(self) -> None:
-        """Another plan is in force: activations are measured from here."""
-        self._source.reset_peak()
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Around a change of where model data rests, which would pass for activations otherwise. Local.
+
+        What was seen before counts on, and is measured anew from the end of the block.
+        """
+        self._figures(self._source.read())
+        try:
+            yield
+        finally:
+            self._source.reset_peak()

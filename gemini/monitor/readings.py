@@ -26,6 +26,7 @@ class DeviceReading:
             containers) all that is outside of torch's allocator counts, this process's CUDA context too.
         tells_processes_apart: `others_bytes` leaves out all of this process.
         num_ooms: how often a tensor of this process found no memory, since it began.
+        overdrawn_bytes: held beyond the capacity, where that of an emulated device was lowered.
     """
 
     device: torch.device
@@ -38,11 +39,14 @@ class DeviceReading:
     others_bytes: int
     tells_processes_apart: bool
     num_ooms: int = 0
+    overdrawn_bytes: int = 0
 
     @property
     def available_bytes(self) -> int | None:
-        """Free, or cached by this process: what new tensors can have. None: no bound."""
-        return None if self.free_bytes is None else self.free_bytes + self.reserved_bytes - self.allocated_bytes
+        """Free, or cached by this process: what new tensors can have. None: no bound. Negative where overdrawn."""
+        if self.free_bytes is None:
+            return None
+        return self.free_bytes + self.reserved_bytes - self.allocated_bytes - self.overdrawn_bytes
 
 
 @dataclass(frozen=True)

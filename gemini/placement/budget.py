@@ -46,7 +46,7 @@ class Budget:
         device = settings.budget_bytes("model_data_memory")
         if device is None:
             given = settings.budget_bytes("device_memory")
-            whole = free.device if given is None else given
+            whole = _smaller(given, free.device)  # others may have a part of what the user allows
             device = None if whole is None else whole - _left_out(whole, free)
         host = settings.budget_bytes("host_memory")
         return Budget(device, free.host if host is None else host)
@@ -69,6 +69,10 @@ def _left_out(whole: int, free: FreeBytes) -> int:
 def is_less(one: int | None, other: int | None) -> bool:
     """Bytes of a budget. None is no bound."""
     return one is not None and (other is None or one < other)
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((each for each in (one, other) if each is not None), default=None)
 
 
 def _greater(one: int | None, other: int | None) -> int | None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini import BudgetError, DivergenceError, GeminiError, ShardedModel, ShardedOptimizer
+from gemini import BudgetError, DivergenceError, EmulatedDevice, GeminiError, ShardedModel, ShardedOptimizer
 from tests.harness.on_ranks import in_soak, on_ranks
 from tests.zoo.mlp import adam, build, loss_of, placed, train_step, train_while, weights_of
 
@@ -58,6 +58,23 @@ def test_states_follow_other_budgets_and_training_has_the_same_bits(rank: int, w
         assert is_on_host == (budget is not None and budget < full[0])
 
     assert train(options, rank, change) == train(options, rank)
+
+
+@pytest.mark.parametrize("activation_bytes", [1_000, 28_000])
+def test_more_of_the_host_leaves_the_device_as_it_is(activation_bytes: int) -> None:
+    """What steps have shown of their activations holds for the budget of the device, which is not named."""
+    device = EmulatedDevice(60_000, activation_bytes=activation_bytes)
+    model = ShardedModel(build(), device=device, chunk_size=512)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    for step in range(3):
+        train_step(model, optimizer, step)
+    before = model.plan
+    model.change_budgets(host_memory=10**9)
+    assert model.plan.budget.host == 10**9
+    assert (model.plan.budget.device, model.plan.placement) == (before.budget.device, before.placement)
+    model.change_budgets(device_memory=55_000)
+    assert model.plan.budget.host == 10**9
+    assert model.plan.budget.device == 55_000 - int(1.1 * activation_bytes + 0.03 * 55_000)
 
 
 @settings(max_examples=8, deadline=None)

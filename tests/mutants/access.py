@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "a rank without memory for another plan stays with it alone",
         "gemini/manager/chunk_manager.py",
-        "error = self.agree_on_room(error)\n                if error is not None:\n                    self",
-        "if error is not None:\n                    self",
+        "error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))",
+        "error = _refusal_of(lambda: self._carry_out(plan, migrate))",
         f"{INFERENCE}::test_a_model_that_finds_no_memory_for_inference_infers_with_the_plan_that_it_has[2ranks]",
     ),
     Mutant(

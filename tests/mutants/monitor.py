@@ -53,6 +53,27 @@ MUTANTS = [
         "tests/features/test_live_memory.py::test_a_full_host_ends_no_training",
     ),
     Mutant(
+        "activations are forgotten when states move",
+        "gemini/monitor/live.py",
+        "        self._figures(self._source.read())\n        try:\n",
+        "        self._most = MostSeen()\n        try:\n",
+        "tests/features/test_live_memory.py::test_batches_of_two_sizes_in_turn_find_the_room_that_they_had",
+    ),
+    Mutant(
+        "states that find no memory on their way in do not go back",
+        "gemini/manager/chunk_manager.py",
+        "                    self._carry_out(before, self._rehoming(before, plan), is_way_back=True)\n",
+        "",
+        "tests/features/test_live_memory.py::test_states_that_find_no_memory_on_their_way_in_stay_where_they_were",
+    ),
+    Mutant(
+        "device_memory= is a promise that so much is free",
+        "gemini/placement/budget.py",
+        "            whole = _smaller(given, free.device)",
+        "            whole = free.device if given is None else given",
+        "tests/features/test_live_memory.py::test_other_processes_are_followed_within_what_the_user_allows",
+    ),
+    Mutant(
         "what leaves the device stays in torch's cache",
         "gemini/access/live_plan.py",
         "            self._device.trim()  # torch's",
