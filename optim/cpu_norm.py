@@ -34,4 +34,4 @@ def accumulate_sum_of_squares_(
         num_threads or cpu_extension.num_threads(),
         level or levels()[0],
     )
-    return torch.tensor(first_bad)
+    return torch.tensor(first_bad, device="cpu")

@@ -291,6 +291,23 @@ def test_only_one_file_names_streams_and_events_or_waits_for_a_device() -> None:
     assert not found, "\n".join(found)
 
 
+FACTORIES = "empty empty_strided zeros ones full tensor as_tensor asarray scalar_tensor arange linspace logspace eye"
+FACTORIES += " rand randn randint randperm normal tril_indices triu_indices sparse_coo_tensor"
+
+
+def test_every_new_tensor_has_its_device() -> None:
+    """torch.set_default_device("cuda") is the user's, for the user's tensors."""
+    made = {f"torch.{name}" for name in FACTORIES.split()}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for path in sources(*PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in made
+        if "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_no_file_is_called_utils() -> None:
     assert not [str(p.relative_to(ROOT)) for p in sources(*PACKAGES) if p.name in BANNED_NAMES]
 

@@ -94,7 +94,7 @@ class GradHomes:
         elif target.tier is Tier.DEVICE:
             ready(target).add_(reduced.flat)
         else:
-            staging = Region(Tier.HOST, torch.empty(target.numel, dtype=reduced.dtype))
+            staging = Region(Tier.HOST, torch.empty(target.numel, dtype=reduced.dtype, device="cpu"))
             self.transfer.copy(staging, reduced)
             wait_on_host(staging, target)
             target.flat.add_(staging.flat)
@@ -208,11 +208,11 @@ class GradHomes:
             if home.tier is master.tier:
                 round_master_(ready(part), ready(master))
             elif home.tier is Tier.HOST:
-                whole = Region(Tier.HOST, torch.empty(part.numel, dtype=torch.float32))
+                whole = Region(Tier.HOST, torch.empty(part.numel, dtype=torch.float32, device="cpu"))
                 self.transfer.copy(whole, master)
                 round_master_(ready(part), ready(whole))
             else:
-                rounded = Region(Tier.HOST, torch.empty(part.numel, dtype=chunk.dtype))
+                rounded = Region(Tier.HOST, torch.empty(part.numel, dtype=chunk.dtype, device="cpu"))
                 round_master_(rounded.flat, ready(master))
                 self.transfer.copy(part, rounded)
                 wait_on_host(rounded)  # which is temporary

@@ -31,7 +31,7 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) ->
     memory.open(gradient, backward)
     assert gradient.payload is not None
     memory.complete(gradient)
-    local = Region(Tier.HOST, torch.empty(chunk.numel, dtype=chunk.dtype))
+    local = Region(Tier.HOST, torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu"))
     all_memory.transfer.copy(local, gradient.payload)
     if gradient.unsynced is None:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32

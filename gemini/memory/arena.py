@@ -69,7 +69,7 @@ class Arena:
     def take(self, num_bytes: int) -> Tensor:
         """(num_bytes,) uint8, zeros. What was not reserved gets an extent that is not registered. Raises OSError."""
         if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         for extent in self._extents:
             buffer = extent.cut(num_bytes)
             if buffer is not None:

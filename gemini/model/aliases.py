@@ -44,7 +44,7 @@ class _Extent(NamedTuple):
         if self.tensor.dtype is not other.tensor.dtype:
             return True
         itemsize, first = self.tensor.dtype.itemsize, min(self.start, other.start)
-        marks = torch.zeros((max(self.end, other.end) - first) // itemsize, dtype=torch.bool)
+        marks = torch.zeros((max(self.end, other.end) - first) // itemsize, dtype=torch.bool, device="cpu")
 
         def of(extent: _Extent) -> Tensor:
             tensor = extent.tensor

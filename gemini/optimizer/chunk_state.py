@@ -143,7 +143,7 @@ class ChunkOptimizerState:
         """An update of the run. grad: (optim_numel,), and `weights`, of the chunk; None for a run without elements."""
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
         flat = {name: self.flats[name][part] for name in self.names(run.positions[0]) if name in self.flats}
-        grad = torch.zeros(0, dtype=self.dtype) if grad is None else grad[part]
+        grad = torch.zeros(0, dtype=self.dtype, device="cpu") if grad is None else grad[part]
         return RunUpdate(run, weights, grad, flat, dict(scalars or {}), is_new=scalars is None)
 
     def keep(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:

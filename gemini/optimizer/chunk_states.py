@@ -63,7 +63,7 @@ class ChunkStates:
         """(optim_numel,) a flat state of a chunk; zeros if only other ranks have it so far."""
         state = self.by_chunk[chunk.index]
         flat = state.flats.get(name)
-        return torch.zeros(chunk.optim_numel, dtype=state.dtype) if flat is None else flat
+        return torch.zeros(chunk.optim_numel, dtype=state.dtype, device="cpu") if flat is None else flat
 
     def has_stepped(self, chunk: Chunk) -> bool:
         """The chunk's state holds what a step, or a loaded state dict, has made. Equal on all ranks."""

@@ -102,7 +102,7 @@ class TorchUpdate:
         accepted = inspect.signature(type(optimizer).__init__).parameters
         settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         self._make = lambda parameter: type(optimizer)([parameter], **settings)
-        self._worker = self._make(torch.zeros(1))
+        self._worker = self._make(torch.zeros(1, device="cpu"))
         self._starts_with_state = bool(self._worker.state)  # Adagrad
 
     def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class TorchUpdate:
 
     def _probe(self, group: Mapping[str, Any]) -> RunUpdate:
         """The per-element states and the scalars that a first update makes."""
-        first = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0), {}, {}, is_new=True)
+        first = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
         with torch.random.fork_rng(devices=[]):  # an optimizer that is not on the tested list may draw numbers
             self.update([first], [group], GradientFactors())
         return first

@@ -45,7 +45,7 @@ def add_group(step: Step, states: ChunkStates, update: ElementwiseUpdate, number
     add other ones; nothing has changed then.
     """
     members = members_of(step, "ShardedOptimizer", number, group)
-    nothing = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0), {}, {}, is_new=True)
+    nothing = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
     update.update([nothing], [group], GradientFactors())
     settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     words = f"param group {number} of {', '.join(each.name for each in members)} with {settings}"

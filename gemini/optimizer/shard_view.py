@@ -36,7 +36,7 @@ class Staging:
         if buffer is None or buffer.numel < num_bytes:
             if buffer is not None:
                 wait_on_host(buffer)
-            buffer = self._buffers[name] = Region(Tier.HOST, torch.empty(num_bytes, dtype=torch.uint8))
+            buffer = self._buffers[name] = Region(Tier.HOST, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
         return buffer[:num_bytes].view(dtype)
 
 

@@ -244,7 +244,7 @@ def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 def scalar_of(name: str, value: Any) -> Any:
     """`step` as torch writes it: a 0-dim fp32 tensor."""
     if name == "step" and not isinstance(value, Tensor):
-        return torch.tensor(float(value), dtype=torch.float32)
+        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     return value.clone() if isinstance(value, Tensor) else value
 
 

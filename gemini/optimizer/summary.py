@@ -85,7 +85,7 @@ def summarize(
     limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
     readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
-    numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64)
+    numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
     both = torch.cat([limbs, numbers]).to(device)
     communicator.all_reduce_sum_(both, "gradient summary")
     both = both.cpu()
@@ -98,7 +98,9 @@ def summarize(
         norm = norm_from_limbs(limbs)
     else:
         largest = [float(its.largest) for its in sums.values()]
-        most = torch.tensor(max([0.0, *(each for each in largest if not math.isnan(each))]), dtype=torch.float64)
+        most = torch.tensor(
+            max([0.0, *(each for each in largest if not math.isnan(each))]), dtype=torch.float64, device="cpu"
+        )
         most = most.to(device)
         communicator.all_reduce_max_(most, "largest gradient")  # of numbers: backends have no rule for NaN
         norm = math.nan if limbs[NAN_LIMB] else float(most)

@@ -57,7 +57,7 @@ class Mean:
 
     def take(self, trainer: Trainer) -> float:
         """The mean of what was added on all ranks since the last call; nan of nothing. Collective."""
-        both = torch.tensor([float(self._sum), float(self._count)], dtype=torch.float64)
+        both = torch.tensor([float(self._sum), float(self._count)], dtype=torch.float64, device="cpu")
         self._sum, self._count = 0.0, 0
         total, count = trainer.sum_over_ranks(both).tolist()
         return total / count if count else float("nan")

@@ -52,7 +52,7 @@ class Together:
 
     def agree(self, has_batch: bool) -> tuple[bool, bool]:
         """(all ranks have a batch, one was told to stop). Collective."""
-        flags = torch.tensor([not has_batch, self._told_to_stop is not None], dtype=torch.int64)
+        flags = torch.tensor([not has_batch, self._told_to_stop is not None], dtype=torch.int64, device="cpu")
         if self._communicator.world_size > 1:
             flags = flags.to(self._communicator.device)
             self._communicator.all_reduce_max_(flags, "what the next batch is")
