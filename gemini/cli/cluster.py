@@ -69,12 +69,12 @@ def described(
         raise typer.BadParameter(str(error), param_hint="--ranks") from None
     is_emulated = is_here and not torch.accelerator.is_available()
     if published is not None:
-        device_bytes = device_bytes or published.device_bytes
-        host_bytes = host_bytes or _share(published.host_bytes, layout)
+        device_bytes = published.device_bytes if device_bytes is None else device_bytes
+        host_bytes = _share(published.host_bytes, layout) if host_bytes is None else host_bytes
     elif is_here:
         reading = MemoryMonitor().read()
         device_bytes = reading.device.available_bytes
-        host_bytes = host_bytes or _share(reading.host.available_bytes, layout)
+        host_bytes = _share(reading.host.available_bytes, layout) if host_bytes is None else host_bytes
     if published is not None:
         name = published.name
     else:

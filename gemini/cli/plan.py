@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from gemini.cli.answer import Answer, Batch, answer
+from gemini.cli.answer import Answer, answer
 from gemini.cli.cluster import THIS, described
 from gemini.cli.dtypes import dtype_option
 from gemini.cli.model import NotAModel, model_named
 from gemini.cli.plan_report import as_json, show
+from gemini.cli.question import Batch
 from gemini.model.estimate import module_of
 from gemini.settings import Settings
 

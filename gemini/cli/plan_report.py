@@ -29,11 +29,8 @@ _UNITS = (("GB", 9), ("MB", 6), ("KB", 3))
 
 def as_json(name: str, found: Answer) -> dict[str, Any]:
     """All numbers: bytes and seconds of one rank."""
-    ranks, plan, step, work = found.cluster.ranks, found.plan, found.step, found.workload
-    activations = {
-        words: work.activation_bytes(found.batch.tokens, is_checkpointed=is_checkpointed)
-        for words, is_checkpointed in (("checkpointed", True), ("whole", False))
-    }
+    ranks, plan, step = found.cluster.ranks, found.plan, found.step
+    activations = found.activations_at_hand
     shown: dict[str, Any] = {
         "model": name,
         "parameters": found.num_parameters,
@@ -52,7 +49,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "sequence_length": found.batch.length,
             "activation_checkpointing": found.batch.is_checkpointed,
         },
-        "activations_at_most": activations,
+        "activations_at_most": dict(zip(("whole", "checkpointed"), found.activations, strict=True)),
         "fits": plan is not None,
         "would_change": list(found.knobs),
         "notes": list(found.notes),
@@ -74,8 +71,9 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "device": plan.placement.bytes_by_kind(plan.demand, Tier.DEVICE),
             "host": plan.placement.bytes_by_kind(plan.demand, Tier.HOST),
             "model_data_budget": plan.budget_bytes,
+            "wrap_with": {} if found.setting is None else _settings_of(found, found.setting),
             "model_data_minimum_with_these_chunks": plan.packed_minimum_bytes,
-            "device_peak": found.predicted.device_peak + found.activations,
+            "device_peak": None if activations is None else found.predicted.device_peak + activations,
             "host_peak": found.predicted.host_peak,
             "moves": vars(found.moves),
         }
@@ -89,6 +87,15 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "flop_utilisation_with_all_overlap": step.most_utilisation,
         }
     return shown
+
+
+def _settings_of(found: Answer, model_data_memory: int) -> dict[str, int | None]:
+    """With which `ShardedModel` makes the plan."""
+    return {
+        "device_memory": found.cluster.device_bytes,
+        "model_data_memory": model_data_memory,
+        "host_memory": found.cluster.host_bytes,
+    }
 
 
 def show(name: str, found: Answer, console: Console) -> None:
@@ -108,14 +115,18 @@ def show(name: str, found: Answer, console: Console) -> None:
         console.print(Text(line), soft_wrap=True)
     if plan is not None:
         _show_bytes(found, console)
-    both = [found.workload.activation_bytes(batch.tokens, is_checkpointed=each) for each in (True, False)]
-    others = f"Activations: at most {_gb(both[1])}, {_gb(both[0])} with activation checkpointing (bounds from sizes)."
+    whole, checked = found.activations
+    others = "Activations: not known."
+    if whole is not None and checked is not None:
+        with_it = f"{_gb(checked)} with activation checkpointing"
+        others = f"Activations and gradients before their chunks take them: at most {_gb(whole)}, {with_it} (bounds)."
     console.print(Text(others), soft_wrap=True)
     if plan is None or found.predicted is None:
         return
-    peak = found.predicted.device_peak + found.activations
+    activations = found.activations_at_hand
+    peak, beside = found.predicted.device_peak + (activations or 0), " besides activations" * (activations is None)
     of = "" if found.cluster.device_bytes is None else f" of {_gb(found.cluster.device_bytes)}"
-    console.print(Text(f"Predicted peak on the device: {_gb(peak)}{of}."), soft_wrap=True)
+    console.print(Text(f"Predicted peak on the device{beside}: {_gb(peak)}{of}."), soft_wrap=True)
     _show_step(found, console)
     for sentence in (*found.knobs, *found.notes):
         console.print(Text(sentence), soft_wrap=True)
@@ -125,7 +136,8 @@ def _show_bytes(found: Answer, console: Console) -> None:
     plan = found.plan
     assert plan is not None
     on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
-    both = plan.device_bytes + found.activations, plan.host_bytes
+    activations = found.activations_at_hand
+    both = plan.device_bytes + (activations or 0), plan.host_bytes
     unit, power = next((each for each in _UNITS if max(both) >= 10 ** each[1]), _UNITS[-1])
 
     def cell(num_bytes: int | None) -> str:
@@ -137,7 +149,7 @@ def _show_bytes(found: Answer, console: Console) -> None:
     for kind, words in _KINDS.items():
         if on_device.get(kind) or on_host.get(kind):
             table.add_row(words, cell(on_device.get(kind, 0)), cell(on_host.get(kind, 0)))
-    table.add_row("activations, at most", cell(found.activations), "")
+    table.add_row("activations, at most", "not known" if activations is None else cell(activations), "")
     table.add_row("in all", cell(both[0]), cell(both[1]))
     table.add_row("there", cell(found.cluster.device_bytes), cell(found.cluster.host_bytes))
     console.print(table)

@@ -43,16 +43,18 @@ def most_activations(module: nn.Module, inputs: Any) -> int | None:
     kept = work.activation_bytes(
         tokens, is_checkpointed=_checkpointed(module, blocks), num_without_graph=_num_without_graph(module, blocks)
     )
-    return kept + _gradient_bytes(module) + (_cast_bytes(blocks, itemsize) if itemsize != stream_itemsize else 0)
+    return kept + gradient_bytes(module) + (_cast_bytes(blocks, itemsize) if itemsize != stream_itemsize else 0)
 
 
-def _gradient_bytes(module: nn.Module) -> int:
+def gradient_bytes(module: nn.Module, itemsize: int | None = None) -> int:
     """Of what autograd holds of gradients before their chunks take them, while all that was kept may still be there.
 
-    One whole gradient, and of a tied weight those of two uses and their sum.
+    One whole gradient, and of a tied weight those of two uses and their sum. itemsize: of an element, where weights are
+    to be cast. None: their own. Local; raises nothing.
     """
     uses = Counter(each for _, each in module.named_parameters(remove_duplicate=False) if each.requires_grad)
-    return max(each.nbytes * (3 if count > 1 else 1) for each, count in uses.items())
+    sizes = (each.numel() * (itemsize or each.element_size()) * (3 if count > 1 else 1) for each, count in uses.items())
+    return max(sizes, default=0)
 
 
 def _cast_bytes(blocks: list[nn.Module], itemsize: int) -> int:

@@ -19,9 +19,9 @@ MUTANTS = [
     ),
     Mutant(
         "the device memory that is advised forgets the margin of activations",
-        "gemini/cli/answer.py",
-        "    return math.ceil((model_bytes + activations * (1 + MORE_ACTIVATIONS) + 2) / (1 - RESERVE))",
-        "    return math.ceil((model_bytes + activations + 2) / (1 - RESERVE))",
+        "gemini/cli/question.py",
+        "        return math.ceil((model_bytes + activations * (1 + MORE_ACTIVATIONS) + 2) / (1 - RESERVE))",
+        "        return math.ceil((model_bytes + activations + 2) / (1 - RESERVE))",
         "tests/features/test_plan_command.py::test_what_is_advised_where_the_device_is_too_small_is_enough",
     ),
     Mutant(

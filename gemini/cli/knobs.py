@@ -1,0 +1,135 @@
+"""What `gemini plan` advises: each change is tried by planning with it, so that who takes the advice has a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gemini.cli.question import Question
+from gemini.errors import BudgetError
+from gemini.placement.plan import Plan
+from gemini.placement.sizes import format_bytes
+
+_MOST_RANKS = 2**16
+_TRIES = 3
+_WHOLE = 0.9
+"""Of what the device needs: where twice as many ranks need more than this, it is slots, which ranks do not share."""
+
+
+def that_would_be_enough(question: Question, error: BudgetError) -> Iterator[str]:
+    """Changes of `question`, which was refused with `error`, one at a time, in words."""
+    needed, budget = error.needed_bytes, error.budget_bytes
+    if needed is None or budget is None:
+        return
+    yield from _policy(question)
+    yield from _more_ranks(question, error)
+    if error.tier == "host":
+        yield from _more_host_memory(question, needed, budget)
+    elif question.cluster.device_bytes is not None:
+        yield from _more_device_memory(question, needed, question.cluster.device_bytes)
+        yield from _fewer_activations(question, needed, question.cluster.device_bytes)
+
+
+def larger_batch(question: Question, plan: Plan) -> Iterator[str]:
+    """The largest batch that the chunks of `plan` leave room for; where the host is short, some that is larger."""
+    least = plan.packed_minimum_bytes  # of all chunk sizes it would take longer to find than the plan
+    tokens = None if least is None else question.tokens_beside(least)
+    if least is None or tokens is None:
+        return
+    fits, most = question.batch.sequences, tokens // question.batch.length
+    for _ in range(2 * _TRIES):
+        if most <= fits:
+            return
+        if question.with_sequences(most).refusal() is None:
+            yield f"--batch {most} has a plan, too."
+            return
+        most = (fits + most) // 2  # states that would leave the device have no room on the host
+
+
+def _policy(question: Question) -> Iterator[str]:
+    if question.settings.policy.name == "auto":
+        return
+    if replace(question, settings=question.settings.with_policy("auto")).refusal() is None:
+        yield "--policy auto would be enough."
+
+
+def _more_ranks(question: Question, error: BudgetError) -> Iterator[str]:
+    """The fewest ranks, in doublings, that share what does not fit."""
+    cluster, tries = question.cluster, 0
+    if question.settings.stage == 0 or cluster.is_emulated:
+        return
+    needed, count, per_rank = (
+        error.needed_bytes or 0,
+        cluster.ranks.count,
+        (cluster.device_bytes or 0) + (cluster.host_bytes or 0),
+    )
+    is_bounded = cluster.host_bytes is not None
+    numel = sum(parameter.numel() for parameter in question.module.parameters())
+    least = numel * question.dtype.itemsize * 4 / max(1, per_rank) if is_bounded else 0
+    while count < _MOST_RANKS and tries < _TRIES:
+        count *= 2
+        if count < least:  # even weights, gradients and moments have no room
+            continue
+        tries += 1
+        refused = question.with_ranks(count).refusal()
+        if refused is None:
+            yield f"--ranks {count} with as much memory each would be enough."
+            return
+        if refused.tier == "device" and (refused.needed_bytes or 0) > _WHOLE * needed:
+            return
+        needed = refused.needed_bytes or 0
+
+
+def _more_host_memory(question: Question, needed: int, budget: int) -> Iterator[str]:
+    more = f"{format_bytes(needed)} for each rank, {format_bytes(needed - budget)} more"
+    if question.cluster.is_emulated:
+        yield f"Host memory ({more}) would be enough."
+    else:  # that the plan which asks for it has a place there needs no try
+        yield f"--host-memory {needed}B ({more}) would be enough."
+
+
+def _more_device_memory(question: Question, needed: int, device: int) -> Iterator[str]:
+    """What the chunks need on the device, with what the host then lacks."""
+    enough, host = question.device_bytes_for(needed), question.cluster.host_bytes
+    more = f"{format_bytes(enough)}, {format_bytes(enough - device)} more on each device"
+    more = f"--device-memory {enough}B ({more})"
+    try:
+        on_host = question.with_memory(enough, None).plan().host_bytes
+    except BudgetError:
+        return
+    if host is None or on_host <= host:
+        yield f"{more} would be enough."
+    else:  # of two figures that are short neither is enough alone
+        yield f"{more} and --host-memory {on_host}B together would be enough."
+
+
+def _fewer_activations(question: Question, needed: int, device: int) -> Iterator[str]:
+    words, activations = "", question.activations
+    if activations is None:
+        return
+    if not question.batch.is_checkpointed and question.workload.block_bytes:
+        checkpointed = replace(question, batch=replace(question.batch, is_checkpointed=True))
+        fewer = checkpointed.activations or 0
+        there = device - checkpointed.device_bytes_for(needed)
+        if there >= 0:
+            does = "would be enough" if checkpointed.refusal() is None else "would leave too little on the host"
+        else:
+            does = f"would leave {format_bytes(-there)} missing"
+        yield (
+            f"--activation-checkpointing, with at most {format_bytes(fewer)} of activations instead of "
+            f"{format_bytes(activations)}, {does}."
+        )
+        question, words = checkpointed, " with it"
+    tokens, length = question.tokens_beside(needed), question.batch.length
+    if tokens is None:
+        return
+    if tokens <= 0:
+        yield "No smaller batch would be enough: chunks alone need more."
+        return
+    batch = replace(question.batch, sequences=max(1, tokens // length), length=min(length, tokens))
+    if replace(question, batch=batch).refusal() is not None:
+        return  # the host is short, too
+    if tokens >= length:
+        yield f"--batch {batch.sequences}{words} would be enough."
+    else:
+        yield f"--batch 1 --sequence-length {tokens}{words} would be enough."

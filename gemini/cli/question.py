@@ -1,0 +1,145 @@
+"""What `gemini plan` is asked: a model on a cluster, with settings and a batch. An answer tries others by `replace`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from gemini.cli.cluster import Cluster
+from gemini.errors import BudgetError
+from gemini.model.estimate import plan_of
+from gemini.placement.budget import ACTIVATION_FRACTION, MORE_ACTIVATIONS, RESERVE, FreeBytes
+from gemini.placement.dtypes import Dtype
+from gemini.placement.plan import Plan
+from gemini.placement.sizes import format_bytes
+from gemini.placement.workload import Workload
+from gemini.settings import Settings
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What each rank computes in a step.
+
+    Args:
+        sequences: how many.
+        length: tokens of each.
+        is_checkpointed: every block keeps its input alone, and is computed again in the backward.
+        experts_per_token: that a token is sent to. None: as the model's config says.
+    """
+
+    sequences: int
+    length: int
+    is_checkpointed: bool
+    experts_per_token: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank."""
+        return self.sequences * self.length
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that an answer follows from.
+
+    Args:
+        module: the model, on any device.
+        settings: without budgets: the cluster has them.
+        cluster: where.
+        batch: of each rank.
+        dtype: of most of the weights.
+        workload: of a token.
+        gradient_bytes: that autograd holds of gradients before their chunks take them.
+    """
+
+    module: nn.Module
+    settings: Settings
+    cluster: Cluster
+    batch: Batch
+    dtype: Dtype
+    workload: Workload
+    gradient_bytes: int
+
+    @property
+    def activations(self) -> int | None:
+        """Bytes that a step takes besides model data, at most. None: the formulas do not cover the model."""
+        work, batch = self.workload, self.batch
+        if not work.covers_activations:
+            return None
+        kept = work.activation_bytes(batch.tokens, is_checkpointed=batch.is_checkpointed)
+        return kept + self.gradient_bytes
+
+    def plan(self) -> Plan:
+        """For training. Local. Raises BudgetError also where there is room for the weights alone."""
+        there, ranks = self.cluster.host_bytes, self.cluster.ranks.count
+        free, plan = FreeBytes(activations=self.activations), None
+        try:
+            plan = plan_of(self.module, self._settings_with(there), ranks, free)
+        except BudgetError as error:
+            if error.tier != "host":
+                raise
+        if plan is None or (there is not None and plan.host_bytes > there):  # to say what training takes
+            plan = plan_of(self.module, self._settings_with(None), ranks, free)
+        needed = plan.host_bytes
+        words = f"training needs {needed} bytes ({format_bytes(needed)}) at rest on the host of each rank"
+        if self.cluster.is_emulated:
+            needed += plan.device_bytes + (self.activations or 0)
+            words = (
+                f"training needs {needed} bytes ({format_bytes(needed)}) of each rank with its activations, all in "
+                "host memory, since this machine has no accelerator"
+            )
+        if there is not None and needed > there:
+            raise BudgetError(
+                f"host: {words}, and there are {there} ({format_bytes(there)})",
+                tier="host",
+                needed_bytes=needed,
+                budget_bytes=there,
+            )
+        return plan
+
+    def refusal(self) -> BudgetError | None:
+        """Why there is no plan. None: there is one."""
+        try:
+            self.plan()
+        except BudgetError as error:
+            return error
+        return None
+
+    def refusal_at_first(self) -> BudgetError | None:
+        """Why `ShardedModel` refuses training where it is told `device_memory` alone, before a step has run."""
+        without = replace(self.workload, covers_activations=False)
+        return replace(self, workload=without).refusal()
+
+    def device_bytes_for(self, model_bytes: int) -> int:
+        """Device memory in which a budget of so much model data is left: see `placement/budget.py`."""
+        activations = self.activations
+        if activations is None:
+            return math.ceil((model_bytes + 2) / (1 - ACTIVATION_FRACTION))
+        return math.ceil((model_bytes + activations * (1 + MORE_ACTIVATIONS) + 2) / (1 - RESERVE))
+
+    def tokens_beside(self, model_bytes: int) -> int | None:
+        """Tokens whose activations fit beside so much model data. None: nobody knows, or there is no bound."""
+        device = self.cluster.device_bytes
+        of_one = self.workload.activation_bytes(1, is_checkpointed=self.batch.is_checkpointed)
+        if device is None or not of_one or self.activations is None:
+            return None
+        left = ((1 - RESERVE) * device - model_bytes) / (1 + MORE_ACTIVATIONS) - self.gradient_bytes
+        return math.floor(left / of_one)
+
+    def with_sequences(self, sequences: int) -> Question:
+        """Of another batch."""
+        return replace(self, batch=replace(self.batch, sequences=sequences))
+
+    def with_memory(self, device_bytes: int | None, host_bytes: int | None) -> Question:
+        """Of ranks with other memory."""
+        return replace(self, cluster=replace(self.cluster, device_bytes=device_bytes, host_bytes=host_bytes))
+
+    def with_ranks(self, count: int) -> Question:
+        """Of so many ranks, each with as much memory."""
+        ranks = replace(self.cluster.ranks, count=count)
+        return replace(self, cluster=replace(self.cluster, ranks=ranks))
+
+    def _settings_with(self, host_bytes: int | None) -> Settings:
+        return replace(self.settings, device_memory=self.cluster.device_bytes, host_memory=host_bytes)

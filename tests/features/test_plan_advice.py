@@ -1,0 +1,136 @@
+"""`gemini plan` says nothing that a training contradicts: its plan can be wrapped, and its advice can be taken."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from gemini import EmulatedDevice, HybridAdam, ShardedModel, ShardedOptimizer
+from gemini.errors import BudgetError
+from tests.features.test_plan_command import SMALL, asked, refused, run
+from tests.zoo.mlp import Mlp
+
+BLOCKS = "tests.features.test_plan_advice:blocks"
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+
+
+def llama() -> nn.Module:
+    """Most of its bytes are an embedding."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 8000}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
+    return transformers.LlamaForCausalLM(config)
+
+
+def trained(module: nn.Module, **options: Any) -> ShardedModel:
+    """Wrapped, with an optimizer that has made its state."""
+    model = ShardedModel(module, device=EmulatedDevice(options["device_memory"]), **options)
+    ShardedOptimizer(model, HybridAdam(model.parameters()))
+    return model
+
+
+@pytest.mark.parametrize("device_memory", ["16KB", "20KB", "60KB"])
+def test_a_model_can_be_wrapped_with_the_plan_that_is_shown(device_memory: str) -> None:
+    options = (SMALL, "--ranks", "1", "--device-memory", device_memory, "--host-memory", "1MB", "--batch", "4")
+    found = asked(*options)
+    setting = found["wrap_with"]
+    model = trained(Mlp(), **setting)
+    assert not model.plan.infers
+    assert sum(found["device"].values()) == model.plan.device_bytes
+    assert sum(found["host"].values()) == model.plan.host_bytes
+    assert found["chunk_bytes"] == model.plan.packing.chunk_bytes
+    shown = " ".join(run(*options)[1].split())
+    assert f"device_memory={setting['device_memory']}, model_data_memory={setting['model_data_memory']}" in shown
+
+
+def test_a_training_that_the_device_memory_alone_would_have_refused_is_said() -> None:
+    options = (SMALL, "--ranks", "1", "--policy", "cuda", "--host-memory", "1MB", "--device-memory")
+    knobs = " ".join(refused(*options, "10KB")[0]["would_change"])
+    enough = int(re.search(r"--device-memory (\d+)B", knobs)[1])  # type: ignore[index]
+    found = asked(*options, f"{enough}B")
+    (note,) = [note for note in found["notes"] if "refuses to train" in note]
+    alone = {"device_memory": enough, "host_memory": "1MB", "tensor_placement_policy": "cuda"}
+    with pytest.raises(BudgetError) as error:
+        trained(Mlp(), **alone)
+    assert f"needs {error.value.needed_bytes} bytes of model data" in note
+    trained(Mlp(), **found["wrap_with"], tensor_placement_policy="cuda")
+    assert not any("refuses to train" in note for note in asked(*options, f"{2 * enough}B")["notes"])
+
+
+def test_a_tier_without_memory_is_not_the_machines() -> None:
+    assert asked(SMALL, "--machine", "dgx-h100", "--host-memory", "0B")["cluster"]["host_memory"] == 0
+    found, _ = refused(SMALL, "--machine", "dgx-h100", "--device-memory", "0B")
+    assert found["cluster"]["device_memory"] == 0 and found["refused"]["tier"] == "device"
+
+
+def test_a_host_without_a_bound_is_said() -> None:
+    options = (SMALL, "--ranks", "1", "--device-memory", "60KB")
+    assert any("--host-memory" in note for note in asked(*options)["notes"])
+    assert not any("--host-memory" in note for note in asked(*options, "--host-memory", "1MB")["notes"])
+
+
+def test_memory_of_both_tiers_is_advised_where_both_are_short() -> None:
+    options = (BLOCKS, "--ranks", "1", "--host-memory", "100KB", "--device-memory")
+    knobs = " ".join(refused(*options, "50KB")[0]["would_change"])
+    device = re.search(r"--device-memory (\d+)B", knobs)
+    assert device is not None, knobs
+    refused(*options, f"{device[1]}B")
+    host = re.search(r"and --host-memory (\d+)B together", knobs)
+    assert host is not None, knobs
+    assert asked(*options, f"{device[1]}B", "--host-memory", f"{host[1]}B")["fits"]
+
+
+def test_a_larger_batch_that_is_said_to_have_a_plan_has_one_on_a_host_that_is_short() -> None:
+    options = (BLOCKS, "--ranks", "1", "--host-memory", "100KB", "--device-memory", "700KB")
+    found = asked(*options)
+    largest = [re.search(r"--batch (\d+) has a plan", each) for each in found["would_change"]]
+    (sequences,) = [int(each[1]) for each in largest if each]
+    assert sequences > 1
+    assert asked(*options, "--batch", str(sequences))["fits"]
+
+
+def test_where_the_policy_is_what_does_not_fit_another_one_and_more_ranks_are_advised() -> None:
+    options = (BLOCKS, "--device-memory", "400KB", "--host-memory", "1MB")
+    found, _ = refused(*options, "--ranks", "1", "--policy", "cuda")
+    knobs = found["would_change"]
+    assert knobs[0] == "--policy auto would be enough."
+    assert asked(*options, "--ranks", "1", "--policy", "auto")["fits"]
+    (ranks,) = [each[1] for knob in knobs if (each := re.search(r"--ranks (\d+)", knob))]
+    assert asked(*options, "--ranks", ranks, "--policy", "cuda")["fits"]
+    assert not any("--policy" in knob for knob in refused(*options[:1], "--device-memory", "9KB")[0]["would_change"])
+
+
+def test_activations_that_no_formula_covers_are_not_known() -> None:
+    options = ("tests.features.test_plan_advice:Convolutions", "--ranks", "1", "--device-memory", "100KB")
+    found = asked(*options)
+    assert found["activations_at_most"] == {"whole": None, "checkpointed": None}
+    assert found["model_data_budget"] == 70_000, "as ShardedModel leaves before the first step"
+    assert found["device_peak"] is None
+    shown = run(*options)[1]
+    assert "Activations: not known." in shown and "besides activations" in shown
+    refusal, _ = refused(*options[:-1], "10KB")
+    enough = int(re.search(r"--device-memory (\d+)B", " ".join(refusal["would_change"]))[1])  # type: ignore[index]
+    assert asked(*options[:-1], f"{enough}B")["fits"]
+
+
+def test_the_bound_of_activations_has_the_gradient_that_autograd_holds() -> None:
+    found = asked("tests.features.test_plan_advice:llama", "--sequence-length", "8", "--rates", "none")
+    device = EmulatedDevice()
+    model = ShardedModel(llama(), device=device)
+    ShardedOptimizer(model, HybridAdam(model.parameters()))
+    ids = torch.arange(8).view(1, 8)
+    with device.holding_activations():
+        model(input_ids=ids, labels=ids).loss.backward()
+    measured = model.chunk_manager.trace.peak[1]
+    assert measured > 8000 * 32 * 4, "a gradient of the embedding"
+    assert measured <= found["activations_at_most"]["whole"]
