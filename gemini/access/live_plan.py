@@ -7,7 +7,7 @@ forward, between steps.
 from __future__ import annotations
 
 from gemini.access.free_memory import FreeMemory
-from gemini.access.replanning import Replanning, refused_after
+from gemini.access.replanning import Replanning
 from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError
 from gemini.manager.chunk_manager import ChunkManager
@@ -103,19 +103,20 @@ class LivePlan:
     def _keep_to(self, plan: Plan, why: str) -> bool:
         """The plan, which keeps to another budget, is in force. Collective.
 
-        False: what was free has been taken since, so that all states are where they were, which is told.
+        False: what was free has been taken since, so that all states are where they were, which is told. An exception
+        would end a training that may well go on.
         """
         shown = f"{why}: room for {plan.budget.device} bytes of model data"
-        with self._replanning.between_steps("following free memory"), refused_after(shown), uncollected():
+        with self._replanning.between_steps("following free memory"), uncollected():
             refused = self._manager.try_plan(plan, shown, *BUDGETED)
-            if refused is not None and not refused.is_shortage:
-                raise refused
             self._device.trim()  # torch's allocator would keep from others what the model gave up
-        if refused is not None:
+        if refused is None:
+            self._free.restart()
+        elif refused.is_shortage:
             self._free.stay(self._manager.plan, refused)
-            return False
-        self._free.restart()
-        return True
+        else:  # the host has no memory for what would leave
+            self._free.refuse(plan.budget, str(refused))
+        return refused is None
 
 
 def _are_alike(plan: Plan, before: Plan) -> bool:

@@ -6,8 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from gemini import EmulatedDevice, MemoryMonitor, ShardedModel, ShardedOptimizer
+from gemini import BudgetError, EmulatedDevice, MemoryMonitor, ShardedModel, ShardedOptimizer
 from gemini.memory.emulated import EmulatedTier
+from gemini.memory.host import HostTier
 from gemini.monitor import live
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told
@@ -277,6 +278,27 @@ def test_states_that_find_no_memory_on_their_way_in_stay_where_they_were(rank: i
         changed = train(rank, device, None, change)
     assert changed == train(rank, EmulatedDevice())
     assert all(placement == at_least[0] for placement in at_least)
+    lines = [line for line in lines if "states stay where they are" in line]
+    assert len(lines) == (1 if rank == 0 else 0), lines
+
+
+@on_ranks(1, 2)
+def test_states_that_find_no_memory_on_the_host_stay_where_they_were(rank: int, world_size: int) -> None:
+    """The last rank's machine has none, though its budget allows it."""
+    device = EmulatedDevice(TOTAL)
+
+    def change(step: int, model: ShardedModel) -> None:
+        assert model.plan.host_bytes == 0
+        if step == 1:
+            device.others_bytes = TOTAL - held(model)
+
+    def reserve(tier: HostTier, num_bytes: int, kind: str) -> None:
+        if num_bytes > 0 and rank == world_size - 1:
+            raise BudgetError("host: no memory", tier="host", is_shortage=True)
+
+    with told() as lines, mock.patch.object(HostTier, "reserve", reserve):
+        changed = train(rank, device, None, change)
+    assert changed == train(rank, EmulatedDevice())
     lines = [line for line in lines if "states stay where they are" in line]
     assert len(lines) == (1 if rank == 0 else 0), lines
 
