@@ -78,15 +78,17 @@ def summarize(
             if several and chunk.widens:  # fp32 sums, and what needed no addition counts as one
                 part = part.float()
             its.add(chunk, piece, part, norm_type)
+    device, communicator = step.params.device.device, step.communicator
+    # before the host waits for the sums: a driver takes its time to answer, and the device would have nothing to do
+    readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
     for its in sums.values():
         for index in its.non_finite():
             words[index] += _NON_FINITE
-    device, communicator = step.params.device.device, step.communicator
     limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
-    readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
     numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
-    both = torch.cat([limbs, numbers]).to(device)
+    both = torch.cat([limbs, numbers])
+    both = both.to(device) if communicator.world_size > 1 else both  # one rank has all of it where it is read
     communicator.all_reduce_sum_(both, "gradient summary")
     both = both.cpu()
     limbs, (num_backwards, *counts) = both[: limbs.numel()], both[limbs.numel() :].tolist()
