@@ -144,7 +144,8 @@ class GradHomes:
         numel = gradient.chunk.optim_numel
         try:
             return self._memory.take(gradient.resting.tier, numel, dtype, Kind.GRAD)
-        except BudgetError:
+        except BudgetError as refused:
+            self._memory.note_evaded(refused)
             return self._memory.take(Tier.HOST, numel, dtype, Kind.GRAD)
 
     # -- lending, see [Note: Lent homes]

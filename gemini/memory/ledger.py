@@ -15,6 +15,8 @@ class Ledger:
         self.peak_bytes = 0
         self.peak_by_kind: Counter[str] = Counter()
         self.num_takes = 0
+        self.num_evaded = 0
+        """How often the machine had no memory for what the host took instead: nobody has to make room for that."""
 
     def take(self, kind: str, num_bytes: int) -> None:
         self.num_takes += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gemini.errors import BudgetError
 from gemini.memory.host import HostTier
 from gemini.memory.region import Region
 from gemini.memory.slot import SlotPools
@@ -38,6 +39,11 @@ class Memory:
     def take(self, tier: Tier, numel: int, dtype: torch.dtype, kind: str) -> Region:
         """(numel,) zeros. Raises BudgetError."""
         return Region(tier, self.tier(tier).take(numel * dtype.itemsize, kind).view(dtype))
+
+    def note_evaded(self, refused: BudgetError) -> None:
+        """The host takes what the device has refused."""
+        if refused.is_shortage:
+            self.device.ledger.num_evaded += 1
 
     def give(self, region: Region, kind: str) -> None:
         """Give a region of `take` back."""

@@ -78,13 +78,13 @@ class LiveMemory:
         self._ledger = ledger
         self._agreed: LiveBytes | None = None
         self._most = MostSeen()
-        self._num_ooms = self._read_ooms = source.read().num_ooms
+        self._num_ooms = self._read_ooms = self._ooms(source.read())
         source.reset_peak()
 
     def words(self, rank: int, world_size: int) -> list[int]:
         """This rank's readings at its places, zeros at the others': sums over ranks are all readings. Local."""
         words, figures = [0] * (_NUM_FIGURES * world_size), self._figures(self._source.read())
-        words[_NUM_FIGURES * rank : _NUM_FIGURES * (rank + 1)] = [*figures, self._read_ooms - self._num_ooms]
+        words[_NUM_FIGURES * rank : _NUM_FIGURES * (rank + 1)] = [*figures, max(0, self._read_ooms - self._num_ooms)]
         if self._most.step():
             self._source.reset_peak()  # it would keep the greatest of all steps
         return words
@@ -125,7 +125,7 @@ class LiveMemory:
 
     def _figures(self, reading: DeviceReading) -> tuple[int, int]:
         """Free bytes, the model's own included, and the most activations of the last steps."""
-        self._read_ooms = reading.num_ooms
+        self._read_ooms = self._ooms(reading)
         free, peak = reading.available_bytes, reading.peak_bytes
         # what is allocated between backward and update outlives steps: model data, buffers, the user's own tensors
         self._most.note(None if peak is None else max(0, peak - reading.allocated_bytes))
@@ -135,6 +135,10 @@ class LiveMemory:
             _UNKNOWN if free is None else max(0, free + self._ledger.total_bytes),
             _UNKNOWN if most is None else most,
         )
+
+    def _ooms(self, reading: DeviceReading) -> int:
+        """Those after which somebody has to make room."""
+        return reading.num_ooms - self._ledger.num_evaded
 
     def agree(self, words: list[int]) -> None:
         """words: sums over ranks. Local, and equal on all of them."""

@@ -70,9 +70,10 @@ class ChunkOptimizerState:
         leaves = tier is not self.tier
         try:
             taken = self._taken([name for name in names if leaves or name not in self.flats], tier, params)
-        except BudgetError:
+        except BudgetError as refused:
             if tier is Tier.HOST:
                 raise
+            params.memory.note_evaded(refused)
             self._rest(names, Tier.HOST, params)
             return
         if leaves:
