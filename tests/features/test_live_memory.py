@@ -1,18 +1,15 @@
 """The device's free memory changes while a model is trained: states move out and in again, and no bit changes."""
 
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini import BudgetError, EmulatedDevice, MemoryMonitor, ShardedModel, ShardedOptimizer
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
 from gemini.monitor import live
-from gemini.monitor.readings import DeviceReading
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told
 from tests.zoo.mlp import CHUNK_NUMEL, adam, build, inputs, loss_of, train_while
@@ -331,32 +328,3 @@ def test_nearly_all_of_the_budget_is_used_after_the_first_step() -> None:
     assert budget is not None
     assert budget == 50_000 - int(1.1 * 5_000 + 0.03 * 50_000)
     assert model.plan.device_bytes > 0.95 * budget - max(model.plan.demand.slot_bytes)
-
-
-class Listed(TorchDispatchMode):
-    """Names of operations, in one list with others' entries."""
-
-    def __init__(self, entries: list[str]) -> None:
-        super().__init__()
-        self._entries = entries
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._entries.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_free_memory_is_read_while_the_device_still_sums_gradients() -> None:
-    """A driver takes up to milliseconds, in which a device that was waited for would do nothing."""
-    device, entries = EmulatedDevice(TOTAL), list[str]()
-    model, optimizer = trainer(device)
-    loss_of(model).backward()
-
-    def read() -> DeviceReading:
-        entries.append("read")
-        return EmulatedDevice.read(device)
-
-    with mock.patch.object(device, "read", read), Listed(entries):
-        optimizer.step()
-    first_wait = next(at for at, entry in enumerate(entries) if "stack" in entry)
-    assert "read" in entries[:first_wait]
-    assert entries.count("read") == 1
