@@ -12,6 +12,8 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from gemini.access.link import link_of
+from gemini.errors import UnsupportedError
 from gemini.model.aliases import tie_aliases
 from gemini.model.specs import specs_of
 from gemini.placement.budget import FreeBytes
@@ -107,9 +109,14 @@ def plan_of(module: nn.Module, settings: Settings, world_size: int, free: FreeBy
 def module_of(model: Any) -> nn.Module:
     """A module, or what the config of a Hugging Face model makes on "meta". Local.
 
-    Raises TypeError for what is neither.
+    Raises TypeError for what is neither, and UnsupportedError for a module that is wrapped already.
     """
     if isinstance(model, nn.Module):
+        if any(link_of(parameter) is not None for parameter in model.parameters()):
+            raise UnsupportedError(
+                "a module that is wrapped already is not planned: model.plan has its plan, or give the module as it "
+                "was before wrapping"
+            )
         return model
     if not hasattr(model, "model_type"):
         raise TypeError(f"model must be a torch module or a Hugging Face config, found {type(model).__name__}")

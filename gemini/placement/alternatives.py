@@ -28,10 +28,10 @@ class Alternative:
     placement: Placement
 
 
-def all_on_device(demand: Demand, policy: PlacementPolicy) -> Alternative:
-    """The least budget that changes nothing any more."""
-    placement = policy.place(demand, None)
-    return Alternative(placement.device_bytes(demand), placement)
+def all_on_device(demand: Demand, policy: PlacementPolicy) -> Alternative | None:
+    """The least budget that changes nothing any more. None: the policy refuses to place without a budget."""
+    placement = _place(demand, None, policy)
+    return None if placement is None else Alternative(placement.device_bytes(demand), placement)
 
 
 def all_at_rest_on_device(demand: Demand, policy: PlacementPolicy) -> int | None:
@@ -44,9 +44,10 @@ def all_at_rest_on_device(demand: Demand, policy: PlacementPolicy) -> int | None
 
 def next_better(demand: Demand, now: Placement, budget_bytes: int, policy: PlacementPolicy) -> Alternative | None:
     """With the fewest bytes more that change something. None: no budget does."""
-    most = all_on_device(demand, policy).budget_bytes
-    if budget_bytes >= most:
+    everything = all_on_device(demand, policy)
+    if everything is None or budget_bytes >= everything.budget_bytes:
         return None
+    most = everything.budget_bytes
     same, other = budget_bytes, most
     step = min((size for chunk in demand.chunks for size in chunk.home_bytes.values() if size), default=1)
     while same + step < most:  # what changes next is near, and models have many chunks
@@ -99,11 +100,13 @@ def difference_in_words(demand: Demand, before: Placement, after: Placement) -> 
     return ", ".join(found) or "nothing would change"
 
 
-def _place(demand: Demand, budget_bytes: int, policy: PlacementPolicy) -> Placement | None:
+def _place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> Placement | None:
+    """None: there is none that keeps to the budget, even if a policy of the user's says so."""
     try:
-        return policy.place(demand, budget_bytes)
+        placement = policy.place(demand, budget_bytes)
     except BudgetError:
         return None
+    return None if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes else placement
 
 
 def _chunks(count: int) -> str:

@@ -6,6 +6,7 @@ Numbers in, plain sentences out, one to a line. Byte counts are exact and of one
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from gemini.placement.alternatives import (
     KINDS_IN_WORDS,
@@ -23,6 +24,7 @@ from gemini.placement.policy import PlacementPolicy
 from gemini.placement.predict import Predicted
 from gemini.placement.sizes import format_bytes
 from gemini.placement.traffic import Exchange
+from gemini.settings import Settings
 
 _NAMES = {
     Exchange.GATHER: "shards of weights",
@@ -32,8 +34,10 @@ _NAMES = {
 }
 
 
-def chunks_in_words(packing: Packing, stage: int, world_size: int, policy: str, infers: bool) -> Iterator[str]:
-    """What is cut into how many chunks, and why they have this size."""
+def chunks_in_words(
+    packing: Packing, stage: int, world_size: int, policy: str, infers: bool, is_first: bool
+) -> Iterator[str]:
+    """What is cut into how many chunks, and why they have this size. is_first: for the budgets of this plan."""
     num_weights = sum(len(chunk.names) for chunk in packing.chunks)
     num_oversize = sum(chunk.oversize for chunk in packing.chunks)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -51,8 +55,9 @@ def chunks_in_words(packing: Packing, stage: int, world_size: int, policy: str, 
     if found is None:
         yield "This chunk size was given with chunk_size=."
         return
+    budgets = "these budgets" if is_first else "those of wrapping"
     yield (
-        "The search took this chunk size as the cheapest under these budgets: "
+        f"The search took this chunk size as the cheapest under {budgets}: "
         f"{_bytes(found.padding_bytes)} of padding, {_bytes(found.gathered_bytes)} in slots at the busiest moment, and "
         f"{found.num_collectives} collectives in a step, each counted as {_bytes(BYTES_PER_COLLECTIVE)}."
     )
@@ -135,8 +140,11 @@ def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -
 def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy) -> Iterator[str]:
     """What more bytes for model data on the device would change, and what fewer would, with these chunks."""
     held, there = placement.device_bytes(demand), budget.device
-    most = all_on_device(demand, policy).budget_bytes
-    if there is None or there >= most:
+    everything = all_on_device(demand, policy)
+    most = None if everything is None else everything.budget_bytes
+    if most is None:
+        yield "The policy does not say what it would do without a budget."
+    elif there is None or there >= most:
         yield "More room on the device would change nothing."
     else:
         at_rest = all_at_rest_on_device(demand, policy)
@@ -157,22 +165,39 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
     yield f"{less}, {changes}."
 
 
+def other_choices(settings: Settings, is_first: bool) -> Iterator[tuple[str, Settings]]:
+    """What may lower the minimum, in words, and the settings then. Chunks that exist change only by wrapping again."""
+    again = "" if is_first else "Wrapping again with "
+    if not is_first:
+        yield "Wrapping again", settings
+    if settings.chunk_size is not None:
+        yield f"{again}chunk_size=None", replace(settings, chunk_size=None)
+    if settings.policy.name != "auto":
+        yield f"{again}tensor_placement_policy='auto'", settings.with_policy("auto")
+
+
 def minimum_in_words(
-    minimum: int | None, others: Mapping[str, int | None], largest: str, largest_bytes: int, infers: bool
+    minimum: int | None, others: Mapping[str, int | None], largest: tuple[str, int], infers: bool, is_first: bool
 ) -> Iterator[str]:
-    """The least that the device must hold. others: the same with settings that are named by the key."""
+    """The least that the device must hold.
+
+    others: the same with what the key names. largest: an operator, and its bytes in slots. is_first: another chunk size
+    could still be chosen.
+    """
     if minimum is None:
         yield "The policy does not say what its minimum is."
         return
     cannot = f"with a smaller budget the model cannot {'infer' if infers else 'train'}"
-    yield f"The minimum of model data on the device is {_bytes(minimum)}: {cannot}."
+    the = "The" if is_first else "With these chunks the"
+    yield f"{the} minimum of model data on the device is {_bytes(minimum)}: {cannot}."
     lower = {words: least for words, least in others.items() if least is not None and least < minimum}
     for words, least in lower.items():
         yield f"{words} would lower it to {_bytes(least)}."
     if not lower:
+        choices = "No other chunk size and no other policy" if is_first else "No wrapping with other chunks or policy"
         yield (
-            "No other chunk size and no other policy lowers it. Smaller operators do: the largest is "
-            f"{largest!r}, with {_bytes(largest_bytes)} in slots."
+            f"{choices} lowers it. Smaller operators do: the largest is {largest[0]!r}, with {_bytes(largest[1])} in "
+            "slots."
         )
 
 

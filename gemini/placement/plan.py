@@ -124,27 +124,30 @@ class Plan:
         In plain sentences, one to a line, with bytes of one rank.
         """
         settings, demand = self.settings, self.demand
-        others = {}
-        if self.is_first:
-            changes = {
-                "chunk_size=None": replace(settings, chunk_size=None),
-                "tensor_placement_policy='auto'": settings.with_policy("auto"),
-            }
-            for words, changed in changes.items():
-                if changed != settings:
-                    others[words] = _minimum_bytes(self.spec, changed, self.world_size, self.infers)
+        if not demand.chunks:
+            return "No weights are planned: nothing rests on the device or on the host, and nothing moves."
+        others = {
+            words: _minimum_bytes(self.spec, changed, self.world_size, self.infers)
+            for words, changed in explain.other_choices(settings, self.is_first)
+        }
         slot_bytes = [
             sum(demand.slot_bytes[demand.chunks[index].oversize] for index in chunks) for chunks in self.use_order
         ]
         at = max(range(len(slot_bytes)), key=slot_bytes.__getitem__)
         lines = [
-            *explain.chunks_in_words(self.packing, settings.stage, self.world_size, self.policy, self.infers),
+            *explain.chunks_in_words(
+                self.packing, settings.stage, self.world_size, self.policy, self.infers, self.is_first
+            ),
             *explain.states_in_words(demand, self.placement, self.budget),
             *explain.moves_in_words(demand, self.placement, self.world_size, self.infers),
             *explain.predicted_in_words(self.predicted, demand.micro_batches, self.infers),
             *explain.budgets_in_words(demand, self.placement, self.budget, settings.policy),
             *explain.minimum_in_words(
-                self.minimum_bytes, others, self.spec.operators[at].name or "the model", slot_bytes[at], self.infers
+                self.minimum_bytes,
+                others,
+                (self.spec.operators[at].name or "the model", slot_bytes[at]),
+                self.infers,
+                self.is_first,
             ),
         ]
         return "\n".join(lines)
