@@ -73,8 +73,9 @@ def estimate_memory(
         shard_strategy: as for `ShardedModel`.
         options: fields of `Settings`, in place of those that `settings` has.
 
-    Raises TypeError or ValueError for options that are not valid, and BudgetError if the model does not fit into the
-    budgets that are given.
+    Raises TypeError or ValueError for options that are not valid, UnsupportedError for a module that is wrapped
+    already, and BudgetError if the device has no room to train it, or the host none for the weights. Where
+    `host_memory` has room for the weights alone, `host_bytes` of the estimate is more than it.
 
     Example:
         >>> module = torch.nn.Linear(1024, 1024, device="meta")

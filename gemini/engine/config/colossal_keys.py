@@ -30,7 +30,7 @@ _MODEL, _OPTIMIZER, _PLUGIN = "zero.model_config", "zero.optimizer_config", "plu
 _GROUP = Refused("give the group to ShardedModel(process_group=...): a config has no process groups", ())
 _NO_GROUP = NoEffect("gradients and norms are reduced over the model's own group")
 _CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
-_BUDGET = NoEffect("the plan spends all of `device_memory`: first parameters, then gradients, then optimizer state")
+_BUDGET = NoEffect("the plan spends all of `device_memory`, on what saves most bytes over the link")
 _ONE_WAY = NoEffect("the engine averages gradients over ranks by itself")
 _PARALLEL = "parameters are divided over data-parallel ranks only"
 
