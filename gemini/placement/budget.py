@@ -66,6 +66,14 @@ def _left_out(whole: int, free: FreeBytes) -> int:
     return min(whole, int(free.most_activations + whole * RESERVE))
 
 
+def device_memory_for(model_data_bytes: int) -> int:
+    """The least `device_memory` that leaves so many bytes to model data before a step has shown its activations."""
+    whole = int(model_data_bytes / (1 - ACTIVATION_FRACTION))
+    while whole - _left_out(whole, FreeBytes()) < model_data_bytes:
+        whole += 1
+    return whole
+
+
 def is_less(one: int | None, other: int | None) -> bool:
     """Bytes of a budget. None is no bound."""
     return one is not None and (other is None or one < other)

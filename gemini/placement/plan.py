@@ -201,7 +201,7 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
         return trains
     if infers is not None:  # there is no room to train it: that is refused when an optimizer or a backward comes
         return infers
-    raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec) from None
+    raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec, settings) from None
 
 
 def plan_inference(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
@@ -216,7 +216,7 @@ def plan_inference(spec: ModelSpec, settings: Settings, world_size: int, free: F
             return plan
         except BudgetError as error:
             refused.append(error)
-    raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec) from None
+    raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec, settings) from None
 
 
 class PlanChanges(TypedDict, total=False):
@@ -250,7 +250,7 @@ def replan(
     try:
         plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept, infers, micro_batches)
     except BudgetError as error:
-        raise advised(error, spec) from None
+        raise advised(error, spec, settings, is_first=False) from None
     return replace(plan, is_first=False)
 
 

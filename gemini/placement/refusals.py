@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from gemini.errors import BudgetError
+from gemini.placement.budget import ACTIVATION_FRACTION, device_memory_for
 from gemini.placement.demand import Kind
 from gemini.placement.specs import ModelSpec
+from gemini.settings import Settings
 
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
 
 
-def advised(error: BudgetError, spec: ModelSpec) -> BudgetError:
-    """The refusal, with what a compiled module has to do with it."""
-    compiled = [operator for operator in spec.operators if operator.is_compiled]
-    if not compiled or error.tier != "device":
+def advised(error: BudgetError, spec: ModelSpec, settings: Settings, is_first: bool = True) -> BudgetError:
+    """The refusal, with what would help on the device besides `model_data_memory`. is_first: of wrapping."""
+    if error.tier != "device":
         return error
-    largest = max(compiled, key=lambda operator: sum(spec.weights[place].numel for place in operator.weights))
-    return error.reworded(
-        f"{error}. {largest.name or 'The model'} is compiled, so that all of its chunks are needed at once: compile "
-        "smaller modules inside it, such as its blocks, one by one"
-    )
+    return error.reworded(". ".join([str(error), *_advice(error, spec, settings, is_first)]))
+
+
+def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, is_first: bool) -> Iterator[str]:
+    if is_first and settings.model_data_memory is None and error.needed_bytes is not None:
+        yield (
+            f"Model data gets {1 - ACTIVATION_FRACTION:.0%} of device_memory= until a step has shown its activations: "
+            f"{device_memory_for(error.needed_bytes)} bytes of it are enough"
+        )
+    if settings.policy.name.startswith(("cuda", "static")):
+        yield "tensor_placement_policy='auto' needs least"
+    if settings.param_persistence_threshold:
+        yield "Weights that param_persistence_threshold= keeps on the device are in these bytes"
+    compiled = [operator for operator in spec.operators if operator.is_compiled]
+    if compiled:
+        largest = max(compiled, key=lambda operator: sum(spec.weights[place].numel for place in operator.weights))
+        yield (
+            f"{largest.name or 'The model'} is compiled, so that all of its chunks are needed at once: compile smaller "
+            "modules inside it, such as its blocks, one by one"
+        )
 
 
 def least_of(refused: list[BudgetError], is_searched: bool) -> BudgetError:
@@ -54,10 +70,12 @@ def check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
     """Raises BudgetError if the host's budget does not allow what the plan has there of these states."""
     if not has_host_room(plan, kinds):
         needed = plan.placement.host_bytes(plan.demand, kinds)
-        held = "model data" if set(kinds) == set(Kind) else "parameters"
+        in_all = f", and training needs {plan.host_bytes} bytes there in all"
+        held, more = ("model data", "") if set(kinds) == set(Kind) else ("parameters", in_all)
         raise BudgetError(
             f"host: {needed} bytes of {held} do not fit into the budget of "
-            f"{plan.budget.host} bytes. Allow more with host_memory=, or let more rest on the device or on other ranks",
+            f"{plan.budget.host} bytes{more}. Allow more with host_memory=, or let more rest on the device or on other "
+            "ranks",
             tier="host",
             needed_bytes=needed,
             budget_bytes=plan.budget.host,

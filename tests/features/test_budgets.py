@@ -1,5 +1,6 @@
 """What a model may take: the device's and the host's budget. Ranks agree on readings; what users give must be equal."""
 
+import re
 from typing import Any
 
 import pytest
@@ -206,3 +207,32 @@ def test_ranks_at_the_least_budget_have_the_bits_of_ranks_without_one(rank: int,
         model.close()
     assert numbers[1] < numbers[0]
     assert_same(results[1], results[0])
+
+
+def test_a_refusal_names_the_device_memory_that_is_enough() -> None:
+    """Of which model data gets a part before the first step: who gives what it needs would be refused again."""
+    with pytest.raises(BudgetError, match="70% of device_memory=") as refused:
+        ShardedModel(build(), device="emulated", device_memory=2_000)
+    found = re.search(r"activations: (\d+) bytes of it are enough", str(refused.value))
+    assert found is not None
+    enough = int(found[1])
+    model = ShardedModel(build(), device="emulated", device_memory=enough)
+    ShardedOptimizer(model, adam(model.parameters()))
+    less = ShardedModel(build(), device="emulated", device_memory=enough - 2)
+    with pytest.raises(BudgetError, match="device"):
+        ShardedOptimizer(less, adam(less.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_placement_policy": "cuda"}, "tensor_placement_policy='auto' needs least"),
+        ({"tensor_placement_policy": "static"}, "tensor_placement_policy='auto' needs least"),
+        ({"param_persistence_threshold": 10**9}, "Weights that param_persistence_threshold= keeps on the device"),
+    ],
+)
+def test_a_refusal_names_the_setting_that_asks_for_much(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BudgetError, match=words) as refused:
+        ShardedModel(build(), device="emulated", model_data_memory=12_000, **options)
+    assert "70%" not in str(refused.value)
+    ShardedModel(build(), device="emulated", model_data_memory=12_000)
