@@ -50,6 +50,10 @@ def _record(pool: RankPool, given: argparse.Namespace) -> int:
         return 1
     if given.cases:
         recording = Recording.read()
+        if not (given.counts or recording.is_of_such_a_machine()):
+            print("record: bits of another machine cannot stand beside these:", file=sys.stderr)
+            print(*other_versions(recording), sep="\n", file=sys.stderr)
+            return 1
         cases = _with_words(recording, given.cases)
     else:
         recording = Recording(commit if clean else f"{commit} with changes", what_computes())

@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden.cases import CORE, OPTIONS, Case, is_allowed, sample_of
 from tests.golden.checking import check, other_versions
-from tests.golden.recording import Recording, differences
+from tests.golden.recording import Recording, differences, what_computes
 from tests.golden.running import merged
 from tests.harness.on_ranks import in_soak
 from tests.harness.ranks import RankPool
@@ -51,6 +51,16 @@ def test_where_torch_computes_otherwise_bits_are_those_of_unsharded_runs(
     """What a machine with other kernels compares."""
     some = [next(case for case in SAMPLE if case.ranks == ranks_ and case.freezes) for ranks_ in OPTIONS["ranks"]]
     assert_as_recorded(ranks, record_property, some, siblings=True)
+
+
+def test_bits_of_other_kernels_are_not_compared_even_where_torch_alone_agrees() -> None:
+    """Two steps of torch alone may agree by chance, and a longer training of the same model differ."""
+    case = next(iter(RECORDING.results))
+    recording = Recording("", what_computes())
+    recording.note_torch_bits(case)
+    assert recording.has_bits_of_here(case)
+    recording.recorded_with["torch_kernels"] = "another width"
+    assert not recording.has_bits_of_here(case)
 
 
 @pytest.mark.soak
