@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.harness.ranks import RankPool
+from tests.harness.sampling import mark_what_is_left_out
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("gemini", deadline=None)
@@ -43,7 +44,9 @@ LONG = (
 last, as these have few tests, and one worker would be idle at the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for marks that -m names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_what_is_left_out(items)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 

@@ -140,9 +140,9 @@ def test_ranks_of_the_mixture_of_experts_wake_different_ones() -> None:
 
 
 def test_the_documented_gpt2_script_runs_in_fp16_with_everything_offloaded() -> None:
-    said = run_on_ranks("colossal_gpt2.py", "--steps", "12").stderr
+    said = run_on_ranks("colossal_gpt2.py", "--steps", "6").stderr
     losses = numbers(r"Loss: ([\d.]+)", said)
-    assert len(losses) == 12, "rank 0 alone reports"
+    assert len(losses) == 6, "rank 0 alone reports"
     assert losses[-1] < losses[0] < 7
     (num_parameters,) = numbers(r"(\d+) parameters", said)
     host = re.search(r"^host +param +([\d.]+) (\w+)", said, re.MULTILINE)

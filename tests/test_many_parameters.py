@@ -14,10 +14,10 @@ ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"chunk_size": CHUNK_NUMEL},
+        *in_soak({"chunk_size": CHUNK_NUMEL}),
         {**ON_HOST, "model_data_memory": 8 * 1024},
         *in_soak({**ON_HOST, "bytes_per_layer": 1024}),
-        {"chunk_size": CHUNK_NUMEL, "bytes_per_layer": 5 * 1024, "shard_strategy": "tensor"},
+        *in_soak({"chunk_size": CHUNK_NUMEL, "bytes_per_layer": 5 * 1024, "shard_strategy": "tensor"}),
         *in_soak({"chunk_size": CHUNK_NUMEL, "tied": True}),
     ],
     ids=["chunks of one parameter", "few slots", "many slots", "some on the device", "tied"],

@@ -7,6 +7,7 @@ import torch
 
 from tests.dist import growth_cases as cases
 from tests.harness.calls import CHUNK_NUMEL
+from tests.harness.on_ranks import in_soak
 from tests.harness.ranks import RankPool
 
 USES = ["state_dict", "load_state_dict", "set_each_parameter", "set_each_state", "freeze_and_train", "copy"]
@@ -20,7 +21,9 @@ def test_twice_the_layers_cost_twice_the_agreement(ranks: RankPool, chooses: boo
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"bytes_per_layer": 2 * 1024}, {"tensor_placement_policy": "cuda"}], ids=["slots", "on the device"]
+    "arguments",
+    [{"bytes_per_layer": 2 * 1024}, *in_soak({"tensor_placement_policy": "cuda"})],
+    ids=["slots", "on the device"],
 )
 def test_no_function_runs_more_than_twice_as_often_for_twice_the_layers(
     ranks: RankPool, arguments: dict[str, Any]

@@ -8,6 +8,7 @@ from tests.harness.ranks import RankPool
 FP32 = 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_per_rank_equal_the_formulas(ranks: RankPool, stage: int, world_size: int) -> None:

@@ -30,17 +30,18 @@ def check(case: ModelCase, results: list[tuple[Run, dict[str, Any]]], bits: bool
         assert facts["budget_bytes"] is None or facts["peak_bytes"] <= facts["budget_bytes"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_at_the_smallest_slots_equal_plain(ranks: RankPool, name: str) -> None:
     case = MODELS[name]
-    results = ranks(2).run(train, name, {"steps": 5}, {"model_data_memory": "smallest"})
-    check(case, results, bits=name != LATE, steps=5)
+    results = ranks(2).run(train, name, {"steps": 3}, {"model_data_memory": "smallest"})
+    check(case, results, bits=name != LATE, steps=3)
     if "big" in case.tags:
         assert results[0][1]["num_evictions"] > 0
 
 
 ON_MORE_RANKS = {
-    3: ["llama_checkpoint", "experts", "sometimes_unused", "odd_shapes", "scalar"],
+    3: ["llama_checkpoint", "experts", "odd_shapes"],
     4: ["gpt2", "t5", "nested", "experts", "odd_shapes", "zero_size"],
 }
 
@@ -98,8 +99,8 @@ def check_pairs(ranks: RankPool, world_size: int, chosen: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_pair_of_options_equals_plain(ranks: RankPool, world_size: int) -> None:
-    check_pairs(ranks, world_size, COMBINATIONS if world_size == 2 else COMBINATIONS[:4], timeout_s=240)
+def test_a_sample_of_options_equals_plain(ranks: RankPool, world_size: int) -> None:
+    check_pairs(ranks, world_size, COMBINATIONS[::3] if world_size == 2 else COMBINATIONS[:4], timeout_s=240)
 
 
 def test_experts_that_only_some_ranks_use_are_added_up_in_rank_order(ranks: RankPool) -> None:
@@ -109,8 +110,9 @@ def test_experts_that_only_some_ranks_use_are_added_up_in_rank_order(ranks: Rank
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_every_pair_of_options_equals_plain_on_more_ranks(ranks: RankPool, world_size: int) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_pair_of_options_equals_plain(ranks: RankPool, world_size: int) -> None:
     check_pairs(ranks, world_size, COMBINATIONS, timeout_s=1800)
 
 

@@ -76,6 +76,7 @@ def estimate(policy: str, chunk_size: int | None, world_size: int, budget: int) 
     ).device_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_budget_from_the_least_of_any_chunk_size_is_accepted(policy: str, world_size: int) -> None:
@@ -101,6 +102,7 @@ def test_a_budget_that_the_best_chunk_size_fits_does_not_change_it() -> None:
     assert below != free
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_built", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_at_the_least_budget_has_the_bits_of_one_without_a_budget(policy: str, is_built: bool) -> None:

@@ -202,6 +202,7 @@ CASES: dict[str, tuple[type[Lm], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("case", CASES)
 def test_a_bound_is_above_what_a_step_takes_and_not_far(case: str, rows: int) -> None:

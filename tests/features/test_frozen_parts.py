@@ -25,6 +25,7 @@ from tests.zoo.mlp import CHUNK_NUMEL, build, weights_of
 from tests.zoo.parts import WRAPS, Pair, Trunk, at_some_places, everywhere, everywhere_and_on_three
 
 
+@pytest.mark.sampled(3)
 @everywhere_and_on_three
 def test_unfreezing_step_by_step_has_the_bits_of_the_plain_loop(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -50,6 +51,7 @@ def test_unfreezing_step_by_step_has_the_bits_of_the_plain_loop(
     pair.model.close()
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_what_was_just_unfrozen_or_frozen_is_used_outside_of_a_forward(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -72,6 +74,7 @@ def test_what_was_just_unfrozen_or_frozen_is_used_outside_of_a_forward(
     pair.model.close()
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_for_a_while_nothing_is_trained_but_inputs_have_gradients(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -95,6 +98,7 @@ def test_for_a_while_nothing_is_trained_but_inputs_have_gradients(
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @at_some_places
 def test_unfreezing_in_the_middle_of_a_step_is_refused_and_changes_nothing(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -195,6 +199,7 @@ def test_fp16_weights_that_are_unfrozen_get_a_loss_scale_and_the_same_bits_every
     assert len(hashes) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", WRAPS, ids=str)
 def test_a_parameter_that_is_trained_again_before_the_next_forward_has_lost_nothing(wrap: dict[str, Any]) -> None:
     """As one edits weights; outside no_grad, where the edit of an indexed row is refused unless it is frozen."""
@@ -233,6 +238,7 @@ def test_freezing_says_nothing_and_loses_nothing(dtype: torch.dtype | None) -> N
         pair.steps(2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrap", WRAPS, ids=str)
 def test_models_that_are_trained_in_turns_train_as_in_plain_pytorch(wrap: dict[str, Any]) -> None:
     """A generator through a critic that is frozen meanwhile, whichever is the first to be stepped."""
@@ -281,7 +287,7 @@ def diverges(rank: int, world_size: int, what: str, wrap: dict[str, Any]) -> str
 @pytest.mark.parametrize(
     ("what", "stage", "said"),
     [
-        ("one", 3, "change of what is trained"),
+        pytest.param("one", 3, "change of what is trained", marks=pytest.mark.soak),
         pytest.param("one", 0, "change of what is trained", marks=pytest.mark.soak),
         pytest.param("first", 3, "change of what is trained", marks=pytest.mark.soak),
         pytest.param("other", 2, "unfrozen: layers.2.weight", marks=pytest.mark.soak),

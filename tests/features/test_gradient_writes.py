@@ -88,6 +88,7 @@ def same_gradients(pair: access.Pair, what: str) -> None:
         assert parameter.grad.stride() == wanted.grad.stride(), what
 
 
+@pytest.mark.sampled(3)
 @on_two
 def test_writes_reach_the_step(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """What a loop does to gradients between backward and step it does to those that the step uses."""
@@ -113,6 +114,7 @@ def test_writes_reach_the_step(rank: int, world_size: int, wrap: dict[str, Any])
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @on_three
 def test_writes_between_micro_batches_and_gradients_that_no_backward_made(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -143,6 +145,7 @@ def test_writes_between_micro_batches_and_gradients_that_no_backward_made(
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @on_three
 def test_torchs_clipping(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """torch's own clipping. Its norm is a sum in fp32, whose order torch may choose: a few units of 2**-24."""
@@ -180,6 +183,7 @@ def test_torchs_clipping_holds_one_gradient_at_a_time(rank: int, world_size: int
     model.close()
 
 
+@pytest.mark.sampled(2)
 @on_three
 def test_writes_after_the_optimizers_own_clip(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """What optimizer.clip_grad_norm_() clipped is shown clipped, and is not clipped by another norm after a write."""

@@ -64,6 +64,7 @@ def of(*modules: str) -> list[str]:
     return [f"{module}.{name}" for module in modules for name in ("weight", "bias")]
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with("wrap", {1: WRAPS, 2: WRAPS[::5], 3: WRAPS[2:3]}, soak={2: ALL, 3: ALL}, timeout_s=120)
 def test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -117,6 +118,7 @@ def test_one_rank_may_ask_what_a_gradient_is_without_reading_it(rank: int, world
     model.close()
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with("wrap", {1: ALL[2:], 2: [WRAPS[0], WRAPS[5]]}, soak={2: ALL, 3: ALL}, timeout_s=120)
 def test_functions_that_only_read_a_gradient(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """Functions that only read; what was read of a view is there on the rank that looks at it alone."""
@@ -178,6 +180,7 @@ def test_what_cannot_be_written_is_refused_and_changes_nothing(rank: int, world_
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("wrap", FP16, ids=str)
 def test_fp16_gradients_are_seen_and_set_without_the_loss_scale(

@@ -40,6 +40,7 @@ def held_bytes(layers: int, dtype: torch.dtype, **options: Any) -> int:
     return device.ledger.peak_bytes + host.ledger.peak_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("policy", ["cpu", "cuda"])
 @on_ranks(1, 2)

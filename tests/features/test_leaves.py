@@ -92,6 +92,7 @@ def assert_equals_plain(rank: int, world_size: int, way: str, budget: str | None
     model.close()
 
 
+@pytest.mark.sampled(3)
 @on_ranks(2)
 @pytest.mark.parametrize("budget", ["smallest", None])
 @pytest.mark.parametrize("way", ["", IDLE, INSIDE, "not reentrant", "reentrant"])

@@ -63,6 +63,7 @@ class Zeroing(Pair):
         self.its.zero_grad(set_to_none=False)
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2, soak=(3,))
 @everywhere
 def test_zeros_that_zero_grad_leaves_move_idle_parameters_by_their_moments(
@@ -112,6 +113,7 @@ def test_ranks_agree_on_zeros_of_gradients_under_no_sync(rank: int, world_size: 
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("wrap", WRAPS[:3], ids=str)
 def test_a_step_without_a_gradient_reports_and_changes_nothing(
@@ -184,6 +186,7 @@ class Others(Pair):
                 parameter.grad = total
 
 
+@pytest.mark.sampled(3)
 @on_ranks(1, 2, soak=(3,))
 @everywhere
 def test_gradients_of_parameters_in_no_group_stay_for_another_optimizer(
@@ -240,6 +243,7 @@ def test_a_bad_gradient_of_another_optimizer_neither_skips_the_step_nor_enters_i
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("wrap", WRAPS[:3], ids=str)
 def test_a_clip_is_of_the_optimizers_own_parameters_also_when_it_takes_effect_early(

@@ -13,6 +13,7 @@ from tests.zoo.mlp import assert_same, weights_of
 from tests.zoo.parts import Pair, at_some_places
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @at_some_places
 def test_what_is_unfrozen_and_in_no_group_is_refused_until_it_is_added(

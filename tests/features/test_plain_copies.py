@@ -30,6 +30,7 @@ from tests.zoo.mlp import (
 from tests.zoo.plain_copies import WRAPS, Parts, everywhere
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with("arguments", {1: [{"place": place} for place in PLACES], 2: WRAPS}, timeout_s=90)
 def test_a_deepcopy_is_the_plain_module_whole_and_on_its_own(
     rank: int, world_size: int, arguments: dict[str, Any]

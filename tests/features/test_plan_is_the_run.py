@@ -49,6 +49,7 @@ def random_cases(first: int, count: int) -> list[Case]:
     return [random_case(seed, PREDICTED) for seed in range(first, first + count)]
 
 
+@pytest.mark.sampled(3)
 @on_ranks_with(
     "training",
     {1: ON_ONE, 2: ON_TWO},
@@ -60,6 +61,7 @@ def test_every_byte_of_a_step_is_predicted(rank: int, world_size: int, training:
     assert not [each for each in said if not each.startswith("step 0")], "a step warned"
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     "training",
@@ -95,6 +97,7 @@ def test_a_plan_knows_a_step_of_a_model_whose_operators_run_in_order() -> None:
         assert moved == model.plan.predicted.bytes_by_link
 
 
+@pytest.mark.sampled(3)
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     "options",

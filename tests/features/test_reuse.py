@@ -100,6 +100,7 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_work_on_whole_masters(name: str, place: str) -> None:

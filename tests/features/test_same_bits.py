@@ -16,14 +16,15 @@ STEPS = 3  # the first pass is recorded, the others follow it
 SOME: dict[str, dict[str, list[Any]]] = {
     "fp32-and-bf16": {"dtype": ["fp32", "bf16"]},
     "fp16": {"dtype": ["fp16"]},
+    "two-policies": {"policy": ["auto", "static, halves"], "dtype": ["bf16"]},
     "three-policies": {"policy": ["auto", "cpu", "static, halves"]},
 }
 
 
 @on_ranks_with(
     "some",
-    {1: ["fp32-and-bf16"], 2: ["three-policies"]},
-    soak={1: ["fp16"], 2: ["fp32-and-bf16", "fp16"], 4: ["fp32-and-bf16", "fp16"]},
+    {1: ["three-policies"], 2: ["two-policies"]},
+    soak={1: ["fp32-and-bf16", "fp16"], 2: ["fp32-and-bf16", "fp16"], 4: ["fp32-and-bf16", "fp16"]},
     timeout_s=240.0,
 )
 def test_every_pair_of_places_has_the_bits_of_its_reference(rank: int, world_size: int, some: str) -> None:

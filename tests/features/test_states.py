@@ -63,6 +63,7 @@ def _set_local(model: nn.Module, values: list[Tensor]) -> None:
 SETTERS = [_load, _set_whole, _set_local]
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_what_is_set_after_an_evaluation_is_used(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """Payloads that the evaluation left in slots, or on their way into one, do not bring old weights back."""
@@ -83,6 +84,7 @@ def test_what_is_set_after_an_evaluation_is_used(rank: int, world_size: int, wra
     model.close()
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_a_graph_from_before_values_were_set_is_refused(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """The graph is from before the values, so its gradients would be of neither: torch refuses it, and so do we."""
@@ -97,6 +99,7 @@ def test_a_graph_from_before_values_were_set_is_refused(rank: int, world_size: i
     model.close()
 
 
+@pytest.mark.sampled(2)
 @half_precision
 def test_what_is_set_between_two_edits_keeps_its_fractions(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """What was set between two edits of a bf16 weight keeps the bits that bf16 has no room for."""
@@ -115,6 +118,7 @@ def test_what_is_set_between_two_edits_keeps_its_fractions(rank: int, world_size
     model.close()
 
 
+@pytest.mark.sampled(2)
 @half_precision
 def test_a_frozen_bf16_parameter_is_read_in_fp32(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """A frozen bf16 parameter has no master, and is fp32 whichever way it is read."""

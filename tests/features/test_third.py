@@ -7,6 +7,7 @@ whole parameters between steps, and a step that is skipped.
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -115,6 +116,7 @@ def run(rank: int, world_size: int, way: str, bounded: bool) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.sampled(3)
 @on_ranks_with("way", {1: [*WAYS], 2: ["bf16"]}, soak={2: [*WAYS], 3: [*WAYS], 4: [*WAYS]})
 def test_everything_under_a_third_of_the_model_data_has_the_same_bits(rank: int, world_size: int, way: str) -> None:
     bounded, free = (run(rank, world_size, way, bounded) for bounded in (True, False))

@@ -9,6 +9,7 @@ from tests.harness.on_ranks import on_ranks
 from tests.zoo.parts import Pair, Sometimes, at_some_places
 
 
+@pytest.mark.sampled(2)
 @at_some_places
 def test_what_no_rank_has_a_gradient_of_is_named_before_anything_changes(
     rank: int, world_size: int, wrap: dict[str, Any]

@@ -36,6 +36,7 @@ def hooked(way: str, wrap: dict[str, Any], hook: Any, dtype: torch.dtype | None 
     return model
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @everywhere
 def test_hooks_see_and_may_change_this_ranks_gradients(rank: int, world_size: int, wrap: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ RANKS: list[Setting] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @on_ranks_with("setting", {1: ONE_RANK, 2: RANKS, 3: RANKS}, ids=lambda setting: "-".join(map(str, setting)))
 def test_weights_and_random_numbers_are_those_of_a_plain_build(rank: int, world_size: int, setting: Setting) -> None:
     """Random numbers stay each rank's own; weights are rank 0's, before and after wrapping."""
@@ -69,6 +70,7 @@ WRAPS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrap", WRAPS, ids=str)
 @on_ranks(1, 2)
 def test_a_wrapped_model_trains_like_one_that_was_built_plain(rank: int, world_size: int, wrap: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Building holds no more than a rank's shards, an operator and a chunk, measured over all live storages."""
 
+import pytest
 from torch import nn
 
 from gemini import ShardedModel, ShardedOptimizer, ZeroInitContext
@@ -51,6 +52,7 @@ def _peaks_while_building(name: str, source: str | None = None) -> dict[str, int
     }
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with("name", {1: ["deep", "top heavy"], 2: ["deep", "top heavy"], 3: ["top heavy"], 4: ["deep"]})
 def test_no_rank_holds_more_than_its_shards_an_operator_and_a_chunk(rank: int, world_size: int, name: str) -> None:
     """Shards: of parameters after the context, of gradients too after wrapping, of all after the optimizer."""

@@ -26,6 +26,7 @@ def saved(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("streams", "dtype"), [(True, None), (True, torch.float32), (False, None)], ids=str)
 @on_ranks(1, 2)
 def test_a_saved_model_is_loaded_by_from_pretrained(

@@ -48,6 +48,7 @@ def check(level: str, piece: AdamPiece, offset: int = 0, num_threads: int = 2, *
     assert differing(expected, piece), "nothing was updated"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grad", GRADS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_length_and_start(layout: str, grad: torch.dtype, level: str) -> None:
@@ -55,6 +56,7 @@ def test_every_length_and_start(layout: str, grad: torch.dtype, level: str) -> N
         check(level, make_piece(length, layout, grad, seed=length), offset=length % 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["special", "bits"])
 @pytest.mark.parametrize("grad", GRADS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,6 +98,7 @@ def test_all_arguments(
         assert differing(updated(kernel, piece, offset, **arguments), expected) == [], name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_number_of_threads(layout: str, num_threads: int) -> None:
