@@ -15,7 +15,7 @@ from tests.zoo.models import MODELS
 FP16: dict[str, Any] = {"dtype": torch.float16, "loss_scale": 2.0**8}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options", [{}, {"accumulation": 3}, {"clip": 0.05}, {"accumulation": 2, "clip": 0.05}], ids=str
 )

@@ -42,7 +42,7 @@ CASTS = [(case, torch.bfloat16) for case in cases(without="own_dtypes")]
 CASTS += [(case, torch.float64) for case in cases(without="own_dtypes no_fp64")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("case", "dtype"), CASTS, ids=str)
 def test_each_model_runs_in_any_dtype(case: ModelCase, dtype: torch.dtype) -> None:
     model = case.build(dtype)

@@ -116,7 +116,7 @@ def test_a_closure_is_called_once_with_grad_and_its_loss_returned() -> None:
     assert_same_models(both)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", [0, 1])
 @pytest.mark.parametrize("kind", TESTED, ids=lambda kind: kind.__name__)
 def test_every_tested_optimizer_has_the_plain_ones_bits(kind: type[torch.optim.Optimizer], variant: int) -> None:

@@ -19,7 +19,7 @@ NAMES = [name for name in MODELS if name != "mixed_dtypes"]  # HybridAdam has no
 BIG = [name for name in NAMES if "big" in MODELS[name].tags]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_at_its_smallest_budget_has_the_bits_of_the_plain_one(name: str) -> None:
     case, recipe = MODELS[name], Recipe(steps=5)
@@ -66,7 +66,7 @@ COMBINATIONS = all_pairs(
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("c", COMBINATIONS, ids=lambda c: "-".join(str(v).replace("torch.", "") for v in c.values()))
 def test_every_pair_of_options_has_the_bits_of_plain_pytorch(c: dict[str, object]) -> None:
     case = MODELS[str(c["name"])]

@@ -28,7 +28,7 @@ NAMES = {
 def test_ranks_that_take_different_ways_all_name_both_and_use_nothing(
     ranks: RankPool, stage: int, ways: list[str]
 ) -> None:
-    exits = ranks(2).run(divergence_cases.ranks_diverge, stage, ways, fresh=True, timeout_s=150)
+    exits = ranks(2).run(divergence_cases.ranks_diverge, stage, ways, fresh=True, forked=True, timeout_s=150)
     for one in exits:
         assert one.result is not None, one.stderr[-3000:]
         for way in ways:
@@ -70,7 +70,7 @@ def test_ranks_whose_traces_differ_are_told_where_or_have_equal_bits(
 
 
 def test_an_update_in_another_order_is_found_and_final(ranks: RankPool) -> None:
-    exits = ranks(2).run(divergence_cases.another_update_order, fresh=True, timeout_s=60)
+    exits = ranks(2).run(divergence_cases.another_update_order, fresh=True, forked=True, timeout_s=60)
     for one in exits:
         assert one.result is not None, one.stderr[-3000:]
         assert "took different ways" in one.result[0], one.result
@@ -114,7 +114,7 @@ def test_different_arguments_are_refused_with_what_differs(ranks: RankPool) -> N
         "shape": ["differs between rank 0 and rank 1: parameter 'layers.0.weight' of shape (32, 32)", "shape (33, 32)"],
         "frozen": ["parameter 'layers.0.weight'", "True", "False"],
     }
-    exits = ranks(2).run(divergence_cases.different_arguments, fresh=True, timeout_s=90)
+    exits = ranks(2).run(divergence_cases.different_arguments, fresh=True, forked=True, timeout_s=90)
     for one in exits:
         assert one.result is not None, one.stderr[-3000:]
         said: dict[str, Any] = one.result

@@ -13,9 +13,9 @@ from tests.harness.ranks import RankPool
 USES = ["state_dict", "load_state_dict", "set_each_parameter", "set_each_state", "freeze_and_train", "copy"]
 
 
-@pytest.mark.parametrize("chooses", [False, True], ids=["ranks alike", "other branches"])
+@pytest.mark.parametrize("chooses", [*in_soak(False), True], ids=["ranks alike", "other branches"])
 def test_twice_the_layers_cost_twice_the_agreement(ranks: RankPool, chooses: bool) -> None:
-    for found, growth_of_bytes in ranks(2).run(cases.first_step, 20, chooses):
+    for found, growth_of_bytes in ranks(2).run(cases.first_step, 16, chooses):
         assert found == {}
         assert growth_of_bytes < 2.3, "for twice the layers; quadratic is 4"
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.dist import memory_cases as cases
+from tests.harness.on_ranks import in_soak
 from tests.harness.ranks import RankPool
 
 FP32 = 4
@@ -71,6 +72,6 @@ def test_no_model_data_is_allocated_after_the_first_steps(ranks: RankPool) -> No
         assert before == after
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *in_soak(3)])
 def test_the_estimate_is_what_each_rank_takes(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(cases.estimates_equal_ledgers)

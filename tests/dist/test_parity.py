@@ -30,7 +30,7 @@ def check(case: ModelCase, results: list[tuple[Run, dict[str, Any]]], bits: bool
         assert facts["budget_bytes"] is None or facts["peak_bytes"] <= facts["budget_bytes"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_at_the_smallest_slots_equal_plain(ranks: RankPool, name: str) -> None:
     case = MODELS[name]

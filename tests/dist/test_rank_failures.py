@@ -123,7 +123,7 @@ def test_the_failure_of_a_rank_that_does_not_catch_ends_the_one_that_does(ranks:
     ("world_size", "stage"), [(2, 3), pytest.param(2, 2, marks=SOAK), pytest.param(3, 3, marks=SOAK)]
 )
 def test_failures_that_every_rank_catches_are_forgotten_together(ranks: RankPool, world_size: int, stage: int) -> None:
-    exits = ranks(world_size).run(cases.all_catch_and_go_on, stage, fresh=True, timeout_s=150)
+    exits = ranks(world_size).run(cases.all_catch_and_go_on, stage, fresh=True, forked=True, timeout_s=150)
     assert [e.exitcode for e in exits] == [0] * world_size, exits[0].stderr[-3000:] + exits[1].stderr[-3000:]
     for one in exits:
         got, wanted, caught, norm = one.result
@@ -143,7 +143,7 @@ def test_after_ctrl_c_on_one_rank_that_all_catch_training_goes_on(ranks: RankPoo
 
 
 def test_a_step_that_fails_half_way_is_final_on_all_ranks(ranks: RankPool) -> None:
-    exits = ranks(2).run(cases.a_torn_step, fresh=True, timeout_s=60)
+    exits = ranks(2).run(cases.a_torn_step, fresh=True, forked=True, timeout_s=60)
     for one in exits:
         assert one.result is not None, one.stderr[-3000:]
         assert all("failed half way" in words for words in one.result[1][-1:]), one.result

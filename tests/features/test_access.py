@@ -29,7 +29,7 @@ HALF: list[dict[str, Any]] = [
 everywhere = pytest.mark.parametrize("wrap", WRAPS, ids=str)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2, 3)
 @everywhere
 def test_what_is_read_is_whole_on_every_rank(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ def test_what_is_read_is_whole_on_every_rank(rank: int, world_size: int, wrap: d
     pair.model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2, 3)
 @everywhere
 def test_what_rank_0_sets_counts_and_each_rank_may_set_its_part(
@@ -95,7 +95,7 @@ def test_what_rank_0_sets_counts_and_each_rank_may_set_its_part(
     pair.model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2, 3)
 @everywhere
 def test_gathered_parameters_are_whole_and_the_modifiers_values_stay(
@@ -166,7 +166,7 @@ def test_masters_keep_what_was_not_changed(rank: int, world_size: int) -> None:
     model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks_with("wrap", {1: [*WRAPS, *HALF], 2: [*HALF, *WRAPS[::2]], 3: [*HALF, *WRAPS[::2]]})
 def test_edits_of_whole_parameters_reach_the_next_forward_the_master_and_the_next_steps(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -202,7 +202,7 @@ def test_edits_of_whole_parameters_reach_the_next_forward_the_master_and_the_nex
     pair.model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2, 3)
 @everywhere
 def test_a_frozen_parameter_has_no_gradient_and_no_state_to_read(

@@ -56,7 +56,7 @@ def check_minimum(case: ModelCase, world_size: int, policy: str, dtype: torch.dt
         assert refused.value.needed_bytes == wanted, (case.name, policy, dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", range(len(SAMPLE)), ids=SAMPLE)
 def test_the_least_budget_is_the_least_of_every_chunk_size(place: int) -> None:
     """Of each model with a number of ranks, a policy and a dtype of its own."""

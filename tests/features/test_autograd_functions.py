@@ -82,7 +82,7 @@ def test_double_backward_through_weights_that_can_leave_is_refused_in_one_senten
 # -- torch.func
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", [*REVERSE, *ANYWHERE])
 def test_a_transform_gives_what_it_gives_of_the_plain_model_or_is_refused_by_name(name: str, place: str) -> None:

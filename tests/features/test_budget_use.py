@@ -78,7 +78,7 @@ def check_use(name: str, dtype: torch.dtype | None, count: int) -> None:
                 assert is_used(plan, budget), (name, world_size, dtype, budget, plan.device_bytes)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_nearly_all_of_a_small_models_budget_is_used(name: str) -> None:
     """Chunks of a size that suits the budget: of the few large ones that are cheapest none would fit half of them."""

@@ -76,7 +76,7 @@ def estimate(policy: str, chunk_size: int | None, world_size: int, budget: int) 
     ).device_bytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_budget_from_the_least_of_any_chunk_size_is_accepted(policy: str, world_size: int) -> None:

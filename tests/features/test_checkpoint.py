@@ -102,6 +102,7 @@ def trained(rank: int, way: str, **wrap: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2)
 @pytest.mark.parametrize("budget", ["smallest", None])
 @pytest.mark.parametrize("stage", [1, 3])

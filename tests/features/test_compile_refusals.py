@@ -102,5 +102,5 @@ def test_ranks_that_compile_other_modules_are_told(ranks: RankPool) -> None:
 
 @pytest.mark.soak
 def test_a_rank_that_compiles_alone_is_told_to_all(ranks: RankPool) -> None:
-    for said in ranks(2).run(_compile_others, True, fresh=True):
+    for said in ranks(2).run(_compile_others, True, fresh=True, forked=True):
         assert "ranks took different ways" in said.result, said

@@ -44,7 +44,7 @@ def trained(model: ShardedModel, optimizer: ShardedOptimizer, dtype: torch.dtype
     return losses, state_hash(model, optimizer)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.filterwarnings("ignore:step . skipped")
 @pytest.mark.parametrize("name", BY_HAND)

@@ -53,6 +53,7 @@ def train(place: str, way: str, is_default: bool, rank: int, norm_type: float) -
     return found
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_under_another_default_device_has_the_same_bits(rank: int, world_size: int, way: str) -> None:

@@ -158,7 +158,7 @@ def assert_dropped_graphs_keep_nothing(model: Any, kind: str, count: int) -> Non
     assert after <= before, f"{kind}: (storages, bytes) grew from {before} to {after} over {count} graphs"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["cuda", "smallest"])
 def test_a_graph_that_is_dropped_without_a_complete_backward_keeps_nothing(place: str, kind: str) -> None:

@@ -35,7 +35,7 @@ class Table(nn.Module):
         return self.layer(x).sum() + self.rows.sum()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("trains_layer", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

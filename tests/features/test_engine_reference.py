@@ -45,7 +45,7 @@ def rates_of(name: str) -> list[float]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("form", ["colossal", "deepspeed"])

@@ -25,7 +25,7 @@ from tests.zoo.mlp import CHUNK_NUMEL, build, weights_of
 from tests.zoo.parts import WRAPS, Pair, Trunk, at_some_places, everywhere, everywhere_and_on_three
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @everywhere_and_on_three
 def test_unfreezing_step_by_step_has_the_bits_of_the_plain_loop(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -51,7 +51,7 @@ def test_unfreezing_step_by_step_has_the_bits_of_the_plain_loop(
     pair.model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @everywhere
 def test_what_was_just_unfrozen_or_frozen_is_used_outside_of_a_forward(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -74,7 +74,7 @@ def test_what_was_just_unfrozen_or_frozen_is_used_outside_of_a_forward(
     pair.model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @everywhere
 def test_for_a_while_nothing_is_trained_but_inputs_have_gradients(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -238,7 +238,7 @@ def test_freezing_says_nothing_and_loses_nothing(dtype: torch.dtype | None) -> N
         pair.steps(2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wrap", WRAPS, ids=str)
 def test_models_that_are_trained_in_turns_train_as_in_plain_pytorch(wrap: dict[str, Any]) -> None:
     """A generator through a critic that is frozen meanwhile, whichever is the first to be stepped."""
@@ -295,5 +295,5 @@ def diverges(rank: int, world_size: int, what: str, wrap: dict[str, Any]) -> str
     ],
 )
 def test_ranks_that_do_not_do_alike_are_told(ranks: RankPool, what: str, stage: int, said: str) -> None:
-    exits = ranks(2).run(diverges, what, {"stage": stage}, fresh=True, timeout_s=60)
+    exits = ranks(2).run(diverges, what, {"stage": stage}, fresh=True, forked=True, timeout_s=60)
     assert all(said in one.result for one in exits), exits

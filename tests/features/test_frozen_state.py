@@ -12,7 +12,7 @@ from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, assert_same
 from tests.zoo.parts import Pair, Trunk, at_some_places, everywhere
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @at_some_places
 def test_state_that_is_discarded_starts_afresh(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def test_state_that_is_discarded_starts_afresh(rank: int, world_size: int, wrap:
     pair.model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @everywhere
 def test_a_state_saved_while_parts_were_frozen_is_loaded_where_they_are_frozen_from_the_start(
     rank: int, world_size: int, wrap: dict[str, Any]
@@ -84,7 +84,7 @@ def test_a_state_saved_while_parts_were_frozen_is_loaded_where_they_are_frozen_f
     again.model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @everywhere
 def test_what_is_frozen_holds_only_its_weights_once_its_state_is_discarded(
     rank: int, world_size: int, wrap: dict[str, Any]

@@ -88,7 +88,7 @@ def same_gradients(pair: access.Pair, what: str) -> None:
         assert parameter.grad.stride() == wanted.grad.stride(), what
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_two
 def test_writes_reach_the_step(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """What a loop does to gradients between backward and step it does to those that the step uses."""

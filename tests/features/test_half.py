@@ -92,7 +92,7 @@ def _job_of(c: dict[str, Any]) -> Job:
 ONE_RANK = [_job_of(c) for c in COMBINATIONS]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:reuse_fp16_shard")
 @on_ranks_with("job", {1: ONE_RANK, 2: JOBS, 4: JOBS[2:5]}, ids=_id_of, timeout_s=240)
 def test_half_precision_has_the_bits_of_a_plain_module_with_masters(rank: int, world_size: int, job: Job) -> None:
@@ -120,7 +120,7 @@ DETOURS: dict[int, list[Setting]] = {
 EVERY: list[Setting] = [(place, ()) for place in (*RANK_PLACES, {"stage": 3, **KEPT}, {"stage": 1, **KEPT})]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore")
 @on_ranks_with("setting", DETOURS, soak={2: EVERY, 3: EVERY}, ids=_id_of, timeout_s=600)
 def test_detours_between_backward_and_step(rank: int, world_size: int, setting: Setting) -> None:
@@ -142,7 +142,7 @@ SAVED: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks_with("wrap", SAVED, ids=_id_of, timeout_s=120)
 def test_masters_are_saved_and_loaded_without_loss(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """Masters leave and enter whole, from and to either layout, before or after the weights."""
@@ -196,7 +196,7 @@ BYTES: dict[int, list[Sizes]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks_with("setting", BYTES, ids=_id_of)
 def test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way(
     rank: int, world_size: int, setting: Sizes

@@ -37,7 +37,7 @@ def _id_of(setting: Setting) -> str:
     return "-".join(str(word) for word in words if word != "")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:step .* skipped", "ignore:reuse_fp16_shard=True. parameters are used again")
 @on_ranks_with("setting", {1: ONE_RANK, 2: SAMPLE}, soak={2: EVERY, 3: EVERY}, ids=_id_of, timeout_s=600)
 def test_detours_between_backward_and_step(rank: int, world_size: int, setting: Setting) -> None:
@@ -54,7 +54,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", ["unfreezing", "a plain head"])
 @on_ranks_with("wrap", {1: parts.WRAPS, 2: [{"stage": 2, **CPU}]})
 def test_what_is_trained_changes(rank: int, world_size: int, wrap: dict[str, Any], change: str) -> None:

@@ -92,7 +92,7 @@ def assert_equals_plain(rank: int, world_size: int, way: str, budget: str | None
     model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(2)
 @pytest.mark.parametrize("budget", ["smallest", None])
 @pytest.mark.parametrize("way", ["", IDLE, INSIDE, "not reentrant", "reentrant"])
@@ -101,7 +101,7 @@ def test_ranks_that_use_other_branches_equal_plain(rank: int, world_size: int, w
 
 
 # Four are a power of two: the mean's division is exact, and so is the comparison.
-@on_ranks_with("way", {3: [""], 4: [IDLE, ""]})
+@on_ranks_with("way", {3: [""], 4: [IDLE]}, soak={4: [IDLE, ""]})
 def test_more_ranks_than_that(rank: int, world_size: int, way: str) -> None:
     assert_equals_plain(rank, world_size, way, "smallest")
 
@@ -122,6 +122,6 @@ def unmarked(rank: int, world_size: int) -> str:
 
 
 def test_without_a_mark_ranks_that_choose_differently_are_told(ranks: RankPool) -> None:
-    for said in ranks(2).run(unmarked, fresh=True):
+    for said in ranks(2).run(unmarked, fresh=True, forked=True):
         assert "blocks.0.switch.branches." in said.result, said
         assert "set_leaf_module" in said.result

@@ -34,7 +34,7 @@ def names_of(model: ShardedModel, chunks: set[int]) -> set[str]:
     return {managed.name for index in chunks for managed in model.chunk_manager.chunks[index].parameters}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_parameters_below_the_threshold_are_never_fetched(rank: int, world_size: int, options: str) -> None:

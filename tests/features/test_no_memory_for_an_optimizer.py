@@ -34,7 +34,7 @@ def holding_at_most(num_bytes: int) -> Iterator[list[str]]:
         yield refused
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("infers", [False, True])
 @pytest.mark.parametrize("kind", [Kind.GRAD, Kind.OPTIM])

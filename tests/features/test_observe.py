@@ -9,7 +9,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from gemini import Move
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import in_soak, on_ranks
 from tests.zoo.mlp import LAYERS, sharded, train_step
 
 
@@ -91,7 +91,7 @@ print(sum(model.observer.counts.values()))
 """
 
 
-@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("switch", ["1", *in_soak("0")])
 def test_every_move_is_a_line_with_gemini_log(switch: str) -> None:
     environment = {**os.environ, "GEMINI_LOG": switch}
     done = subprocess.run(

@@ -36,7 +36,7 @@ def train(rank: int, settings: Settings, **of_optimizer: Any) -> tuple[ShardedMo
     return model, on_host, train_while(model, optimizer, rank, steps=4, dtype=torch.bfloat16)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_puts_its_fraction_of_the_state_onto_the_host(rank: int, world_size: int, name: str) -> None:
@@ -48,7 +48,7 @@ def test_a_config_puts_its_fraction_of_the_state_onto_the_host(rank: int, world_
     assert found == train(rank, Settings(dtype=torch.bfloat16))[2]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
 def test_the_margin_beside_parameters_is_what_optimizer_state_may_take(

@@ -39,7 +39,7 @@ def train(place: str, rank: int, between: Callable[[int, ShardedModel], None] | 
     return train_while(*trainer(place), rank, between, 5, PLACES[place].get("dtype"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @everywhere
 def test_states_leave_the_device_between_steps_and_training_has_the_same_bits(

@@ -68,7 +68,7 @@ def test_a_parametrization_put_on_before_wrapping_trains_as_in_plain_pytorch(kin
     assert_same(weights_of(model), dict(reference.state_dict()))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_optimizer", [False, True], ids=["before the optimizer", "after it"])

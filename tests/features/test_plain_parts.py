@@ -11,7 +11,7 @@ from tests.zoo.mlp import WIDTH, assert_same
 from tests.zoo.parts import Pair, everywhere_and_on_three
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @everywhere_and_on_three
 def test_a_plain_head_trains_on_a_sharded_trunk(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """A plain head with an optimizer of its own, on a sharded trunk that is a part of a plain module."""

@@ -49,7 +49,7 @@ def random_cases(first: int, count: int) -> list[Case]:
     return [random_case(seed, PREDICTED) for seed in range(first, first + count)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks_with(
     "training",
     {1: ON_ONE, 2: ON_TWO},
@@ -97,7 +97,7 @@ def test_a_plan_knows_a_step_of_a_model_whose_operators_run_in_order() -> None:
         assert moved == model.plan.predicted.bytes_by_link
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     "options",

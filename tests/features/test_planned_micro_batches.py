@@ -45,7 +45,7 @@ def train_step(
     return losses, model.plan
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.filterwarnings("ignore:step .* skipped", "ignore:reuse_fp16_shard=True")
 @pytest.mark.parametrize("options", OPTIONS)
@@ -70,7 +70,7 @@ def test_a_plan_that_knows_of_micro_batches_holds_their_sums(rank: int, world_si
     assert found[0] == found[1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.filterwarnings("ignore:step .* skipped", "ignore:reuse_fp16_shard=True")
 @pytest.mark.parametrize("options", OPTIONS)

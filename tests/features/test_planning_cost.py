@@ -79,7 +79,11 @@ def test_the_garbage_collector_does_not_search_while_a_plan_is_made() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-@pytest.mark.parametrize(("chunk_size", "counts"), [(NUMEL, (100, 200)), (None, (250, 500))], ids=["given", "searched"])
+@pytest.mark.parametrize(
+    ("chunk_size", "counts"),
+    [(NUMEL, (100, 200)), pytest.param(None, (400, 800), marks=pytest.mark.soak)],
+    ids=["given", "searched"],
+)
 def test_a_plan_costs_no_more_for_each_chunk_of_a_larger_model(
     chunk_size: int | None, counts: tuple[int, int], ranks: int
 ) -> None:

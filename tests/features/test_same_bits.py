@@ -16,7 +16,7 @@ STEPS = 3  # the first pass is recorded, the others follow it
 SOME: dict[str, dict[str, list[Any]]] = {
     "fp32-and-bf16": {"dtype": ["fp32", "bf16"]},
     "fp16": {"dtype": ["fp16"]},
-    "two-policies": {"policy": ["auto", "static, halves"], "dtype": ["bf16"]},
+    "two-policies": {"policy": ["auto", "static, halves"], "dtype": ["bf16"], "micro": [3]},
     "three-policies": {"policy": ["auto", "cpu", "static, halves"]},
 }
 

@@ -20,7 +20,7 @@ def pairs(dtype: torch.dtype | None = None, **arguments: Any) -> list[tuple[Any,
     return [(model, ShardedOptimizer(model, mlp.adam(model.parameters()))), (plain, mlp.adam(plain.parameters()))]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @mlp.both_dtypes
 @pytest.mark.parametrize("again", ["", "inside", "outside"])
 @pytest.mark.parametrize("budget", [None, "1GiB"])

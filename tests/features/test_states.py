@@ -63,7 +63,7 @@ def _set_local(model: nn.Module, values: list[Tensor]) -> None:
 SETTERS = [_load, _set_whole, _set_local]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @everywhere
 def test_what_is_set_after_an_evaluation_is_used(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """Payloads that the evaluation left in slots, or on their way into one, do not bring old weights back."""
@@ -84,7 +84,7 @@ def test_what_is_set_after_an_evaluation_is_used(rank: int, world_size: int, wra
     model.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @everywhere
 def test_a_graph_from_before_values_were_set_is_refused(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """The graph is from before the values, so its gradients would be of neither: torch refuses it, and so do we."""

@@ -38,7 +38,7 @@ def train(policy: Any, rank: int, dtype: torch.dtype | None, **options: Any) -> 
     return model, *found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("fractions", FRACTIONS)
 def test_fractions_of_the_bytes_rest_where_the_user_says(rank: int, world_size: int, fractions: str) -> None:

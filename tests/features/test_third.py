@@ -116,7 +116,7 @@ def run(rank: int, world_size: int, way: str, bounded: bool) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks_with("way", {1: [*WAYS], 2: ["bf16"]}, soak={2: [*WAYS], 3: [*WAYS], 4: [*WAYS]})
 def test_everything_under_a_third_of_the_model_data_has_the_same_bits(rank: int, world_size: int, way: str) -> None:
     bounded, free = (run(rank, world_size, way, bounded) for bounded in (True, False))

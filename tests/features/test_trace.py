@@ -91,7 +91,7 @@ FLOWS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("make", [Chosen, Recomputed])
 @pytest.mark.parametrize("flow", FLOWS)

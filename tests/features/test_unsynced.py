@@ -73,7 +73,7 @@ def _gets(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
 WAYS: list[Callable[[ShardedModel, ShardedOptimizer], None]] = [_steps, _clips, _reads, _gets]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(2, soak=(3, 4))
 @pytest.mark.parametrize("synced", [0, 1])
 @pytest.mark.parametrize("number", range(len(WRAPS)))

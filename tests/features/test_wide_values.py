@@ -52,7 +52,7 @@ OFFLOADED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("wrap", [*AT_STAGES, *OFFLOADED], ids=str)
 def test_fp32_values_reach_the_masters_unrounded(rank: int, world_size: int, wrap: dict[str, Any]) -> None:

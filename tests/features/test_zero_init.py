@@ -31,7 +31,7 @@ RANKS: list[Setting] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @on_ranks_with("setting", {1: ONE_RANK, 2: RANKS, 3: RANKS}, ids=lambda setting: "-".join(map(str, setting)))
 def test_weights_and_random_numbers_are_those_of_a_plain_build(rank: int, world_size: int, setting: Setting) -> None:
     """Random numbers stay each rank's own; weights are rank 0's, before and after wrapping."""
@@ -70,7 +70,7 @@ WRAPS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wrap", WRAPS, ids=str)
 @on_ranks(1, 2)
 def test_a_wrapped_model_trains_like_one_that_was_built_plain(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
@@ -298,7 +298,7 @@ def _another_use(rank: int, world_size: int) -> str:
 
 
 def test_an_exception_on_one_rank_ends_all(ranks: RankPool) -> None:
-    said = [found.result for found in ranks(2).run(_one_raises, fresh=True, timeout_s=60)]
+    said = [found.result for found in ranks(2).run(_one_raises, fresh=True, forked=True, timeout_s=60)]
     assert said[1] == "ValueError: no such layer on rank 1"
     assert said[0].startswith("RemoteRankError: rank 1") and "no such layer" in said[0]
 
@@ -307,5 +307,5 @@ def test_an_exception_on_one_rank_ends_all(ranks: RankPool) -> None:
     ("case", "words"), [(_another_operator, "Linear 0"), (_another_use, "use of a parameter of Linear")]
 )
 def test_ranks_that_build_otherwise_are_told(ranks: RankPool, case: Any, words: str) -> None:
-    for found in ranks(2).run(case, fresh=True, timeout_s=60):
+    for found in ranks(2).run(case, fresh=True, forked=True, timeout_s=60):
         assert words in found.result, found

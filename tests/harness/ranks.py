@@ -64,6 +64,7 @@ class Ranks:
         *args: Any,
         timeout_s: float = 60.0,
         fresh: bool = False,
+        forked: bool = False,
         init_group: bool = True,
         env: dict[str, str] | None = None,
         **kwargs: Any,
@@ -73,13 +74,14 @@ class Ranks:
         An exception in a rank is raised here, with every failed rank's traceback as a note. `fresh=True`
         runs in own short-lived processes that may die or raise, and returns a list of `Exit`; with it,
         `init_group=False` leaves the process group to the case (the environment is as torchrun sets it),
-        and `env` adds variables.
+        and `env` adds variables. Fresh processes are whole interpreters, which takes seconds; where it does not
+        matter how an interpreter ends, `forked=True` makes them of one that has imported what ranks need.
         """
         call = (_name_of(case), args, kwargs)
         if fresh:
-            return _run_fresh(self.world_size, call, timeout_s, init_group, env or {})
-        if env or not init_group:
-            raise ValueError("env= and init_group=False need fresh=True")
+            return _run_fresh(self.world_size, call, timeout_s, init_group, env or {}, forked)
+        if env or forked or not init_group:
+            raise ValueError("env=, forked= and init_group=False need fresh=True")
         if self._group is None:
             self._group = _Group(self.world_size)
         try:
@@ -111,7 +113,7 @@ class RankPool:
 _living: set[Any] = set()
 
 # Ranks that serve are forked from a process that has imported what they need and has done nothing else: no thread, no
-# tensor. Fresh ones are whole interpreters: how those end is what their cases are about.
+# tensor. Fresh ones are whole interpreters, unless a case says otherwise: how those end is what most are about.
 _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(["tests.harness.preloaded"])
 _SPAWNED = multiprocessing.get_context("spawn")
@@ -126,7 +128,12 @@ def _kill_all() -> None:  # runs before multiprocessing's own exit handler, whic
 
 class _Group:
     def __init__(
-        self, world_size: int, call: Any = None, init_group: bool = True, env: dict[str, str] | None = None
+        self,
+        world_size: int,
+        call: Any = None,
+        init_group: bool = True,
+        env: dict[str, str] | None = None,
+        forked: bool = True,
     ) -> None:
         """Starts the processes; with `call` they run that one case and exit (fresh), else they serve."""
         self.world_size = world_size
@@ -135,7 +142,7 @@ class _Group:
         self.logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(world_size)]
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        context = _FORKED if call is None else _SPAWNED
+        context = _FORKED if forked else _SPAWNED
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             variables = _rank_environment(rank, world_size, self._store.port) | (env or {})
@@ -247,8 +254,10 @@ class _Group:
         self._folder.cleanup()
 
 
-def _run_fresh(world_size: int, call: Any, timeout_s: float, init_group: bool, env: dict[str, str]) -> list[Exit]:
-    group = _Group(world_size, call, init_group, env)
+def _run_fresh(
+    world_size: int, call: Any, timeout_s: float, init_group: bool, env: dict[str, str], forked: bool
+) -> list[Exit]:
+    group = _Group(world_size, call, init_group, env, forked)
     try:
         started = time.monotonic()
         # Ranks that outlive a dead or raising one are the point of such a case: they get the whole time.

@@ -6,11 +6,12 @@
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_what_a_user_does(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> None: ...
 
-Every value of every parameter is in the sample, and of pairs of values as many as it has room for. With one parameter,
-such as the models of the zoo, there is no room for all values. What is left out is marked as `soak`, which is done
-before pytest looks for `-m`. A case that is asked for by its id runs.
+Every value of a parameter is in the sample, if there is room for all of them, and of pairs of values as many as there
+is room for. What is left out is marked as `soak`, which is done before pytest looks for `-m`. A case that is asked for
+by its id runs.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
@@ -41,18 +42,20 @@ def _values_of(case: pytest.Function) -> dict[str, str]:
 
 
 def sample(cases: Sequence[Mapping[str, Hashable]], every: int) -> frozenset[int]:
-    """Places of one case in `every`: of one parameter's values at equal distances, of several parameters' at least so
-    many that every value occurs.
+    """Places of one case in `every`, or of some more, so that no value is missing of a parameter that has few.
 
     Greedy: next comes what has most values that were not there yet; of equal ones what has most new pairs of values,
     then the first. So a matrix gives the same sample in every process.
     """
-    if all(len(case) == 1 for case in cases):
+    if all(len(case) == 1 for case in cases):  # at equal distances
         return frozenset(range(0, len(cases), every))
     least = -(-len(cases) // every)
     values = [frozenset(case.items()) for case in cases]
     pairs = [frozenset(combinations(sorted(case.items()), 2)) for case in cases]
-    missing, new = set().union(*values), set().union(*pairs)
+    new = set().union(*pairs)
+    missing = set().union(*values)
+    numbers = Counter(name for name, _ in missing)
+    missing = {(name, value) for name, value in missing if numbers[name] <= least}
     left, chosen = list(range(len(cases))), []
     while left and (missing or len(chosen) < least):
         place = max(left, key=lambda each: (len(missing & values[each]), len(new & pairs[each])))

@@ -13,11 +13,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("every", "count"), [(1, 24), (2, 12), (5, 5), (24, 4), (100, 4)])
-def test_every_value_of_every_parameter_is_in_a_sample(every: int, count: int) -> None:
+@pytest.mark.parametrize(("every", "count"), [(1, 24), (2, 12), (4, 6), (6, 4), (8, 3)])
+def test_every_value_is_in_a_sample_that_has_room_for_all_of_its_parameter(every: int, count: int) -> None:
     chosen = sample(CASES, every)
     assert len(chosen) == count
-    assert {value for place in chosen for value in CASES[place].items()} == {v for case in CASES for v in case.items()}
+    numbers = {name: len({CASES[place][name] for place in chosen}) for name in CASES[0]}
+    assert all(numbers[name] == of for name, of in (("stage", 4), ("dtype", 3), ("ranks", 2)) if of <= count)
 
 
 def test_a_sample_has_as_many_pairs_as_it_has_room_for() -> None:
@@ -63,8 +64,8 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def test_what_is_in_no_sample_runs_with_the_long_tests_and_by_its_id(suite: pytest.Pytester) -> None:
-    suite.runpytest_inprocess("-m", "not soak").assert_outcomes(passed=5, deselected=8)
-    suite.runpytest_inprocess("-m", "soak").assert_outcomes(passed=8, deselected=5)
+    suite.runpytest_inprocess("-m", "not soak").assert_outcomes(passed=3, deselected=10)
+    suite.runpytest_inprocess("-m", "soak").assert_outcomes(passed=10, deselected=3)
     suite.runpytest_inprocess("-m", "not soak", "test_suite.py::test_matrix[bf16-2]").assert_outcomes(passed=1)
 
 

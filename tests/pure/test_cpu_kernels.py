@@ -48,7 +48,7 @@ def check(level: str, piece: AdamPiece, offset: int = 0, num_threads: int = 2, *
     assert differing(expected, piece), "nothing was updated"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("grad", GRADS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_length_and_start(layout: str, grad: torch.dtype, level: str) -> None:
@@ -56,7 +56,7 @@ def test_every_length_and_start(layout: str, grad: torch.dtype, level: str) -> N
         check(level, make_piece(length, layout, grad, seed=length), offset=length % 4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["special", "bits"])
 @pytest.mark.parametrize("grad", GRADS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)

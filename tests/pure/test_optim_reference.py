@@ -228,7 +228,7 @@ def test_buffers_that_inference_mode_met_first_serve_training_later() -> None:
     check(*random_state(100), **ORDINARY)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("exponent", [-126, 0, 1, 100])
 def test_the_square_root_is_correctly_rounded_for_every_mantissa(exponent: int, wide: bool) -> None:

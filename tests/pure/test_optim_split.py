@@ -36,7 +36,7 @@ def test_special_values_and_the_borders_of_rounding() -> None:
     check(torch.cat([torch.tensor(SPECIAL), edges.view(torch.float32), -edges.view(torch.float32)]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sign_and_exponent", [0, 1, 127, 254, 255, 256 + 127, 511])
 def test_all_mantissas_of_some_exponents(sign_and_exponent: int) -> None:
     bits = torch.arange(2**23, dtype=torch.int64) + (sign_and_exponent << 23)
