@@ -12,6 +12,9 @@ ACTIVATION_FRACTION = 0.3
 MORE_ACTIVATIONS = 0.1
 """Of the activations that were seen: the next batch may be a little larger."""
 
+_SHARES_OF_ACTIVATIONS = (0.0, 0.06, 0.12, 0.18, 0.24, 0.3, 0.36)
+"""Of the device, for which a chunk size is judged before a step has shown its activations."""
+
 RESERVE = 0.03
 """Of the device, left to what an allocator cannot use of it."""
 
@@ -45,8 +48,7 @@ class Budget:
         """What `settings` give, and what is free where they do not."""
         device = settings.budget_bytes("model_data_memory")
         if device is None:
-            given = settings.budget_bytes("device_memory")
-            whole = _smaller(given, free.device)  # others may have a part of what the user allows
+            whole = _whole(settings, free)
             device = None if whole is None else whole - _left_out(whole, free)
         host = settings.budget_bytes("host_memory")
         return Budget(device, free.host if host is None else host)
@@ -54,6 +56,23 @@ class Budget:
     def wider(self, other: Budget) -> Budget:
         """What keeps to one of the two keeps to this."""
         return Budget(_greater(self.device, other.device), _greater(self.host, other.host))
+
+
+def later_device_bytes(settings: Settings, free: FreeBytes) -> tuple[int, ...]:
+    """Budgets of the device that may follow when a step has shown its activations, from the largest on.
+
+    Some of all that there may be. None where the user gave the budget, where there is no bound, or where activations
+    are known.
+    """
+    whole = _whole(settings, free)
+    if settings.model_data_memory is not None or whole is None or free.activations is not None:
+        return ()
+    return tuple(int(whole * (1 - RESERVE - share)) for share in _SHARES_OF_ACTIVATIONS)
+
+
+def _whole(settings: Settings, free: FreeBytes) -> int | None:
+    """Of the device, for model data and activations. Others may have a part of what the user allows."""
+    return _smaller(settings.budget_bytes("device_memory"), free.device)
 
 
 def _left_out(whole: int, free: FreeBytes) -> int:

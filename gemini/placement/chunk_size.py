@@ -31,8 +31,6 @@ Two gloo ranks on one machine: about 1 MiB (`python -m benchmarks.collective_cos
 
 BYTES_PER_COPY = 128 * 2**10
 """What a copy over the link is worth: some 10 us at 12 GB/s, not measured."""
-IN_USE = 0.95
-"""Of a budget, which is not enough for everything, the least part that a chunk size makes use of, if one can."""
 CHUNKS_PLACED = 2_000
 """In search of the size for a budget, before the search takes the best so far: some hundredths of a second."""
 

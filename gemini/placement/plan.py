@@ -18,9 +18,11 @@ from typing import TypedDict, Unpack
 
 from gemini.errors import BudgetError
 from gemini.placement import explain
-from gemini.placement.budget import Budget, FreeBytes
+from gemini.placement.budget import Budget, FreeBytes, later_device_bytes
+from gemini.placement.budget_use import least_device_bytes
+from gemini.placement.choosing import best_of, is_short
 from gemini.placement.chunk_facts import Packing, packings
-from gemini.placement.chunk_size import CHUNKS_PLACED, IN_USE, step_cost
+from gemini.placement.chunk_size import CHUNKS_PLACED
 from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
 from gemini.placement.needs import demand_of, uses_of
 from gemini.placement.placing import place
@@ -103,7 +105,7 @@ class Plan:
     @cached_property
     def packed_minimum_bytes(self) -> int | None:
         """The least `model_data_memory` for the chunks of this plan. None: likewise."""
-        return _least_device_bytes(self.settings, self.demand)
+        return least_device_bytes(self.demand, self.settings.policy)
 
     @cached_property
     def predicted(self) -> Predicted:
@@ -174,7 +176,7 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []
     infers = trains = None
-    placed: list[tuple[tuple[bool, int], Plan]] = []
+    placed: list[Plan] = []
     num_placed = 0
     for packing in packings(spec, settings, world_size):
         if placed and num_placed >= CHUNKS_PLACED:
@@ -187,16 +189,15 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
             refused.append(error)
             continue
         if has_host_room(plan, tuple(Kind)):
-            is_short = _is_short(plan)
-            placed.append((_cost_under_budget(plan, is_short), plan))
-            if is_short:
+            placed.append(plan)
+            if is_short(plan):
                 continue
             break  # of the sizes with which everything fits the first is the cheapest
         if has_host_room(plan, WRAPPED_KINDS):
             trains = trains or plan
         infers = infers or plan
     if placed:
-        return min(placed, key=lambda each: each[0])[1]  # of equal ones the first
+        return best_of(placed, later_device_bytes(settings, free or FreeBytes()))
     if trains is not None:  # with an optimizer that keeps less than Adam does
         return trains
     if infers is not None:  # there is no room to train it: that is refused when an optimizer or a backward comes
@@ -322,29 +323,5 @@ def _minimum_bytes(spec: ModelSpec, settings: Settings, world_size: int, infers:
         if infers:
             trained, kept = [False] * len(trained), _kept_at_first(spec, packing)
         demand = _demand_of(packing, spec, trained, kept, settings, world_size)
-        found.append(_least_device_bytes(settings, demand))
+        found.append(least_device_bytes(demand, settings.policy))
     return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)
-
-
-def _least_device_bytes(settings: Settings, demand: Demand) -> int | None:
-    """What the policy asks for when there is nothing."""
-    try:
-        return settings.policy.place(demand, 0).device_bytes(demand)
-    except BudgetError as error:
-        return error.needed_bytes
-
-
-def _is_short(plan: Plan) -> bool:
-    """With a larger budget the policy would do otherwise."""
-    if plan.budget.device is None or not plan.host_bytes:
-        return False
-    try:
-        return plan.settings.policy.place(plan.demand, None) != plan.placement
-    except BudgetError:  # of a policy of the user's that refuses without a number
-        return True
-
-
-def _cost_under_budget(plan: Plan, is_short: bool) -> tuple[bool, int]:
-    """Sizes that leave much of the budget unused, although it is short, come last; then counts what a step costs."""
-    leaves = is_short and plan.budget.device is not None and plan.device_bytes < IN_USE * plan.budget.device
-    return leaves, step_cost(plan.demand, plan.placement, plan.world_size)

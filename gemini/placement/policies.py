@@ -33,6 +33,8 @@ and gradients on the device no slot is needed, which counts where one chunk is l
 """
 _THEN = (Step.GRADS, Step.PARAMS, Step.KEPT, Step.SLOTS)
 """Of what is left after the best one: moved in unless it makes more bytes travel."""
+_AT_LAST = (Step.WHOLE, Step.KEPT, Step.SLOTS)
+"""Likewise, after what has moved in then: the last to need slots may have freed more than they take."""
 
 
 def _all_on(demand: Demand, tier: Tier) -> tuple[dict[Kind, Tier], ...]:
@@ -138,8 +140,12 @@ class AutoPolicy:
         placement = spend(demand, placement, budget_bytes, (Step.FROZEN,))
         ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
         best = min(ways, key=lambda each: _cost(demand, each))  # of equal ones the first
-        fuller = spend(demand, best, budget_bytes, _THEN)
-        return fuller if _cost(demand, fuller) <= _cost(demand, best) else best
+        for steps in (_THEN, _AT_LAST):
+            fuller = spend(demand, best, budget_bytes, steps)
+            if fuller == best or _cost(demand, fuller) > _cost(demand, best):
+                break
+            best = fuller
+        return best
 
     def _margin(self, demand: Demand, placement: Placement, budget_bytes: int | None) -> int | None:
         """What the device may hold once masters and optimizer state have joined `placement`. None: no bound."""

@@ -269,6 +269,22 @@ def test_no_chunk_with_states_on_the_host_would_fit_into_what_is_left(
         assert not on_host or on_host > left, (chunk, homes)
 
 
+def test_a_small_chunk_moves_in_where_a_part_of_a_large_one_would_only_travel() -> None:
+    """Room is left for the gradients of the large chunk, which would go to its update, or for all of the small one."""
+    wide, half = Dtype("float64", 8), Dtype("bfloat16", 2)
+    weights = (
+        *(WeightSpec(f"wide{number}", (60, 50), wide, trainable=number == 0) for number in range(2)),
+        *(WeightSpec(f"scalar{number}", (), wide, trainable=number == 1) for number in range(2)),
+        *(WeightSpec(f"half{number}", (), half, trainable=True) for number in range(3)),
+        WeightSpec("frozen", (60, 50), half, trainable=False),
+    )
+    parts = (((0, 1, 2), ()), ((3,), (0,)), ((4, 5, 6), ()), ((7,), ()))
+    operators = tuple(OperatorSpec(f"operator{place}", *part) for place, part in enumerate(parts))
+    plan = plan_in(ModelSpec(weights, operators), Settings(chunk_size=1024), 2, 170_772)
+    (small,) = (index for index, chunk in enumerate(plan.packing.chunks) if "half0" in chunk.names)
+    assert set(plan.placement.homes[small].values()) == {Tier.DEVICE}
+
+
 def test_a_size_with_which_everything_fits_is_not_taken_at_any_price() -> None:
     """Forty chunks fit a device that ten do not, and are thirty more to launch collectives for."""
     spec, settings = spec_of(40), Settings(host_memory="1TB")

@@ -1,0 +1,41 @@
+"""What a policy makes of a budget: the least it asks for, and whether it leaves much of it empty although it is short.
+
+Pure functions of numbers.
+"""
+
+from __future__ import annotations
+
+from gemini.errors import BudgetError
+from gemini.placement.demand import Demand, Placement
+from gemini.placement.policy import PlacementPolicy
+
+IN_USE = 0.95
+"""Of a budget, which is not enough for everything, the least part that a chunk size makes use of, if one can."""
+
+
+def least_device_bytes(demand: Demand, policy: PlacementPolicy) -> int | None:
+    """What the policy asks for when there is nothing. None: it refuses without a number."""
+    try:
+        return policy.place(demand, 0).device_bytes(demand)
+    except BudgetError as error:
+        return error.needed_bytes
+
+
+def is_short(demand: Demand, placement: Placement, policy: PlacementPolicy, budget_bytes: int | None) -> bool:
+    """With a larger budget the policy would do otherwise than with this one, of which `placement` came."""
+    if budget_bytes is None or not placement.host_bytes(demand):
+        return False
+    try:
+        return policy.place(demand, None) != placement
+    except BudgetError:  # of a policy of the user's that refuses without a number
+        return True
+
+
+def leaves_much(demand: Demand, policy: PlacementPolicy, budget_bytes: int) -> bool:
+    """Much of a budget that is short would stay empty, or the policy would refuse it."""
+    try:
+        placement = policy.place(demand, budget_bytes)
+    except BudgetError:
+        return True
+    is_used = placement.device_bytes(demand) >= IN_USE * budget_bytes
+    return not is_used and is_short(demand, placement, policy, budget_bytes)
