@@ -139,12 +139,13 @@ class AutoPolicy:
             return spend(demand, placement, budget_bytes, (Step.KEPT, Step.SLOTS))
         placement = spend(demand, placement, budget_bytes, (Step.FROZEN,))
         ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
-        best = min(ways, key=lambda each: _cost(demand, each))  # of equal ones the first
+        costs = [_cost(demand, each) for each in ways]
+        cost = min(costs)
+        best = ways[costs.index(cost)]  # of equal ones the first
         for steps in (_THEN, _AT_LAST):
             fuller = spend(demand, best, budget_bytes, steps)
-            if fuller == best or _cost(demand, fuller) > _cost(demand, best):
-                break
-            best = fuller
+            if (its := _cost(demand, fuller)) <= cost:
+                best, cost = fuller, its
         return best
 
     def _margin(self, demand: Demand, placement: Placement, budget_bytes: int | None) -> int | None:

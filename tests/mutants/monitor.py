@@ -69,8 +69,8 @@ MUTANTS = [
     Mutant(
         "device_memory= is a promise that so much is free",
         "gemini/placement/budget.py",
-        "            whole = _smaller(given, free.device)",
-        "            whole = free.device if given is None else given",
+        '    return _smaller(settings.budget_bytes("device_memory"), free.device)',
+        '    return settings.budget_bytes("device_memory") or free.device',
         "tests/features/test_live_memory.py::test_other_processes_are_followed_within_what_the_user_allows",
     ),
     Mutant(
