@@ -117,7 +117,6 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("edit", EDITS)
 @both_dtypes
 def test_an_edit_reaches_forward_state_dict_and_master_and_survives_the_step(

@@ -92,7 +92,6 @@ def _job_of(c: dict[str, Any]) -> Job:
 ONE_RANK = [_job_of(c) for c in COMBINATIONS]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:reuse_fp16_shard")
 @on_ranks_with("job", {1: ONE_RANK, 2: JOBS, 4: JOBS[2:5]}, ids=_id_of, timeout_s=240)
 def test_half_precision_has_the_bits_of_a_plain_module_with_masters(rank: int, world_size: int, job: Job) -> None:
@@ -196,7 +195,6 @@ BYTES: dict[int, list[Sizes]] = {
 }
 
 
-@pytest.mark.sampled(4)
 @on_ranks_with("setting", BYTES, ids=_id_of)
 def test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way(
     rank: int, world_size: int, setting: Sizes
