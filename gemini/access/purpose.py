@@ -135,6 +135,18 @@ class Purpose:
         self._tell(before.device_bytes, self._manager.plan.device_bytes)
         return True
 
+    def find_host_room(self) -> bool:
+        """The host has no room for what training needs, by what was free when that was read. Collective.
+
+        It is read again. False if there is no more than then; else the plan in force knows of it.
+        """
+        plan = self._manager.plan
+        budget = self._replanning.host.read(plan.budget)
+        if budget == plan.budget:
+            return False
+        self._manager.adopt(replace(plan, budget=budget))
+        return True
+
     def _try_training(self, shown: str) -> BudgetError | None:
         """Put the plan for training in force. Collective. None, or why not: then the plan for inference stays."""
         manager = self._manager

@@ -11,13 +11,14 @@ from typing import Unpack
 
 import torch
 
+from gemini.access.host_room import HostRoom
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
 from gemini.placement.demand import Kind
 from gemini.placement.plan import Plan, PlanChanges, replan
-from gemini.placement.refusals import check_host_room
+from gemini.placement.refusals import check_host_room, has_host_room
 
 BEFORE_STEP = "between backward() and step()"
 
@@ -37,6 +38,7 @@ class Replanning:
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
         self._managed = [each for chunk in manager.chunks for each in chunk.parameters]
+        self.host = HostRoom(manager)
 
     @property
     def flags(self) -> list[bool]:
@@ -50,7 +52,26 @@ class Replanning:
         wanted: Mapping[int, frozenset[Kind]] | None = None,
         **changes: Unpack[PlanChanges],
     ) -> Plan:
-        """Another plan for the chunks. `wanted`: states that frozen chunks get, by index. Raises BudgetError. Local."""
+        """Another plan for the chunks. `wanted`: states that frozen chunks get, by index. Raises BudgetError.
+
+        Where training needs more of the host than was free, that is read again: collective then, else local. Ranks
+        infer each for itself, so that a plan for inference keeps to what was free.
+        """
+        plan = self._planned(flags, wanted, **changes)
+        if plan.infers or has_host_room(plan, tuple(Kind)):
+            return plan
+        roomier = self.host.read(plan.budget)
+        if roomier == plan.budget:
+            return plan
+        changes["budget"] = roomier
+        return self._planned(flags, wanted, **changes)
+
+    def _planned(
+        self,
+        flags: Sequence[bool],
+        wanted: Mapping[int, frozenset[Kind]] | None = None,
+        **changes: Unpack[PlanChanges],
+    ) -> Plan:
         infers = changes.get("infers", self._manager.plan.infers)
         trained = set() if infers else {each.chunk.index for each, flag in self._pairs(flags) if flag}
         kept = {
@@ -63,7 +84,7 @@ class Replanning:
     def fitting(self, **changes: Unpack[PlanChanges]) -> Plan:
         """Another plan for what is trained now, which fits the host, too. Raises BudgetError where none does.
 
-        Follows from numbers that ranks agree on. Local.
+        Follows from numbers that ranks agree on. Collective where `planned` is.
         """
         plan = self.planned(self.flags, **changes)
         check_host_room(plan, tuple(Kind))

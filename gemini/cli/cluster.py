@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import typer
 
-from gemini.model.budgets import HOST_RESERVE
+from gemini.monitor.host import HOST_RESERVE
 from gemini.monitor.monitor import MemoryMonitor
 from gemini.monitor.rates import rates_of
 from gemini.placement.cost import Ranks

@@ -6,7 +6,6 @@ differ too. So ranks agree on the least reading of each kind before anything is 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -14,14 +13,13 @@ from torch import nn
 
 from gemini.building.link import built_link_of
 from gemini.monitor.device import DeviceSource
+from gemini.monitor.host import share_of_host
 from gemini.monitor.monitor import MemoryMonitor
 from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
 from gemini.settings import Settings
 
-HOST_RESERVE = 0.1
-"""Of what the host has available, left to the rest of the machine."""
 _UNBOUNDED = 2**62  # a reading of a device that has no bound
 
 
@@ -43,12 +41,6 @@ def read_free(settings: Settings, own: tuple[int, int], communicator: Communicat
     communicator.all_reduce_max_(readings, "free memory")
     on_device, on_host = (-reading for reading in readings.tolist())
     return FreeBytes(None if on_device == _UNBOUNDED else on_device, on_host if settings.host_memory is None else None)
-
-
-def share_of_host(available_bytes: int) -> int:
-    """Of host memory that is available: one rank's part of it, less the reserve, in bytes."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(available_bytes * (1 - HOST_RESERVE)) // max(1, num_ranks)
 
 
 def bytes_on(parameters: Iterable[nn.Parameter], device: torch.device) -> int:

@@ -12,6 +12,15 @@ from gemini.memory.pinned import registered_bytes
 from gemini.monitor.cgroup import groups_of_process, tightest
 from gemini.monitor.readings import DiskReading, HostReading
 
+HOST_RESERVE = 0.1
+"""Of what the host has available, left to the rest of the machine."""
+
+
+def share_of_host(available_bytes: int) -> int:
+    """Of host memory that is available: one rank's part of it, less the reserve, in bytes."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(available_bytes * (1 - HOST_RESERVE)) // max(1, num_ranks)
+
 
 class HostSource:
     """The host memory that this process may use. Its control groups are looked up once, when this is made."""

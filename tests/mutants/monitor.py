@@ -74,6 +74,20 @@ MUTANTS = [
         "tests/features/test_live_memory.py::test_other_processes_are_followed_within_what_the_user_allows",
     ),
     Mutant(
+        "what was freed on the host since wrapping is not looked for",
+        "gemini/optimizer/taking.py",
+        "if error.is_shortage else purpose.find_host_room()",
+        "if error.is_shortage else False",
+        "tests/features/test_host_room.py::test_what_was_freed_since_wrapping_is_there_for_training",
+    ),
+    Mutant(
+        "each rank reads the host for itself",
+        "gemini/access/host_room.py",
+        "        communicator.all_reduce_max_(reading, \"free host memory\")\n",
+        "",
+        "tests/features/test_host_room.py::test_what_was_freed_since_wrapping_is_there_for_training",
+    ),
+    Mutant(
         "what leaves the device stays in torch's cache",
         "gemini/access/live_plan.py",
         "            self._device.trim()  # torch's",
