@@ -20,6 +20,8 @@ class HostRoom:
 
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
+        self._ledger = manager.memory.host.ledger
+        self._communicator = manager.communicator
         self._source = HostSource()
 
     def read(self, budget: Budget) -> Budget:
@@ -27,11 +29,11 @@ class HostRoom:
 
         A bound that the user gave stays.
         """
-        if budget.host is None or self._manager.plan.settings.host_memory is not None:
+        plan = self._manager.plan
+        if budget.host is None or plan.settings.host_memory is not None:
             return budget
-        own, communicator = self._manager.memory.host.ledger.total_bytes, self._manager.communicator
-        room = share_of_host(self._source.read().available_bytes) + own
+        room = share_of_host(self._source.read().available_bytes) + self._ledger.total_bytes
         # the least over ranks, as the greatest of the negative ones
-        reading = torch.tensor([-room], dtype=torch.int64, device=communicator.device)
-        communicator.all_reduce_max_(reading, "free host memory")
+        reading = torch.tensor([-room], dtype=torch.int64, device=self._communicator.device)
+        self._communicator.all_reduce_max_(reading, "free host memory")
         return replace(budget, host=max(budget.host, -int(reading)))
