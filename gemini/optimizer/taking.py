@@ -13,7 +13,8 @@ def take_states(model: ShardedModel, states: ChunkStates) -> None:
     """Memory for gradients, masters and all that the optimizer keeps. Collective.
 
     Where the device has less than the budget says, model data gives up a part of it, as after a shortage in a step, and
-    the rest is taken again from the start; so it is where the host has more by now than when it was read. Raises BudgetError, alike on all ranks, and holds nothing then.
+    the rest is taken again from the start; so it is where the host has more by now than when it was read. Raises
+    BudgetError, alike on all ranks, and holds nothing then.
     """
     purpose = model.trainability.purpose
     with purpose.beginning_training("an optimizer"):
