@@ -83,7 +83,7 @@ MUTANTS = [
     Mutant(
         "each rank reads the host for itself",
         "gemini/access/host_room.py",
-        "        self._communicator.all_reduce_max_(reading, \"free host memory\")\n",
+        '        self._communicator.all_reduce_max_(reading, "free host memory")\n',
         "",
         "tests/features/test_host_room.py::test_what_was_freed_since_wrapping_is_there_for_training",
     ),
