@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.monitor.host import HostSource, share_of_host
 from gemini.placement.budget import Budget
@@ -33,7 +31,5 @@ class HostRoom:
         if budget.host is None or plan.settings.host_memory is not None:
             return budget
         room = share_of_host(self._source.read().available_bytes) + self._ledger.total_bytes
-        # the least over ranks, as the greatest of the negative ones
-        reading = torch.tensor([-room], dtype=torch.int64, device=self._communicator.device)
-        self._communicator.all_reduce_max_(reading, "free host memory")
-        return replace(budget, host=max(budget.host, -int(reading)))
+        (agreed,) = self._communicator.least((room,), "free host memory")
+        return replace(budget, host=max(budget.host, agreed))

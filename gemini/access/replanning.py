@@ -54,8 +54,8 @@ class Replanning:
     ) -> Plan:
         """Another plan for the chunks. `wanted`: states that frozen chunks get, by index. Raises BudgetError.
 
-        Where training needs more of the host than was free, that is read again: collective then, else local. Ranks
-        infer each for itself, so that a plan for inference keeps to what was free.
+        Where training needs more of the host than was free, that is read again: collective then, else local. Each rank
+        infers on its own, where a collective would wait for ever, so that a plan for inference keeps to what was free.
         """
         plan = self._planned(flags, wanted, **changes)
         if plan.infers or has_host_room(plan, tuple(Kind)):

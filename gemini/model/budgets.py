@@ -36,10 +36,7 @@ def read_free(settings: Settings, own: tuple[int, int], communicator: Communicat
     free = monitor.read_device().available_bytes if needs_device else None
     on_device = _UNBOUNDED if free is None else free + own[0]
     on_host = share_of_host(monitor.read_host().available_bytes) + own[1]
-    # the least over ranks, as the greatest of the negative ones
-    readings = torch.tensor([-on_device, -on_host], dtype=torch.int64, device=communicator.device)
-    communicator.all_reduce_max_(readings, "free memory")
-    on_device, on_host = (-reading for reading in readings.tolist())
+    on_device, on_host = communicator.least((on_device, on_host), "free memory")
     return FreeBytes(None if on_device == _UNBOUNDED else on_device, on_host if settings.host_memory is None else None)
 
 

@@ -17,12 +17,17 @@ def take_states(model: ShardedModel, states: ChunkStates) -> None:
     BudgetError, alike on all ranks, and holds nothing then.
     """
     purpose = model.trainability.purpose
+    has_looked = False  # at the host: what is free there grows by chance, which is no reason to try for ever
     with purpose.beginning_training("an optimizer"):
         while True:
             error = _try_states(model.chunk_manager, states, purpose.may_make_room())
             if error is None:
                 return
-            if not (purpose.make_room() if error.is_shortage else purpose.find_host_room()):
+            if error.is_shortage:
+                found = purpose.make_room()
+            else:
+                found, has_looked = not has_looked and purpose.find_host_room(), True
+            if not found:
                 raise error
 
 

@@ -31,11 +31,16 @@ def is_short(demand: Demand, placement: Placement, policy: PlacementPolicy, budg
         return True
 
 
-def leaves_much(demand: Demand, policy: PlacementPolicy, budget_bytes: int) -> bool:
-    """Much of a budget that is short would stay empty, or the policy would refuse it."""
+def would_leave_much(demand: Demand, policy: PlacementPolicy, budget_bytes: int) -> bool:
+    """`leaves_much` of the placement that would come of a budget; also if the policy would refuse it."""
     try:
         placement = policy.place(demand, budget_bytes)
     except BudgetError:
         return True
+    return leaves_much(demand, placement, policy, budget_bytes)
+
+
+def leaves_much(demand: Demand, placement: Placement, policy: PlacementPolicy, budget_bytes: int) -> bool:
+    """Much of a budget that is short stays empty with the `placement` that came of it."""
     is_used = placement.device_bytes(demand) >= IN_USE * budget_bytes
     return not is_used and is_short(demand, placement, policy, budget_bytes)

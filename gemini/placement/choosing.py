@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gemini.placement import budget_use
-from gemini.placement.budget_use import IN_USE, leaves_much
+from gemini.placement.budget_use import leaves_much, would_leave_much
 from gemini.placement.chunk_size import step_cost
 
 if TYPE_CHECKING:
@@ -27,16 +27,13 @@ def best_of(plans: Sequence[Plan], later: Sequence[int]) -> Plan:
     """
     if len(plans) == 1:
         return plans[0]
-
-    def cost(plan: Plan) -> tuple[bool, int]:
-        return _leaves_much(plan), step_cost(plan.demand, plan.placement, plan.world_size)
-
-    cheapest = sorted(plans, key=cost)[:_MOST_JUDGED]  # of equal ones the first
-    best, fewest = cheapest[0], _num_left(cheapest[0], later)
-    for plan in cheapest[1:]:
-        if fewest and (left := _num_left(plan, later)) < fewest:
-            best, fewest = plan, left
-    return best
+    cheapest = sorted(plans, key=_cost)[:_MOST_JUDGED]  # of equal ones the first
+    left = []
+    for plan in cheapest:
+        left.append(_num_left(plan, later))
+        if not left[-1]:
+            break
+    return cheapest[left.index(min(left))]
 
 
 def is_short(plan: Plan) -> bool:
@@ -44,13 +41,14 @@ def is_short(plan: Plan) -> bool:
     return budget_use.is_short(plan.demand, plan.placement, plan.settings.policy, plan.budget.device)
 
 
-def _leaves_much(plan: Plan) -> bool:
-    budget = plan.budget.device
-    return budget is not None and plan.device_bytes < IN_USE * budget and is_short(plan)
+def _cost(plan: Plan) -> tuple[bool, int]:
+    demand, placement, budget = plan.demand, plan.placement, plan.budget.device
+    leaves = budget is not None and leaves_much(demand, placement, plan.settings.policy, budget)
+    return leaves, step_cost(demand, placement, plan.world_size)
 
 
 def _num_left(plan: Plan, later: Sequence[int]) -> int:
     """Of later budgets: how many it would leave much of."""
     if not is_short(plan):
         return 0
-    return sum(leaves_much(plan.demand, plan.settings.policy, each) for each in later)
+    return sum(would_leave_much(plan.demand, plan.settings.policy, each) for each in later)

@@ -8,7 +8,7 @@ whose tags differ is never used; or all ranks have agreed on it before (replay.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import takewhile, zip_longest
@@ -147,6 +147,12 @@ class Communicator:
         tag = self._next(what, 0)
         with self._agreeing():
             self.collectives.all_reduce_max_(tensor, tag)
+
+    def least(self, numbers: Sequence[int], what: str) -> list[int]:
+        """Of each number the least over ranks, as the greatest of the negative ones. Collective."""
+        found = torch.tensor([-number for number in numbers], dtype=torch.int64, device=self.device)
+        self.all_reduce_max_(found, what)
+        return [-number for number in found.tolist()]
 
     def wait_for_all(self, what: str) -> None:
         """Every rank has come here, and none has failed before. Collective."""

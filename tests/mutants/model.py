@@ -83,7 +83,7 @@ MUTANTS = [
     Mutant(
         "every rank goes by its own reading of free memory",
         "gemini/model/budgets.py",
-        '    communicator.all_reduce_max_(readings, "free memory")\n',
+        '    on_device, on_host = communicator.least((on_device, on_host), "free memory")\n',
         "",
         "tests/features/test_budgets.py::test_ranks_that_read_different_free_memory_go_by_the_least",
     ),

@@ -76,15 +76,15 @@ MUTANTS = [
     Mutant(
         "what was freed on the host since wrapping is not looked for",
         "gemini/optimizer/taking.py",
-        "if error.is_shortage else purpose.find_host_room()",
-        "if error.is_shortage else False",
+        "                found, has_looked = not has_looked and purpose.find_host_room(), True",
+        "                found = False",
         "tests/features/test_host_room.py::test_what_was_freed_since_wrapping_is_there_for_training",
     ),
     Mutant(
         "each rank reads the host for itself",
         "gemini/access/host_room.py",
-        '        self._communicator.all_reduce_max_(reading, "free host memory")\n',
-        "",
+        '        (agreed,) = self._communicator.least((room,), "free host memory")',
+        "        agreed = room",
         "tests/features/test_host_room.py::test_what_was_freed_since_wrapping_is_there_for_training",
     ),
     Mutant(
