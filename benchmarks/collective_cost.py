@@ -6,6 +6,9 @@
 Two ranks gather and reduce-scatter chunks of rising sizes, by the library's own collectives, in turn. Of each kind's
 medians, the line through the smallest size and the best-fitting slope over the others gives seconds a launch and
 seconds a byte; their quotient is the number of chunk bytes that a launch is worth.
+
+A second table has torch's own collectives of a few bytes beside each other: the library takes the cheapest of them
+for what ranks tell each other and for small gathers on gloo (sharding/gloo.py).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -26,10 +30,15 @@ from benchmarks.launch import ROOT, RankFailed, run_ranks
 from benchmarks.rounds import turn
 from gemini.placement.chunk_size import BYTES_PER_COLLECTIVE
 from sharding import Collectives, ShardLayout, Unit
+from sharding.backend import start_gather
 
 SIZES = [2**exponent for exponent in range(13, 22)]
 """Bytes of a chunk: below what the caches of a small machine hold, where the cost of a byte does not jump."""
 WARM_UP = 3
+FEW = 256
+"""Elements of fp32: as many bytes as ranks tell each other at once."""
+FEW_RANKS = [2, 4]
+REPEATS = 10
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,34 @@ def medians_of(rank: int, world_size: int, sizes: list[int], rounds: int) -> dic
     return {kind: {size: statistics.median(times[kind, size]) for size in sizes} for kind in kinds}
 
 
+def few_bytes(rank: int, world_size: int, rounds: int) -> dict[str, float]:
+    """Median seconds of what gives every rank `FEW` elements of each, by name. Collective."""
+    own, every = torch.zeros(FEW), torch.zeros(world_size * FEW)
+    sent, parts = torch.zeros_like(every), every.view(world_size, FEW).unbind()
+
+    def broadcasts() -> None:
+        works = [dist.broadcast(part, source, async_op=True) for source, part in enumerate(parts)]
+        for work in works:
+            work.wait()
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "all_to_all": lambda: dist.all_to_all_single(every, sent, async_op=True).wait(),
+        "all_gather": lambda: start_gather(own, every, None).wait(),
+        "one broadcast a rank": broadcasts,
+        "all_reduce": lambda: dist.all_reduce(own, async_op=True).wait(),
+    }
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for number in range(-WARM_UP, rounds):
+        for kind in turn(list(kinds), number):
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(REPEATS):
+                kinds[kind]()
+            if number >= 0:
+                times[kind].append((time.perf_counter() - started) / REPEATS)
+    return {kind: statistics.median(its) for kind, its in times.items()}
+
+
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds after warm-up.")] = 60,
     tiny: Annotated[bool, typer.Option("--tiny", help="Two sizes, few rounds: no figures to quote.")] = False,
@@ -87,6 +124,7 @@ def main(
     sizes, rounds = (SIZES[::8], 3) if tiny else (SIZES, rounds)
     try:
         by_rank = run_ranks("benchmarks.collective_cost:medians_of", 2, {"sizes": sizes, "rounds": rounds}, 120)
+        of_few = {n: run_ranks("benchmarks.collective_cost:few_bytes", n, {"rounds": rounds}, 120) for n in FEW_RANKS}
     except RankFailed as failure:
         console.print(f"[red]{failure}[/red]", markup=True)
         raise typer.Exit(1) from None
@@ -109,9 +147,17 @@ def main(
     table.add_row("two gathers and a reduction, as in a step", *_cells(step))
     console.print(table)
     console.print(f"the search counts a launch as {BYTES_PER_COLLECTIVE // 1024} KiB")
+    few = Table(title=f"gloo, {FEW * 4} bytes of each rank to all: us")
+    for column in ("ranks", *of_few[FEW_RANKS[0]][0]):
+        few.add_column(column)
+    for ranks, medians in of_few.items():
+        few.add_row(str(ranks), *(f"{1e6 * max(its[kind] for its in medians):.0f}" for kind in medians[0]))
+    console.print(few)
     if save:
         path = ROOT / "benchmarks" / "results" / f"collective_cost{'_tiny' if tiny else ''}.json"
-        path.write_text(json.dumps({"torch": torch.__version__, "measured": results}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"torch": torch.__version__, "measured": results, "few_bytes": of_few}, indent=1) + "\n"
+        )
 
 
 def _cells(line: Line) -> list[str]:

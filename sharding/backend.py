@@ -1,9 +1,12 @@
-"""Which backend of a process group carries the tensors of a device."""
+"""Which backend of a process group carries the tensors of a device, and what torch calls its gather."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -26,3 +29,10 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where a few control words travel: on the CPU if the group can, else on `device`."""
     return torch.device("cpu") if "cpu" in backends(group) else device
+
+
+def start_gather(own: Tensor, every: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start to send every rank's `own`, all of one size, to all, into `every`."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11's name
+    work: dist.Work = gather(every, own, group=group, async_op=True)
+    return work

@@ -8,13 +8,9 @@ be used.
 
 [Note: Tags] Every rank's `Tag` is compared before a result is used. gloo ends the whole process, from a thread
 of its own, when a rank receives more than it expects, which is what ranks that took different ways would bring
-about. So on gloo the tags go first, in a collective that has one size whatever it announces, and what does not
-fit is never launched. Elsewhere they travel beside the payload; comparing them makes the host wait for the stream.
-A caller that knows that all ranks agree gives no tag.
-
-[Note: gloo and coalescing] gloo's coalesced all-gather corrupts the heap when something else is in flight: with
-torch 2.13 two ranks crash within some 20,000 rounds of two in flight, and once in 500 training runs with a single
-one. The same load with one launch a unit ran for 400,000 collectives. So coalescing is for other backends.
+about. So on gloo the tags go first, in an envelope that has one size whatever it announces, and what does not
+fit is never launched. What fits into the envelope travels in it. Elsewhere tags travel beside the payload;
+comparing them makes the host wait for the stream. A caller that knows that all ranks agree gives no tag.
 """
 
 from __future__ import annotations
@@ -27,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import backends, check_backend, control_device
+from .backend import backends, check_backend, control_device, start_gather
+from .envelope import MOST_TOLD_BYTES, Told
+from .gloo import Gloo
 from .in_flight import InFlight
 from .layout import ShardLayout
 from .rank_order_sum import Scratch, sum_rows
@@ -66,8 +64,8 @@ class Collectives:
         self.bytes_sent = 0  # by this rank, from the sizes handed to torch; tags are not counted
         self.calls: Counter[str] = Counter()  # launches by kind; the tag beside an exchange is not one
         self._tags = TagBuffers(self.rank, self.world_size)
-        # the second names are torch 2.11's, deprecated later
-        self._gather_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._gloo = Gloo(group, wait) if group is not None and self.checks_tags_first else None
+        # the second name is torch 2.11's, deprecated later
         self._gather_coalesced: Any = getattr(group, "all_gather_single_coalesced", None) or getattr(
             group, "allgather_into_tensor_coalesced", None
         )
@@ -97,8 +95,8 @@ class Collectives:
             return InFlight()
         self._count("all_gather", layout.numel * payload.itemsize)
         beside = self._announce(tag, payload.device, use)
-        if self.checks_tags_first:
-            return self._gather_on_gloo(payload, shard, layout)
+        if self._gloo is not None:
+            return self._gloo.all_gather(payload, shard, layout, use)
         # a coalesced NCCL launch takes one dtype only, so the tag travels as elements of the payload's
         inputs = [beside.own.view(payload.dtype)] if beside else []
         outputs = [beside.every.view(payload.dtype)] if beside else []
@@ -115,39 +113,6 @@ class Collectives:
                 beside.verify()
 
         return InFlight(finish, [launched])
-
-    def _gather_on_gloo(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> InFlight:
-        """One unit: every rank's slice to all, in place; gloo's own all-gather takes a copy and a third more time."""
-        if len(layout.units) == 1:
-            (own,) = layout.slices(self.rank)
-            if shard is not None:
-                payload[own.in_payload].copy_(shard)
-            slices = [payload[layout.slices(rank)[0].in_payload] for rank in range(self.world_size)]
-            works = [
-                dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
-                for rank, part in enumerate(slices)
-                if part.numel()
-            ]
-
-            def wait_for_all() -> None:
-                for work in works:
-                    self.wait(work)
-
-            return InFlight(wait_for_all, works)
-        if not layout.numel:
-            return InFlight()
-        if shard is None:
-            shard = torch.cat([payload[piece.in_payload] for piece in layout.slices(self.rank)])
-        rows = payload.new_empty(self.world_size, layout.shard_numel)
-        launched = self._gather(shard, rows.view(-1))
-
-        def unpack() -> None:
-            self.wait(launched)
-            for unit, piece in zip(layout.units, layout.slices(0), strict=True):
-                region = payload[unit.start : unit.start + unit.numel].view(self.world_size, piece.numel)
-                region.copy_(rows[:, piece.in_shard])
-
-        return InFlight(unpack, [launched])
 
     def start_reduce_scatter(
         self,
@@ -183,7 +148,7 @@ class Collectives:
         self._count("reduce_scatter", layout.numel * payload.itemsize)
         slices = dist.all_to_all_single(received, ranked, group=self.group, async_op=True)
         # in flight at once, the large one first: a single launch would need every slice copied next to its tag
-        tags = self._gather(beside.own, beside.every) if beside else None
+        tags = start_gather(beside.own, beside.every, self.group) if beside else None
 
         def finish() -> None:
             self.wait(slices)
@@ -228,20 +193,28 @@ class Collectives:
         """
         if self.world_size == 1:
             return [data]
-        if tag is not None:
-            self.check(tag, use="all_gather_bytes")
-        device = self._control_device
-        lengths = torch.empty(self.world_size, dtype=torch.int64, device=device)
-        self._gather_flat(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device))
-        sizes: list[int] = lengths.tolist()
+        sizes, told = self._tell(tag, data)
         width = max(sizes)
-        if width == 0:
-            return [b""] * self.world_size
+        if told is not None:
+            return told
+        device = self._control_device
         every = torch.empty(width * self.world_size, dtype=torch.uint8, device=device)
         own = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         self._gather_flat(every, own.to(device))
         everything = every.cpu().numpy().tobytes()
         return [everything[rank * width : rank * width + size] for rank, size in enumerate(sizes)]
+
+    def _tell(self, tag: Tag | None, data: bytes) -> Told:
+        """How many bytes each rank has, and what they are if they are few."""
+        if self._gloo is not None:
+            self._count("all_gather_bytes", self.world_size * min(len(data), MOST_TOLD_BYTES))
+            return self._gloo.tell(tag, data)
+        if tag is not None:
+            self.check(tag, use="all_gather_bytes")
+        lengths = torch.empty(self.world_size, dtype=torch.int64, device=self._control_device)
+        self._gather_flat(lengths, torch.tensor([len(data)], dtype=torch.int64, device=self._control_device))
+        sizes: list[int] = lengths.tolist()
+        return Told(sizes, None if any(sizes) else [b""] * self.world_size)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -258,21 +231,20 @@ class Collectives:
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, tag: Tag | None = None) -> None:
         if self.world_size == 1:
             return
+        if self._gloo is not None and tensor.nbytes <= MOST_TOLD_BYTES:
+            self._count("all_reduce", self.world_size * tensor.nbytes)
+            self._gloo.all_reduce(tensor, op, tag)
+            return
         self._count("all_reduce", 2 * tensor.nbytes)
         beside = self._announce(tag, tensor.device, "all_reduce")
         self.wait(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
         if beside:
-            self.wait(self._gather(beside.own, beside.every))
+            self.wait(start_gather(beside.own, beside.every, self.group))
             beside.verify()
-
-    def _gather(self, own: Tensor, every: Tensor) -> dist.Work:
-        """Start to send every rank's `own`, all of one size, to all."""
-        work: dist.Work = self._gather_one(every, own, group=self.group, async_op=True)
-        return work
 
     def _gather_flat(self, every: Tensor, own: Tensor) -> None:
         self._count("all_gather_bytes", every.nbytes)
-        self.wait(self._gather(own, every))
+        self.wait(start_gather(own, every, self.group))
 
     def _rank_major(self, payload: Tensor, layout: ShardLayout, scratch: Scratch) -> Tensor:
         """The payload as [shard of rank 0 | shard of rank 1 | ...]: itself if it is one unit, else a copy."""
@@ -299,8 +271,11 @@ class Collectives:
         """Raise `TagMismatch` on every rank unless all brought the same tag."""
         if self.world_size == 1:
             return
+        if self._gloo is not None:
+            self._gloo.tell(tag)
+            return
         announced = self._tags.announce(tag, device or self._control_device, use)
-        self.wait(self._gather(announced.own, announced.every))
+        self.wait(start_gather(announced.own, announced.every, self.group))
         announced.verify()
 
     def _count(self, kind: str, total_bytes: int) -> None:

@@ -8,6 +8,7 @@ this one's (without "masters") loads there.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import count, islice
 from numbers import Real
@@ -25,6 +26,7 @@ from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import EntryNames
 from gemini.placement.demand import Kind
+from gemini.ranks.communicator import Communicator
 from optim import HALF_DTYPES
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho", "etas")
@@ -41,11 +43,14 @@ def whole_optimizer_state(
     numbers = _numbers(groups)
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
+    names = _names_by_chunk(step.communicator, states)
     with torch.no_grad():
         for chunk in step.chunks:
             known = [managed for managed in chunk.parameters if managed.index in numbers]
             if states.has(chunk):
-                entries = _whole_entries(model._states, states.by_chunk[chunk.index], known if keep else ())
+                entries = _whole_entries(
+                    model._states, states.by_chunk[chunk.index], names[chunk.index], known if keep else ()
+                )
                 state |= {numbers[index]: entry for index, entry in entries.items()}
             if Kind.MASTER in chunk.homes:
                 mastered = [managed for managed in known if managed.owns_master]
@@ -58,8 +63,18 @@ def whole_optimizer_state(
     return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
 
 
+def _names_by_chunk(communicator: Communicator, states: ChunkStates) -> dict[int, list[str]]:
+    """What any rank has made of each chunk's state, in sorted order. Collective."""
+    made = [f"{index} {name}" for index, state in states.by_chunk.items() for name in state.flats]
+    found: dict[int, list[str]] = defaultdict(list)
+    for words in communicator.agree_on_names(made):
+        index, _, name = words.partition(" ")
+        found[int(index)].append(name)
+    return found
+
+
 def _whole_entries(
-    states: States, chunk_state: ChunkOptimizerState, known: Sequence[ManagedParameter]
+    states: States, chunk_state: ChunkOptimizerState, names: Sequence[str], known: Sequence[ManagedParameter]
 ) -> dict[int, dict[str, Any]]:
     """What is kept of one chunk's parameters, by index. Collective."""
     chunk, scalars = chunk_state.chunk, chunk_state.scalars
@@ -68,7 +83,7 @@ def _whole_entries(
         for managed in known
         if (its := scalars[managed.position]) is not None
     }
-    for name in states.step.communicator.agree_on_names(sorted(chunk_state.flats)):
+    for name in names:
         wanted = [m for m in known if m.index in entries and name in chunk_state.names(m.position)]
         for index, copy in states.of_optimizer(chunk, name).copies(wanted).items():
             entries[index][name] = copy

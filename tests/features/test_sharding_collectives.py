@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding import ALIGNMENT, Collectives
+from sharding.gloo import MOST_REPEATED_BYTES
 from sharding.rank_order_sum import SUM_TILE_NUMEL
 from tests.harness.on_ranks import on_ranks
 from tests.harness.payloads import (
@@ -138,6 +139,34 @@ def test_an_empty_layout_moves_nothing(rank: int, world_size: int) -> None:
         reduce_scatter(ours, payload, layout, nothing, TAG)
         assert same_bits(payload, before)
     assert ours.bytes_sent == 0
+
+
+@on_ranks(1, 2, 3, 5)
+@pytest.mark.parametrize("is_given", [True, False])
+def test_gathers_of_many_sizes_are_in_flight_at_once(rank: int, world_size: int, is_given: bool) -> None:
+    """Up to `MOST_REPEATED_BYTES` go by one launch, and more by one a rank."""
+    ours = collectives(world_size)
+    most = MOST_REPEATED_BYTES // (4 * world_size * ALIGNMENT)
+    cases = []
+    for factor in (1, most, most + 1, 1, most):
+        layout = layout_of([factor], world_size)
+        whole = values(7, layout.numel, torch.float32)
+        own = shard_of(whole, layout, rank)
+        payload = torch.full_like(whole, float("nan"))
+        if not is_given:
+            payload[layout.slices(rank)[0].in_payload] = own
+        cases.append((payload, own, layout, whole))
+    for turn in range(3):
+        flights = [
+            ours.start_all_gather(payload, own if is_given else None, layout, TAG, use=f"lane {lane}")
+            for lane, (payload, own, layout, _) in enumerate(cases)
+        ]
+        for flight in reversed(flights):
+            flight.finish()
+        for payload, _, layout, whole in cases:
+            assert same_bits(payload, whole), (turn, layout)
+            if is_given:
+                payload.fill_(float("nan"))
 
 
 @on_ranks(1, 2, 3, 5)

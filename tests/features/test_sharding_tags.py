@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sharding import Collectives, Tag, TagMismatch
+from sharding.envelope import MOST_TOLD_BYTES
 from tests.harness.on_ranks import on_ranks
 from tests.harness.payloads import (
     DTYPES,
@@ -88,18 +89,20 @@ def test_bytes_and_launches_are_counted(rank: int, world_size: int) -> None:
             assert sent(lambda: ours.all_gather(payload, shard, layout, TAG)) == others
             assert sent(lambda: ours.all_gather(payload, None, layout, TAG)) == others
             assert sent(lambda: reduce_scatter(ours, payload, layout, shard, TAG)) == others
-    limbs = torch.ones(world_size * 10, dtype=torch.int64)
-    assert sent(lambda: ours.all_reduce_sum_(limbs)) == 2 * (world_size - 1) * 80
+    limbs = torch.ones(world_size * 100, dtype=torch.int64)
+    assert sent(lambda: ours.all_reduce_sum_(limbs[:5])) == (world_size - 1) * 40, "few are told to every rank"
+    assert sent(lambda: ours.all_reduce_sum_(limbs)) == 2 * (world_size - 1) * 800
     last = world_size - 1
     assert sent(lambda: ours.broadcast_(limbs, last)) == (limbs.nbytes if 0 < last == rank else 0)
-    assert sent(lambda: ours.all_gather_bytes(b"abc")) == (world_size - 1) * (8 + 3)
+    assert sent(lambda: ours.all_gather_bytes(b"abc")) == (world_size - 1) * 3
+    assert sent(lambda: ours.all_gather_bytes(bytes(2000))) == (world_size - 1) * (MOST_TOLD_BYTES + 2000)
     ours.barrier()
     expected = {
         "all_gather": 16,
         "reduce_scatter": 8,
-        "all_reduce": 1,
+        "all_reduce": 2,
         "broadcast": 1,
-        "all_gather_bytes": 2,
+        "all_gather_bytes": 3,
         "barrier": 1,
     }
     assert dict(ours.calls) == (expected if world_size > 1 else {})
@@ -136,16 +139,21 @@ def test_every_launch_goes_through_wait(rank: int, world_size: int) -> None:
         work.wait()
 
     ours = Collectives(dist.group.WORLD if world_size > 1 else None, watched)
-    layout = layout_of([2], world_size)
+    layout, large = layout_of([2], world_size), layout_of([300], world_size)
     payload, shard = values(rank, layout.numel, torch.float32), torch.zeros(layout.shard_numel)
     for launch, works in (
-        (lambda: ours.all_gather(payload, shard, layout, TAG), 1 + world_size),
+        (lambda: ours.all_gather(payload, shard, layout, TAG), 2),
+        (lambda: ours.all_gather(torch.zeros(large.numel), None, large, TAG), 1 + world_size),
         (lambda: reduce_scatter(ours, payload, layout, shard, TAG), 2),
+        (lambda: ours.all_reduce_sum_(shard[:9]), 1),
+        (lambda: ours.all_reduce_max_(shard[:9], TAG), 1),
         (lambda: ours.all_reduce_sum_(shard), 1),
         (lambda: ours.all_reduce_max_(shard, TAG), 2),
         (lambda: ours.broadcast_(shard), 1),
         (lambda: ours.broadcast_(shard, 0, TAG), 2),
-        (lambda: ours.all_gather_bytes(b"x"), 2),
+        (lambda: ours.all_gather_bytes(b"x"), 1),
+        (lambda: ours.all_gather_bytes(b"x", TAG), 1),
+        (lambda: ours.all_gather_bytes(bytes(2000), TAG), 2),
         (lambda: ours.barrier(), 1),
     ):
         waited.clear()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -42,9 +43,10 @@ def whole_budget(module: nn.Module, world_size: int, **wrap: Any) -> int:
 
 
 class Launches:
-    """Calls of torch's collectives, by kind, and the bytes of floating-point tensors that they fill on this rank.
+    """Calls of torch's collectives, by kind, and the bytes of payloads that they fill on this rank.
 
     Tags, flags and texts that ranks compare are calls without bytes: how long a text is says nothing of the work.
+    Payloads are floating-point tensors, or exchanges of bytes.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class Launches:
             if not self._depth:
                 filled = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
                 self._calls[kind] += 1
-                self._bytes[kind] += filled.nbytes if filled is not None and filled.is_floating_point() else 0
+                self._bytes[kind] += filled.nbytes if filled is not None and _is_payload(kind, filled) else 0
             self._depth += 1
             try:
                 return function(*args, **kwargs)
@@ -102,6 +104,10 @@ class Moves:
 
     def hash(self) -> str:
         return self._digest.hexdigest()[:10]
+
+
+def _is_payload(kind: str, filled: Tensor) -> bool:
+    return filled.is_floating_point() or (kind == "all_to_all" and filled.dtype == torch.uint8)
 
 
 def plan_counts(model: ShardedModel) -> dict[str, Any]:

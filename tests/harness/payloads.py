@@ -56,7 +56,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 def assert_gathers(rank: int, world_size: int) -> None:
     ours = collectives(world_size)
     for dtype in DTYPES:
-        for layout in layouts_of(world_size):
+        for layout in (*layouts_of(world_size), layout_of([300], world_size)):
             whole = values(1, layout.numel + TAIL, dtype)
             payload = torch.full_like(whole, float("nan"))
             payload[layout.numel :] = whole[layout.numel :]

@@ -242,7 +242,8 @@ class _Nothing:
 def _exchanged(profiled: Any, world_size: int) -> tuple[tuple[float, int], tuple[int, int]]:
     """Launches and bytes of gathers and of reductions of floating-point data, from what torch saw of gloo.
 
-    A gather of one unit is a broadcast from each rank; what is compared is integers.
+    A gather of one unit is a broadcast from each rank, or an exchange of bytes if they are few, of which every rank
+    sends its part to each; what is compared is integers.
     """
     if profiled is None:
         return (0, 0), (0, 0)
@@ -251,13 +252,15 @@ def _exchanged(profiled: Any, world_size: int) -> tuple[tuple[float, int], tuple
         if event.name() not in _SHAPED:
             continue
         (shape,), (dtype,) = event.shapes()[:1], event.dtypes()[:1]
-        itemsize = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "double": 8}.get(dtype, 0)
+        itemsize = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "double": 8, "unsigned char": 1}.get(dtype, 0)
         num_bytes = itemsize
         for edge in shape:
             num_bytes *= edge
         if not itemsize:
             continue
-        if event.name() == "gloo:all_to_all":
+        if event.name() == "gloo:all_to_all" and itemsize == 1:
+            gathers, gathered = gathers + 1, gathered + num_bytes
+        elif event.name() == "gloo:all_to_all":
             reductions, reduced = reductions + 1, reduced + num_bytes
         elif event.name() == "gloo:broadcast":
             gathers, gathered = gathers + 1 / world_size, gathered + num_bytes
