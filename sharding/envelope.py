@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from .tag import Tag, TagMismatch
 
@@ -29,14 +29,15 @@ class Told(NamedTuple):
 
 
 class Envelopes:
-    """One exchange at a time. `launch(received, sent)`: an all-to-all of two CPU tensors, which has ended on return."""
+    """Of one group. One exchange at a time."""
 
-    def __init__(self, rank: int, world_size: int, launch: Callable[[Tensor, Tensor], None]) -> None:
-        self._rank = rank
-        self._launch = launch
+    def __init__(self, group: dist.ProcessGroup, wait: Callable[[dist.Work], None]) -> None:
+        self._group = group
+        self._wait = wait
+        self._rank = group.rank()
         # buffers made inside inference mode could not be written outside it
         with torch.inference_mode(False):
-            self._sent = torch.zeros(world_size, _NUM_BYTES // 8, dtype=torch.int64)
+            self._sent = torch.zeros(group.size(), _NUM_BYTES // 8, dtype=torch.int64, device="cpu")
             self._received = torch.zeros_like(self._sent)
 
     def exchange(self, tag: Tag | None, data: bytes = b"") -> Told:
@@ -47,7 +48,8 @@ class Envelopes:
         words = (0, 0) if tag is None else tag.pack()
         own = (_HEADER.pack(*words, len(data)) + data[:MOST_TOLD_BYTES]).ljust(_NUM_BYTES, b"\0")
         self._sent.copy_(torch.frombuffer(bytearray(own), dtype=torch.int64))
-        self._launch(self._received.view(-1), self._sent.view(-1))
+        received, sent = self._received.view(-1), self._sent.view(-1)
+        self._wait(dist.all_to_all_single(received, sent, group=self._group, async_op=True))
         every = self._received.numpy().tobytes()
         starts = range(0, len(every), _NUM_BYTES)
         headers = [_HEADER.unpack_from(every, start) for start in starts]

@@ -22,8 +22,8 @@ from .in_flight import InFlight
 from .layout import ShardLayout
 from .tag import Tag
 
-MOST_REPEATED_BYTES = 1 << 18
-"""Of a payload that goes by one all-to-all; from some MiB on it takes more time than one broadcast a rank."""
+MOST_REPEATED_BYTES = 1 << 16
+"""Of a payload that goes by one all-to-all. It takes as many bytes again, which no plan counts, so they are few."""
 
 
 class Gloo:
@@ -33,7 +33,7 @@ class Gloo:
         self._group = group
         self._wait = wait
         self._rank, self._world_size = group.rank(), group.size()
-        self._envelopes = Envelopes(self._rank, self._world_size, self._exchange)
+        self._envelopes = Envelopes(group, wait)
         self._repeated: dict[tuple[torch.device, str], Tensor] = {}
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, use: str) -> InFlight:
@@ -71,6 +71,8 @@ class Gloo:
         """In place; SUM, in rank order, or MAX. At most `MOST_TOLD_BYTES`. Raises `TagMismatch` as `tell`."""
         own = tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
         told = self._envelopes.exchange(tag, own).data or []
+        if not tensor.numel():
+            return
         rows = torch.frombuffer(bytearray(b"".join(told)), dtype=tensor.dtype).view(self._world_size, -1)
         result = rows.sum(0, dtype=tensor.dtype) if op == dist.ReduceOp.SUM else rows.amax(0)
         tensor.copy_(result.view(tensor.shape))
@@ -93,15 +95,11 @@ class Gloo:
 
     def _repeat(self, own: Tensor, use: str) -> Tensor:
         """`own` once for each rank, as an all-to-all sends it, in bytes. The buffer is that of the last `use`."""
-        key = own.device, use
-        if key not in self._repeated:
+        key, num_bytes = (own.device, use), self._world_size * own.nbytes
+        if key not in self._repeated or self._repeated[key].numel() < num_bytes:
             # a buffer made inside inference mode could not be written outside it
             with torch.inference_mode(False):
-                self._repeated[key] = torch.empty(MOST_REPEATED_BYTES, dtype=torch.uint8, device=own.device)
-        sent = self._repeated[key][: self._world_size * own.nbytes]
+                self._repeated[key] = torch.empty(num_bytes, dtype=torch.uint8, device=own.device)
+        sent = self._repeated[key][:num_bytes]
         sent.view(self._world_size, own.nbytes).copy_(own.view(torch.uint8))
         return sent
-
-    def _exchange(self, received: Tensor, sent: Tensor) -> None:
-        """Give each rank its part of `sent`, and wait for theirs."""
-        self._wait(dist.all_to_all_single(received, sent, group=self._group, async_op=True))

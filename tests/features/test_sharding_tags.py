@@ -118,6 +118,7 @@ def test_small_collectives(rank: int, world_size: int) -> None:
     most = torch.tensor([rank + 0.5, -rank])
     ours.all_reduce_max_(most)
     assert most.tolist() == [world_size - 0.5, 0]
+    ours.all_reduce_max_(torch.empty(0), TAG)
     for src in range(world_size):
         weight = torch.full((3,), float(rank), dtype=torch.bfloat16)
         ours.broadcast_(weight, src)
