@@ -26,7 +26,7 @@ def test_bytes_per_rank_equal_the_formulas(ranks: RankPool, stage: int, world_si
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_traffic_per_step_equals_the_formulas(ranks: RankPool, world_size: int) -> None:
-    """2 Psi (N-1)/N elements at stages 0 to 2, 3 Psi (N-1)/N at stage 3 when released; beside them words to each rank."""
+    """2 Psi (N-1)/N elements at stages 0 to 2, 3 Psi (N-1)/N at stage 3 when released, beside words for each rank."""
     words = 1024 * (world_size - 1)
     for stage in (0, 1, 2, 3):
         wrap = {"stage": stage, "chunk_size": 8192, "tensor_placement_policy": "cpu"}
