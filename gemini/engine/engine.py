@@ -81,6 +81,7 @@ class Engine:
         """Backwards."""
         self._log = StepLog(self.config, model.rank)
         self._in_window = 0  # backwards since the last optimizer step
+        self._window_begins = 0  # micro-steps before the window
         self._num_failed = manager.grads.num_failed
         self._is_closed = False
         weights = self.config.dtype
@@ -115,13 +116,15 @@ class Engine:
             raise TypeError(f"backward() takes the loss, a tensor of one element, found {type(loss).__name__}")
         self._follow_failures()
         whole = loss
+        if not self._in_window:
+            self._window_begins = self.micro_steps
         try:
             with self.communicator.publishing():
                 if self.batch_sizes.accumulation > 1:
                     loss = loss / self.batch_sizes.accumulation
                 optimizer.backward(loss, retain_graph)
         except BaseException:  # half a window would be a step of its own
-            self._in_window = 0
+            self._empty_window()
             if not self.chunk_manager.grads.in_backward:  # else the model drops them, and says so
                 optimizer.zero_grad()
             raise
@@ -134,10 +137,12 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights. Raises nothing. Local."""
+        self._follow_failures()
         return self._in_window >= self.batch_sizes.accumulation
 
     def is_window_open(self) -> bool:
         """Whether backwards have been made that no `step()` has used yet. Raises nothing. Local."""
+        self._follow_failures()
         return self._in_window > 0
 
     def step(self, *, last: bool = False) -> None:
@@ -155,7 +160,7 @@ class Engine:
             return
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
-        self._in_window = 0
+        self._in_window, self._window_begins = 0, self.micro_steps
         self.global_steps += 1
         if self._log.is_on:  # reading the norm waits for the device
             self._log.after_step(self.global_steps, rate, self.grad_norm, optimizer.loss_scale)
@@ -172,6 +177,24 @@ class Engine:
         """
         if self.optimizer is not None and not self._in_window:
             self.optimizer.zero_grad()
+
+    def recover(self) -> None:
+        """Nothing if no forward or backward has failed since the last one; else ranks meet again. Collective.
+
+        Raises GeminiError inside a forward or backward, and if a step has failed half way.
+        """
+        self.chunk_manager.step.check_idle("recover()")
+
+    def discard_window(self) -> None:
+        """Forget the micro-batches since the last update, to bring them again. Local, alike on every rank.
+
+        Raises UnsupportedError without an optimizer, GeminiError inside a backward.
+        """
+        optimizer = self._needs_optimizer("discard_window()")
+        self._follow_failures()
+        optimizer.zero_grad()
+        self.micro_steps = self._window_begins
+        self._empty_window()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See `ShardedModel.no_sync`. Local, alike on every rank; raises nothing of its own."""
@@ -268,7 +291,12 @@ class Engine:
         """A forward or backward that failed has dropped the gradients of its window: another one begins."""
         failed = self.chunk_manager.grads.num_failed
         if failed != self._num_failed:
-            self._num_failed, self._in_window = failed, 0
+            self._num_failed = failed
+            self._empty_window()
+
+    def _empty_window(self) -> None:
+        self._in_window = 0
+        self._log.discard()
 
     def _refuse_foreign_gradients(self) -> None:
         """A step without a backward of this engine's would leave them unused, and the weights as they are."""

@@ -33,6 +33,10 @@ class StepLog:
         if self.is_on:
             self._losses.append(loss.detach())
 
+    def discard(self) -> None:
+        """The window's micro-batches so far are in no step."""
+        self._losses.clear()
+
     def after_step(self, step: int, lr: float, grad_norm: float | None, loss_scale: float) -> None:
         """Optimizer step number `step`, from 1, is over."""
         losses, self._losses = [float(loss) for loss in self._losses], []

@@ -128,6 +128,14 @@ MUTANTS = [
         "test_a_bad_config_of_one_rank_is_told_to_all_before_the_model_is_touched[2ranks-1-zero_init-differs]",
     ),
     Mutant(
+        "a step that is made once more has other random numbers and statistics",
+        "gemini/engine/trainer/window.py",
+        "        self._start.restore()\n",
+        "        pass\n",
+        "tests/features/test_shortage_in_trainer.py"
+        "::test_a_step_without_memory_is_made_once_more_with_the_same_bits[1rank-1]",
+    ),
+    Mutant(
         "a signal ends a training in the middle of a window",
         "gemini/engine/trainer/together.py",
         "(stops and not (fills_windows and self._engine.is_window_open()))",

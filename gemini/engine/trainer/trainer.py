@@ -21,6 +21,7 @@ from gemini.engine.trainer.hook import Hook
 from gemini.engine.trainer.metrics import Metrics
 from gemini.engine.trainer.schedule import LRSchedulerHook
 from gemini.engine.trainer.together import Together
+from gemini.engine.trainer.window import Window
 from gemini.errors import GeminiError
 
 _SHOWN_EVERY_S = 0.1  # what the bar shows is read from the device, which waits for it
@@ -53,6 +54,7 @@ class Trainer:
         self.epoch = 0
         """The epoch that runs, from 0."""
         self._together = Together(engine)
+        self._window = Window(engine)
         self._hooks: list[Hook] = []
 
     @property
@@ -81,6 +83,10 @@ class Trainer:
         then see its end as always. A window of micro-batches that an epoch leaves open goes on with the next one. After
         the last epoch a step is made of those that are there, and their sum is divided by a whole window's number.
 
+        Where a device runs out of memory in a forward or backward, model data gives up a part of it and the step is
+        made once more, with the same batches, random numbers and buffers: its bits are those of a step that had the
+        memory. Hooks see each micro-batch once. The error is raised where model data cannot be less.
+
         A schedule that `initialize` was given as an object moves after every optimizer step, unless an
         `LRSchedulerHook` is there.
 
@@ -107,6 +113,7 @@ class Trainer:
             self._together.listening(),
             self._bar(display_progress, "train", total) as advance,
         ):
+            self.engine.recover()  # from a training that has failed: ranks meet again
             self._tell("before_train")
             for self.epoch in range(epochs):
                 last = None if max_steps is None else first + max_steps
@@ -132,13 +139,10 @@ class Trainer:
         num_batches = 0
         for batch in self._together.batches(loader, fills_windows=True):
             num_batches += 1
-            outcome = run(engine, batch)
-            if outcome.loss is None:
-                raise GeminiError("the model returned no loss: give the batch labels, or the engine a criterion")
-            engine.backward(outcome.loss)
+            outcome = self._window.train(batch)
             self._tell("after_micro_batch", batch, outcome)
             steps = engine.is_gradient_accumulation_boundary()
-            engine.step()
+            self._window.step()
             if steps:
                 self._tell("after_step")
                 advance(self.metrics)
@@ -149,7 +153,7 @@ class Trainer:
             raise GeminiError(f"the training loader of a rank is empty: every rank needs a batch{once}")
         stops = self._stops()
         if (is_last or stops) and engine.is_window_open():
-            engine.step(last=True)
+            self._window.step(last=True)
             self._tell("after_step")
             advance(self.metrics)
         self._tell("after_epoch")
@@ -173,6 +177,7 @@ class Trainer:
             self.engine.communicator.publishing(),
             self._bar(display_progress, "evaluate", _length(test_dataloader)) as advance,
         ):
+            self.engine.recover()
             self._evaluate(test_dataloader, advance)
         return dict(self.metrics)
 

@@ -1,0 +1,136 @@
+"""The micro-batches of one optimizer step, which are trained once more where the device ran out of memory.
+
+A forward or backward that finds no memory drops the gradients since the last step, and model data makes room at the
+next forward (gemini/access/free_memory.py). A script has to catch that and to bring the batches again; the `Trainer`
+does both. What has moved on besides gradients goes back to where the window began, so that the step has the bits of one
+that found its memory at once: the generators of random numbers, and buffers, such as the statistics of a batch norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.dist_logger import get_dist_logger
+from gemini.engine.engine import Engine
+from gemini.engine.trainer.batches import Outcome, run
+from gemini.errors import GeminiError, RemoteRankError
+
+
+class Window:
+    """Of an engine's trainer. Every rank makes the same calls."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._model = engine.model
+        self._batches: list[Any] = []
+        self._start = _Start(engine.module, engine.device)
+        self._failed_bytes: int | None = None  # of model data on the device, when the last try found no memory
+
+    def train(self, batch: Any) -> Outcome:
+        """Forward and backward of one more micro-batch. Collective.
+
+        Raises GeminiError if the model returns no loss, and what the model raises. torch.OutOfMemoryError, of this rank
+        or another one, leaves it only where model data has made no room since the last one.
+        """
+        if not self._engine.is_window_open():
+            self._batches, self._failed_bytes = [], None
+            self._start.take()
+        self._batches.append(batch)
+        return self._train([batch])
+
+    def step(self, last: bool = False) -> None:
+        """`Engine.step`, which ends the window if it updates the weights. Collective; raises what that raises."""
+        while True:
+            try:
+                return self._engine.step(last=last)
+            except RemoteRankError as error:  # another rank was still in its backward
+                self._begin_again(error)
+            self._train(self._batches)
+
+    def _train(self, batches: list[Any]) -> Outcome:
+        while True:
+            try:
+                # before it is caught: what fails outside the model is not known to other ranks otherwise
+                with self._engine.communicator.publishing():
+                    return [self._micro_batch(each) for each in batches][-1]
+            except (torch.OutOfMemoryError, RemoteRankError) as error:
+                self._begin_again(error)
+                error.__traceback__ = None  # its frames hold the activations
+            batches = self._batches
+
+    def _micro_batch(self, batch: Any) -> Outcome:
+        outcome = run(self._engine, batch)
+        if outcome.loss is None:
+            raise GeminiError("the model returned no loss: give the batch labels, or the engine a criterion")
+        self._engine.backward(outcome.loss)
+        return outcome
+
+    def _begin_again(self, error: Exception) -> None:
+        """The window is as before its first micro-batch. Raises the error if it is no shortage, or no room was made."""
+        num_bytes = self._model.plan.device_bytes
+        has_room = self._failed_bytes is None or num_bytes < self._failed_bytes
+        if not (_is_shortage(error) and has_room):
+            raise error
+        self._failed_bytes = num_bytes
+        self._engine.discard_window()
+        self._start.restore()
+        words = f"{len(self._batches)} micro-batch{'es' * (len(self._batches) > 1)}"
+        step = self._engine.global_steps + 1
+        get_dist_logger().warning(
+            f"a device ran out of memory in step {step}, which is made once more: {words} again", ranks=[0]
+        )
+
+
+def _is_shortage(error: Exception) -> bool:
+    if isinstance(error, RemoteRankError):
+        return error.message.startswith(torch.OutOfMemoryError.__name__)
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+class _Start:
+    """Random numbers and buffers as they are when a window begins.
+
+    All buffers are copied, in one call: a batch norm changes its statistics without a new version of them.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._owners = [(each, name) for each in module.modules() for name in each._buffers]
+        self._device = None if device.type == "cpu" else device
+        self._buffers: list[Tensor | None] = []  # themselves: a module may put another tensor in their place
+        self._copies: list[Tensor] = []
+        self._random: list[Tensor] = []
+
+    def take(self) -> None:
+        self._buffers = [owner._buffers.get(name) for owner, name in self._owners]
+        found = self._found()
+        if [_kind_of(copy) for copy in self._copies] == [_kind_of(buffer) for buffer in found]:
+            _copy(self._copies, found)
+        else:
+            self._copies = [buffer.detach().clone() for buffer in found]
+        self._random = [torch.get_rng_state()]
+        if self._device is not None:
+            self._random.append(torch.get_device_module(self._device).get_rng_state(self._device))
+
+    def restore(self) -> None:
+        for (owner, name), buffer in zip(self._owners, self._buffers, strict=True):
+            owner._buffers[name] = buffer
+        _copy(self._found(), self._copies)
+        torch.set_rng_state(self._random[0])
+        if self._device is not None:
+            torch.get_device_module(self._device).set_rng_state(self._random[1], self._device)
+
+    def _found(self) -> list[Tensor]:
+        return [buffer for buffer in self._buffers if buffer is not None]
+
+
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    if to:
+        with torch.no_grad():
+            torch._foreach_copy_(to, source)
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
