@@ -20,6 +20,7 @@ from gemini.placement.dtypes import Dtype
 from gemini.placement.explain import budgets_in_words
 from gemini.placement.moves import Moves, moves_of
 from gemini.placement.plan import Plan
+from gemini.placement.policies import FRACTIONS
 from gemini.placement.predict import Predicted, expected_schedule, predict
 from gemini.settings import Settings, dtype_of
 
@@ -134,8 +135,9 @@ class _Answering:
         device = self._question.cluster.device_bytes
         if device is None or plan.budget_bytes is None:
             return None
+        given = "".join(f", {name}={value}" for name, value in chosen_of(plan.settings).items())
         self._notes.append(
-            f"ShardedModel makes this plan with device_memory={device}, model_data_memory={plan.budget_bytes}."
+            f"ShardedModel makes this plan with device_memory={device}, model_data_memory={plan.budget_bytes}{given}."
         )
         refused = self._question.refusal_at_first()
         if refused is not None:
@@ -151,12 +153,13 @@ class _Answering:
         if rates is None:
             notes.append("No step time is modelled: nobody gave rates of this machine (--rates).")
             return None
-        again = work.computed_again_flops(batch.tokens, batch.length) if batch.is_checkpointed else 0.0
+        forward = batch.micro_batches * work.forward_flops(batch.tokens, batch.length)
+        again = batch.micro_batches * work.computed_again_flops(batch.tokens, batch.length)
         try:
             step = modelled_step(
                 moves,
-                work.forward_flops(batch.tokens, batch.length),
-                again,
+                forward,
+                again if batch.is_checkpointed else 0.0,
                 question.dtype.name,
                 rates,
                 question.cluster.ranks,
@@ -171,6 +174,12 @@ class _Answering:
         if rates.collective_s == 0 and question.cluster.ranks.count > 1:
             notes.append("Launches of collectives are not in the modelled time: these rates have none.")
         return step
+
+
+def chosen_of(settings: Settings) -> dict[str, float]:
+    """What has a say in the plan besides memory, and is not the default."""
+    values = {name: getattr(settings, name) for name in (*FRACTIONS, "gradient_accumulation_steps")}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _dtype_of(module: nn.Module, settings: Settings) -> Dtype:

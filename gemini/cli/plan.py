@@ -38,7 +38,7 @@ def plan(
     rates: Annotated[
         str | None, typer.Option(help="measured (here), a published machine, a .json file, or none.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step on each rank.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch on each rank.")] = 1,
     sequence_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence. Default: 4096, or the most that the model takes.")
     ] = None,
@@ -51,6 +51,18 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Of weights: fp32, bf16, fp16, or 'own'.")] = "own",
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
     policy: Annotated[str, typer.Option(help="auto, cpu, cuda or static.")] = "auto",
+    shard_param_frac: Annotated[
+        float | None, typer.Option(min=0, max=1, help="static: of the weights, what is sharded. Default: 1.")
+    ] = None,
+    offload_optim_frac: Annotated[
+        float | None, typer.Option(min=0, max=1, help="static: of optimizer state, what rests on the host. Default: 0.")
+    ] = None,
+    offload_param_frac: Annotated[
+        float | None, typer.Option(min=0, max=1, help="static: of the weights, what rests on the host. Default: 0.")
+    ] = None,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(min=1, help="Micro-batches of a step, each of --batch sequences.")
+    ] = 1,
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Elements of a chunk. Default: searched.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Numbers as JSON instead of tables.")] = False,
 ) -> None:
@@ -63,14 +75,21 @@ def plan(
         cluster = described(ranks, ranks_per_node, machine, device_memory, host_memory, rates)
     try:
         settings = Settings(
-            dtype=dtype_option(dtype), stage=stage, tensor_placement_policy=policy, chunk_size=chunk_size
+            dtype=dtype_option(dtype),
+            stage=stage,
+            tensor_placement_policy=policy,
+            shard_param_frac=shard_param_frac,
+            offload_optim_frac=offload_optim_frac,
+            offload_param_frac=offload_param_frac,
+            gradient_accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
+            chunk_size=chunk_size,
         )
         with _saying(console, f"reading {model}"):
             module = module_of(model_named(model))
         if not any(True for _ in module.parameters()):
             raise NotAModel(f"{model!r} has no parameters: there is nothing to plan")
         length = sequence_length or _length_of(module)
-        each = Batch(batch, length, activation_checkpointing, experts_per_token)
+        each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
         with _saying(console, "planning"):
             found = answer(module, settings, cluster, each)
     except (NotAModel, ValueError, TypeError) as error:

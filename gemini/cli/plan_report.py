@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gemini.cli.answer import Answer
+from gemini.cli.answer import Answer, chosen_of
 from gemini.placement.demand import Tier
 from gemini.placement.rates import Rates
 from gemini.placement.sizes import format_bytes
@@ -47,6 +47,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
         "batch": {
             "sequences": found.batch.sequences,
             "sequence_length": found.batch.length,
+            "gradient_accumulation_steps": found.batch.micro_batches,
             "activation_checkpointing": found.batch.is_checkpointed,
         },
         "activations_at_most": dict(zip(("whole", "checkpointed"), found.activations, strict=True)),
@@ -89,12 +90,13 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
     return shown
 
 
-def _settings_of(found: Answer, model_data_memory: int) -> dict[str, int | None]:
+def _settings_of(found: Answer, model_data_memory: int) -> dict[str, float | None]:
     """With which `ShardedModel` makes the plan."""
     return {
         "device_memory": found.cluster.device_bytes,
         "model_data_memory": model_data_memory,
         "host_memory": found.cluster.host_bytes,
+        **({} if found.plan is None else chosen_of(found.plan.settings)),
     }
 
 
@@ -110,7 +112,9 @@ def show(name: str, found: Answer, console: Console) -> None:
         chunks = f"{_count(len(plan.packing.chunks), 'chunk')} of up to {format_bytes(plan.packing.chunk_bytes)}"
         lines.append(f"{found.dtype.name}, stage {settings.stage}, policy {plan.policy}, {chunks}")
     checkpointed = " with activation checkpointing" if batch.is_checkpointed else ""
-    lines.append(f"{_count(batch.sequences, 'sequence')} of {_count(batch.length, 'token')} on each rank{checkpointed}")
+    times = f" in each of {batch.micro_batches} micro-batches" if batch.micro_batches > 1 else ""
+    sequences = f"{_count(batch.sequences, 'sequence')} of {_count(batch.length, 'token')}"
+    lines.append(f"{sequences} on each rank{times}{checkpointed}")
     for line in lines:
         console.print(Text(line), soft_wrap=True)
     if plan is not None:

@@ -23,20 +23,22 @@ class Batch:
     """What each rank computes in a step.
 
     Args:
-        sequences: how many.
+        sequences: of a micro-batch.
         length: tokens of each.
         is_checkpointed: every block keeps its input alone, and is computed again in the backward.
         experts_per_token: that a token is sent to. None: as the model's config says.
+        micro_batches: of a step.
     """
 
     sequences: int
     length: int
     is_checkpointed: bool
     experts_per_token: int | None = None
+    micro_batches: int = 1
 
     @property
     def tokens(self) -> int:
-        """Of one rank."""
+        """Of a micro-batch of one rank."""
         return self.sequences * self.length
 
 

@@ -119,7 +119,43 @@ def test_activation_checkpointing_leaves_more_to_chunks(config: Path) -> None:
     longer = checkpointed["modelled"]["seconds_by_part"]["forward and backward"]
     shorter = whole["modelled"]["seconds_by_part"]["forward and backward"]
     assert 1.2 < longer / shorter < 4 / 3, "blocks have a second forward, and the head has none"
-    assert whole["batch"] == {"sequences": 8, "sequence_length": 64, "activation_checkpointing": False}
+    assert whole["batch"] == {
+        "sequences": 8,
+        "sequence_length": 64,
+        "gradient_accumulation_steps": 1,
+        "activation_checkpointing": False,
+    }
+
+
+def test_fractions_of_the_static_policy_are_asked_about(config: Path) -> None:
+    options = (str(config), "--ranks", "2", "--device-memory", "1GB", "--rates", "none", "--policy", "static")
+    whole = asked(*options)
+    some = asked(*options, "--offload-optim-frac", "0.5", "--offload-param-frac", "0.25", "--shard-param-frac", "0.5")
+    assert whole["host"].get("optim", 0) == 0 and whole["host"].get("param", 0) == 0
+    moments = whole["device"]["optim"]
+    assert some["host"]["optim"] == pytest.approx(0.5 * moments, rel=0.3), "whole chunks move"
+    assert some["device"]["optim"] + some["host"]["optim"] == moments
+    chosen = {"shard_param_frac": 0.5, "offload_optim_frac": 0.5, "offload_param_frac": 0.25}
+    assert {name: some["wrap_with"][name] for name in chosen} == chosen
+    assert not set(chosen) & set(whole["wrap_with"])
+    assert any("offload_optim_frac=0.5" in note for note in some["notes"])
+
+
+def test_micro_batches_of_a_step_are_asked_about(config: Path) -> None:
+    """Four times the products and the gathers, one update, and room for sums of gradients in fp32."""
+    options = (str(config), "--ranks", "2", "--device-memory", "1GB", "--dtype", "bf16", "--rates", "dgx-h100")
+    one, four = asked(*options), asked(*options, "--gradient-accumulation-steps", "4")
+    assert four["batch"]["gradient_accumulation_steps"] == 4
+    assert (
+        four["wrap_with"]["gradient_accumulation_steps"] == 4 and "gradient_accumulation_steps" not in one["wrap_with"]
+    )
+    assert four["modelled"]["model_flops"] == 4 * one["modelled"]["model_flops"]
+    assert four["activations_at_most"] == one["activations_at_most"]
+    assert four["moves"]["device_update_bytes"] == one["moves"]["device_update_bytes"] > 0
+    assert four["moves"]["num_exchanges"] == 4 * one["moves"]["num_exchanges"]
+    assert four["device"]["grad"] == 3 * one["device"]["grad"], "a sum of 4 bytes beside what arrives, of 2"
+    code, shown = run(*options, "--gradient-accumulation-steps", "4")
+    assert code == 0 and "in each of 4 micro-batches" in shown
 
 
 def refused(*arguments: str) -> tuple[dict[str, Any], str]:
@@ -201,6 +237,7 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
         ([SMALL, "--ranks", "12", "--machine", "dgx-h100"], "12 ranks do not fill nodes of 8"),
         ([SMALL, "--dtype", "int8"], "must be one of own"),
         ([SMALL, "--policy", "gpu", "--rates", "none"], "tensor_placement_policy"),
+        ([SMALL, "--offload-optim-frac", "0.5", "--rates", "none"], "offload_optim_frac"),
         (["torch.nn:Identity", "--rates", "none"], "has no parameters"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(Path(each).name for each in value),
