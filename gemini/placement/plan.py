@@ -251,7 +251,8 @@ def replan(
     try:
         plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept, infers, micro_batches)
     except BudgetError as error:
-        raise advised(error, spec, settings, is_first=False) from None
+        # until training begins, no step has shown its activations
+        raise advised(error, spec, settings, is_first=before.is_first and budget == before.budget) from None
     return replace(plan, is_first=False)
 
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def advised(error: BudgetError, spec: ModelSpec, settings: Settings, is_first: bool = True) -> BudgetError:
-    """The refusal, with what would help on the device besides `model_data_memory`. is_first: of wrapping."""
+    """The refusal, with what would help on the device besides `model_data_memory`.
+
+    is_first: of wrapping, or by its budgets.
+    """
     if error.tier != "device":
         return error
     return error.reworded(". ".join([str(error), *_advice(error, spec, settings, is_first)]))

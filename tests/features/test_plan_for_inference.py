@@ -1,6 +1,7 @@
 """A model that nothing trains has a plan for inference. Training's comes in force with an optimizer, or a graph."""
 
 import math
+import re
 from typing import Any
 from unittest import mock
 
@@ -80,6 +81,24 @@ def test_what_is_too_small_to_train_on_cuda_infers_and_says_so_when_an_optimizer
     losses = train_while(model, ShardedOptimizer(model, adam(model.parameters())), rank)
     at_once = ShardedModel(build(), model_data_memory=least, **options)
     assert losses == train_while(at_once, ShardedOptimizer(at_once, adam(at_once.parameters())), rank)
+
+
+@on_ranks(1, 2)
+def test_what_is_too_small_to_train_by_default_says_how_much_of_the_device_is_enough(
+    rank: int, world_size: int
+) -> None:
+    """A part of the device is left to activations, so the bytes that training needs may be there and not be enough."""
+    options: dict[str, Any] = {**SMALL, "tensor_placement_policy": "cuda"}
+    least = minimum_bytes(build(), **options)
+    model = ShardedModel(build(), device_memory=least, **options)
+    with pytest.raises(BudgetError, match="until a step has shown its activations") as refused:
+        ShardedOptimizer(model, adam(model.parameters()))
+    found = re.search(r"activations: (\d+) bytes of it are enough", str(refused.value))
+    assert found is not None
+    assert ShardedModel(build(), device_memory=int(found[1]) - 1, **options).plan.infers
+    model = ShardedModel(build(), device_memory=int(found[1]), **options)
+    assert not model.plan.infers
+    train_while(model, ShardedOptimizer(model, adam(model.parameters())), rank)
 
 
 @on_ranks(1, 2)
