@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from gemini.errors import BudgetError
 from gemini.placement.demand import Demand, Placement
+from gemini.placement.placing import place
 from gemini.placement.policy import PlacementPolicy
 
 IN_USE = 0.95
@@ -14,11 +15,20 @@ IN_USE = 0.95
 
 
 def least_device_bytes(demand: Demand, policy: PlacementPolicy) -> int | None:
-    """What the policy asks for when there is nothing. None: it refuses without a number."""
+    """What the policy asks for when there is nothing. None: it refuses without a number, or refuses that, too.
+
+    It does so where the fewest slots hold more elements than `max_live_parameters` allows.
+    """
     try:
         return policy.place(demand, 0).device_bytes(demand)
     except BudgetError as error:
-        return error.needed_bytes
+        needed = error.needed_bytes
+    if demand.max_live_numel is not None:
+        try:
+            place(demand, needed, policy)
+        except BudgetError:
+            return None
+    return needed
 
 
 def is_short(demand: Demand, placement: Placement, policy: PlacementPolicy, budget_bytes: int | None) -> bool:

@@ -1,15 +1,27 @@
 """What stays gathered: small parameters by DeepSpeed's persistence thresholds, and a hard bound on what is live."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gemini import BudgetError, Kind, ShardedModel, ShardedOptimizer, Tier, estimate_memory
+from gemini import (
+    BudgetError,
+    Kind,
+    Settings,
+    ShardedModel,
+    ShardedOptimizer,
+    Tier,
+    estimate_memory,
+    plan_model,
+    specs_of,
+)
 from gemini.engine.config import load_config
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, WIDTH, adam, build, layer_of, loss_of, train_while
+from tests.zoo.models import MODELS
 
 BIASES = {"param_persistence_threshold": WIDTH + 1}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -136,6 +148,26 @@ def test_a_bound_below_the_minimum_is_refused_with_the_least_that_works(rank: in
         trainer(**options, max_live_parameters=least)[0].close()
         with pytest.raises(BudgetError, match=f"max_live_parameters={least - 1} is less than the {least} elements"):
             trainer(**options, max_live_parameters=least - 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_least_budget_that_a_bounded_plan_tells_is_accepted(world_size: int) -> None:
+    """Of chunk sizes whose fewest slots hold more than the bound allows, none is told."""
+    numbers = []
+    for name in ("frozen", "nested", "gpt2"):
+        module = MODELS[name].build(None)
+        spec = specs_of(module, Settings(), world_size)
+        total = sum(weight.numel for weight in spec.weights)
+        for share in (0.2, 0.3, 0.45, 0.9):
+            settings = Settings(max_live_parameters=int(total * share))
+            try:
+                least = plan_model(spec, settings, world_size).minimum_bytes
+            except BudgetError:
+                continue  # not even with all the memory
+            if least is not None:
+                numbers.append(plan_model(spec, replace(settings, model_data_memory=least), world_size).device_bytes)
+                assert numbers[-1] <= least
+    assert len(numbers) >= 4
 
 
 @pytest.mark.parametrize("name", ["param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"])
