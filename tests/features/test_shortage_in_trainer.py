@@ -3,6 +3,7 @@
 On an emulated device whose capacity counts activations, one batch is larger than the others.
 """
 
+import weakref
 from typing import Any
 
 import pytest
@@ -89,13 +90,15 @@ def test_a_step_without_memory_is_made_once_more_with_the_same_bits(
 class Short(nn.MSELoss):
     """A criterion of the script's, which runs out of memory on one rank."""
 
-    def __init__(self, device: EmulatedDevice, is_short: bool) -> None:
+    def __init__(self, is_short: bool) -> None:
         super().__init__()
-        self.device, self.is_short, self.num_calls = device, is_short, 0
+        self.is_short, self.outputs = is_short, []  # weak references
+        self.most_alive = 0
 
     def forward(self, output: Tensor, label: Tensor) -> Tensor:
-        self.num_calls += 1
-        if self.is_short and self.num_calls == 4:
+        self.most_alive = max(self.most_alive, sum(each() is not None for each in self.outputs))
+        self.outputs.append(weakref.ref(output))
+        if self.is_short and len(self.outputs) == 6:
             raise torch.OutOfMemoryError("no room for the loss")
         return super().forward(output, label)
 
@@ -106,9 +109,10 @@ def test_a_criterion_without_memory_repeats_the_window_on_all_ranks(rank: int, w
     found = []
     for is_short in (True, False):
         device = EmulatedDevice(TOTAL)
-        engine = engine_on(device, gradient_accumulation_steps=2)
-        engine._criterion = Short(device, is_short and rank == world_size - 1)
+        engine = engine_on(device, gradient_accumulation_steps=3)
+        engine._criterion = criterion = Short(is_short and rank == world_size - 1)
         Trainer(engine).fit(batches(rank, 1), 1)
+        assert criterion.most_alive <= 1, "outputs of the micro-batches before take memory"
         found.append((state_hash(engine.model, engine.optimizer), engine.global_steps, engine.micro_steps))
         engine.close()
     assert found[0] == found[1]

@@ -32,8 +32,8 @@ class Window:
     def train(self, batch: Any) -> Outcome:
         """Forward and backward of one more micro-batch. Collective.
 
-        Raises GeminiError if the model returns no loss, and what the model raises. torch.OutOfMemoryError, of this rank
-        or another one, leaves it only where model data has made no room since the last one.
+        Raises GeminiError if the model returns no loss, and what the model raises. A torch.OutOfMemoryError of this or
+        another rank is raised only if model data has made no room since the last one.
         """
         if not self._engine.is_window_open():
             self._batches, self._failed_bytes = [], None
@@ -45,20 +45,24 @@ class Window:
         """`Engine.step`, which ends the window if it updates the weights. Collective; raises what that raises."""
         while True:
             try:
-                return self._engine.step(last=last)
+                self._engine.step(last=last)
+                break
             except RemoteRankError as error:  # another rank was still in its backward
                 self._begin_again(error)
             self._train(self._batches)
+        if not self._engine.is_window_open():
+            self._batches = []  # an evaluation may need their memory
 
     def _train(self, batches: list[Any]) -> Outcome:
         while True:
             try:
                 # before it is caught: what fails outside the model is not known to other ranks otherwise
                 with self._engine.communicator.publishing():
-                    return [self._micro_batch(each) for each in batches][-1]
+                    for each in batches[:-1]:  # their outputs would take the memory that the others need
+                        self._micro_batch(each)
+                    return self._micro_batch(batches[-1])
             except (torch.OutOfMemoryError, RemoteRankError) as error:
                 self._begin_again(error)
-                error.__traceback__ = None  # its frames hold the activations
             batches = self._batches
 
     def _micro_batch(self, batch: Any) -> Outcome:
@@ -74,6 +78,7 @@ class Window:
         has_room = self._failed_bytes is None or num_bytes < self._failed_bytes
         if not (_is_shortage(error) and has_room):
             raise error
+        error.__traceback__ = None  # its frames hold the activations, for as long as anybody holds the error
         self._failed_bytes = num_bytes
         self._engine.discard_window()
         self._start.restore()
@@ -104,6 +109,7 @@ class _Start:
         self._random: list[Tensor] = []
 
     def take(self) -> None:
+        """A window begins. Local."""
         self._buffers = [owner._buffers.get(name) for owner, name in self._owners]
         found = self._found()
         if [_kind_of(copy) for copy in self._copies] == [_kind_of(buffer) for buffer in found]:
@@ -115,6 +121,7 @@ class _Start:
             self._random.append(torch.get_device_module(self._device).get_rng_state(self._device))
 
     def restore(self) -> None:
+        """It begins again. Local."""
         for (owner, name), buffer in zip(self._owners, self._buffers, strict=True):
             owner._buffers[name] = buffer
         _copy(self._found(), self._copies)
