@@ -7,6 +7,9 @@ STAMP := .venv/setup.stamp
 DOCS_STAMP := .venv/docs.stamp
 BUILT = $(filter-out %.cpp %.h %/CMakeLists.txt,$(wildcard optim/csrc/*))
 
+# Tests, examples and ranks start a hundred interpreters, each of which would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The first python >= 3.11 that really runs and can make a venv (version managers' shims may exist and still fail).
 FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
 	  for path in $$(type -aP $$name 2>/dev/null || true); do \

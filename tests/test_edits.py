@@ -117,8 +117,16 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@both_dtypes
+IN_TURNS = [  # of the two dtypes each edit has one in `make test`
+    pytest.param(
+        edit, dtype, marks=[pytest.mark.soak] * (number % 2 == (dtype is None)), id=f"{dtype or 'fp32'}-{edit}"
+    )
+    for number, edit in enumerate(EDITS)
+    for dtype in (None, torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize(("edit", "dtype"), IN_TURNS)
 def test_an_edit_reaches_forward_state_dict_and_master_and_survives_the_step(
     edit: str, dtype: torch.dtype | None
 ) -> None:

@@ -1,6 +1,7 @@
 """docs/troubleshooting.md: every message that it quotes is one of the product's, and some are raised here."""
 
 import ast
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ QUOTED = re.findall(r"^### `(.*)`$", PAGE, re.M)
 CONFIGS = ROOT / "tests" / "configs"
 
 
-def texts() -> list[str]:
+@functools.cache
+def texts() -> str:
     """Every text in the product's code, with "…" for what is filled in."""
     found = []
     for package in ("gemini", "sharding", "optim"):
@@ -31,10 +33,7 @@ def texts() -> list[str]:
                     found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)
-    return found
-
-
-TEXTS = "\0".join(texts())
+    return "\0".join(found)
 
 
 def pattern_of(quoted: str) -> str:
@@ -46,7 +45,7 @@ def pattern_of(quoted: str) -> str:
 def test_a_quoted_message_is_in_the_code(quoted: str) -> None:
     begins = quoted.removeprefix("…").strip(" :")
     assert len(re.sub(r"\W", "", begins)) >= 8, f"{quoted!r} would be found in any message"
-    assert re.search(pattern_of(quoted), TEXTS), f"no message begins with {quoted!r}"
+    assert re.search(pattern_of(quoted), texts()), f"no message begins with {quoted!r}"
 
 
 def _steps_twice() -> None:

@@ -200,3 +200,22 @@ def a_forward_that_all_catch_drops_gradients(rank: int, world_size: int, stage: 
     train_step(model, optimizer, rank, 3)
     assert state_hash(model, optimizer) != before
     model.close()
+
+
+# -- ranks that are killed
+
+
+def one_is_killed_in_a_step(rank: int, world_size: int) -> None:
+    model, optimizer, _ = make()
+    for step in range(3):
+        model(batch(rank, step)).square().mean().backward()
+        if rank == 1 and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+
+
+def one_is_killed_before_a_second_model(rank: int, world_size: int) -> None:
+    make()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    make()

@@ -17,7 +17,7 @@ CASES = [
 
 
 def test_models_made_and_dropped_in_turn_leave_at_most_one_process_group(ranks: RankPool) -> None:
-    ranks(2).run(dropped_cases.made_and_dropped, 20)
+    ranks(2).run(dropped_cases.made_and_dropped, 10)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -26,7 +26,7 @@ def test_models_that_are_dropped_disturb_nobody(ranks: RankPool, case: Callable[
 
 
 def test_wraps_that_fail_give_their_process_groups_back(ranks: RankPool) -> None:
-    ranks(2).run(dropped_cases.wraps_that_fail, 20)
+    ranks(2).run(dropped_cases.wraps_that_fail, 10)
 
 
 def test_wraps_that_fail_on_one_rank_leave_nothing() -> None:

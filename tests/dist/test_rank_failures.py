@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gemini import RankLostError
 from tests.dist import failure_cases as cases
 from tests.harness.ranks import RankPool
 
@@ -68,20 +69,30 @@ def test_the_rank_that_holds_the_store_leaves_when_the_others_know(where: str) -
     assert f"RemoteRankError: rank 0 failed: ValueError: the {where} broke" in errors[1]
 
 
-def test_a_killed_rank_is_lost(tmp_path: Path) -> None:
-    codes, errors = run_script("killed", 1, f"file://{tmp_path / 'store'}")
-    assert codes == [1, -9], errors
-    assert "RankLostError: rank 0 lost rank 1 at " in errors[0]
+def test_a_killed_rank_is_lost(ranks: RankPool) -> None:
+    survivor, killed = ranks(2).run(cases.one_is_killed_in_a_step, fresh=True, forked=True, timeout_s=60)
+    assert (survivor.exitcode, killed.exitcode) == (1, -9), survivor
+    assert isinstance(survivor.error, RankLostError)
+    assert "rank 0 lost rank 1 at " in str(survivor.error)
 
 
-def test_a_killed_rank_is_lost_where_no_connection_tells_of_it(tmp_path: Path) -> None:
+def test_a_killed_rank_is_lost_where_no_connection_tells_of_it(ranks: RankPool) -> None:
     """Ranks that begin together meet at the store, which knows no connections: without a look, `rank_timeout` later."""
     started = time.monotonic()
-    codes, errors = run_script("killed-before-another-model", 1, f"file://{tmp_path / 'store'}")
+    survivor, killed = ranks(2).run(cases.one_is_killed_before_a_second_model, fresh=True, forked=True, timeout_s=60)
+    assert (survivor.exitcode, killed.exitcode) == (1, -9), survivor
+    assert isinstance(survivor.error, RankLostError)
+    assert "rank 0 lost rank 1 at " in str(survivor.error)
+    assert "its process is gone without a word" in str(survivor.error)
+    assert time.monotonic() - started < 45
+
+
+@SOAK
+@pytest.mark.parametrize("where", ["killed", "killed-before-another-model"])
+def test_a_script_whose_other_rank_was_killed_says_so_and_ends(where: str, tmp_path: Path) -> None:
+    codes, errors = run_script(where, 1, f"file://{tmp_path / 'store'}")
     assert codes == [1, -9], errors
     assert "RankLostError: rank 0 lost rank 1 at " in errors[0]
-    assert "its process is gone without a word" in errors[0]
-    assert time.monotonic() - started < 45
 
 
 @SOAK

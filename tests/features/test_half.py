@@ -93,7 +93,13 @@ ONE_RANK = [_job_of(c) for c in COMBINATIONS]
 
 
 @pytest.mark.filterwarnings("ignore:reuse_fp16_shard")
-@on_ranks_with("job", {1: ONE_RANK, 2: JOBS, 4: JOBS[2:5]}, ids=_id_of, timeout_s=240)
+@on_ranks_with(
+    "job",
+    {1: ONE_RANK[::2], 2: JOBS[::2], 4: JOBS[2:3]},
+    soak={1: ONE_RANK, 2: JOBS, 4: JOBS[2:5]},
+    ids=_id_of,
+    timeout_s=240,
+)
 def test_half_precision_has_the_bits_of_a_plain_module_with_masters(rank: int, world_size: int, job: Job) -> None:
     """What a rank sends is rounded to what travels, the mean made in fp32 and rounded once: in bits."""
     name, options, wrap = job

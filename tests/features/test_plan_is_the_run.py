@@ -51,8 +51,8 @@ def random_cases(first: int, count: int) -> list[Case]:
 
 @on_ranks_with(
     "training",
-    {1: ON_ONE, 2: ON_TWO},
-    soak={1: random_cases(0, 40), 2: random_cases(1000, 45), 3: random_cases(2000, 15)},
+    {1: ON_ONE, 2: ON_TWO[::2]},
+    soak={1: random_cases(0, 40), 2: [*ON_TWO, *random_cases(1000, 45)], 3: random_cases(2000, 15)},
 )
 def test_every_byte_of_a_step_is_predicted(rank: int, world_size: int, training: Case) -> None:
     predicted, measured, said = run(training, rank, world_size)

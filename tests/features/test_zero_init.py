@@ -31,7 +31,12 @@ RANKS: list[Setting] = [
 ]
 
 
-@on_ranks_with("setting", {1: ONE_RANK, 2: RANKS, 3: RANKS}, ids=lambda setting: "-".join(map(str, setting)))
+@on_ranks_with(
+    "setting",
+    {1: ONE_RANK[::2], 2: RANKS, 3: RANKS[::3]},
+    soak={1: ONE_RANK, 3: RANKS},
+    ids=lambda setting: "-".join(map(str, setting)),
+)
 def test_weights_and_random_numbers_are_those_of_a_plain_build(rank: int, world_size: int, setting: Setting) -> None:
     """Random numbers stay each rank's own; weights are rank 0's, before and after wrapping."""
     name, strategy, then, chunk_size = setting

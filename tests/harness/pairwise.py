@@ -12,12 +12,13 @@ def all_pairs(options: dict[str, Sequence[Any]], allowed: Any = lambda combinati
     every = [dict(zip(names, values, strict=True)) for values in itertools.product(*options.values())]
     every = [combination for combination in every if allowed(combination)]
     random.Random(0).shuffle(every)
-    missing = {pair for combination in every for pair in _pairs(combination)}
+    pairs = [_pairs(combination) for combination in every]
+    missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(every, key=lambda combination: len(missing & _pairs(combination)))
-        missing -= _pairs(best)
-        chosen.append(best)
+        best = max(range(len(every)), key=lambda place: len(missing & pairs[place]))
+        missing -= pairs[best]
+        chosen.append(every[best])
     return chosen
 
 
