@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -34,17 +35,17 @@ def numbers(pattern: str, output: str) -> list[float]:
     return [float(found) for found in re.findall(pattern, output)]
 
 
-def test_help_names_every_flag() -> None:
-    done = run("--help")
-    assert done.returncode == 0, done.stderr
+def test_help_names_every_flag(example: ModuleType) -> None:
+    done = CliRunner().invoke(example.app, ["--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
     flags = {flag for flag in TINY if flag.startswith("--")}
     flags |= {"--demo", "--ranks", "--device-memory", "--model-data-memory", "--policy", "--stage", "--dtype", "--seed"}
     assert not [flag for flag in sorted(flags) if f"{flag} " not in done.stdout], done.stdout
 
 
-def test_a_size_without_a_unit_is_refused_before_anything_is_done() -> None:
-    done = run("--model-data-memory", "8G")
-    assert done.returncode == 2
+def test_a_size_without_a_unit_is_refused_before_anything_is_done(example: ModuleType) -> None:
+    done = CliRunner().invoke(example.app, ["--model-data-memory", "8G"])
+    assert done.exit_code == 2
     assert not done.stdout
     assert "--model-data-memory" in done.stderr
     assert "'8G' is not a size" in done.stderr

@@ -10,7 +10,7 @@ from tests.harness.calls import CHUNK_NUMEL
 from tests.harness.on_ranks import in_soak
 from tests.harness.ranks import RankPool
 
-USES = ["state_dict", "load_state_dict", "set_each_parameter", "set_each_state", "freeze_and_train", "copy"]
+USES = ["state_dict", "set_each_parameter", "load_state_dict", "copy", "set_each_state", "freeze_and_train"]
 
 
 @pytest.mark.parametrize("chooses", [*in_soak(False), True], ids=["ranks alike", "other branches"])
@@ -21,14 +21,18 @@ def test_twice_the_layers_cost_twice_the_agreement(ranks: RankPool, chooses: boo
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"bytes_per_layer": 2 * 1024}, *in_soak({"tensor_placement_policy": "cuda"})],
-    ids=["slots", "on the device"],
+    ("arguments", "uses"),
+    [
+        ({"bytes_per_layer": 2 * 1024}, USES[::2]),
+        pytest.param({"bytes_per_layer": 2 * 1024}, USES[1::2], marks=pytest.mark.soak),
+        pytest.param({"tensor_placement_policy": "cuda"}, USES, marks=pytest.mark.soak),
+    ],
+    ids=["slots", "slots, other uses", "on the device"],
 )
 def test_no_function_runs_more_than_twice_as_often_for_twice_the_layers(
-    ranks: RankPool, arguments: dict[str, Any]
+    ranks: RankPool, arguments: dict[str, Any], uses: list[str]
 ) -> None:
-    for found in ranks(2).run(cases.phases, 12, USES, {"chunk_size": CHUNK_NUMEL, **arguments}):
+    for found in ranks(2).run(cases.phases, 12, uses, {"chunk_size": CHUNK_NUMEL, **arguments}):
         assert found == {}
 
 

@@ -73,6 +73,7 @@ def _ours(**arguments: Any) -> Any:
     return Accelerator(cpu=True, **{"gemini": SMALL, **arguments})
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2, soak=(3,))
 @pytest.mark.parametrize("mixed", ["no", "bf16", "fp16"])
 def test_a_script_trains_as_the_low_level_api_by_hand(rank: int, world_size: int, mixed: str) -> None:

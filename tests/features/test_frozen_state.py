@@ -12,6 +12,7 @@ from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, assert_same
 from tests.zoo.parts import Pair, Trunk, at_some_places, everywhere
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @at_some_places
 def test_state_that_is_discarded_starts_afresh(rank: int, world_size: int, wrap: dict[str, Any]) -> None:

@@ -186,6 +186,7 @@ class Others(Pair):
                 parameter.grad = total
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2, soak=(3,))
 @everywhere
 def test_gradients_of_parameters_in_no_group_stay_for_another_optimizer(

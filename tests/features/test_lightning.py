@@ -35,6 +35,7 @@ def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2, soak=(3,))
 @pytest.mark.filterwarnings("ignore:step 1 skipped")
 @pytest.mark.parametrize("precision", DTYPES)

@@ -29,6 +29,7 @@ def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_fit_that_is_resumed_is_the_one_that_went_on(rank: int, world_size: int, precision: Any) -> None:

@@ -101,6 +101,7 @@ def test_what_is_too_small_to_train_by_default_says_how_much_of_the_device_is_en
     train_while(model, ShardedOptimizer(model, adam(model.parameters())), rank)
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @both_dtypes
 def test_auto_has_all_weights_on_the_device_to_infer_and_then_trains_like_a_model_that_never_inferred(

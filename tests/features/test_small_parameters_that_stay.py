@@ -31,6 +31,7 @@ def pairs(stage: int, **arguments: Any) -> list[tuple[Any, Any]]:
     return [(model, ShardedOptimizer(model, mlp.adam(model.parameters()))), (plain, mlp.adam(plain.parameters()))]
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_whatever_comes_between_two_steps_changes_no_bit(rank: int, world_size: int, stage: int) -> None:
