@@ -421,7 +421,11 @@ def start_ranks(settings: Settings, num_ranks: int) -> list[Result]:
     # the store is served from here on a port that the system picks: none is guessed, none can be taken
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=settings.timeout_s), wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="train-gpt-") as folder:
-        ranks = mp.spawn(run_rank, (num_ranks, settings, store.port, folder), num_ranks, join=False)
+        # ranks are forked from a process that has done nothing but import what they need, once for all of them
+        mp.set_forkserver_preload(["gemini", "transformers.models.gpt2.modeling_gpt2"])
+        method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+        arguments = (num_ranks, settings, store.port, folder)
+        ranks = mp.start_processes(run_rank, arguments, num_ranks, join=False, start_method=method)
         try:
             while not ranks.join(timeout=1.0, grace_period=20.0):  # time for the others' last words
                 pass
@@ -451,7 +455,7 @@ def run_rank(rank: int, world_size: int, settings: Settings, port: int, folder: 
         result = train(settings, rank, world_size)
     except Exception as error:
         text = f"{type(error).__name__}: {error}" if isinstance(error, USER_ERRORS) else traceback.format_exc()
-        kind = "echo" if isinstance(error, gemini.RemoteRankError) else "error"
+        kind = "echo" if isinstance(error, (gemini.RemoteRankError, gemini.RankLostError)) else "error"
         Path(folder, f"{rank}.{kind}").write_text(text)
         sys.exit(1)
     Path(folder, f"{rank}.json").write_text(json.dumps(dataclasses.asdict(result)))

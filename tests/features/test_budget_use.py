@@ -22,6 +22,7 @@ from tests.zoo.models import MODELS, ModelCase
 SIZES: dict[str, Any] = {"gpt2-124M": GPT2Config, "llama-7B": LlamaConfig}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SIZES)
 def test_nearly_all_of_any_budget_is_used_unless_everything_fits(name: str, dtype: torch.dtype | None) -> None:

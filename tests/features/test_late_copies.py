@@ -37,7 +37,7 @@ def _id_of(setting: Setting) -> str:
     return "-".join(str(word) for word in words if word != "")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:step .* skipped", "ignore:reuse_fp16_shard=True. parameters are used again")
 @on_ranks_with("setting", {1: ONE_RANK, 2: SAMPLE}, soak={2: EVERY, 3: EVERY}, ids=_id_of, timeout_s=600)
 def test_detours_between_backward_and_step(rank: int, world_size: int, setting: Setting) -> None:
