@@ -119,7 +119,10 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 IN_TURNS = [  # of the two dtypes each edit has one in `make test`
     pytest.param(
-        edit, dtype, marks=[pytest.mark.soak] * (number % 2 == (dtype is None)), id=f"{dtype or 'fp32'}-{edit}"
+        edit,
+        dtype,
+        marks=[pytest.mark.soak] * (number % 2 == (dtype is None)),
+        id=f"{'bf16' if dtype else 'fp32'}-{edit}",
     )
     for number, edit in enumerate(EDITS)
     for dtype in (None, torch.bfloat16)

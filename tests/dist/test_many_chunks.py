@@ -10,6 +10,7 @@ from tests.harness.calls import CHUNK_NUMEL
 from tests.harness.on_ranks import in_soak
 from tests.harness.ranks import RankPool
 
+# Every other one is a set of its own: what is loaded was saved before it.
 USES = ["state_dict", "set_each_parameter", "load_state_dict", "copy", "set_each_state", "freeze_and_train"]
 
 
