@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,6 @@ TIMEOUT_S = 200
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-
-
-def raising(rank: int, world_size: int, who: int) -> str:
-    """What a rank of `run_ranks` runs in the tests below."""
-    if rank == who:
-        raise ValueError(f"rank {rank} of {world_size} gives up")
-    return f"rank {rank}"
-
-
-def sleeping(rank: int, world_size: int) -> None:
-    time.sleep(600)
 
 
 @pytest.mark.soak
@@ -238,14 +226,14 @@ def test_benchmarks_list_themselves() -> None:
 
 
 def test_a_rank_that_raises_fails_the_run_with_its_message() -> None:
-    assert run_ranks("tests.test_benchmarks:raising", 1, {"who": 5}, 60) == ["rank 0"]
+    assert run_ranks("tests.harness.launched:raising", 1, {"who": 5}, 60) == ["rank 0"]
     with pytest.raises(RankFailed, match="rank 1 of 2 gives up"):
-        run_ranks("tests.test_benchmarks:raising", 2, {"who": 1}, 60)
+        run_ranks("tests.harness.launched:raising", 2, {"who": 1}, 60)
 
 
 def test_a_rank_that_does_not_end_is_killed() -> None:
     with pytest.raises(RankFailed, match="did not end within 4 s"):
-        run_ranks("tests.test_benchmarks:sleeping", 1, {}, 4)
+        run_ranks("tests.harness.launched:sleeping", 1, {}, 4)
 
 
 def test_ratios_are_paired_by_round() -> None:
