@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -19,6 +22,7 @@ LAST_WORDS_S = 6.0  # how long to look for the message of a rank whose connectio
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _previous_hook: _Hook | None = None
+_pid: int | None = None
 _words = "its process ended while the others waited for it; its own output says why"
 
 
@@ -35,11 +39,15 @@ watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
 
 def publish_exit() -> None:
     """From now on the end of this process is published, and why."""
-    global _previous_hook
+    global _previous_hook, _pid
     if _previous_hook is None:
         _previous_hook = sys.excepthook
         sys.excepthook = _excepthook
+    if _pid != os.getpid():
+        _pid = os.getpid()
         atexit.register(_at_exit)
+        if multiprocessing.parent_process() is not None:
+            Finalize(None, _at_end_of_child, exitpriority=100)
 
 
 def any_ended() -> bool:
@@ -63,12 +71,30 @@ def default_store() -> Any:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    _tell(error)
+    assert _previous_hook is not None
+    _previous_hook(kind, error, traceback)
+
+
+def _tell(error: BaseException) -> None:
     global _words
     _words = error.message if isinstance(error, RemoteRankError) else words_of(error)
     for watch in list(watches):
         watch.publish(error)
-    assert _previous_hook is not None
-    _previous_hook(kind, error, traceback)
+
+
+def _at_end_of_child() -> None:
+    """A process that multiprocessing has started ends: it calls no excepthook, and no atexit where it was forked.
+
+    Its finalizers run while the exception that ends it is handled. `torch.multiprocessing` makes an exit of it first.
+    """
+    error = sys.exception()
+    if isinstance(error, SystemExit):
+        error = error.__context__
+    if error is not None:
+        _tell(error)
+    atexit.unregister(_at_exit)
+    _at_exit()
 
 
 def _at_exit() -> None:

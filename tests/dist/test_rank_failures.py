@@ -124,7 +124,7 @@ def test_ranks_that_diverge_leave_the_interpreter_too(tmp_path: Path) -> None:
 
 def test_the_failure_of_a_rank_that_does_not_catch_ends_the_one_that_does(ranks: RankPool) -> None:
     started = time.monotonic()
-    exits = ranks(2).run(cases.a_failure_that_only_one_rank_catches, fresh=True, timeout_s=60)
+    exits = ranks(2).run(cases.a_failure_that_only_one_rank_catches, fresh=True, forked=True, timeout_s=60)
     assert time.monotonic() - started < 30, "the start of the ranks included"
     assert [type(e.error).__name__ for e in exits] == ["RemoteRankError", "RemoteRankError"], exits
     assert all(e.exitcode != 0 for e in exits)

@@ -11,6 +11,13 @@ MUTANTS = [
         "tests/dist/test_rank_failures.py::test_a_killed_rank_is_lost_where_no_connection_tells_of_it",
     ),
     Mutant(
+        "what ends a process of multiprocessing is not told",
+        "gemini/ranks/exit_report.py",
+        "    if error is not None:\n        _tell(error)\n    atexit",
+        "    atexit",
+        "tests/dist/test_ranks_of_multiprocessing.py",
+    ),
+    Mutant(
         "the sum over ranks is not divided",
         "gemini/ranks/communicator.py",
         "out, tag, mean=True,",
