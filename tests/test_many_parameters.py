@@ -9,6 +9,7 @@ from tests.harness.calls import CHUNK_NUMEL, USES, growing_phases, moved_by_stat
 from tests.harness.on_ranks import in_soak
 
 ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
+MANY_SLOTS = {**ON_HOST, "bytes_per_layer": 1024}
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
     [
         *in_soak({"chunk_size": CHUNK_NUMEL}),
         {**ON_HOST, "model_data_memory": 8 * 1024},
-        *in_soak({**ON_HOST, "bytes_per_layer": 1024}),
+        *in_soak(MANY_SLOTS),
         *in_soak({"chunk_size": CHUNK_NUMEL, "bytes_per_layer": 5 * 1024, "shard_strategy": "tensor"}),
         *in_soak({"chunk_size": CHUNK_NUMEL, "tied": True}),
     ],
@@ -24,6 +25,10 @@ ON_HOST = {"chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
 )
 def test_no_function_runs_more_than_twice_as_often_for_twice_the_layers(arguments: dict[str, Any]) -> None:
     assert growing_phases(16, **arguments) == {}
+
+
+def test_a_fetch_among_twice_the_slots_looks_at_no_more_of_them() -> None:
+    assert growing_phases(16, [], **MANY_SLOTS) == {}
 
 
 @pytest.mark.parametrize("arguments", [{}, *in_soak({"chunk_size": 2**20})], ids=["searched", "one chunk"])

@@ -201,8 +201,7 @@ BYTES: dict[int, list[Sizes]] = {
 }
 
 
-@pytest.mark.sampled(3)
-@on_ranks_with("setting", BYTES, ids=_id_of)
+@on_ranks_with("setting", {size: settings[::3] for size, settings in BYTES.items()}, soak=BYTES, ids=_id_of)
 def test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way(
     rank: int, world_size: int, setting: Sizes
 ) -> None:

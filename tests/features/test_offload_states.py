@@ -222,9 +222,10 @@ def test_gradients_that_rest_on_the_host_come_back_within_its_budget() -> None:
     model = ShardedModel(build(), **placed(tensor_placement_policy="cpu", host_memory=least))
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
     model.offload_states()
-    taken = model.chunk_manager.memory.host.take(least - held(model, 1), "another model's")
-    with pytest.raises(BudgetError, match=r"states reloaded\. This does not fit: host"):
-        model.reload_states()
+    gradients = least - held(model, 1)
+    taken = model.chunk_manager.memory.host.take(gradients, "another model's")
+    with pytest.raises(BudgetError, match=f"states reloaded.* host: {least + gradients} bytes of model data would be"):
+        model.reload_states()  # refused as a whole: the message of a home that finds no room tells its own bytes
     model.chunk_manager.memory.host.give(taken, "another model's")
     del taken
     optimizer.backward(loss_of(model))

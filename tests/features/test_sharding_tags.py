@@ -17,10 +17,13 @@ from tests.harness.payloads import (
     TAIL,
     assert_gathers,
     collectives,
+    collectives_of_a_device,
     layout_of,
     layouts_of,
+    ordered_sum,
     reduce_scatter,
     same_bits,
+    shard_of,
     values,
 )
 
@@ -48,6 +51,31 @@ def test_a_wrong_tag_raises_on_every_rank_and_names_all(rank: int, world_size: i
             for r in range(world_size):
                 assert f"rank {r}: {wrong if r == odd else TAG}" in str(caught.value)
     assert_gathers(rank, world_size)  # and the group is usable
+
+
+@on_ranks(2, 3)
+def test_a_tag_beside_an_exchange_is_compared_when_it_has_come(rank: int, world_size: int) -> None:
+    """As on a device: the exchange itself is launched, and its result is nobody's."""
+    ours = collectives_of_a_device(world_size)
+    layout, large = layout_of([1, 2], world_size), layout_of([300], world_size)
+    payload = values(rank, layout.numel, torch.bfloat16)
+    shard = torch.full((layout.shard_numel,), 3.0, dtype=torch.bfloat16)
+    exchanges: list[Callable[[Tag], object]] = [
+        lambda tag: ours.all_gather(values(rank, large.numel, torch.float32), None, large, tag),
+        lambda tag: reduce_scatter(ours, payload, layout, shard, tag),
+        lambda tag: ours.all_reduce_sum_(torch.ones(3), tag),
+        lambda tag: ours.broadcast_(torch.ones(3), 0, tag),
+        lambda tag: ours.all_gather_bytes(bytes(rank), tag),
+    ]
+    tags = [TAG._replace(chunk=8) if r == 1 else TAG for r in range(world_size)]
+    for exchange in exchanges:
+        with pytest.raises(TagMismatch) as caught:
+            exchange(tags[rank])
+        assert caught.value.found == dict(enumerate(tags))
+        exchange(TAG)
+    summed = ordered_sum([values(r, layout.numel, torch.bfloat16) for r in range(world_size)])
+    assert same_bits(shard, shard_of((summed / world_size).bfloat16(), layout, rank)), "of the exchange with equal tags"
+    assert_gathers(rank, world_size, ours)
 
 
 @on_ranks(2, 3, 5)

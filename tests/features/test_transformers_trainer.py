@@ -27,7 +27,7 @@ from tests.zoo.hf_trainers import (
 LITTLE = {**SHARDED, "model_data_memory": "185KiB"}  # too little for all weights at once
 
 
-@on_ranks_with("dtype", {1: ["fp32"], 2: ["bf16"]}, soak={1: list(DTYPES), 2: list(DTYPES)})
+@on_ranks_with("dtype", {1: ["fp16"], 2: ["bf16"]}, soak={1: list(DTYPES), 2: list(DTYPES)})
 def test_a_trainer_trains_as_the_same_loop_by_hand(rank: int, world_size: int, dtype: str) -> None:
     """Accumulation, clipping, weight decay by group and the schedule, with weights of each dtype: the same bits."""
     with shared_folder() as folder:

@@ -241,6 +241,9 @@ class _Group:
         deadline = time.monotonic() + 30
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        if late:
+            sys.stderr.write(f"ranks {late} of {self.world_size} do not exit\n{self.stacks(late)}\n")
         codes = [process.exitcode if process.exitcode is not None else -signal.SIGKILL for process in self.processes]
         self.kill()
         return codes

@@ -212,7 +212,7 @@ MUTANTS = [
         "gemini/placement/eviction.py",
         "self._epoch != next_use.epoch or ",
         "True or ",
-        "tests/test_many_parameters.py",
+        "tests/test_many_parameters.py::test_a_fetch_among_twice_the_slots_looks_at_no_more_of_them",
     ),
     Mutant(
         "weights that nobody edited are written home",

@@ -36,7 +36,7 @@ MUTANTS = [
         "sharding/tag_buffers.py",
         "if words != list(self.tag.pack()) * (len(words) // TAG_WORDS):",
         "if False:",
-        "tests/features/test_sharding_tags.py",
+        "tests/features/test_sharding_tags.py::test_a_tag_beside_an_exchange_is_compared_when_it_has_come",
     ),
     Mutant(
         "ranks follow a schedule that they have left",
