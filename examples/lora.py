@@ -87,8 +87,7 @@ def main(
     model_data_memory: Annotated[str | None, typer.Option(help="Model data on the device, such as 2MiB.")] = None,
 ) -> None:
     """Train a small GPT-2, freeze it, and adapt it with LoRA."""
-    if dist.is_torchelastic_launched():
-        dist.init_process_group()
+    gemini.launch_from_torch(seed=0, verbose=False)
     quiet = dist.is_initialized() and dist.get_rank() != 0
     console = Console(quiet=quiet, soft_wrap=True, highlight=False)
     torch.manual_seed(0)

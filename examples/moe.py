@@ -106,8 +106,7 @@ def main(
     model_data_memory: Annotated[str | None, typer.Option(help="Model data on the device, such as 4MiB.")] = None,
 ) -> None:
     """Train a mixture of experts whose experts are chosen by each rank's own text."""
-    if dist.is_torchelastic_launched():
-        dist.init_process_group()
+    gemini.launch_from_torch(seed=0, verbose=False)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     console = Console(quiet=rank != 0, soft_wrap=True)
     torch.manual_seed(0)

@@ -28,6 +28,15 @@ def launched_config() -> Any:
     return _config
 
 
+def was_launched() -> bool:
+    """Whether a launcher has told this process which rank it is: torchrun, DeepSpeed's or the user's own. Local.
+
+    `torch.distributed.is_torchelastic_launched()` knows torchrun alone: ranks of any other launcher would each train
+    the whole model, and say nothing.
+    """
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def launch_from_torch(
     config: Any = None,
     *,
@@ -38,8 +47,9 @@ def launch_from_torch(
 ) -> None:
     """Join the ranks that `torchrun` has started: make the process group, choose this rank's device, seed. Collective.
 
-    A script that was started without torchrun is one rank: it is only seeded. When the script ends without an
-    exception, the ranks leave together.
+    Any other launcher will do that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as DeepSpeed's does.
+    A script that was started without one is one rank: it is only seeded. When the script ends without an exception,
+    the ranks leave together.
 
     Args:
         config: what `initialize` takes where it is given none: a mapping, a path or a `Config`. None: nothing.
@@ -48,16 +58,15 @@ def launch_from_torch(
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         verbose: whether rank 0 logs the number of ranks, the backend and the device.
 
-    Raises UnsupportedError if a process group exists already, and RuntimeError if this machine has fewer devices than
-    ranks.
+    Raises UnsupportedError if a process group exists already, RuntimeError if this machine has fewer devices than
+    ranks, and ValueError if RANK and WORLD_SIZE are set and MASTER_ADDR or MASTER_PORT is not.
     """
     global _config
     _config = config
     if seed is not None:
         torch.manual_seed(seed)
-    if not dist.is_torchelastic_launched():
-        return
-    _join(backend, seed, rank_timeout, verbose)
+    if was_launched():
+        _join(backend, seed, rank_timeout, verbose)
 
 
 def launch_from_slurm(

@@ -40,7 +40,7 @@ def init_distributed(
     dist_init_required: bool | None = None,
     **without_effect: Any,
 ) -> None:
-    """Join the ranks that `torchrun` has started, unless a process group exists already. Collective.
+    """Join the ranks that a launcher has started, unless a process group exists already. Collective.
 
     Args:
         dist_backend: as in `launch_from_torch`.

@@ -36,8 +36,8 @@ class Init(ZeroInitContext):
 
     Args:
         module: one that exists: it is sharded at once, and nothing is entered. None: for use in a `with` statement.
-        data_parallel_group: the ranks. None: all of torch.distributed, which is made first if torchrun has started this
-            script and there is none: DeepSpeed's scripts build their model before anything else.
+        data_parallel_group: the ranks. None: all of torch.distributed, which is made first if a launcher has started
+            this script and there is none: DeepSpeed's scripts build their model before anything else.
         remote_device: "cpu" keeps shards in host memory. None: as the config's offload_param says, else where there is
             room. "nvme" is refused: there is no disk tier yet.
         config_dict_or_path: a config, for dtype and offload. config: an older name of it.

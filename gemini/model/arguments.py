@@ -16,6 +16,7 @@ from gemini.access.refusals import cannot_take
 from gemini.building.link import built_link_of
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.launch import was_launched
 from gemini.model.move_out import LOST
 from gemini.model.parametrization import is_parametrized
 from gemini.model.wrappers import is_dtensor
@@ -69,7 +70,7 @@ def check_wrapped(
 def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group that shares the model: the one that is given, else all ranks. None: this process alone. Local.
 
-    Raises TypeError. Warns where torchrun has started ranks that have not met: each would train the whole model alone.
+    Raises TypeError. Warns where ranks were started that have not met: each would train the whole model alone.
     """
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
@@ -77,10 +78,10 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
         return process_group
     if dist.is_initialized():
         return dist.group.WORLD
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > 1 and dist.is_torchelastic_launched():
+    started = int(os.environ["WORLD_SIZE"]) if was_launched() else 1
+    if started > 1:
         warnings.warn(
-            f"torchrun has started {started} ranks, but this one shares its model with none of them: call "
+            f"{started} ranks were started, but this one shares its model with none of them: call "
             "gemini.launch_from_torch() before the model is wrapped",
             stacklevel=3,
         )

@@ -163,9 +163,13 @@ def test_the_context_is_ours() -> None:
     assert isinstance(deepspeed.zero.Init(enabled=False), ZeroInitContext)
 
 
-def test_the_context_joins_the_ranks_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
+LAUNCHERS: dict[str, dict[str, str]] = {"torchrun": {"TORCHELASTIC_RUN_ID": "1"}, "deepspeed": {}}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_context_joins_the_ranks_that_a_launcher_started(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     """As DeepSpeed's does: its scripts build their model first, and `initialize` must find the same ranks."""
-    started = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    started = {**LAUNCHERS[launcher], "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**started, "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     deepspeed.zero.Init(enabled=False)
@@ -184,10 +188,11 @@ def test_the_context_joins_the_ranks_that_torchrun_started(monkeypatch: pytest.M
         dist.destroy_process_group()
 
 
-def test_a_script_that_forgets_to_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2"}.items():
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_that_forgets_to_launch_is_told(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    for name, value in {**LAUNCHERS[launcher], "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.warns(UserWarning, match=r"has started 2 ranks, but this one .*: call gemini\.launch_from_torch\(\)"):
+    with pytest.warns(UserWarning, match=r"2 ranks were started, but this one .*: call gemini\.launch_from_torch\(\)"):
         gemini.initialize(build(), config={"device": "emulated"}, verbose=False)
 
 

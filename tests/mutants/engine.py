@@ -65,16 +65,23 @@ MUTANTS = [
     Mutant(
         "a model that is wrapped before the ranks have met trains alone without a word",
         "gemini/model/arguments.py",
-        "if started > 1 and dist.is_torchelastic_launched():",
+        "if started > 1:",
         "if False:",
         "tests/features/test_zero_names.py::test_a_script_that_forgets_to_launch_is_told",
+    ),
+    Mutant(
+        "ranks that another launcher than torchrun has started each train alone",
+        "gemini/launch.py",
+        'return "RANK" in os.environ and "WORLD_SIZE" in os.environ',
+        "return dist.is_torchelastic_launched()",
+        "tests/features/test_zero_names.py::test_the_context_joins_the_ranks_that_a_launcher_started",
     ),
     Mutant(
         "zero.Init builds on one rank although torchrun has started several",
         "gemini/deepspeed/zero.py",
         "if data_parallel_group is None and enabled:",
         "if False:",
-        "tests/features/test_zero_names.py::test_the_context_joins_the_ranks_that_torchrun_started",
+        "tests/features/test_zero_names.py::test_the_context_joins_the_ranks_that_a_launcher_started",
     ),
     Mutant(
         "a Python config runs although that is forbidden",
