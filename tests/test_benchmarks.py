@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
-from benchmarks import case_file, streams
+from benchmarks import __main__ as benchmarks
+from benchmarks import case_file, gpu_table, streams
 from benchmarks.bytes_per_parameter import Line
 from benchmarks.deepspeed_adam import DeepSpeedAdam, DeepSpeedFailed
 from benchmarks.launch import ROOT, RankFailed, run_ranks
@@ -51,7 +53,7 @@ def test_the_train_step_table_runs_and_writes_what_it_measured(tmp_path: Path) -
     assert "met" in done.stdout or "MISSED" in done.stdout
 
 
-def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path) -> None:
+def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cases.jsonl"
     common = ["benchmarks.gpu_case", "--system", "ours", "--tiny", "--device", "cpu", "--out", str(path)]
     done = run(*common, "--name", "half", "--options", '{"bytes_per_parameter": 8}', "--steps", "1")
@@ -62,9 +64,10 @@ def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path) -> None:
     assert entries["half"]["tokens_per_s"] > 0
     assert entries["half"]["error"] is None
     assert entries["too small"]["error"].startswith("BudgetError")
-    table = run("benchmarks.gpu_table", str(path))
-    assert "BudgetError" in table.stdout
-    assert "half" in table.stdout
+    gpu_table.main(path)
+    table = capsys.readouterr().out
+    assert "BudgetError" in table
+    assert "half" in table
 
 
 @pytest.mark.soak
@@ -222,7 +225,8 @@ def test_benchmarks_list_themselves() -> None:
     done = run("benchmarks", "--list")
     assert "train_step" in done.stdout
     assert done.returncode == 0
-    assert run("benchmarks", "no_such_one").returncode != 0
+    with pytest.raises(typer.BadParameter, match="no benchmark is called 'no_such_one'; there are: train_step"):
+        benchmarks.main(["no_such_one"])
 
 
 def test_a_rank_that_raises_fails_the_run_with_its_message() -> None:

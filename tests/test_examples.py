@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
+
+from tests.harness.on_ranks import in_soak
+from tests.harness.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -140,8 +144,22 @@ def test_ranks_of_the_mixture_of_experts_wake_different_ones() -> None:
     assert len(used) == 2 and used[0] != used[1]
 
 
-def test_the_documented_gpt2_script_runs_in_fp16_with_everything_offloaded() -> None:
-    said = run_on_ranks("colossal_gpt2.py", "--steps", "6").stderr
+def run_here(rank: int, world_size: int, script: str, *flags: str) -> None:
+    """An example in a rank that has imported torch already, in the environment that torchrun gives one."""
+    sys.argv = [script, *flags]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+
+
+@pytest.mark.parametrize("by_torchrun", [False, *in_soak(True)])
+def test_the_documented_gpt2_script_runs_in_fp16_with_everything_offloaded(ranks: RankPool, by_torchrun: bool) -> None:
+    if by_torchrun:
+        said = run_on_ranks("colossal_gpt2.py", "--steps", "6").stderr
+    else:
+        arguments = ("colossal_gpt2.py", "--steps", "6")
+        exits = ranks(2).run(run_here, *arguments, fresh=True, forked=True, init_group=False, env={"COLUMNS": "200"})
+        assert [each.exitcode for each in exits] == [0, 0], exits
+        said = "".join(each.output for each in exits)
     losses = numbers(r"Loss: ([\d.]+)", said)
     assert len(losses) == 6, "rank 0 alone reports"
     assert losses[-1] < losses[0] < 7

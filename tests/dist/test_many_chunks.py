@@ -16,7 +16,7 @@ USES = ["state_dict", "set_each_parameter", "load_state_dict", "copy", "set_each
 
 @pytest.mark.parametrize("chooses", [*in_soak(False), True], ids=["ranks alike", "other branches"])
 def test_twice_the_layers_cost_twice_the_agreement(ranks: RankPool, chooses: bool) -> None:
-    for found, growth_of_bytes in ranks(2).run(cases.first_step, 16, chooses):
+    for found, growth_of_bytes in ranks(2).run(cases.first_step, 10, chooses):
         assert found == {}
         assert growth_of_bytes < 2.3, "for twice the layers; quadratic is 4"
 

@@ -43,7 +43,7 @@ def ends_of(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("forward", "ValueError: the forward broke"),
+        pytest.param("forward", "ValueError: the forward broke", marks=SOAK),
         pytest.param("loss", "ValueError: the loss broke", marks=SOAK),
         pytest.param("backward", "ValueError: the backward broke", marks=SOAK),
         pytest.param("step", "lr must be", marks=SOAK),

@@ -133,7 +133,7 @@ def test_fresh_ranks_report_exit_codes_output_and_errors() -> None:
     assert (died.exitcode, alive.exitcode, alive.result) == (9, 0, "alive")
     assert "about to die" in died.stderr
 
-    failed, waited = Ranks(2).run(raise_on, 0, fresh=True)
+    failed, waited = Ranks(2).run(raise_on, 0, fresh=True, forked=True)
     assert failed.exitcode == 1
     assert "rank 0 says no" in failed.stderr
     assert isinstance(failed.error, ValueError)
@@ -141,6 +141,6 @@ def test_fresh_ranks_report_exit_codes_output_and_errors() -> None:
 
 
 def test_fresh_ranks_can_start_their_own_process_group() -> None:
-    exits = Ranks(2).run(own_group, fresh=True, init_group=False, env={"HARNESS_SAYS": "hello"})
+    exits = Ranks(2).run(own_group, fresh=True, forked=True, init_group=False, env={"HARNESS_SAYS": "hello"})
     assert [e.result for e in exits] == [(False, "hello")] * 2
     assert [e.exitcode for e in exits] == [0, 0]

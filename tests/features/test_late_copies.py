@@ -23,11 +23,16 @@ SOME = ("saves", "reads_gradients", "adds_before_reducing", "sets_weights", "edi
 # (place, dtype, reuse_fp16_shard, stage, detours or none for all)
 Setting = tuple[str, torch.dtype | None, bool, int, tuple[str, ...]]
 ONE_RANK: list[Setting] = list(itertools.product(PLACES, DTYPES, (False, True), (3,), ((),)))
-SAMPLE: list[Setting] = [
-    ("host", None, False, 1, SOME),
-    ("smallest", torch.bfloat16, False, 2, SOME),
-    ("host", torch.bfloat16, False, 3, SOME),
-]
+SAMPLE: dict[int, list[Setting]] = {
+    1: [
+        ("host", None, False, 3, ()),
+        ("smallest", torch.bfloat16, True, 3, ()),
+        ("half", torch.float16, False, 3, ()),
+        ("host", torch.float16, True, 3, ()),
+    ],
+    2: [("host", torch.bfloat16, False, 3, SOME)],
+}
+TWO_RANKS: list[Setting] = [("host", None, False, 1, SOME), ("smallest", torch.bfloat16, False, 2, SOME)]
 EVERY: list[Setting] = list(itertools.product(("host", "smallest"), DTYPES, (False, True), range(4), ((),)))
 
 
@@ -37,9 +42,8 @@ def _id_of(setting: Setting) -> str:
     return "-".join(str(word) for word in words if word != "")
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:step .* skipped", "ignore:reuse_fp16_shard=True. parameters are used again")
-@on_ranks_with("setting", {1: ONE_RANK, 2: SAMPLE}, soak={2: EVERY, 3: EVERY}, ids=_id_of, timeout_s=600)
+@on_ranks_with("setting", SAMPLE, soak={1: ONE_RANK, 2: [*TWO_RANKS, *EVERY], 3: EVERY}, ids=_id_of, timeout_s=600)
 def test_detours_between_backward_and_step(rank: int, world_size: int, setting: Setting) -> None:
     place, dtype, reuse, stage, names = setting
     num_late = late_copies.detours(rank, world_size, {"stage": stage, "dtype": dtype, **PLACES[place]}, reuse, names)

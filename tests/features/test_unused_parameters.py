@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from gemini import GeminiError, state_hash
 from tests.harness.on_ranks import on_ranks
+from tests.zoo.mlp import weights_of
 from tests.zoo.parts import Pair, Sometimes, at_some_places
 
 
@@ -44,6 +46,9 @@ def test_a_parameter_that_one_rank_uses_is_used(rank: int, world_size: int, stag
     """What one rank has a gradient of is used."""
     pair = Pair(rank, world_size, {"stage": stage, "ignore_unused_parameters": False}, Sometimes)
     pair.model.module.uses = (0, 1) if rank == world_size - 1 else ()
+    before = weights_of(pair.model)
     pair.loss(pair.model, 0, rank).backward()
     pair.optimizer.step()
+    after = weights_of(pair.model)
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
     pair.model.close()

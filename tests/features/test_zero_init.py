@@ -263,9 +263,15 @@ def test_a_model_of_some_ranks_may_come_before_one_of_all(rank: int, world_size:
     if rank < 2:
         with ZeroInitContext(process_group=some):
             module = nn.Linear(3, 3)
-        ShardedModel(module, process_group=some, device="emulated", rank_timeout=20)(torch.ones(1, 3))
+        of_some = ShardedModel(module, process_group=some, device="emulated", rank_timeout=20)
+        of_some(torch.ones(1, 3)).sum().backward()
     model = ShardedModel(nn.Linear(3, 3), device="emulated", rank_timeout=20)
-    model(torch.ones(1, 3)).sum().backward()
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=0.5))
+    (rank * model(torch.ones(1, 3)).sum()).backward()  # the mean of 0, 1 and 2 is 1
+    assert torch.equal(model.module.weight.grad, torch.ones(3, 3))
+    optimizer.step()
+    if rank < 2:
+        assert torch.equal(of_some.module.weight.grad, torch.ones(3, 3)), "is this model's own"
 
 
 def _one_raises(rank: int, world_size: int) -> str:
