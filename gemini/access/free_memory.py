@@ -50,6 +50,10 @@ class FreeMemory:
         self._seen: LiveBytes | None = None
         self._refused_bytes: int | None = None  # of the device: the last budget that could not be followed
         self._cap = ShortageCap()
+        self._is_first = True  # no reading of a step was followed so far
+        self._has_told_least = False
+        self.room: int | None = None
+        """What the device had for model data by the last reading. None: any amount, or it was not read."""
         self.activations: int | None = None
         """The most bytes that a step was seen to take besides model data."""
         self._num_bounds_due = _MOST_BOUNDS
@@ -83,7 +87,7 @@ class FreeMemory:
     def wanted(self, plan: Plan) -> Budget | None:
         """The budget of the plan to come. None: the plan may stay. Local."""
         seen, is_short = self._seen, self.is_short
-        self._seen, self.is_short = None, False
+        self._seen, self.is_short, self.room = None, False, None
         if seen is None and not is_short:
             return None
         now = plan.budget
@@ -96,7 +100,10 @@ class FreeMemory:
             else:
                 self._cap.set(budget.device)
             return budget
-        budget = budget_to_follow(plan, self._cap.bound(now))
+        now, is_first = self._cap.bound(now), self._is_first
+        self._is_first, self.room = False, now.device
+        budget = budget_to_follow(plan, now, is_first)
+        self._note_lack(plan, budget)
         refused = self._refused_bytes
         if budget is None or (refused is not None and budget.device is not None and budget.device <= refused):
             return None
@@ -169,6 +176,21 @@ class FreeMemory:
         """
         event = self._manager.recorder.find_peak(has_failed=has_failed)
         return None if event is None else self._manager.trace.describe(event)
+
+    def _note_lack(self, plan: Plan, budget: Budget | None) -> None:
+        """Tell once, until there is room again, that `plan` takes more of the device than there is and stays.
+
+        budget: of the plan to come, which tells of itself. None: `plan` stays.
+        """
+        lacks = self.room is not None and self.room < (plan.device_bytes if budget is None else budget.device or 0)
+        if lacks and budget is None and not self._has_told_least:
+            words = (
+                f"the device has room for {format_bytes(self.room or 0)} of model data, and the "
+                f"{format_bytes(plan.device_bytes)} that tensor_placement_policy={plan.policy!r} has there cannot be "
+                "less: training goes on for as long as the device has memory for what a step takes"
+            )
+            get_dist_logger().warning(words, ranks=[0])
+        self._has_told_least = lacks
 
     def _tell_least(self, plan: Plan) -> None:
         words = (

@@ -55,7 +55,8 @@ class LivePlan:
             return True
         if not self._keep_to(plan, f"{'shortage of' if is_short else 'free'} memory"):
             return False
-        words = followed_in_words(before, self._manager.plan, free.activations, is_short, free.find_peak(is_short))
+        peak, now = free.find_peak(is_short), self._manager.plan
+        words = followed_in_words(before, now, free.activations, is_short, peak, free.room)
         (get_dist_logger().warning if is_short else get_dist_logger().info)(words, ranks=[0])
         return True
 

@@ -18,7 +18,7 @@ from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
 from gemini.placement.demand import Kind
 from gemini.placement.plan import Plan, PlanChanges, replan
-from gemini.placement.refusals import check_host_room, has_host_room
+from gemini.placement.refusals import check_host_room, check_host_room_for_steps, has_host_room_for_steps
 
 BEFORE_STEP = "between backward() and step()"
 
@@ -58,7 +58,7 @@ class Replanning:
         infers on its own, where a collective would wait for ever, so that a plan for inference keeps to what was free.
         """
         plan = self._planned(flags, wanted, **changes)
-        if plan.infers or has_host_room(plan, tuple(Kind)):
+        if plan.infers or has_host_room_for_steps(plan):
             return plan
         roomier = self.host.read(plan.budget)
         if roomier == plan.budget:
@@ -88,6 +88,7 @@ class Replanning:
         """
         plan = self.planned(self.flags, **changes)
         check_host_room(plan, tuple(Kind))
+        check_host_room_for_steps(plan)
         return plan
 
     @property

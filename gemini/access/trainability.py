@@ -186,7 +186,8 @@ class Trainability:
         names_device = named != {"host_memory"}
         budget = Budget(
             budget.device if names_device else before.budget.device,
-            budget.host if "host_memory" in named else before.budget.host,
+            # what was free at wrapping may be too little for states that leave the device now
+            budget.host if "host_memory" in named else before.budget.wider(budget).host,
         )
         with self._replanning.between_steps("change_budgets()"):
             self._replan(self._flags, f"budgets: {', '.join(words)}", BUDGETED, settings=settings, budget=budget)

@@ -40,8 +40,10 @@ def read_free(settings: Settings, own: tuple[int, int], communicator: Communicat
     return FreeBytes(None if on_device == _UNBOUNDED else on_device, on_host if settings.host_memory is None else None)
 
 
-def bytes_on(parameters: Iterable[nn.Parameter], device: torch.device) -> int:
-    """Of parameters on `device`, shards of one that was built there included: wrapping frees them."""
+def bytes_freed(parameters: Iterable[nn.Parameter], device: torch.device, source: DeviceSource) -> int:
+    """Bytes that wrapping frees on `device` and that `source` counts as in use: parameters there, and built shards."""
+    if not source.counts_tensors:
+        return 0  # they were never missing from what it calls free
     links = {parameter: built_link_of(parameter) for parameter in parameters}
     chunks = dict.fromkeys(link.managed.chunk for link in links.values() if link is not None)
     homes = [chunk.homes[Kind.PARAM].flat for chunk in chunks]

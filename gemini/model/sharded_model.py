@@ -29,7 +29,7 @@ from gemini.memory.devices import choose_tiers
 from gemini.memory.memory import Memory
 from gemini.model.aliases import tie_aliases, warn_of_ties
 from gemini.model.arguments import check_module, check_wrapped, ranks_of
-from gemini.model.budgets import bytes_on, read_free
+from gemini.model.budgets import bytes_freed, read_free
 from gemini.model.compiled import never_traced
 from gemini.model.first_batch import most_activations
 from gemini.model.hooks import Hooks
@@ -120,7 +120,7 @@ class ShardedModel(PlainView):
                 spec, given = model_spec(module, operators, places, weights), settings.shared()
                 built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
                 communicator.agree(repr((given, spec, built)).encode(), "the model", describe(given, spec, built))
-                own = bytes_on(places, device_tier.device), 0
+                own = bytes_freed(places, device_tier.device, device), 0
                 free = read_free(settings, own, communicator, device)
                 first, refused = plan_first(spec, settings, communicator.world_size, free)
                 by_name = dict(module.named_parameters())
@@ -307,7 +307,7 @@ class ShardedModel(PlainView):
 
         Args:
             budgets: `device_memory`, `model_data_memory` and `host_memory` as in `Settings`; None reads what is free
-                now. One that is not named stays as it is.
+                now. One that is not named stays as it is, or grows to what the host has free if nobody gave it.
 
         Raises TypeError or ValueError for what is not valid, GeminiError between a backward and its step, BudgetError
         if the model does not fit, and DivergenceError if ranks name other budgets; nothing has changed then.

@@ -27,7 +27,13 @@ _cuda_bindings: Any = torch._C
 
 @runtime_checkable
 class DeviceSource(Protocol):
-    """Where a monitor has a device's readings from."""
+    """Where a monitor has a device's readings from.
+
+    `counts_tensors`: a reading counts every tensor of this process on the device, and not model data alone.
+    """
+
+    @property
+    def counts_tensors(self) -> bool: ...
 
     def read(self) -> DeviceReading: ...
 
@@ -117,6 +123,8 @@ class CudaRuntime:
 class CudaSource:
     """One CUDA device, or the part of one that this process sees."""
 
+    counts_tensors = True
+
     def __init__(self, runtime: Runtime, nvml: Nvml | None) -> None:
         """nvml: None asks the runtime alone."""
         self._runtime = runtime
@@ -205,6 +213,9 @@ class EmulatedDevice:
         activation_bytes: the most that a training step is to take besides model data; it may be assigned, too, and
             `MemoryMonitor(device).record_peaks()` assigns what it has measured. None: not known.
     """
+
+    counts_tensors = False
+    """A module's tensors are host memory, and the device never held them."""
 
     def __init__(
         self, total_bytes: int | None = None, others_bytes: int = 0, activation_bytes: int | None = None

@@ -7,6 +7,7 @@ from gemini.manager.chunk_manager import ChunkManager
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.refusals import check_host_room_for_steps
 
 
 def take_states(model: ShardedModel, states: ChunkStates) -> None:
@@ -44,6 +45,7 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
         try:
             training.take(states.missing_host_bytes(tiers))
             states.add_all(tiers)
+            check_host_room_for_steps(manager.plan, manager.memory.host.ledger.total_bytes)
             if stays_on_device and device.num_shortages > num_shortages:
                 error = BudgetError("device: no memory for optimizer state", tier=Tier.DEVICE, is_shortage=True)
         except BudgetError as refusal:

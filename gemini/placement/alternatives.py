@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gemini.errors import BudgetError
 from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.placing import place_unbounded
 from gemini.placement.policy import PlacementPolicy, slots_for
 
 KINDS_IN_WORDS = {
@@ -103,7 +104,7 @@ def difference_in_words(demand: Demand, before: Placement, after: Placement) -> 
 def _place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> Placement | None:
     """None: there is none that keeps to the budget, even if a policy of the user's says so."""
     try:
-        placement = policy.place(demand, budget_bytes)
+        placement = place_unbounded(demand, policy) if budget_bytes is None else policy.place(demand, budget_bytes)
     except BudgetError:
         return None
     return None if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes else placement

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gemini.errors import BudgetError
 from gemini.placement.demand import Demand, Placement
-from gemini.placement.placing import place
+from gemini.placement.placing import place, place_unbounded
 from gemini.placement.policy import PlacementPolicy
 
 IN_USE = 0.95
@@ -36,7 +36,7 @@ def is_short(demand: Demand, placement: Placement, policy: PlacementPolicy, budg
     if budget_bytes is None or not placement.host_bytes(demand):
         return False
     try:
-        return policy.place(demand, None) != placement
+        return place_unbounded(demand, policy) != placement
     except BudgetError:  # of a policy of the user's that refuses without a number
         return True
 

@@ -2,7 +2,7 @@
 
 A reading moves by a little at every step. A model that followed each of them would do nothing but move, so that
 what is free has to change by more than a step of `_MARGIN` before states move in, and states that leave make room for
-as much again.
+as much again. The first reading of all is no such change: what it shows is followed to the byte.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ _CALM_STEPS = 100
 """Without a shortage, before model data may take again what a first shortage took from it; twice as many after each."""
 
 
-def budget_to_follow(plan: Plan, now: Budget) -> Budget | None:
+def budget_to_follow(plan: Plan, now: Budget, is_first: bool = False) -> Budget | None:
     """The budget of the plan to come, where what is there `now` asks for another plan. None: the plan may stay.
 
     It is never less than the chunks need: where there is not even so much, training goes on for as long as it can.
+    is_first: no step has been read before.
     """
+    margin = 0.0 if is_first else _MARGIN
     before, room = plan.budget.device, now.device
-    if before is not None and _wants_more(plan, before) and (room is None or room > before * (1 + 2 * _MARGIN)):
+    if before is not None and _wants_more(plan, before) and (room is None or room > before * (1 + 2 * margin)):
         return now
     if room is None or room >= plan.device_bytes:
         return None
-    return _less(plan, now, int(room * (1 - _MARGIN)))
+    return _less(plan, now, int(room * (1 - margin)))
 
 
 def budget_for_bound(plan: Plan, now: Budget) -> Budget | None:
@@ -87,18 +89,28 @@ class ShortageCap:
 
 
 def followed_in_words(
-    before: Plan, after: Plan, activations: int | None, is_short: bool, peak: str | None = None
+    before: Plan,
+    after: Plan,
+    activations: int | None,
+    is_short: bool,
+    peak: str | None = None,
+    room: int | None = None,
 ) -> str:
     """One line: what the device has room for now, and how many states have moved.
 
     activations: bytes that a step was seen to take besides model data. is_short: the device ran out of memory. peak:
-    the event of a step with the most activations on rank 0, which tells the line. None: no step was recorded.
+    the event of a step with the most activations on rank 0, which tells the line. None: no step was recorded. room:
+    bytes that the device has for model data, where that may be less than the chunks need. None: as `after` says.
     """
     budgets = [_in_words(plan.budget.device) for plan in (before, after)]
+    if room is not None and room < (after.budget.device or 0):
+        budgets[1] = f"{format_bytes(room)} of model data, where the chunks need {budgets[1]}"
+    else:
+        budgets[1] += " of model data"
     taken = "" if activations is None else f" beside {format_bytes(activations)} of activations"
     taken += peak_in_words(before, peak) if taken else ""
     why = "the device ran out of memory in the last step, which was dropped: it" if is_short else "the device"
-    return f"{why} has room for {budgets[1]} of model data{taken}, after {budgets[0]}: {_moved_in_words(before, after)}"
+    return f"{why} has room for {budgets[1]}{taken}, after {budgets[0]}: {_moved_in_words(before, after)}"
 
 
 def bounded_in_words(before: Plan, after: Plan, most_activations: int) -> str:

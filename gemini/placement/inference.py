@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from gemini.errors import BudgetError
 from gemini.placement.budget import FreeBytes
 from gemini.placement.plan import Plan, plan_inference, plan_model
@@ -16,15 +14,18 @@ def plan_first(
 ) -> tuple[Plan, BudgetError | None]:
     """The plan that a model is wrapped with: `plan_model`'s or, where training is refused, one for inference and why.
 
-    Raises BudgetError, `plan_model`'s, where neither fits.
+    Raises BudgetError where neither fits: of the two refusals the one that asks for less, which is enough to wrap.
     """
     try:
         return plan_model(spec, settings, world_size, free), None
     except BudgetError as error:
         refused = error
     if any(weight.trainable for weight in spec.weights):
-        with suppress(BudgetError):
+        try:
             return plan_inference(spec, settings, world_size, free), refused
+        except BudgetError as error:
+            if error.tier == refused.tier == "host" and error.needed_bytes is not None:
+                raise error.reworded(f"{error}. That is enough for inference; to train it, {refused}") from None
     raise refused
 
 

@@ -37,6 +37,24 @@ def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> 
     return placement
 
 
+def place_unbounded(demand: Demand, policy: PlacementPolicy) -> Placement:
+    """What the policy says where there is no bound, by which it is seen what more memory would change.
+
+    Raises what the policy raises, with a note where that is no BudgetError: the user may have given a budget, and be
+    surprised that the policy is asked without one.
+    """
+    try:
+        return policy.place(demand, None)
+    except BudgetError:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"{_named(policy)} was asked with budget_bytes=None, which means that there is no bound: gemini asks so to "
+            "see what more memory would change. A policy that needs a bound may raise BudgetError there"
+        )
+        raise
+
+
 def placement_in_words(placement: Placement, budget_bytes: int | None) -> str:
     """Budget, homes and slots, a line for each kind, by which ranks see how two placements differ."""
     lines = [

@@ -27,7 +27,7 @@ from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
 from gemini.placement.needs import demand_of, uses_of
 from gemini.placement.placing import place
 from gemini.placement.predict import Predicted, predict, predict_inference
-from gemini.placement.refusals import advised, check_host_room, has_host_room, least_of
+from gemini.placement.refusals import advised, check_host_room, has_host_room, has_host_room_for_steps, least_of
 from gemini.placement.specs import ModelSpec, OperatorSpec
 from gemini.settings import Settings
 
@@ -196,8 +196,12 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
         if has_host_room(plan, WRAPPED_KINDS):
             trains = trains or plan
         infers = infers or plan
-    if placed:
-        return best_of(placed, later_device_bytes(settings, free or FreeBytes()))
+    while placed:
+        best = best_of(placed, later_device_bytes(settings, free or FreeBytes()))
+        if has_host_room_for_steps(best):
+            return best
+        placed = [plan for plan in placed if plan is not best]
+        trains = trains or best
     if trains is not None:  # with an optimizer that keeps less than Adam does
         return trains
     if infers is not None:  # there is no room to train it: that is refused when an optimizer or a backward comes

@@ -27,7 +27,8 @@ class PlacementPolicy(Protocol):
 
         Args:
             demand: what the model needs, in bytes on this rank. The answer must be the same on all ranks.
-            budget_bytes: model data that the device may hold. None: no bound.
+            budget_bytes: model data that the device may hold. None: no bound, which is asked for also where the user
+                gave one, to see what more would change.
 
         Raises BudgetError if the policy cannot keep to the budget; `check_fits` does that.
         """

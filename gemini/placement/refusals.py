@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gemini.errors import BudgetError
 from gemini.placement.budget import ACTIVATION_FRACTION, device_memory_for
 from gemini.placement.demand import Kind
+from gemini.placement.dtypes import FLOAT32
 from gemini.placement.specs import ModelSpec
 from gemini.settings import Settings
 
@@ -69,11 +70,51 @@ def has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
     return plan.budget.host is None or plan.placement.host_bytes(plan.demand, kinds) <= plan.budget.host
 
 
+def passing_host_bytes(plan: Plan) -> int:
+    """The most bytes that a training step has on the host beside what rests there. Local; raises nothing.
+
+    These are open gradients that find no gradient slot, and sums of micro-batches that find no room on the device. A
+    step is simulated only where all gradients at once might not fit: otherwise the answer is 0, and changes nothing.
+    """
+    if plan.infers or plan.budget.host is None:
+        return 0
+    trained = [chunk for chunk in plan.demand.chunks if Kind.GRAD in chunk.home_bytes]
+    most = sum(chunk.payload_bytes + 2 * FLOAT32.itemsize * chunk.numel for chunk in trained)
+    if plan.host_bytes + most <= plan.budget.host:
+        return 0
+    return plan.predicted.host_peak - plan.host_bytes
+
+
+def has_host_room_for_steps(plan: Plan) -> bool:
+    """`has_host_room` of all states, and of what passes through the host in a step. Local; raises nothing."""
+    if not has_host_room(plan, tuple(Kind)):
+        return False
+    return plan.budget.host is None or plan.host_bytes + passing_host_bytes(plan) <= plan.budget.host
+
+
+def check_host_room_for_steps(plan: Plan, held_bytes: int | None = None) -> None:
+    """Raises BudgetError if a training step would find no room on the host for what passes through it.
+
+    held_bytes: what rests there by now. None: as the plan has it.
+    """
+    passing, there = passing_host_bytes(plan), plan.budget.host
+    held = plan.host_bytes if held_bytes is None else held_bytes
+    if there is not None and passing and held + passing > there:
+        raise BudgetError(
+            f"host: {held + passing} bytes of model data do not fit into the budget of {there} bytes: {held} at rest, "
+            f"and {passing} of gradients that find no gradient slot on the device in a step. Allow more with "
+            "host_memory=, or more of the device with model_data_memory= or device_memory=",
+            tier="host",
+            needed_bytes=held + passing,
+            budget_bytes=there,
+        )
+
+
 def check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
     """Raises BudgetError if the host's budget does not allow what the plan has there of these states."""
     if not has_host_room(plan, kinds):
         needed = plan.placement.host_bytes(plan.demand, kinds)
-        in_all = f", and training needs {plan.host_bytes} bytes there in all"
+        in_all = "" if plan.infers else f", and training needs {plan.host_bytes} bytes there in all"
         held, more = ("model data", "") if set(kinds) == set(Kind) else ("parameters", in_all)
         raise BudgetError(
             f"host: {needed} bytes of {held} do not fit into the budget of "

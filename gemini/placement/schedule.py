@@ -61,7 +61,9 @@ class Schedule:
         """That of a model whose operators run in the order of the module tree, and backward in the reverse.
 
         Backward reads what operators have behind the first one that is trained: its input, and that of all before it,
-        needs no gradient. A tied weight's gradient comes with the first of its operators.
+        needs no gradient. An operator with several weights uses them in their order, as fused experts do, so that the
+        gradient of the last one comes before the one before is read. A tied weight's gradient comes with the first of
+        its operators.
 
         recomputed: names of modules whose forward runs again before their backward (activation checkpointing).
         """
@@ -77,14 +79,11 @@ class Schedule:
             block = inside.get(index, [])
             if block and index == block[-1] >= first_trained:
                 backward += _forward(spec, block, task=0, node=index)
-            weights = list(dict.fromkeys(operator.weights))
-            if index > first_trained:
-                backward += [Moment(Act.READ, weight, 0, index, index) for weight in weights]
-            backward += [
-                Moment(Act.GRADIENT, weight, 0, index)
-                for weight in weights
-                if spec.weights[weight].trainable and first_user[weight] == index
-            ]
+            for weight in reversed(dict.fromkeys(operator.weights)):
+                if index > first_trained:
+                    backward.append(Moment(Act.READ, weight, 0, index, index))
+                if spec.weights[weight].trainable and first_user[weight] == index:
+                    backward.append(Moment(Act.GRADIENT, weight, 0, index))
         return Schedule(tuple(_forward(spec, range(len(spec.operators)))), tuple(backward))
 
 

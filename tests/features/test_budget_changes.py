@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini import BudgetError, DivergenceError, EmulatedDevice, GeminiError, ShardedModel, ShardedOptimizer
+from tests.harness.machine import host_with
 from tests.harness.on_ranks import in_soak, on_ranks
 from tests.zoo.mlp import adam, build, loss_of, placed, train_step, train_while, weights_of
 
@@ -192,3 +193,14 @@ def test_what_was_offloaded_comes_back_under_the_budget_of_now() -> None:
     model.change_budgets(model_data_memory=least)
     train_step(model, optimizer)
     assert 0 < on_device(model) <= least
+
+
+@on_ranks(1, 2)
+def test_host_memory_that_was_freed_since_wrapping_is_there_for_another_budget(rank: int, world_size: int) -> None:
+    """A model wrapped beside a loaded checkpoint, whose weights have to leave the device later."""
+    with host_with(1000 * world_size):
+        model = ShardedModel(build(), **placed())
+    before = model.plan.budget.host
+    with host_with(10**9):
+        model.change_budgets(model_data_memory=model.plan.packed_minimum_bytes)
+    assert before is not None and before < model.plan.host_bytes <= (model.plan.budget.host or 0)

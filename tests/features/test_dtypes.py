@@ -139,3 +139,11 @@ def test_a_module_that_keeps_its_dtype_is_cast_around() -> None:
     out = model(torch.ones(1, 4, dtype=torch.bfloat16))
     assert out.dtype is torch.bfloat16
     assert model.module[1].weight.dtype is torch.float32
+
+
+def test_inputs_of_the_model_are_given_in_its_dtype() -> None:
+    """Only inputs of modules with a dtype of their own are cast: FSDP2's policy casts those of the root."""
+    model = ShardedModel(nn.Linear(16, 16), device="emulated", dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        model(torch.randn(4, 16))
+    assert model(torch.randn(4, 16).bfloat16()).dtype == torch.bfloat16

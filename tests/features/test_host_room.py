@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from gemini import BudgetError, ShardedModel, ShardedOptimizer
 from tests.harness.machine import host_with
@@ -72,3 +73,55 @@ def test_a_bound_that_the_user_gave_stays(rank: int, world_size: int) -> None:
     with host_with(ENOUGH), pytest.raises(BudgetError, match="host_memory="):
         ShardedOptimizer(model, adam(model.parameters()))
     assert model.plan.budget.host == bound
+
+
+@pytest.mark.parametrize(("device_bytes", "chunk_size"), [(8192, 512), (8192, None), (12_000, 512), (12_000, None)])
+def test_the_host_memory_that_a_refusal_names_is_enough_to_wrap(device_bytes: int, chunk_size: int | None) -> None:
+    """A model that cannot be trained is wrapped for inference, which needs less of the host."""
+    options: dict[str, Any] = {"device": "emulated", "chunk_size": chunk_size, "model_data_memory": device_bytes}
+    with pytest.raises(BudgetError, match="enough for inference; to train it, host: ") as refused:
+        ShardedModel(build(), host_memory=0, **options)
+    needed = refused.value.needed_bytes
+    assert refused.value.tier == "host" and needed is not None
+    assert ShardedModel(build(), host_memory=needed, **options).plan.infers
+    with pytest.raises(BudgetError, match="host: "):
+        ShardedModel(build(), host_memory=needed - 1, **options)
+
+
+class Experts(torch.nn.Module):
+    """Two weights that are each larger than a chunk, in one operator: their gradients are open at the same time."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.up = torch.nn.Parameter(torch.randn(8, 16, 32, generator=generator) * 0.1)
+        self.down = torch.nn.Parameter(torch.randn(8, 32, 16, generator=generator) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(torch.einsum("bn,enh->ebh", x, self.up))
+        return x + torch.einsum("ebh,ehn->bn", hidden, self.down)
+
+
+@on_ranks(2)
+def test_gradients_that_pass_through_the_host_are_counted_before_a_step(rank: int, world_size: int) -> None:
+    """A rank that has one gradient slot for two gradients moves one of them to the host until it is reduced."""
+
+    def wrapped(host_memory: int | None) -> ShardedModel:
+        module = torch.nn.Sequential(*map(Experts, range(4)))
+        return ShardedModel(module, device="emulated", model_data_memory=budget, host_memory=host_memory)
+
+    budget = None
+    budget = wrapped(None).plan.minimum_bytes
+    roomy = wrapped(None)
+    needed, at_rest = roomy.plan.predicted.host_peak, roomy.plan.host_bytes
+    assert needed > at_rest, "a gradient passes through the host"
+    tight = wrapped(needed - 1)
+    with pytest.raises(BudgetError, match="find no gradient slot") as refused:
+        ShardedOptimizer(tight, adam(tight.parameters()))
+    assert refused.value.tier == "host" and refused.value.needed_bytes == needed
+    model = wrapped(needed)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    for _ in range(3):
+        model(torch.ones(4, 16)).square().mean().backward()
+        optimizer.step()
+    assert model.chunk_manager.memory.host.ledger.peak_bytes == needed

@@ -250,7 +250,7 @@ def test_other_processes_are_followed_within_what_the_user_allows(rank: int, wor
     assert train_while(model, optimizer, rank, change, STEPS) == train(rank, EmulatedDevice())
     assert [plan.host_bytes > 0 for plan in (plans[1], plans[3], plans[6])] == [False, True, False]
     little = ShardedModel(build(), device=EmulatedDevice(40_000), chunk_size=CHUNK_NUMEL, device_memory=TOTAL)
-    assert (little.plan.budget_bytes or TOTAL) < 40_000 + sum(each.nbytes for each in build().parameters())
+    assert little.plan.budget_bytes == int(40_000 * 0.7)
 
 
 @on_ranks(1, 2)
@@ -328,3 +328,17 @@ def test_nearly_all_of_the_budget_is_used_after_the_first_step() -> None:
     assert budget is not None
     assert budget == 50_000 - int(1.1 * 5_000 + 0.03 * 50_000)
     assert model.plan.device_bytes > 0.95 * budget - max(model.plan.demand.slot_bytes)
+
+
+def test_a_policy_that_cannot_give_way_says_so_once() -> None:
+    device = EmulatedDevice(TOTAL)
+    model = ShardedModel(build(), device=device, tensor_placement_policy="cuda", chunk_size=CHUNK_NUMEL)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+
+    def change(step: int, model: ShardedModel) -> None:
+        if step == 1:
+            device.others_bytes = TOTAL - held(model) // 2
+
+    with told() as lines:
+        train_while(model, optimizer, 0, change, STEPS)
+    assert len([line for line in lines if "tensor_placement_policy='cuda' has there cannot be less" in line]) == 1

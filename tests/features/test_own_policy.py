@@ -140,3 +140,18 @@ def test_answers_that_differ_between_ranks_are_told_by_what_differs(rank: int, w
         wrap(Changed(one_on_the_device))
     with pytest.raises(ValueError if rank else RemoteRankError, match="homes of 5 chunks"):
         wrap(Changed(lambda homes: homes[rank:]))
+
+
+def test_a_policy_that_fails_without_a_bound_is_told_why_it_is_asked_so() -> None:
+    """Its user gave a budget, and sees an exception of a call with None."""
+    policy = Changed(change=lambda homes: homes)
+
+    class NeedsBound(Changed):
+        def place(self, demand: Demand, budget_bytes: int | None) -> Any:
+            if budget_bytes is None:
+                raise ValueError("no bound")
+            return policy.place(demand, budget_bytes)
+
+    with pytest.raises(ValueError, match="no bound") as raised:
+        wrap(NeedsBound(), model_data_memory=100_000)
+    assert "'mine': place(demand, budget_bytes) was asked with budget_bytes=None" in "".join(raised.value.__notes__)

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "what a shortage took comes back with the next reading",
         "gemini/access/free_memory.py",
-        "budget_to_follow(plan, self._cap.bound(now))",
-        "budget_to_follow(plan, now)",
+        "now, is_first = self._cap.bound(now), self._is_first",
+        "is_first = self._is_first",
         "tests/features/test_out_of_memory.py",
     ),
     Mutant(
@@ -104,9 +104,23 @@ MUTANTS = [
     Mutant(
         "a model that is told to give memory up keeps no margin",
         "gemini/placement/following.py",
-        "int(room * (1 - _MARGIN))",
+        "int(room * (1 - margin))",
         "room",
         "tests/pure/test_following.py::test_less_than_a_plan_holds_is_followed_with_a_margin",
+    ),
+    Mutant(
+        "the first reading is followed with a margin, too",
+        "gemini/placement/following.py",
+        "margin = 0.0 if is_first else _MARGIN",
+        "margin = _MARGIN",
+        "tests/pure/test_following.py::test_the_first_reading_is_followed_to_the_byte",
+    ),
+    Mutant(
+        "a module's own bytes on the host are room on an emulated device",
+        "gemini/model/budgets.py",
+        "    if not source.counts_tensors:\n        return 0",
+        '    if device.type == "meta":\n        return 0',
+        "tests/features/test_budgets.py::test_a_module_on_the_host_gives_an_emulated_device_no_room",
     ),
     Mutant(
         "activations that were seen are model data's",

@@ -41,9 +41,16 @@ MUTANTS = [
     Mutant(
         "a chunk size with which everything fits is taken at any price",
         "gemini/placement/plan.py",
-        "        return best_of(placed, later",
-        "        return best_of(placed[-1:], later",
+        "        best = best_of(placed, later",
+        "        best = best_of(placed[-1:], later",
         "tests/pure/test_plan.py::test_a_size_with_which_everything_fits_is_not_taken_at_any_price",
+    ),
+    Mutant(
+        "gradients that pass through the host are found out in the first backward",
+        "gemini/optimizer/taking.py",
+        "            check_host_room_for_steps(manager.plan, manager.memory.host.ledger.total_bytes)\n",
+        "",
+        "tests/features/test_host_room.py::test_gradients_that_pass_through_the_host_are_counted_before_a_step",
     ),
     Mutant(
         "a chunk size is judged by the first step's budget alone",

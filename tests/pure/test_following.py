@@ -46,6 +46,15 @@ def test_less_than_a_plan_holds_is_followed_with_a_margin() -> None:
         assert following(after, int(room * 0.985)) == -1, "a reading that is a little less moves nothing"
 
 
+def test_the_first_reading_is_followed_to_the_byte() -> None:
+    """It is what the device has, and no change of it: a margin would leave a part of the device empty for good."""
+    part = plan(FULL // 2)
+    for room in (part.device_bytes - 1, FULL // 2 + 1):
+        found = budget_to_follow(part, Budget(room, HOST), is_first=True)
+        assert found is not None and found.device == room
+    assert budget_to_follow(part, Budget(part.device_bytes, HOST), is_first=True) is None
+
+
 def test_more_is_followed_where_it_is_of_use() -> None:
     part = plan(FULL // 2)
     assert part.host_bytes > 0
@@ -80,5 +89,7 @@ def test_a_line_says_what_moved() -> None:
     assert f"beside 1000 B of activations, after 6 MiB: {moved} states moved to the host, 0 onto the device" in words
     words = followed_in_words(before, after, 1000, is_short=False, peak="backward 0 of layers.3")
     assert "beside 1000 B of activations (the most at backward 0 of layers.3), after 6 MiB" in words
+    words = followed_in_words(before, after, None, is_short=False, room=1000)
+    assert "the device has room for 1000 B of model data, where the chunks need 1.5 MiB, after 6 MiB" in words
     words = followed_in_words(before, after, None, is_short=True)
     assert words.startswith("the device ran out of memory in the last step, which was dropped: it has room for 1.5 MiB")
