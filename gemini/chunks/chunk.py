@@ -32,11 +32,11 @@ _version_of: Callable[[Tensor], int] = cast(Any, Tensor)._version.__get__
 
 @dataclass(eq=False, kw_only=True)
 class ManagedParameter(ParamPlace):
-    """A parameter and its place. `index` numbers the model's distinct parameters in the order of chunks.
+    """A parameter and its place in the chunk. `index` numbers the model's distinct parameters in the order of chunks.
 
-    The parameter is known weakly. A wrapped model's chunks keep theirs in `raw`; while a model is built a parameter
-    belongs to its module alone, and takes its shards with it when it is dropped. torch.utils.swap_tensors, which would
-    swap the values of a parameter without asking us, refuses what has a weak reference.
+    The reference to the parameter is weak. The chunks of a wrapped model keep their parameters alive in `raw`. While a
+    model is built a parameter belongs to its module alone: when the module drops it, its shards are freed too. A weak
+    reference also makes `torch.utils.swap_tensors`, which would swap values behind our back, refuse the parameter.
     """
 
     index: int
@@ -44,7 +44,7 @@ class ManagedParameter(ParamPlace):
     chunk: Chunk
     placeholder: Tensor = field(repr=False)  # expanded NaN of the true shape, on the compute device
     requires_grad: bool  # as of the last forward that built a graph
-    operator: int  # of the first operator that owns it, in the table of positions
+    operator: int  # position table index of the first operator that owns it
     has_fractions: bool = False  # its fp32 master may hold more than its 16-bit weights; equal on all ranks
 
     @property
@@ -59,15 +59,17 @@ class ManagedParameter(ParamPlace):
 
     @property
     def home_pieces(self) -> tuple[Piece, ...]:
-        """The parts that this rank's parameter home holds."""
+        """The parts of the parameter that this rank's parameter home holds."""
         return self._pieces(self.chunk.home_layout)
 
     @property
     def weight_pieces(self) -> tuple[Piece, ...]:
-        """`home_pieces`, without what the home holds a gradient in place of."""
+        """`home_pieces` without the elements that the reduced gradient has overwritten (`reuse_fp16_shard`)."""
         chunk = self.chunk
         if not chunk.holds_grad:
             return self.home_pieces
+        # The gradient covers the whole home: no weight is left in it. Otherwise the home holds every rank's weights and
+        # the gradient covers this rank's slice only.
         if chunk.home_layout.world_size == chunk.optim_layout.world_size:
             return ()
         (own,) = chunk.layout.slices(chunk.rank)
@@ -77,71 +79,73 @@ class ManagedParameter(ParamPlace):
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The parts that this rank steps; their `shard_start` counts in the optimizer's flat tensors."""
+        """The parts that this rank's optimizer updates. Their `shard_start` is an offset in its flat state tensors."""
         return self._pieces(self.chunk.optim_layout)
 
     def _pieces(self, layout: ShardLayout) -> tuple[Piece, ...]:
         return layout.pieces(self.chunk.rank if layout.world_size > 1 else 0, self.offset, self.numel)
 
     def own_parts(self, shard: Tensor) -> list[Tensor]:
-        """Views of what this rank steps of the parameter, in `shard`: (optim_numel,)."""
+        """Views of the parameter's elements in `shard`, (optim_numel,), that this rank updates."""
         return [shard[piece.in_shard] for piece in self.pieces]
 
     def parts_of(self, flat: Tensor) -> list[Tensor]:
-        """The same elements as views of `flat`: (numel,), the whole parameter in the order of the payload."""
+        """The same elements as views of `flat`, (numel,), which is the whole parameter in payload order."""
         return [flat[piece.from_start(self.offset).in_payload] for piece in self.pieces]
 
     @property
     def owns_master(self) -> bool:
-        """Its fp32 master counts: it is trained, or was. One that a frozen parameter of a trained chunk has besides is
-        only its weights in fp32, so that results do not depend on which parameters share a chunk.
+        """The fp32 master is part of the parameter's state: the parameter is trained, or was trained before.
+
+        A frozen parameter in a trainable chunk has a master as well, but that is only its weights in fp32: it must not
+        count, or results would depend on which parameters share a chunk.
         """
         return self.requires_grad or self.has_fractions
 
 
 @dataclass(eq=False, kw_only=True)
 class LocalFacts:
-    """What never changes about a chunk on this rank; mypy refuses to assign it."""
+    """Facts about a chunk on this rank that never change. `Final` makes mypy refuse an assignment."""
 
     index: Final[int]
     dtype: Final[torch.dtype]
     layout: Final[ShardLayout]
     oversize: Final[bool]
     rank: Final[int]
-    home_layout: Final[ShardLayout]  # of the parameter home: `layout`, or one rank's where every rank holds it whole
+    home_layout: Final[ShardLayout]  # of the parameter home: `layout`, or one rank's if every rank holds it whole
     optim_layout: Final[ShardLayout]  # likewise, of the reduced gradient, master and optimizer state
     travel_dtype: Final[torch.dtype]  # of gradients between ranks
     gradient_dtype: Final[torch.dtype]  # of the reduced gradient at rest
     sum_dtype: Final[torch.dtype]  # of sums of several unreduced gradients between ranks
     widens: Final[bool] = False  # the reduced gradient becomes fp32 when a second micro-batch is added
-    narrows: Final[bool] = False  # a gradient is rounded when it comes to rest
+    narrows: Final[bool] = False  # the reduced gradient is rounded to `gradient_dtype` before it is stored
     splits_master: Final[bool] = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
     lends_home: Final[bool] = False  # the parameter home may hold the reduced gradient between backward and step
-    is_fine: Final[bool] = False  # of so many small parameters that what is done for each of them decides its speed
-    is_chosen: Final[bool] = False  # which of its parameters are used follows from data, on every rank from its own
+    is_fine: Final[bool] = False  # many small parameters: Python's cost for each outweighs moving the bytes
+    is_chosen: Final[bool] = False  # routing chooses which of its parameters are used, on each rank from its data
 
 
 @dataclass(eq=False, kw_only=True)
 class Chunk(LocalFacts):
-    """One chunk on this rank: its facts, the memory of its states, and where its parameters are."""
+    """One chunk on this rank: its facts, the memory of its states, and its parameters."""
 
-    trainable: bool  # one of its parameters is: it has gradient, master and optimizer state
+    trainable: bool  # at least one parameter is: the chunk has gradient, master and optimizer state
     parameters: list[ManagedParameter] = field(default_factory=list)
     raw: list[nn.Parameter] = field(default_factory=list)  # the parameters themselves, by position
     homes: dict[Kind, Region] = field(default_factory=dict)
 
-    state: ParamState = ParamState.RELEASED  # it, the slot and the payload are written by `become` only
+    state: ParamState = ParamState.RELEASED  # `become` alone writes `state`, `slot` and `payload`
     slot: Slot | None = None
-    own_slot: KeptSlot | None = None  # the only slot it is ever in; its parameter home is a part of it
-    payload: Tensor | None = None  # (layout.numel,) on the device, but for RELEASED and HOLDS_GRAD
-    resident_views: tuple[Tensor, ...] = ()
-    bound: bool = False  # parameters' data are views of the payload
-    plain: bool = False  # parameters are of class nn.Parameter
+    own_slot: KeptSlot | None = None  # a slot that only this chunk uses; the parameter home is a part of it
+    payload: Tensor | None = None  # (layout.numel,) on the device; None if RELEASED or HOLDS_GRAD
+    resident_views: tuple[Tensor, ...] = ()  # the parameters' views of the home while the chunk is RESIDENT
+    bound: bool = False  # the parameters' `.data` are views of the payload
+    plain: bool = False  # the parameters' class is nn.Parameter, not the released class
     pins: int = 0  # operators, functions and autograd nodes that use the payload now
-    stays: bool = False  # from its gather to its next update: see [Note: Staying chunks] in manager/staying.py
-    num_updates: int = 0  # optimizer steps so far: a graph from before one must not be run
-    num_gathers: int = 0  # how often it was fetched into a slot
-    num_bumps: int = 0  # how often we ourselves raised the version counters of all parameters
+    stays: bool = False  # gathered until the next update: see [Note: Staying chunks] in manager/staying.py
+    num_updates: int = 0  # optimizer steps so far; backward through a graph from before the last one raises
+    num_gathers: int = 0  # times that its payload was brought into a slot
+    num_bumps: int = 0  # times that `bump_versions` raised the version counters: these are not edits
 
     @cached_property
     def _forget(self) -> Callable[[object], None]:
@@ -154,7 +158,7 @@ class Chunk(LocalFacts):
     def manage(
         self, parameter: nn.Parameter, name: str, index: int, offset: int, operator: int, placeholder: Tensor
     ) -> ManagedParameter:
-        """One more parameter of the chunk, from `offset` of its payload on."""
+        """Add a parameter, which lies in the payload from element `offset` on."""
         managed = ManagedParameter(
             name=name,
             position=len(self.parameters),
@@ -172,16 +176,16 @@ class Chunk(LocalFacts):
         return managed
 
     def versions(self) -> list[int]:
-        """The version counters of all parameters, by position."""
+        """The version counters of all parameters, by position. Reading them fetches nothing."""
         with torch._C.DisableTorchFunctionSubclass():
             return list(map(_version_of, self.raw))
 
     def parameter_at(self, element: int) -> ManagedParameter:
-        """The parameter that payload element `element` belongs to, or the one before the padding that it is in."""
+        """The parameter that payload element `element` belongs to; for padding, the parameter before it."""
         return self.parameters[bisect_right(self._offsets, element) - 1]
 
     def num_edits(self, element: int) -> int:
-        """In-place operations so far on the parameter that payload element `element` belongs to, but for a constant."""
+        """In-place operations on the parameter at payload element `element`, without our bumps, up to a constant."""
         owner = self.raw[bisect_right(self._offsets, element) - 1]
         with torch._C.DisableTorchFunctionSubclass():
             return owner._version - self.num_bumps
@@ -193,7 +197,7 @@ class Chunk(LocalFacts):
 
     @property
     def may_leave(self) -> bool:
-        """It is gathered, and its payload may leave its slot, or move, before the next update."""
+        """The chunk is gathered, and its payload may leave its slot, or move, before the next update."""
         return self.slot is not None and not self.stays
 
     @property
@@ -202,18 +206,20 @@ class Chunk(LocalFacts):
         return self.state is ParamState.HOLDS_GRAD or self.state is ParamState.GATHERED_BESIDE_GRAD
 
     def become(self, state: ParamState, slot: Slot | None = None, payload: Tensor | None = None) -> None:
-        """The parameters are elsewhere. Raises RuntimeError for a step that no chunk makes.
+        """Move the parameters to `state`. Raises RuntimeError if the transition is not in `NEXT`.
 
-        slot: of a chunk that is gathered, which has the chunk's views in it. payload: without a slot, the memory.
+        slot: of a gathered chunk; it has the chunk's views. payload: the memory of a chunk without a slot.
         """
         if state not in NEXT[self.state]:
             raise RuntimeError(f"chunk {self.index} is {self.state.value} and cannot be {state.value} next")
         if ParamState.GATHERED_BESIDE_GRAD in (state, self.state) and state is not ParamState.HOLDS_GRAD:
-            slot, payload = self.slot, self.payload  # it stays where it is
+            # Only the home changes its content here: the gathered payload stays in its slot.
+            slot, payload = self.slot, self.payload
         elif slot is not None:
             payload = slot.views[self.index][0].flat
         elif state is ParamState.RESIDENT:
             payload = self.homes[Kind.PARAM].flat
+        # A state and its memory change together: a payload left behind after a release would be read as current.
         if (payload is None) != (state is ParamState.RELEASED or state is ParamState.HOLDS_GRAD):
             raise RuntimeError(f"chunk {self.index} that is {state.value} has other memory than that")
         self.slot, self.payload, self.state = slot, payload, state
@@ -233,43 +239,43 @@ class Chunk(LocalFacts):
 
     @property
     def optim_numel(self) -> int:
-        """Elements that this rank steps."""
+        """Number of elements that this rank updates."""
         return self.optim_layout.shard_numel
 
     @property
     def is_stepped_whole(self) -> bool:
-        """Every rank steps all of it, and has all of its reduced gradient, master and optimizer state."""
+        """Every rank updates the whole chunk, and holds its whole reduced gradient, master and optimizer state."""
         return self.optim_layout.world_size == 1
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of what rests beside the parameter home: whole fp32 masters, or the int16 remainders of split ones."""
+        """The dtype of the MASTER home: fp32 for whole masters, int16 for the remainders of split ones."""
         return torch.int16 if self.splits_master else torch.float32
 
     def home_slices(self) -> list[Piece]:
-        """Where the elements that this rank steps lie in its parameter home; `payload_start` counts in the home."""
+        """The elements that this rank updates, in its parameter home: `payload_start` is an offset in the home."""
         if self.home_layout.world_size == self.optim_layout.world_size:
             return [Piece(0, 0, self.optim_numel)]
         return list(self.layout.slices(self.rank))  # whole weights, sharded optimizer state
 
     def take_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
-        """Memory, zeroed, for one of its states. Raises BudgetError."""
+        """Take zeroed memory for the state `kind`. Raises BudgetError."""
         dtype = {Kind.MASTER: self.master_dtype, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
         self.homes[kind] = memory.take(tier, num_bytes // dtype.itemsize, dtype, kind)
 
     def reside_at_home(self) -> None:
-        """If this rank holds it whole on the device, the home is the payload."""
+        """Make the home the payload if this rank holds the whole chunk on the device."""
         if self.home_layout.world_size == 1 and self.homes[Kind.PARAM].tier is Tier.DEVICE:
             self.resident_views = self.views_of(self.homes[Kind.PARAM].flat)
             self.become(ParamState.RESIDENT)
 
     def leave_home(self) -> None:
-        """Memory that is no slot's is not the payload any more."""
+        """End residence: the home is no longer the payload."""
         self.become(ParamState.RELEASED)
         self.resident_views = ()
 
     def lendable(self) -> Region:
-        """(optim_numel,) the part of the parameter home that this rank steps; it lies in one run where it is lent."""
+        """(optim_numel,) the part of the home that this rank updates. It is contiguous wherever a home is lent."""
         home = self.homes[Kind.PARAM]
         if self.home_layout.world_size == self.optim_layout.world_size:
             return home[: self.optim_numel]
@@ -277,7 +283,7 @@ class Chunk(LocalFacts):
         return home[own.in_payload]
 
     def region(self) -> Region:
-        """(layout.numel,) the payload, which is there."""
+        """(layout.numel,) the payload, which must be present, with its tickets."""
         assert self.payload is not None
         if self.slot is not None:
             return self.slot.views[self.index][0]
@@ -285,7 +291,7 @@ class Chunk(LocalFacts):
         return home if home.flat is self.payload else Region(Tier.DEVICE, self.payload, home.tickets)
 
     def payload_in(self, slot: Slot) -> Region:
-        """(layout.numel,) the payload in a slot, which keeps it and its parameters' views."""
+        """(layout.numel,) the chunk's payload in `slot`. The slot caches it together with the parameters' views."""
         cached = slot.views.get(self.index)
         if cached is not None:
             return cached[0]
@@ -297,7 +303,7 @@ class Chunk(LocalFacts):
         return payload
 
     def keep_slot(self, tier: MemoryTier) -> None:
-        """Take a slot for good, and move the parameter home, if there is one, into it. Raises BudgetError."""
+        """Take a slot for good and move the parameter home, if there is one, into it. Raises BudgetError."""
         (own,) = self.layout.slices(self.rank)
         start, end = own.payload_start, own.payload_start + own.numel
         itemsize = self.dtype.itemsize
@@ -309,7 +315,7 @@ class Chunk(LocalFacts):
         self.own_slot, self.homes[Kind.PARAM] = slot, slot.shard
 
     def renew_own_slot(self, tier: MemoryTier) -> None:
-        """Other memory for the own slot, and no more of it at any time."""
+        """Replace the memory of the own slot, without ever holding two slots: the shard waits in host memory."""
         assert self.own_slot is not None
         home = self.homes.pop(Kind.PARAM)
         wait_on_host(home)
@@ -324,7 +330,7 @@ class Chunk(LocalFacts):
 
 
 def _forgetting(reference: weakref.ref[Chunk]) -> Callable[[object], None]:
-    """A callback of the weak references to a chunk's parameters: the chunk ends with the last of them."""
+    """The callback of the weak references: the chunk forgets a parameter that was freed, and is freed with the last."""
 
     def forget(gone: object) -> None:
         chunk = reference()

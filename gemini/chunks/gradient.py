@@ -1,9 +1,9 @@
-"""One chunk's gradient on this rank: its facts, its states and the memory that holds it. It moves nothing.
+"""One chunk's gradient on this rank: its facts, its states and the memory that holds it. Nothing is moved here.
 
-[Note: Three states] A local gradient, a sum of reduced ones and a sum of unreduced ones can exist beside each other: in
-the second micro-batch of a step, or after backwards inside and outside `no_sync()`. So a chunk's gradient has three
-states, which are independent of each other: `GradState`, `ReducedState` and `UnsyncedState`. Each of them is written by
-one method, together with everything that belongs to it. A step that is not in `_NEXT` raises.
+[Note: Three states] A local gradient, a sum of reduced gradients and a sum of unreduced ones can exist at the same
+time: in the second micro-batch of a step, or after backwards inside and outside `no_sync()`. A chunk's gradient
+therefore has three independent states: `GradState`, `ReducedState` and `UnsyncedState`. One method writes each state,
+together with everything that belongs to it, and raises for a transition that is not in `_NEXT`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from gemini.placement.demand import Kind, Tier
 
 
 class _State(Enum):
-    """A state that is looked up in `_NEXT`, in the path of every gradient: Enum's own hash is a call of Python."""
+    """A state that is looked up in `_NEXT` for every gradient. Enum's own hash is a Python call: too slow there."""
 
     __hash__ = object.__hash__
 
 
 class GradState(_State):
-    """Where the local gradient is: what autograd made in this backward, on its way into the reduced gradient.
+    """Where the local gradient is: what autograd made in this backward, before it is merged into the reduced gradient.
 
-    CLOSED: nowhere. No memory is held for it.
-    AT_HOME: open, in the chunk's gradient home, which is on the device and has room for a whole payload. No slot is
-        taken. With one rank it stays there; with several that memory holds the reduced gradient afterwards.
+    CLOSED: there is none, and no memory is held for it.
+    AT_HOME: open, in the chunk's gradient home, which is on the device and has room for a whole payload. It takes no
+        slot. With one rank the gradient stays there; with several the same memory holds the reduced gradient later.
     IN_SLOT: open, in a gradient slot of the device.
-    SPILLED: open, in temporary host memory, since another chunk needed the slot. Other ranks do not know of it.
-    REDUCING: still in its home or slot, which the collective reads. Nothing may write to it.
+    SPILLED: open, in temporary host memory, because another chunk needed the slot. Other ranks do not know of it.
+    REDUCING: still in its home or slot, where the collective reads it. Nothing may write to it.
     """
 
     CLOSED = "closed"
@@ -45,11 +45,11 @@ class GradState(_State):
 
 
 class Content(Enum):
-    """What an open payload holds where no gradient was written to it since it was opened.
+    """What the elements of an open payload hold to which no gradient was written since it was opened.
 
-    UNDEFINED: what was in that memory before. It must be set to zero before the payload is read as a whole.
+    UNDEFINED: whatever was in that memory before. They must be zeroed before the payload is read as a whole.
     ZERO: zeros.
-    SUM: the reduced gradient of this step. New gradients are added to it, and no addition follows.
+    SUM: the reduced gradient of this step. New gradients are added to it, so the merge replaces the shard.
     """
 
     UNDEFINED = "undefined"
@@ -58,12 +58,12 @@ class Content(Enum):
 
 
 class ReducedState(_State):
-    """Where the reduced gradient of this step is, of which this rank has the part that it steps.
+    """Where this rank's part of this step's reduced gradient is: the part that this rank updates.
 
-    NONE: there is none yet. Its memory is reserved and holds nothing of use; a lent parameter home (see
-        manager/grad_homes.py) holds the parameters.
-    IN_SHARD: in `shard`, in the dtype in which gradients rest: in a home of its own, or in the parameter home.
-    WIDE: in `wide`, in fp32: several micro-batches were added to a 16-bit gradient. `shard` holds nothing of use.
+    NONE: there is none yet. Its memory is reserved but its content is undefined; a lent parameter home (see
+        manager/grad_homes.py) still holds the parameters.
+    IN_SHARD: in `shard`, in `gradient_dtype`: in a home of its own, or in the parameter home.
+    WIDE: in `wide`, in fp32, since several micro-batches were added to a 16-bit gradient. `shard` is undefined.
     """
 
     NONE = "none"
@@ -72,10 +72,10 @@ class ReducedState(_State):
 
 
 class UnsyncedState(_State):
-    """Whether backwards under no_sync() have left something to be reduced. With one rank it is always NONE.
+    """Whether backwards under no_sync() have left gradients to be reduced. With one rank it is always NONE.
 
-    NONE: all that came was reduced.
-    ELSEWHERE: this rank has nothing left, other ranks may. The next reduction takes zeros from this rank.
+    NONE: every gradient so far was reduced.
+    ELSEWHERE: this rank has none left, other ranks may. This rank contributes zeros to the next reduction.
     HELD: `unsynced` on the host holds this rank's sum, a whole payload in fp32.
     """
 
@@ -108,13 +108,13 @@ class ChunkGradient:
 
         # facts
         self.chunk: Final = chunk
-        self.is_alone: Final = chunk.layout.world_size == 1  # there is one rank: its gradient is the mean
-        self.gaps: Final = _gaps(chunk)  # (start, end) of the paddings, in payload elements
+        self.is_alone: Final = chunk.layout.world_size == 1  # one rank: the local gradient is the mean already
+        self.gaps: Final = _gaps(chunk)  # (start, end) of each padding, in payload elements
         self._keeps_whole: Final = keeps_whole and chunk.gradient_dtype is chunk.dtype
 
         # memory, taken when it is needed for the first time, and kept from step to step
         self.wide: Region | None = None  # fp32, (optim_numel,)
-        self.wide_is_planned = False  # it is the end of the home
+        self.wide_is_planned = False  # `wide` is a view of the last part of the GRAD home
         self.adopt_home()
         self.unsynced: Region | None = None  # fp32 (fp64 for fp64), (numel,), on the host
 
@@ -122,46 +122,50 @@ class ChunkGradient:
         self.state = GradState.CLOSED
         self.content = Content.UNDEFINED
         self.slot: Slot | None = None  # IN_SLOT, and REDUCING from there
-        self.payload: Region | None = None  # (numel,) parameter dtype, while on the device
+        self.payload: Region | None = None  # (numel,) in the parameter dtype, while it is on the device
         self.views: tuple[Tensor, ...] = ()  # of the payload, by position
         self.spilled: Region | None = None  # (numel,) the payload's content on the host, while SPILLED
         self.fired = bytearray(count)  # by position: a gradient came since the payload was opened
-        self.num_fired = 0  # ones in `fired`
+        self.num_fired = 0  # number of ones in `fired`
         self.expects: list[Tensor | None] = [None] * count  # by position: see `expect`
 
         # the reduced gradient and unreduced sums: written by `become_reduced` and `become_unsynced`
         self.reduced_state = ReducedState.NONE
-        self.first_backward = 0  # the number of the backward that was reduced first
+        self.first_backward = 0  # number of the backward whose gradient was reduced first in this step
         self.unsynced_state = UnsyncedState.NONE
 
-        # what came, by position
+        # which parameters got a gradient, by position
         self.got = bytearray(count)  # a gradient came since the last step, on this rank
         self.agreed = (
             self.got if self.is_alone else bytearray(count)
-        )  # on any rank, as of the last reduction; on all ranks
-        self.had = bytearray(count)  # `agreed` of some step since gradients were last set to None
-        self.num_writes = 0  # how often a user changed the reduced gradient, ever
+        )  # whether any rank got one, as of the last reduction; equal on all ranks
+        self.had = bytearray(count)  # `agreed` of any step since gradients were last set to None
+        self.num_writes = 0  # writes of users to the reduced gradient so far
 
         # what is expected
-        self.in_pieces = False  # some backward brought a parameter's gradient more than once
+        self.in_pieces = False  # a parameter's gradient came more than once in some backward
         self.expect_all()
 
     def adopt_home(self) -> None:
-        """The chunk's GRAD home, if it has one by now, is this gradient's. Nothing is open or reduced yet."""
+        """Use the chunk's GRAD home, if it has one by now. Nothing is open or reduced at this moment."""
         chunk, home = self.chunk, self.chunk.homes.get(Kind.GRAD)
         has_whole = home is not None and self._keeps_whole and home.tier is Tier.DEVICE
-        self.home = home  # its own; without one it rests in the parameter home, see manager/grad_homes.py
+        # Without a home of its own the gradient rests in the parameter home, see manager/grad_homes.py.
+        self.home = home
         self.own_shard = None if home is None else _shard_of(home, chunk, self._keeps_whole)  # (optim_numel,)
-        self.whole = home[: chunk.numel] if home is not None and has_whole else None  # a payload without a slot
+        # A GRAD home with room for a whole payload on the device takes gradients directly, without a slot.
+        self.whole = home[: chunk.numel] if home is not None and has_whole else None
         self.whole_views = () if self.whole is None else chunk.views_of(self.whole.flat)
+        # The plan may put the fp32 sums of micro-batches at the end of the home.
         sums = None if home is None else home[_numel_without_sums(chunk, self._keeps_whole) :]
         if (sums is not None and sums.numel > 0) or self.wide_is_planned:
             self.wide_is_planned = sums is not None and sums.numel > 0
             self.wide = sums.view(torch.float32) if sums is not None and self.wide_is_planned else None
-        self.in_place = has_whole and self.is_alone  # what is written to `whole` is reduced already
+        # One rank: a gradient in `whole` needs no reduction and no copy.
+        self.in_place = has_whole and self.is_alone
 
     def take_over(self, before: ChunkGradient) -> None:
-        """What was known of the chunk's gradient before its memory moved, between steps."""
+        """Keep what `before` knew about this chunk's gradient, whose memory was replaced between steps."""
         self.in_pieces = before.in_pieces
         for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
             flags[:] = old
@@ -169,10 +173,10 @@ class ChunkGradient:
     # -- transitions
 
     def become(self, state: GradState, held: Slot | Region | None = None, content: Content | None = None) -> None:
-        """The local gradient is elsewhere. Raises RuntimeError for a step that no gradient makes.
+        """Move the local gradient to `state`. Raises RuntimeError if the transition is not in `_NEXT`.
 
-        held: the slot of one that is IN_SLOT, with the chunk's views in it; the host memory of one that is SPILLED.
-        content: what a payload that is opened holds; one that moves keeps what it has.
+        held: the slot of an IN_SLOT gradient, with the chunk's views; the host memory of a SPILLED one.
+        content: what a newly opened payload holds; a payload that only moves keeps its content.
         """
         if state not in _NEXT[self.state]:
             raise self._cannot(self.state, state)
@@ -180,8 +184,9 @@ class ChunkGradient:
         if (slot is None, spilled is None) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
             raise RuntimeError(f"chunk {self.chunk.index}: a gradient that is {state.value} has other memory than that")
         if state is not GradState.CLOSED:
-            self.state = state  # first: what an interrupted transition has opened is closed after it
-        if state is GradState.REDUCING:  # where it is
+            self.state = state  # first: after an interrupt below `forget` still closes it
+        # The payload stays where it is for the collective, but accepts no more gradients.
+        if state is GradState.REDUCING:
             self.expects = [None] * len(self.fired)
             return
         if slot is not None:
@@ -199,12 +204,13 @@ class ChunkGradient:
             self.expects = [None] * len(self.fired)
         else:
             self.expect()
-        self.state = state  # CLOSED last: nothing of an interrupted transition stays
+        # CLOSED is written last: an interrupt before this line leaves a gradient that is closed once more.
+        self.state = state
 
     def become_reduced(self, state: ReducedState, backward: int = 0) -> None:
-        """The reduced gradient is elsewhere, or used up. Raises RuntimeError for a step that no gradient makes.
+        """Move the reduced gradient to `state`. Raises RuntimeError if the transition is not in `_NEXT`.
 
-        backward: the number of the one that the step's first reduced gradient is of.
+        backward: the number of the backward that made the step's first reduced gradient.
         """
         if state not in _NEXT[self.reduced_state]:
             raise self._cannot(self.reduced_state, state)
@@ -213,11 +219,11 @@ class ChunkGradient:
         self.reduced_state = state
 
     def outlive_step(self) -> None:
-        """A step has left the reduced gradient: what is added to it is of a later backward."""
+        """A step left the reduced gradient in place: whatever is added to it belongs to a later backward."""
         self.first_backward = 0
 
     def become_unsynced(self, state: UnsyncedState) -> None:
-        """Something was left to be reduced, or was reduced. Raises RuntimeError for a step that no gradient makes."""
+        """Move the unreduced sum to `state`. Raises RuntimeError if the transition is not in `_NEXT`."""
         if state not in _NEXT[self.unsynced_state]:
             raise self._cannot(self.unsynced_state, state)
         self.unsynced_state = state
@@ -241,10 +247,10 @@ class ChunkGradient:
         return self.reduced_state is not ReducedState.NONE
 
     def resumes(self, backward: int) -> bool:
-        """A payload that backward number `backward` opens begins with the reduced gradient, and is added to that.
+        """Whether a payload that backward number `backward` opens starts as the reduced gradient and is added to it.
 
-        One rank alone does so, since (a + b) + c, as autograd adds, has other bits than a + (b + c). 16-bit sums of
-        several micro-batches are made in fp32 instead.
+        Only one rank does so: autograd computes (a + b) + c, and a + (b + c) has other bits. For 16-bit gradients of
+        several micro-batches it is False: their sum is made in fp32 instead.
         """
         if not self.is_alone or self.reduced_state is not ReducedState.IN_SHARD:
             return False
@@ -253,12 +259,12 @@ class ChunkGradient:
 
     @property
     def is_behind(self) -> bool:
-        """There were backwards under no_sync() since its last reduction. Equal on all ranks."""
+        """Backwards ran under no_sync() since the last reduction. Equal on all ranks."""
         return self.unsynced_state is not UnsyncedState.NONE
 
     @property
     def resting(self) -> Region:
-        """Where the reduced gradient rests: its own home, or the parameters'."""
+        """The home where the reduced gradient rests: its own, or the parameters'."""
         return self.chunk.homes[Kind.PARAM] if self.home is None else self.home
 
     @property
@@ -276,11 +282,12 @@ class ChunkGradient:
     # -- what is expected of autograd
 
     def expect(self) -> None:
-        """The payload is open: the next gradients of these parameters are copied to the views that stand in `expects`.
+        """Set for each position the view that the next gradient is copied to.
 
-        Those of the others are added to what the view holds, or refused.
+        None means that the gradient must be added to what its view holds, or refused: see `Arrivals.add`.
         """
         held = self.got if self.content is Content.SUM else self.fired
+        # The common case of a payload that was just opened: without a loop over the parameters.
         if not any(held) and all(self.trained):
             self.expects = list(self.views)
             return
@@ -290,23 +297,24 @@ class ChunkGradient:
         ]
 
     def expect_all(self) -> None:
-        """The payload is complete with a gradient of every parameter. Called again after flags have changed."""
+        """Count the payload as complete once every parameter has a gradient. Call it again after flags changed."""
         self.trained = bytes(managed.requires_grad for managed in self.chunk.parameters)
         self.expected = len(self.trained)
 
 
 def _numel_without_sums(chunk: Chunk, keeps_whole: bool) -> int:
-    """Elements of a GRAD home, before those that fp32 sums of micro-batches have room in, where the plan has any."""
+    """Elements of a GRAD home before the part for fp32 sums of micro-batches, which a plan may append."""
     if not keeps_whole or chunk.is_stepped_whole:
         return chunk.optim_numel
     return chunk.numel + (chunk.optim_numel if len(chunk.layout.units) > 1 else 0)
 
 
 def _shard_of(home: Region, chunk: Chunk, keeps_whole: bool) -> Region:
-    """(optim_numel,) of the home: what this rank steps."""
+    """(optim_numel,) the part of the GRAD home that holds what this rank updates."""
     if not keeps_whole or chunk.is_stepped_whole:
         return home[: chunk.optim_numel]
-    if len(chunk.layout.units) > 1:  # slices of several units do not lie together
+    # This rank's slices of several units are not contiguous in the payload: their shard lies behind it.
+    if len(chunk.layout.units) > 1:
         return home[chunk.numel : chunk.numel + chunk.optim_numel]
     start = chunk.layout.slices(chunk.rank)[0].payload_start
     return home[start : start + chunk.optim_numel]

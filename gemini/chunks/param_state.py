@@ -1,4 +1,4 @@
-"""The states of a chunk's parameters: who holds memory for them, and what may follow what."""
+"""The states of a chunk's parameters: who holds memory in each of them, and which transitions are legal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from enum import Enum
 class ParamState(Enum):
     """Where a chunk's parameters are.
 
-    RELEASED: in the home only, of which this rank has its shard, or all of it. There is no payload, and parameters show
-        an expanded NaN.
-    GATHERED: in a payload beside the home: in a slot, to be evicted when the plan says so, or, while a model is built,
-        in memory of its own.
+    RELEASED: in the home only, as this rank's shard or whole. There is no payload, and the parameters show an expanded
+        NaN.
+    GATHERED: in a payload beside the home: in a slot, until it is evicted or, while a model is built, in memory of its
+        own.
     RESIDENT: in the home, which is on the device and which this rank holds whole: the home is the payload.
-    HOLDS_GRAD: in the fp32 master only. What this rank steps of the home holds the reduced gradient
+    HOLDS_GRAD: in the fp32 master only. The part of the home that this rank updates holds the reduced gradient
         (`reuse_fp16_shard`), and there is no payload.
     GATHERED_BESIDE_GRAD: in a payload in a slot of the pool, while the home holds the reduced gradient. Once the slot
-        is given up they are in the fp32 master only.
+        is given up the parameters are in the fp32 master only.
     """
 
     RELEASED = "released"
@@ -33,4 +33,4 @@ NEXT = {
     ParamState.HOLDS_GRAD: (ParamState.RELEASED, ParamState.RESIDENT),
     ParamState.GATHERED_BESIDE_GRAD: (ParamState.GATHERED, ParamState.HOLDS_GRAD),
 }
-"""What each state may become."""
+"""The legal transitions. `Chunk.become` raises for any other."""

@@ -1,4 +1,4 @@
-"""Where a parameter lies in its chunk's payload, and how a flat run of its elements becomes its shape and back."""
+"""A parameter's place in its chunk's payload, and the conversion between its shape and a flat run of elements."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class ParamPlace:
-    """A parameter's place. Its elements lie in one run of the payload, in the order that its strides say."""
+    """A parameter's place. Its elements are contiguous in the payload, in the order of its strides."""
 
     name: str  # the first of its names in the plain module
-    position: int  # among the chunk's parameters
-    offset: int  # elements, in the payload
+    position: int  # index among the chunk's parameters
+    offset: int  # in the payload, in elements
     shape: torch.Size
     stride: tuple[int, ...]  # dense, see `dense_stride`
 
@@ -24,21 +24,21 @@ class ParamPlace:
 
     @property
     def in_payload(self) -> slice:
-        """Its elements of a flat payload."""
+        """The parameter's elements as a slice of a flat payload."""
         return slice(self.offset, self.offset + self.numel)
 
     def view(self, payload: Tensor) -> Tensor:
-        """The parameter as a view of a payload."""
+        """The parameter as a view of `payload`."""
         return torch.as_strided(payload, self.shape, self.stride, payload.storage_offset() + self.offset)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The parameter as a view of its elements alone, (numel,)."""
+        """The parameter as a view of `flat`, (numel,), which holds its elements alone."""
         return torch.as_strided(flat, self.shape, self.stride, flat.storage_offset())
 
     def laid_out(self, value: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-        """(numel,) the elements of `value`, of the parameter's shape, in the order of the payload.
+        """(numel,) the elements of `value`, which has the parameter's shape, in payload order.
 
-        A view of `value` where that lies so already; parameters that fetch themselves are copied.
+        A view of `value` if its strides match already. A parameter that fetches itself is copied.
         """
         dtype, device = dtype or value.dtype, device or value.device
         if type(value) is not Tensor or (value.dtype, value.device, value.stride()) != (dtype, device, self.stride):

@@ -1,11 +1,11 @@
-"""What a parameter shows while its chunk is elsewhere: its true shape, over a single NaN that no function reads.
+"""The placeholder that a parameter shows while its chunk is released: its true shape over a single NaN.
 
-[Note: Guarded placeholders] A released parameter's `__torch_function__` fetches it before a function reads it, but
-torch does not ask for it everywhere: `torch.tensor(released)`, a function that takes a released scalar for a number, or
-`plain.weight.data = released` would go on with the NaN. A placeholder therefore carries a dispatch key that torch keeps
-for wrappers in its own tests. Whatever operation meets the key is given to `access/unasked.py` before any kernel or
-autograd. `.data =` takes the keys over with the memory, so a parameter has this key exactly while it shows a
-placeholder, and one that is bound to its payload costs what a plain one does.
+[Note: Guarded placeholders] A released parameter's `__torch_function__` fetches it before a function reads it. But
+torch does not call it everywhere: `torch.tensor(released)`, a function that takes a released scalar for a number, or
+`plain.weight.data = released` would go on with the NaN. A placeholder therefore carries a dispatch key that torch
+reserves for wrappers in its own tests. Any operation that meets the key goes to `access/unasked.py` before any kernel
+or autograd. Assigning `.data` transfers the dispatch keys with the memory: a parameter has this key exactly while it
+shows a placeholder, and a parameter that is bound to its payload costs what a plain one does.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ GUARD = "TESTING_ONLY_GenericWrapper"
 _KEY = torch._C._dispatch_key_parse(GUARD)
 _KEYS = torch._C.DispatchKeySet(_KEY)
 
-# what `unguarded()` does on entering and on leaving, for the loops over a chunk's parameters: a seventh of its time
+# Entering and leaving `unguarded()` as plain calls, in a seventh of its time: for loops over a chunk's parameters.
 lift_guard: Callable[[], None] = partial(torch._C._dispatch_tls_set_dispatch_key_excluded, _KEY, True)
 set_guard: Callable[[], None] = partial(torch._C._dispatch_tls_set_dispatch_key_excluded, _KEY, False)
 
 
 class _Keyed(Tensor):
-    """The only tensors that torch lets Python give further keys are those of a class with a `__torch_dispatch__`."""
+    """A wrapper class. torch lets Python add dispatch keys only to tensors whose class has a `__torch_dispatch__`."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -50,21 +50,22 @@ def set_data(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """What a parameter shows that is not there: one element in all places, NaN or an integer's 0.
+    """A tensor of `shape` with one element everywhere: NaN, or 0 for integers.
 
-    Parameters that are alike may share it.
+    Parameters with the same dtype, device and shape may share it.
     """
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     with untracked(), unguarded():
         memory = torch.full((), nothing, dtype=dtype, device=device)
         keyed = torch.Tensor._make_wrapper_subclass(_Keyed, (), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS)
         empty = torch.empty((), dtype=dtype, device=device)
-        empty.data = keyed  # takes its keys over, but for that of its class
+        # Assigning `.data` transfers the guard key to a plain tensor, without the keys of the wrapper class.
+        empty.data = keyed
         return empty.set_(memory.untyped_storage(), 0, (), ()).expand(shape)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides that `tensor` has in a payload: its own if its elements fill one run of memory, in whatever order."""
+    """The strides of `tensor` in a payload: its own if its elements are dense in memory, else contiguous ones."""
     stride = tensor.stride()
     if tensor.is_contiguous():
         return stride
