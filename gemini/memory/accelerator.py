@@ -1,7 +1,7 @@
-"""The device tier on a real accelerator, through `torch.accelerator` so that nothing here says CUDA.
+"""The device tier on a real accelerator. It uses `torch.accelerator`, so nothing here is specific to CUDA.
 
-Memory that is given back goes to torch's allocator, which orders its next use on the current stream. Copies from and to
-it are made, and waited for, in transfer.py.
+Memory that is given back goes to torch's allocator, which reuses it in the order of the current stream. Copies to and
+from it are made, and waited for, in transfer.py.
 """
 
 import torch
@@ -11,13 +11,13 @@ from gemini.memory.tier import MemoryTier
 
 
 class AcceleratorTier(MemoryTier):
-    """Memory of one GPU. It is not poisoned: a pass over device memory per eviction is for tests."""
+    """Memory of one GPU. It is never poisoned: that would cost a pass over device memory for each eviction."""
 
     def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
         super().__init__("device", device, capacity_bytes, "model_data_memory= or device_memory=")
 
     def trim(self) -> None:
-        """torch's allocator gives back the blocks that nothing lies in. Waits for the device."""
+        """Return torch's unused cached blocks to the driver, for other processes. Waits for the device."""
         torch.accelerator.empty_cache()
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:

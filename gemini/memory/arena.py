@@ -1,13 +1,14 @@
-"""Host memory in few mappings of exactly known size, from which buffers are cut and to which they come back.
+"""Host memory in a few mappings of exactly known size, from which buffers are cut and to which they return.
 
-`malloc` keeps blocks that were freed, and torch's pinned allocator rounds blocks up to powers of two: resident memory
-is then more than the buffers in it. An arena maps what a plan puts on the host in one piece, an *extent*. When more is
-needed later another extent is mapped beside it, so nothing is copied.
+`malloc` keeps freed blocks, and torch's pinned allocator rounds blocks up to powers of two: resident memory then
+exceeds the buffers in it. An arena maps what a plan puts on the host in one piece, an *extent*. When more is needed
+later, another extent is mapped beside it, so nothing is copied.
 
-[Note: Returned ranges] A range of an extent is free again when the last tensor in it dies, and no earlier: a view that
-is still held somewhere never shows another buffer's content. Each buffer is a storage of its own, made of a memoryview
-of the mapping, and a finalizer of this memoryview returns the range. Finalizers run in any thread and, through the
-collector of cycles, in the middle of anything, so they only note the range; whoever has the lock works the notes off.
+[Note: Returned ranges] A range of an extent becomes free when the last tensor in it dies, and not before: a view that
+someone still holds never shows another buffer's content. Each buffer is a storage of its own over a memoryview of the
+mapping, and a finalizer of that memoryview returns the range. Finalizers run in any thread and, through the cycle
+collector, in the middle of any function, even while the lock is held. They therefore only append the range to a queue;
+the thread that holds the lock empties the queue.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from torch import Tensor
 from gemini.memory.pinned import Pinning
 
 ALIGNMENT = 64
-"""Bytes. Every buffer begins on a multiple: a cache line, and the widest vector of a CPU."""
+"""In bytes; every buffer begins on a multiple of it: a cache line, and the widest vector register of a CPU."""
 
 
 class Arena:
-    """Extents of one use, each of them mapped when it is needed."""
+    """Extents for one use. An extent is mapped when it is needed."""
 
     def __init__(self, pinning: Pinning | None = None, extent_bytes: int = 0, keeps_pages: bool = False) -> None:
-        """pinning: registers what `reserve` maps. extent_bytes: the least that is mapped for a buffer without room.
+        """pinning: registers what `reserve` maps.
 
-        keeps_pages: free memory stays resident, for buffers that come and go in every step. Otherwise the system gets
-        whole free pages back, but for registered ones: a driver would go on using the pages of before.
+        extent_bytes: the least that is mapped for a buffer that finds no room.
+
+        keeps_pages: free memory stays resident, for buffers that come and go in every step. Otherwise whole free pages
+            go
+        back to the system, except in registered extents: the driver would go on using the pages of before.
         """
         self._pinning = pinning
         self._extent_bytes = extent_bytes
@@ -44,7 +48,7 @@ class Arena:
 
     @property
     def mapped_bytes(self) -> int:
-        """Address space that is mapped: exactly what was reserved, and what was taken beside it."""
+        """Mapped address space: exactly what was reserved, and what was taken without a reservation."""
         return sum(extent.num_bytes for extent in self._extents)
 
     @property
@@ -53,47 +57,48 @@ class Arena:
 
     @property
     def held_bytes(self) -> int:
-        """What nobody else can have: registered extents whole, of others the pages that were not given back."""
+        """Memory that no one else can use: registered extents whole, of others the pages that were not given back."""
         return sum(extent.held_bytes for extent in self._extents)
 
     def growth_of(self, num_bytes: int) -> int:
-        """What `held_bytes` would grow by if buffers of `num_bytes` together were taken."""
+        """Bytes by which `held_bytes` would grow if buffers of `num_bytes` in total were taken."""
         return max(0, num_bytes - sum(extent.free_bytes for extent in self._extents if extent.is_registered))
 
     def reserve(self, num_bytes: int) -> None:
-        """Map what buffers of `num_bytes` together need beside the free room, in one piece. Raises OSError."""
+        """Map in one piece what buffers of `num_bytes` in total need beyond the free room. Raises OSError."""
         missing = num_bytes - sum(extent.free_bytes for extent in self._extents)
         if missing > 0:
             self._extents.append(Extent(missing, self._pinning, self._keeps_pages))
 
     def take(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8, zeros. What was not reserved gets an extent that is not registered. Raises OSError."""
+        """(num_bytes,) uint8, zeros; from an unregistered extent if nothing was reserved. Raises OSError."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         for extent in self._extents:
             buffer = extent.cut(num_bytes)
             if buffer is not None:
                 return buffer
+        # Registering costs milliseconds and waits for the device, so only reserved extents are registered.
         self._extents.append(Extent(max(_aligned(num_bytes), self._extent_bytes), None, self._keeps_pages))
         buffer = self._extents[-1].cut(num_bytes)
         assert buffer is not None
         return buffer
 
     def trim(self) -> None:
-        """Unmap extents that are free as a whole."""
+        """Unmap extents that are entirely free."""
         self._extents = [extent for extent in self._extents if extent.free_bytes < extent.num_bytes]
 
 
 class Extent:
-    """One mapping. It is unregistered and unmapped once nobody refers to it, and every live buffer does."""
+    """One mapping. Every live buffer refers to it; after the last one it is unregistered and unmapped."""
 
     def __init__(self, num_bytes: int, pinning: Pinning | None, keeps_pages: bool) -> None:
         """Raises OSError if the system has no room for `num_bytes`."""
         self.num_bytes = num_bytes
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._keeps_pages = keeps_pages
-        self._free = [(0, num_bytes)]  # (start, end) of free ranges, in order; there is a buffer between two of them
-        self._used_end = 0  # from here on no byte was ever in use: zeros
+        self._free = [(0, num_bytes)]  # (start, end) of the free ranges, sorted; adjacent ranges are merged
+        self._used_end = 0  # bytes from here on were never in use, so they are still zeros
         self._returned: deque[tuple[int, int]] = deque()  # see [Note: Returned ranges]
         self._lock = threading.Lock()
         if not keeps_pages and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -114,7 +119,7 @@ class Extent:
         return self._used_end if self._keeps_pages else self.num_bytes - self.free_bytes
 
     def cut(self, num_bytes: int) -> Tensor | None:
-        """(num_bytes,) uint8, zeros, from the first free range that has room; None without one."""
+        """(num_bytes,) uint8, zeros, from the first free range that is large enough; None if there is none."""
         size = _aligned(num_bytes)
         with self._lock:
             at = next((i for i, (start, end) in enumerate(self._free) if end - start >= size), None)
@@ -126,19 +131,24 @@ class Extent:
             used_end, self._used_end = self._used_end, max(self._used_end, end)
             part = memoryview(self._memory)[start : start + num_bytes]
             weakref.finalize(part, self._return, start, end).atexit = False  # at the end the process takes all of it
-        self._merge_returned()  # those that came while the lock was held
-        buffer = torch.frombuffer(part, dtype=torch.uint8)  # which keeps `part`
+        # Ranges that finalizers returned while the lock was held are still in the queue.
+        self._merge_returned()
+        # The tensor keeps `part` alive, whose finalizer returns the range.
+        buffer = torch.frombuffer(part, dtype=torch.uint8)
+        # Pages that were never in use are zeros already: writing to them would make them resident.
         if start < used_end:
             buffer.zero_()
         return buffer
 
     def _return(self, start: int, end: int) -> None:
-        """No tensor lies in the range any more."""
+        """Called by the finalizer of a buffer: no tensor lies in the range any more. See [Note: Returned ranges]."""
         self._returned.append((start, end))
         self._merge_returned()
 
     def _merge_returned(self) -> None:
-        while self._returned and self._lock.acquire(blocking=False):  # or whoever has it comes here next
+        # Never wait for the lock: the interrupted function of this same thread may hold it, and will empty the queue
+        # itself.
+        while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:
                     self._merge(*self._returned.popleft())
@@ -146,8 +156,8 @@ class Extent:
                 self._lock.release()
 
     def _merge(self, start: int, end: int) -> None:
-        """One more free range, joined with those that touch it; its pages go back to the system."""
-        low = high = bisect(self._free, (start, end))  # where it belongs
+        """Add a free range, join it with its neighbours, and return its whole pages to the system."""
+        low = high = bisect(self._free, (start, end))
         first, last = start, end
         if low > 0 and self._free[low - 1][1] == start:
             low, first = low - 1, self._free[low - 1][0]
@@ -156,8 +166,10 @@ class Extent:
         self._free[low:high] = [(first, last)]
         if self._keeps_pages or self.is_registered:
             return
+        # The neighbours' whole pages were returned before. Only pages that became free with this range are left: those
+        # at its ends may have been shared with a neighbour.
         page = mmap.PAGESIZE
-        first = max(-(-first // page), start // page) * page  # of the pages that became free as a whole
+        first = max(-(-first // page), start // page) * page
         last = min(last // page, -(-end // page)) * page
         if first < last:
             self._advise(mmap.MADV_DONTNEED, first, last - first)
@@ -166,7 +178,8 @@ class Extent:
         try:
             self._memory.madvise(advice, start, num_bytes)
         except OSError:
-            return  # not on this system: the memory works without
+            # The advice saves memory only: everything works without it.
+            return
 
 
 def _aligned(num_bytes: int) -> int:

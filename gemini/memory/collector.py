@@ -1,4 +1,4 @@
-"""The garbage collector of cycles, where many objects are made that stay."""
+"""Python's cycle collector, switched off where many long-lived objects are made."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, in this process, cycles are not searched for.
+    """Inside, the cycle collector of this process does not run.
 
-    A search starts whenever the objects have grown by a quarter, and goes through all of them. For a plan of thousands
-    of chunks, whose every object is kept, the searches would take more time than the objects. Tensors of ours are in no
-    cycle and are freed as always.
+    A collection starts whenever the number of objects has grown by a quarter, and visits all of them. For a plan of
+    thousands of chunks, all of whose objects are kept, the collections would take more time than making the objects.
+    Our tensors are part of no cycle and are freed as always.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""From the device that a user names to the memory there."""
+"""The tiers for the device that a user names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemini.settings import Device, Emulation, check_device
 
 
 def choose_tiers(device: Device) -> tuple[MemoryTier, HostTier]:
-    """(device tier, host tier), without budgets so far. "emulated" and "cpu" are the emulated device."""
+    """(device tier, host tier), both without a budget. "emulated" and "cpu" mean the emulated device."""
     resolved = resolve_device(device, "device")
     if resolved.type == "cpu":
         tier = EmulatedTier()
@@ -25,7 +25,10 @@ def choose_tiers(device: Device) -> tuple[MemoryTier, HostTier]:
 
 
 def resolve_device(device: Device, argument: str) -> torch.device:
-    """What a user means by a device: with its index; the CPU for the emulated one. None: the current one."""
+    """The device that a user's `device` means: with its index; the CPU for the emulated one; the current one for None.
+
+    argument: the argument's name, for errors. Raises ValueError for a device that this machine does not have.
+    """
     if device is None:
         device = current_device()
     check_device(argument, device)

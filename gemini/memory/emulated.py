@@ -1,7 +1,7 @@
 """The emulated device: the device tier on CPU memory, for machines without an accelerator.
 
-A hard byte capacity that raises rather than be passed, and poison: memory that was given up reads as NaN, so a
-forgotten fetch is a wrong number in every test instead of luck.
+It has a hard byte capacity and poisons memory: what was given back reads as NaN, so that a forgotten fetch is a wrong
+number in every test instead of luck.
 """
 
 import torch
@@ -19,7 +19,7 @@ class EmulatedTier(AcceleratorTier):
         super().__init__(torch.device("cpu"), capacity_bytes)
 
     def trim(self) -> None:
-        """Nothing: malloc has no device."""
+        """Does nothing: there is no device allocator with cached blocks."""
 
     def give(self, buffer: Tensor, kind: str) -> None:
         super().give(buffer, kind)

@@ -1,10 +1,10 @@
 """The host tier: plain memory, or memory pinned for an accelerator.
 
-What a plan puts on the host is reserved before it is taken: one mapping of exactly that size when a model is wrapped
-and one when its optimizer comes, each of them registered once, since registering costs milliseconds and waits for the
-device. Temporaries (gradients that had to leave their slot, sums under `no_sync()`, weights from before an edit) come
-from staging memory, which grows in the first steps, is kept for the next ones, and is never registered: that would
-happen in the middle of a backward.
+What a plan puts on the host is reserved before it is taken: one mapping of exactly that size when a model is wrapped,
+and one when its optimizer comes. Each is registered once, since registering costs milliseconds and waits for the
+device. Temporaries (spilled gradients, sums under `no_sync()`, weights from before an edit) come from staging memory.
+It grows in the first steps, is kept for later ones, and is never registered: that would happen in the middle of a
+backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind
 
 EXTENT_BYTES = 2**20
-"""The least that is mapped for what was not reserved, where nobody says otherwise."""
+"""Default for the least that is mapped for a buffer that was not reserved."""
 _STATES = frozenset(Kind)
 
 
@@ -38,11 +38,12 @@ class HostTier(MemoryTier):
 
     @property
     def mapped_bytes(self) -> int:
-        """Of homes, registered or not; where nothing was freed they are the ledger's bytes of all states."""
+        """Mapped bytes of homes, registered or not: the ledger's bytes of all states, if nothing was freed."""
         return self.homes.mapped_bytes
 
     def reserve(self, num_bytes: int, kind: str) -> None:
         """Map room for states of `num_bytes` that are about to be taken. Raises BudgetError."""
+        # Free extents go first: the budget counts what the arenas hold, not only what is in use.
         self.trim()
         growth = self.homes.growth_of(num_bytes)
         self._check_capacity(growth, kind, self.homes.held_bytes + self.staging.held_bytes)
@@ -50,10 +51,10 @@ class HostTier(MemoryTier):
             self.homes.reserve(num_bytes)
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
-        """What is given back is free for others when the last tensor in it dies."""
+        """Take the buffer from the arena of its kind. Its range becomes free when the last tensor in it dies."""
         return (self.homes if kind in _STATES else self.staging).take(num_bytes)
 
     def trim(self) -> None:
-        """Unmap what is not in use."""
+        """Unmap extents that are not in use."""
         self.homes.trim()
         self.staging.trim()

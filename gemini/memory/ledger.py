@@ -1,13 +1,14 @@
-"""The byte ledger: how many bytes of which kind each tier holds, and their peak.
+"""The byte ledger: how many bytes of which kind a tier holds, and their peak.
 
-Numbers only. Tiers call it where memory is taken and given back, and nowhere else. `Transfer` counts what travels.
+Numbers only. Tiers call it where memory is taken and given back, and nothing else does. `Transfer` counts the bytes
+that are copied.
 """
 
 from collections import Counter
 
 
 class Ledger:
-    """Bytes of one tier."""
+    """The bytes of one tier."""
 
     def __init__(self) -> None:
         self.bytes_by_kind: Counter[str] = Counter()
@@ -16,7 +17,7 @@ class Ledger:
         self.peak_by_kind: Counter[str] = Counter()
         self.num_takes = 0
         self.num_evaded = 0
-        """How often the machine had no memory for what the host took instead: nobody has to make room for that."""
+        """Shortages of the machine where the host tier took the bytes instead, so that model data need not shrink."""
 
     def take(self, kind: str, num_bytes: int) -> None:
         self.num_takes += 1
@@ -28,10 +29,11 @@ class Ledger:
     def give(self, kind: str, num_bytes: int) -> None:
         self.bytes_by_kind[kind] -= num_bytes
         self.total_bytes -= num_bytes
+        # A region that is given back twice, or as another kind, is found here.
         assert self.bytes_by_kind[kind] >= 0, f"more {kind} bytes given back than taken"
 
     def recount(self, was: str, kind: str, num_bytes: int) -> None:
-        """Bytes that were taken as one kind are of another from now on."""
+        """Count `num_bytes` that were taken as kind `was` as `kind` from now on."""
         self.bytes_by_kind[was] -= num_bytes
         self.bytes_by_kind[kind] += num_bytes
         self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])

@@ -1,4 +1,4 @@
-"""All memory of one model on this rank: its tiers, and how bytes come from one to the other."""
+"""All memory of one model on this rank: its tiers, its slots, and the copies between tiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemini.placement.demand import Tier
 
 
 class Memory:
-    """Gives regions, and takes them back when the copies from and to them are done."""
+    """Hands out regions, and takes them back once the copies from and to them are done."""
 
     def __init__(self, device: MemoryTier, host: HostTier) -> None:
         self.device = device
@@ -26,11 +26,11 @@ class Memory:
 
     @property
     def tiers(self) -> tuple[MemoryTier, HostTier]:
-        """Device and host."""
+        """(device, host)."""
         return self.device, self.host
 
     def allow(self, budget: Budget) -> None:
-        """The tiers refuse what would be more than this from now on. What they hold already stays."""
+        """Set the capacities of both tiers. Bytes that are taken already stay, even above the new capacity."""
         self.device.capacity_bytes, self.host.capacity_bytes = budget.device, budget.host
 
     def tier(self, tier: Tier) -> MemoryTier:
@@ -41,11 +41,12 @@ class Memory:
         return Region(tier, self.tier(tier).take(numel * dtype.itemsize, kind).view(dtype))
 
     def note_evaded(self, refused: BudgetError) -> None:
-        """The host takes what the device has refused."""
+        """Count a shortage of the device after which the host takes the bytes. `refused`: the device's error."""
         if refused.is_shortage:
             self.device.ledger.num_evaded += 1
 
     def give(self, region: Region, kind: str) -> None:
-        """Give a region of `take` back."""
+        """Give back a region from `take`."""
+        # A copy that is still running would write into memory that belongs to another tensor by then.
         wait_on_tier(region)
         self.tier(region.tier).give(region.flat.view(torch.uint8), kind)

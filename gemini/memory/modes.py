@@ -1,11 +1,11 @@
-"""Dispatch modes that follow the user's operations, and transforms of the user's, must not meet ours.
+"""Keeps our operations out of the user's dispatch modes and function transforms.
 
 [Note: Modes] Selective checkpointing is a pair of dispatch modes: one counts and keeps the results of a region's
-operations, the other gives results back by their count when the region is recomputed. Copies and collectives of ours
-differ between the two passes, so a mode that met them would return results in place of other operations, or of a copy
-that then never runs. Modes that surround a step to watch all of it (counters of memory or FLOPs) go on to see ours.
-What tells them apart is what a mode says of itself to torch: `ignore_compile_internals`. The transforms of `torch.func`
-wrap what is made inside them, so our memory must not be made there either.
+operations, the other returns results by that count when the region is recomputed. Our copies and collectives differ
+between the two passes. A mode that met them would return a result for another operation, or skip a copy. Modes that
+surround a whole step to watch it (counters of memory or FLOPs) keep seeing our operations. A mode says which of the two
+it is by `ignore_compile_internals`. The transforms of `torch.func` wrap every tensor that is made inside them, so our
+memory must not be made there either.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _python_dispatch as dispatch
 
 num_modes = torch._C._len_torch_dispatch_stack
-"""How many modes there are now: `unseen` changes nothing where there are none."""
+"""The number of active dispatch modes. Without any, and without transforms, `unseen` changes nothing."""
 are_transforms_active = torch._C._are_functorch_transforms_active
-"""Of `torch.func`."""
+"""Whether a transform of `torch.func` is active."""
 _autograd: Any = torch._C._autograd
 _SEEN: AbstractContextManager[None] = nullcontext()
 
 
 def unseen() -> AbstractContextManager[None]:
-    """Inside, operations are not the user's, see [Note: Modes]."""
+    """A context in which operations are hidden from the user's modes and transforms, see [Note: Modes]."""
     if not num_modes() and not are_transforms_active():
+        # The usual case, for every tensor that backward unpacks: no context is built.
         return _SEEN
     return _alone()
 
 
 class untracked:
-    """Inside, autograd records nothing, and tensors that are made may be used in training, also in inference mode.
+    """Inside, autograd records nothing, and new tensors may be used in training, also in inference mode.
 
-    `torch.inference_mode(False)` with `torch.no_grad()`, in a seventh of their calls: every fetch needs both.
+    It equals `torch.inference_mode(False)` with `torch.no_grad()`, in a seventh of their calls: every fetch needs both.
     """
 
     __slots__ = ("_grad_mode", "_inference_mode")
@@ -69,6 +70,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _without_followers() -> Iterator[None]:
+    # torch has no call to remove one mode from the middle of the stack: pop all, and push back the watching ones.
     modes = [dispatch._pop_mode() for _ in range(num_modes())]
     kept = [mode for mode in modes if not _follows_the_user(mode)]
     for mode in reversed(kept):
@@ -83,11 +85,11 @@ def _without_followers() -> Iterator[None]:
 
 
 class unhooked:
-    """Inside, no saved-tensor hooks are in force.
+    """Inside, no saved-tensor hooks are active.
 
-    A collective of gloo keeps the state of the thread that launched it, these hooks included, for as long as Python
-    knows of it. A model that is dropped meanwhile would be held by its own hooks, from where the garbage collector
-    cannot look for cycles.
+    A gloo collective keeps the state of the thread that launched it, saved-tensor hooks included, for as long as Python
+    refers to the collective. A model that is dropped meanwhile would be kept alive by its own hooks, through a
+    reference that the cycle collector cannot follow.
     """
 
     __slots__ = ("_taken",)
@@ -104,7 +106,7 @@ class unhooked:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """What transforms of `torch.func` have wrapped; any other tensor itself."""
+    """The tensor inside the wrappers of `torch.func` transforms; any other tensor itself."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

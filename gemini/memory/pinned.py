@@ -1,9 +1,9 @@
 """Host memory that a GPU's driver copies from and to directly: registered exactly, and unregistered before it is freed.
 
-[Note: Registered memory] The driver goes by addresses. If memory were unmapped while it is registered, the next block
-that the system put at its address could not be registered, or, worse, would pass for pinned while copies still went
-to the pages of before. So the registration belongs to the extent (arena.py) that holds the mapping. It ends when the
-last tensor in it dies, whoever holds that tensor, and right before the memory is unmapped.
+[Note: Registered memory] The driver identifies memory by address. If memory were unmapped while it is registered, the
+next block at that address could not be registered or, worse, would pass for pinned while copies still used the old
+pages. So the registration belongs to the extent (arena.py) that holds the mapping. It ends when the last tensor in the
+extent dies, whoever holds that tensor, and right before the memory is unmapped.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import Protocol
 
 import torch
 
-_registered: dict[int, tuple[int, int]] = {}  # address: (process, bytes); one dict operation a change, for all threads
+# address: (process, bytes). Each change is one dict operation, so threads need no lock.
+_registered: dict[int, tuple[int, int]] = {}
 
 
 def registered_bytes() -> int:
-    """Of all models of this process, as long as tensors of theirs live."""
+    """Registered bytes of all models of this process whose tensors are alive."""
     return sum(num_bytes for process, num_bytes in _registered.copy().values() if process == os.getpid())
 
 
 class Registrar(Protocol):
-    """What pinning asks of a GPU's runtime. Error codes are the runtime's, 0 is success."""
+    """The calls of a GPU's runtime that pinning needs. Return values are the runtime's error codes, 0 is success."""
 
     def register(self, address: int, num_bytes: int) -> int: ...
 
     def unregister(self, address: int) -> int: ...
 
     def launch(self) -> None:
-        """Launch a kernel: raises RuntimeError for the last error of this thread, which is cleared thereby."""
+        """Launch a kernel. Raises RuntimeError for this thread's last error, and thereby clears it."""
 
 
 class CudaRuntime:
@@ -53,21 +54,22 @@ class CudaRuntime:
 
 
 class Pinning:
-    """Registers memory for as long as that works. After a first failure training goes on with unpinned memory."""
+    """Registers memory. After the first failure it stops, and training goes on with unpinned memory."""
 
     def __init__(self, runtime: Registrar) -> None:
         self._runtime = runtime
         self.works = True
 
     def register(self, owner: object, address: int, num_bytes: int) -> bool:
-        """Register memory until `owner`, which keeps it mapped, dies. Warns, once, and is False if that is refused."""
+        """Register memory until `owner`, which keeps it mapped, dies. False, with one warning, if that is refused."""
         if not self.works:
             return False
         error = self._runtime.register(address, num_bytes)
         if error == 0:
             _registered[address] = os.getpid(), num_bytes
             ending = weakref.finalize(owner, _unregister, self._runtime, address, os.getpid())
-            ending.atexit = False  # the process takes its registrations with it
+            # The process's registrations end with it.
+            ending.atexit = False
             return True
         self.works = False
         _clear_error(self._runtime)
@@ -81,15 +83,16 @@ class Pinning:
 
 
 def _unregister(runtime: Registrar, address: int, process: int) -> None:
-    """Called by whatever drops the last tensor, so it must not raise. A forked child has no registrations."""
+    """Runs in the finalizer of an extent, so it must not raise. A forked child has no registrations to end."""
     _registered.pop(address, None)
     if os.getpid() == process and runtime.unregister(address) != 0:
         _clear_error(runtime)
 
 
 def _clear_error(runtime: Registrar) -> None:
-    """torch returns the error without clearing the runtime's last one, which the next launch, of anything, raises."""
+    """Clear the runtime's last error: torch returns its code, but the next launch of any kernel would raise it."""
     try:
         runtime.launch()
     except RuntimeError:
-        runtime.launch()  # an error that is still there is not the one that was to be cleared
+        # An error that persists is another one, and must be seen.
+        runtime.launch()

@@ -1,7 +1,7 @@
-"""A region: flat memory on one tier, together with proof of when the copies from and to it are done.
+"""A region: flat memory on one tier, with the tickets that tell when the copies from and to it are done.
 
-Copies between host and device go on while the host does something else. Whoever reads or writes a region next finds in
-it what to wait for, and waits for nothing else. `transfer.py` makes the copies and does the waiting.
+Copies between host and device run while the host goes on. The next reader or writer of a region finds in it the tickets
+to wait for, and waits for nothing else. `transfer.py` makes the copies and does the waiting.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from gemini.placement.demand import Tier
 class Ticket(Protocol):
     """Proof that a copy is done."""
 
-    number: int  # of two copies the later one has the larger number
+    number: int  # a later copy has a larger number
 
     def wait(self) -> None:
-        """The host goes on when the copy is done."""
+        """Block the host until the copy is done."""
 
     def order(self) -> None:
-        """Kernels and copies that are launched on the current stream from now on begin when the copy is done."""
+        """Make kernels and copies that are launched on the current stream from now on start after the copy."""
 
     def implies(self, earlier: Ticket) -> bool:
-        """`earlier` is done whenever this one is."""
+        """Whether `earlier` is done whenever this ticket is."""
 
 
 class Tickets:
-    """Of the last write of some memory, and of its reads since then."""
+    """The tickets of the last write of some memory and of the reads since then."""
 
     __slots__ = ("reads", "write")
 
@@ -41,33 +41,34 @@ class Tickets:
         self.reads: list[Ticket] = []
 
     def pending(self) -> list[Ticket]:
-        """Those that have to be waited for before the memory is written to."""
+        """The tickets that must be done before the memory is written."""
         return self.reads if self.write is None else [self.write, *self.reads]
 
     def note_read(self, ticket: Ticket) -> None:
-        """A copy from the memory was started, behind its last write."""
+        """A copy out of the memory was started, after its last write."""
+        # Tickets that the new one implies are dropped: a region that is read in every step would collect them for ever.
         self.reads = [*(each for each in self.reads if not ticket.implies(each)), ticket]
 
     def note_write(self, ticket: Ticket) -> None:
-        """A copy to the memory was started, behind all that was pending."""
+        """A copy into the memory was started, after everything that was pending."""
         self.write, self.reads = ticket, []
 
     def clear(self) -> None:
-        """The host has waited for all of them."""
+        """Drop all tickets: the host has waited for them."""
         self.write, self.reads = None, []
 
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """Flat memory on a tier. Parts and casts of a region share its tickets.
+    """Flat memory on a tier. Slices and casts of a region share its tickets.
 
-    What is cut again in every step is cut once and kept with what it is a part of: `cut`, and `Slot.views`.
+    A slice that every step needs is made once and kept with its region: see `cut` and `Slot.views`.
     """
 
     tier: Tier
     flat: Tensor  # 1-D, contiguous
     tickets: Tickets = field(default_factory=Tickets)
-    parts: tuple[Region, ...] = ()  # those of `cut`
+    parts: tuple[Region, ...] = ()  # made by `cut`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,11 +86,11 @@ class Region:
         return Region(self.tier, self.flat[part], self.tickets)
 
     def cut(self, parts: Iterable[slice]) -> tuple[Region, ...]:
-        """`parts` of it, which are the same in every call."""
+        """Slices of the region, made at the first call. Every call must ask for the same `parts`."""
         if not self.parts:
             self.parts = tuple(self[part] for part in parts)
         return self.parts
 
     def view(self, dtype: torch.dtype) -> Region:
-        """The same bytes as another dtype."""
+        """The same bytes in another dtype."""
         return Region(self.tier, self.flat.view(dtype), self.tickets)

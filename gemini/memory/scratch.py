@@ -1,4 +1,4 @@
-"""Scratch: one piece of device memory that a collective's temporaries share, taken at its first use and counted."""
+"""Scratch: one piece of device memory for the temporaries of a collective, taken at the first use and counted."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from gemini.placement.scratch import round_to_alignment
 
 
 class Scratch:
-    """Hands out flat tensors front to back; `reset` takes all of them back."""
+    """Hands out flat tensors front to back; `reset` takes them all back."""
 
     def __init__(self, tier: MemoryTier, num_bytes: int) -> None:
         self._tier = tier
@@ -21,19 +21,23 @@ class Scratch:
         self._regions: dict[tuple[int, int, torch.dtype], Region] = {}  # by first byte and numel: the same in each step
 
     def fill(self) -> Region:
-        """Take the memory if it is not there. Raises BudgetError."""
+        """Take the memory if it is not taken yet. Raises BudgetError."""
         if self._memory is None:
             self._memory = Region(Tier.DEVICE, self._tier.take(self.num_bytes, "scratch"))
         return self._memory
 
     def reset(self) -> None:
-        """Nothing that was handed out is needed any more."""
+        """Reuse the memory from the start: nothing that was handed out is needed any more."""
         self._used_bytes = 0
         if self._memory is not None:
+            # A copy of the last use may still read the memory: what is launched next must come after it.
             wait_on_stream(self._memory)
 
     def resize(self, num_bytes: int) -> None:
-        """Other memory, also where `num_bytes` are as many as before: a failed collective may still write to it."""
+        """Give the memory back and take other memory at the next use, even for the same `num_bytes`.
+
+        A collective that failed may still write to the old memory.
+        """
         self._regions.clear()
         if self._memory is not None:
             self._tier.give(ready(self._memory), "scratch")
@@ -41,11 +45,11 @@ class Scratch:
         self._used_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of `dtype`, content irrelevant."""
+        """(numel,) of `dtype`; the content is undefined."""
         return self.region(numel, dtype).flat
 
     def region(self, numel: int, dtype: torch.dtype) -> Region:
-        """`take`, for what is copied to another tier."""
+        """Like `take`, but as a region: for data that is copied to another tier."""
         num_bytes = numel * dtype.itemsize
         start = self._used_bytes
         assert start + num_bytes <= self.num_bytes, "scratch is smaller than the placement's scratch_bytes"

@@ -1,10 +1,10 @@
 """Slots: equal pieces of device memory, each of which can hold one chunk's payload.
 
-[Note: Held slots] Parameters of a fetched chunk are views of its slot. A view that user code or an un-hooked
-autograd node keeps beyond the chunk's release shows up in the storage's use count; such a slot must not be
-written again until the view dies. The use count is local to a rank and, with a collective's worker thread
-dropping its references late, also to the moment; so it never decides *which chunk* leaves, only whether this
-rank may reuse the memory at once or has to take a spare slot.
+[Note: Held slots] The parameters of a fetched chunk are views of its slot. A view that user code or an un-hooked
+autograd node keeps beyond the chunk's release shows up in the storage's use count; such a slot must not be written
+again until the view dies. The use count is local to a rank. It also depends on the moment, since a collective's worker
+thread drops its references late. So it never decides *which chunk* leaves, only whether this rank may reuse the memory
+at once or must take a spare slot.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ _use_count = torch._C._storage_Use_Count
 
 
 class SharedStorage:
-    """Memory that our own tensors, all of those that there are now, share with views that users may keep."""
+    """Counts foreign references to a storage: its use count now minus that at construction.
+
+    Construct it while only our own tensors refer to the storage.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()._cdata
         self._num_ours = _use_count(self.storage)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """The tensor lies in this memory."""
+        """Whether the tensor lies in this storage."""
         return bool(tensor.untyped_storage()._cdata == self.storage)
 
     def num_holders(self) -> int:
-        """References to the memory beyond our own; call it when no parameter is bound to a slot."""
+        """References to the storage besides our own. Call it only while no parameter is bound to the slot."""
         return _use_count(self.storage) - self._num_ours
 
 
 class Slot(SharedStorage):
-    """One slot. `chunk` is the index of the chunk whose payload it holds, None if free."""
+    """One slot. `chunk` is the index of the chunk whose payload it holds, None if the slot is free."""
 
     def __init__(self, tier: MemoryTier, num_bytes: int, kind: str) -> None:
         self._tier = tier
@@ -52,16 +55,17 @@ class Slot(SharedStorage):
         super().__init__(self.region.flat)
         self.num_bytes = num_bytes
         self.chunk: int | None = None
-        self.place = -1  # in the order of its pool's slots; -1 while no pool has it
-        self.views: dict[int, tuple[Region, tuple[Tensor, ...]]] = {}  # chunk -> payload and its parameters' views
+        self.place = -1  # order among its pool's slots; -1 while it is in no pool
+        self.views: dict[int, tuple[Region, tuple[Tensor, ...]]] = {}  # by chunk: its payload and its parameters' views
 
     def remember(self, chunk: int, payload: Region, views: tuple[Tensor, ...]) -> None:
-        """Cache the views of a chunk in this slot: making them costs more than a fetch's other Python."""
+        """Cache a chunk's payload and views in this slot: making them costs more than the rest of a fetch."""
         self.views[chunk] = payload, views
+        # The cached tensors are references of ours: without this they would count as foreign, and the slot as held.
         self._num_ours += 1 + len(payload.parts) + len(views)
 
     def wipe(self) -> None:
-        """The content is gone."""
+        """Poison the memory: its content is not valid any more."""
         if self.region is not None:
             self._tier.poison(ready(self.region))
 
@@ -73,14 +77,18 @@ class Slot(SharedStorage):
             self._tier.give(ready(region), self._kind)
 
     def __del__(self) -> None:
-        """A slot that an interrupt kept out of its pool is not counted any more."""
+        """Give back a slot that an interrupt kept out of its pool: the ledger would count it for ever."""
         if getattr(self, "region", None) is not None:
-            with unseen():  # the collector of cycles may call it in the middle of anything
+            # The cycle collector may call this inside any operation of the user's.
+            with unseen():
                 self.close()
 
 
 def wait_until_free(memory: SharedStorage, timeout_s: float) -> bool:
-    """True once nobody holds the memory; waits for finished collectives, whose worker drops references late."""
+    """Wait until nothing foreign refers to the memory; False after `timeout_s`.
+
+    A collective's worker thread drops its references some time after the collective is done.
+    """
     deadline = time.monotonic() + timeout_s
     while memory.num_holders() > 0:
         if time.monotonic() >= deadline:
@@ -90,15 +98,16 @@ def wait_until_free(memory: SharedStorage, timeout_s: float) -> bool:
 
 
 class KeptSlot(Slot):
-    """A slot that one chunk never leaves; the chunk's home shard is a part of it and outlives what the rest holds."""
+    """A slot that one chunk never leaves. Its home shard is a part of the slot and survives a wipe of the rest."""
 
     def __init__(self, tier: MemoryTier, num_bytes: int, home: slice, dtype: torch.dtype) -> None:
-        """home: the bytes that are the home shard."""
+        """home: the bytes of the home shard."""
         super().__init__(tier, num_bytes, "slots")
         assert self.region is not None
         self.shard = self.region[home].view(dtype)
         self._around = self.region.flat[: home.start], self.region.flat[home.stop :]
         self._num_ours = _use_count(self.storage)
+        # The ledger counts the shard as parameters, as it would in a home of its own.
         tier.ledger.recount("slots", Kind.PARAM, self.shard.nbytes)
 
     def wipe(self) -> None:
@@ -113,10 +122,10 @@ class KeptSlot(Slot):
 
 
 class SlotPool:
-    """The slots of one size. Slots that are held from outside wait in `held` until their views die.
+    """The slots of one size. Slots that foreign views hold wait in `held` until the views die.
 
-    From the first use on there are always `count` slots beside the held ones: a rank with one more or less would
-    evict other chunks. Of several free slots the first in order is taken.
+    From the first use on there are always `count` slots beside the held ones: a rank with one more or less would evict
+    other chunks than the other ranks. The first free slot in order is taken.
     """
 
     def __init__(self, tier: MemoryTier, num_bytes: int, count: int, kind: str) -> None:
@@ -127,13 +136,14 @@ class SlotPool:
         self.slots: list[Slot] = []  # in order of their places
         self.held: list[Slot] = []
         self._num_places = 0
-        self._free: list[tuple[int, Slot]] = []  # heap by place: has every free slot, and some that are not free now
+        self._free: list[tuple[int, Slot]] = []  # heap by place; has every free slot, and also stale entries
 
     def free(self) -> Slot | None:
-        """A free slot, or None. Whoever uses it sets its chunk. Raises BudgetError if a held one cannot be replaced."""
+        """A free slot, or None; the caller sets its `chunk`. Raises BudgetError if a held slot cannot be replaced."""
         self._reclaim()
         self.fill()
         while self._free:
+            # Entries are not removed when a slot is taken or leaves the pool: skip the stale ones.
             place, slot = self._free[0]
             if slot.chunk is None and slot.place == place:
                 return slot
@@ -141,8 +151,9 @@ class SlotPool:
         return None
 
     def vacate(self, slot: Slot) -> None:
-        """The slot's payload is not needed any more."""
-        if len(self._free) > 2 * len(self.slots):  # as often as that the slots at its top were taken and given back
+        """Mark a slot as free."""
+        # Rebuild the heap before stale entries outnumber the slots: a slot adds an entry each time that it is vacated.
+        if len(self._free) > 2 * len(self.slots):
             self._find_free()
         heappush(self._free, (slot.place, slot))  # first: after an interrupt in between no free slot is missing
         slot.chunk = None
@@ -152,7 +163,7 @@ class SlotPool:
         heapify(self._free)
 
     def _join(self, slot: Slot) -> None:
-        """A free slot becomes the last in order."""
+        """Add a free slot, as the last in order."""
         slot.place, self._num_places = self._num_places, self._num_places + 1
         self.slots.append(slot)
         heappush(self._free, (slot.place, slot))
@@ -169,6 +180,7 @@ class SlotPool:
         slot.place = -1
 
     def _reclaim(self) -> None:
+        """Take back held slots whose views have died: into the pool if it lacks a slot, else to the tier."""
         if not self.held:
             return
         for slot in [slot for slot in self.held if slot.num_holders() <= 0]:
@@ -179,7 +191,7 @@ class SlotPool:
                 slot.close()
 
     def resize(self, count: int) -> None:
-        """Have `count` slots from now on; all are free. Gives surplus ones back, takes none yet."""
+        """Set the number of slots, which must be free. Surplus ones are given back; `fill` takes missing ones."""
         self._reclaim()
         surplus, self.slots, self.count = self.slots[count:], self.slots[:count], count
         self._find_free()
@@ -187,7 +199,7 @@ class SlotPool:
             slot.close()
 
     def empty(self) -> None:
-        """Free all slots, whatever they hold; those that a collective without an end still holds are replaced."""
+        """Free all slots, whatever they hold, and replace those that an unfinished collective still holds."""
         for position, slot in enumerate(list(self.slots)):
             slot.chunk = None
             if slot.num_holders() > 0:
@@ -207,7 +219,7 @@ class SlotPool:
 
 
 class SlotPools(list[SlotPool]):
-    """The slots of one kind: a pool of the regular size, and one for tensors that are larger than a chunk."""
+    """The slots of one kind: a pool for regular chunks, and one for tensors that are larger than a chunk."""
 
     def __init__(self, tier: MemoryTier, kind: str) -> None:
         super().__init__()
@@ -215,7 +227,7 @@ class SlotPools(list[SlotPool]):
         self._kind = kind
 
     def open(self, sizes: Iterable[int], counts: Iterable[int]) -> None:
-        """Bytes and number of the slots of both sizes. No memory is taken yet."""
+        """Set the bytes and number of the slots of both sizes. No memory is taken yet."""
         pairs = zip(sizes, counts, strict=True)
         self[:] = [SlotPool(self._tier, num_bytes, count, self._kind) for num_bytes, count in pairs]
 
@@ -225,12 +237,12 @@ class SlotPools(list[SlotPool]):
             pool.fill()
 
     def resize(self, counts: Iterable[int]) -> None:
-        """Have so many slots of each size from now on; all are free."""
+        """Set the number of slots of each size. All slots must be free."""
         for pool, count in zip(self, counts, strict=True):
             pool.resize(count)
 
     def rest(self) -> None:
-        """All slots, which are free, give their memory back; `fill` takes it again."""
+        """Give back the memory of all slots, which must be free; `fill` takes it again."""
         counts = [pool.count for pool in self]
         self.resize([0] * len(counts))
         self.resize(counts)
@@ -241,7 +253,7 @@ class SlotPools(list[SlotPool]):
             pool.empty()
 
     def held_bytes(self) -> int:
-        """Of slots beside those that there should be, because views of them are alive."""
+        """Bytes of retired slots that live views still keep allocated."""
         return sum(slot.num_bytes for pool in self for slot in pool.held)
 
     def close(self) -> None:

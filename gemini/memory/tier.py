@@ -1,7 +1,7 @@
-"""What the chunk manager asks of a tier of memory: flat byte buffers, taken and given back by kind.
+"""The interface of a memory tier to the chunk manager: flat byte buffers, taken and given back by kind.
 
-Two tiers are device memory, `AcceleratorTier` (CUDA) and `EmulatedTier` (CPU memory with a hard capacity and poison).
-`HostTier` is the third. Bytes cross between tiers in transfer.py only.
+There are two device tiers, `AcceleratorTier` (CUDA) and `EmulatedTier` (CPU memory with a hard capacity and poison),
+and the `HostTier`. Bytes are copied between tiers in transfer.py only.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from gemini.placement.sizes import format_bytes
 
 
 class MemoryTier:
-    """A kind of memory that can be filled up."""
+    """A kind of memory with a limited capacity."""
 
     def __init__(self, name: str, device: torch.device, capacity_bytes: int | None, knob: str) -> None:
-        """name: "device" or "host". knob: the arguments with which a user allows more or less."""
+        """name: "device" or "host". knob: the arguments by which a user allows more or less, for error messages."""
         self.name = name
         self.device = device
         self.capacity_bytes = capacity_bytes  # of model data; None: whatever the machine has
         self.ledger = Ledger()
-        self.num_shortages = 0  # how often the machine had no memory for what the budget allows
+        self.num_shortages = 0  # refusals by the machine of what the budget allows
         self._knob = knob
 
     def take(self, num_bytes: int, kind: str) -> Tensor:
         """A zeroed flat uint8 buffer. Raises BudgetError if the tier cannot hold it."""
         with self._allocating(num_bytes, kind):
             buffer = self._allocate(num_bytes, kind)
-        self.ledger.take(kind, num_bytes)  # what was interrupted, or failed, is not counted
+        # Counted last: an allocation that failed or was interrupted is not in the ledger.
+        self.ledger.take(kind, num_bytes)
         return buffer
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
-        """A zeroed flat uint8 buffer of the machine's memory."""
+        """A zeroed flat uint8 buffer from the machine."""
         raise NotImplementedError
 
     def give(self, buffer: Tensor, kind: str) -> None:
-        """Give a buffer from `take` back; its content is gone."""
+        """Give a buffer from `take` back; its content is lost."""
         self.ledger.give(kind, buffer.nbytes)
 
     def trim(self) -> None:
-        """Let other processes have what is not in use, where the tier keeps any of it."""
+        """Let other processes use memory that the tier keeps but does not use."""
 
     def poison(self, buffer: Tensor) -> None:
-        """Mark a buffer's content as gone, where the tier can (a read of it then yields NaN)."""
+        """Overwrite a buffer so that reads yield NaN, on tiers that can. Other tiers do nothing."""
 
     def check_total(self, needed_bytes: int, budget_bytes: int | None) -> None:
-        """Raises BudgetError if so many bytes of all kinds together are more than `budget_bytes`. None: no bound."""
+        """Raises BudgetError if `needed_bytes`, of all kinds together, exceed `budget_bytes`. None: no bound."""
         if budget_bytes is not None and needed_bytes > budget_bytes:
             raise self._refusal(
                 f"{needed_bytes} bytes of model data would be needed, {budget_bytes} bytes are there. Allow more with "
@@ -62,9 +63,9 @@ class MemoryTier:
             )
 
     def _check_capacity(self, num_bytes: int, kind: str, held_bytes: int = 0) -> None:
-        """Raises BudgetError if `num_bytes` more would pass the tier's capacity.
+        """Raises BudgetError if `num_bytes` more would exceed the tier's capacity.
 
-        held_bytes: of the machine's memory, where that is more than the buffers that are taken.
+        held_bytes: what the tier holds of the machine's memory, if that is more than its buffers in use.
         """
         taken_bytes = max(held_bytes, self.ledger.total_bytes)
         if self.capacity_bytes is None or taken_bytes + num_bytes <= self.capacity_bytes:
@@ -90,10 +91,10 @@ class MemoryTier:
 
     @contextmanager
     def _allocating(self, num_bytes: int, kind: str) -> Iterator[None]:
-        """A take within the budget. Raises BudgetError also where the machine, not the budget, has no memory left.
+        """Around an allocation. Raises BudgetError if the budget, or the machine, has no room for it.
 
-        Other processes and the user's own tensors take of the same memory, so a budget is no promise. Who can do with
-        another tier does so then; whoever calls books the bytes after this block.
+        Other processes and the user's own tensors use the same memory, so a budget is no promise. A caller that can use
+        another tier does so on this error. The caller counts the bytes in the ledger after the block.
         """
         self._check_capacity(num_bytes, kind)
         try:
@@ -120,4 +121,5 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return "DefaultCPUAllocator" in str(error)  # a plain RuntimeError
+    # torch's CPU allocator raises a plain RuntimeError: only its text tells.
+    return "DefaultCPUAllocator" in str(error)

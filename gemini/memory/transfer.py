@@ -1,15 +1,14 @@
-"""Copies between tiers, and all waiting for them: the only file that names a stream or an event.
+"""Copies between tiers, and all waiting for them. No other file names a stream or an event.
 
 `Transfer.copy` starts a copy and leaves its ticket with both regions. Nothing waits for a device as a whole:
 
 - The host reads or writes a region after `wait_on_host(region)`.
 - Kernels and collectives read or write a device region that copies fill or empty after `wait_on_stream(region)`.
-- A copy itself begins behind the tickets of both of its regions, so copies need nothing from their callers.
+- A copy itself starts after the tickets of both of its regions, so copies need nothing from their callers.
 
-Today a copy runs on the stream that is current where it is asked for, so `wait_on_stream` does nothing unless the user
-has changed streams meanwhile. Callers keep the contract of many streams nevertheless: if copies get streams of their
-own, no other file changes. `tests/harness/late_copies.py` has a device on which every copy is as late as its ticket
-allows.
+Today a copy runs on the stream that is current at the call, so `wait_on_stream` does nothing unless the user has
+changed streams meanwhile. Callers keep the contract of many streams nevertheless: if copies get streams of their own,
+no other file changes. `tests/harness/late_copies.py` has a device on which every copy is as late as its ticket allows.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from gemini.placement.demand import Tier
 
 
 class OnStream:
-    """The current stream of an accelerator. Its events are used again and again."""
+    """Starts copies on the current stream of an accelerator. Events are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.done: dict[torch.Stream, int] = {}  # the last copy of each stream that the host knows to be done
-        self.events: list[torch.Event] = []  # of tickets that nobody has any more
+        self.done: dict[torch.Stream, int] = {}  # by stream: the last copy that the host knows is done
+        self.events: list[torch.Event] = []  # of tickets that were dropped
         self._numbers = count()
 
     def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> StreamTicket:
-        """to <- source once all of `behind` are done."""
+        """Copy `source` to `to` once all of `behind` are done."""
         for ticket in behind:
             ticket.order()
         to.flat.copy_(source.flat, non_blocking=True)
@@ -45,7 +44,7 @@ class OnStream:
         return StreamTicket(self, stream, event, next(self._numbers))
 
     def stream(self) -> torch.Stream:
-        """The current one of this thread."""
+        """The current stream of this thread."""
         return torch.accelerator.current_stream(self.device)
 
     def new_event(self) -> torch.Event:
@@ -53,7 +52,7 @@ class OnStream:
 
 
 class StreamTicket:
-    """An event behind a copy. When nobody has the ticket any more, nobody waits for the event, which is free then."""
+    """An event recorded after a copy. Once the ticket is dropped nobody can wait for the event, so it is reused."""
 
     __slots__ = ("_event", "_lane", "_stream", "number")
 
@@ -62,6 +61,7 @@ class StreamTicket:
 
     def wait(self) -> None:
         done = self._lane.done
+        # Copies of a stream finish in order, so one wait answers for all earlier tickets.
         if done.get(self._stream, -1) < self.number:
             self._event.synchronize()
             done[self._stream] = self.number
@@ -69,6 +69,7 @@ class StreamTicket:
     def order(self) -> None:
         if self._lane.done.get(self._stream, -1) < self.number:
             stream = self._lane.stream()
+            # Work on one stream runs in order already.
             if stream != self._stream:
                 stream.wait_event(self._event)
 
@@ -80,7 +81,7 @@ class StreamTicket:
 
 
 def lane_of(device: torch.device) -> OnStream | None:
-    """Where copies between the host and `device` run; None where a copy is done when it returns."""
+    """The `OnStream` for copies between host and `device`; None on the CPU, where a copy is done at once."""
     return None if device.type == "cpu" else OnStream(device)
 
 
@@ -88,13 +89,13 @@ class Transfer:
     """The copies of one model."""
 
     def __init__(self, device: torch.device) -> None:
-        self.bytes_by_link: Counter[str] = Counter()  # copied since the start: "host->device", "device->host"
+        self.bytes_by_link: Counter[str] = Counter()  # copied so far: "host->device", "device->host"
         self._lane = lane_of(device)
 
     def copy(self, to: Region, source: Region) -> Ticket | None:
-        """to <- source, element by element, with a change of dtype where they differ. None: the copy is done.
+        """Copy `source` to `to` element by element, with a cast if the dtypes differ. None: the copy is done.
 
-        Both regions must outlive the copy: a temporary on the host is dropped after `wait_on_host`.
+        Both regions must outlive the copy: a temporary on the host is dropped only after `wait_on_host`.
         """
         if to.tier is source.tier:
             (wait_on_host if to.tier is Tier.HOST else wait_on_stream)(to, source)
@@ -104,6 +105,7 @@ class Transfer:
         if self._lane is None:
             to.flat.copy_(source.flat)
             return None
+        # Reads may overlap: the copy waits for the source's last write only, but for every pending use of its target.
         write = source.tickets.write
         ticket = self._lane.start(to, source, to.tickets.pending() + ([] if write is None else [write]))
         source.tickets.note_read(ticket)
@@ -112,9 +114,10 @@ class Transfer:
 
 
 def wait_on_host(*regions: Region) -> None:
-    """The host may read and write the regions: all copies from and to them are done."""
+    """Block the host until all copies from and to the regions are done, so that it may read and write them."""
     pending = [ticket for region in regions for ticket in region.tickets.pending()]
-    if pending:  # the latest first: the others of its stream are done then
+    # Latest first: the earlier tickets of the same stream are then known to be done.
+    if pending:
         for ticket in sorted(pending, key=lambda ticket: ticket.number, reverse=True):
             ticket.wait()
         for region in regions:
@@ -122,21 +125,22 @@ def wait_on_host(*regions: Region) -> None:
 
 
 def wait_on_stream(*regions: Region) -> None:
-    """Kernels and collectives may read and write the regions, which are on the device. The host does not wait."""
+    """Order the current stream after all copies from and to these device regions. The host does not wait."""
     for region in regions:
         for ticket in region.tickets.pending():
             ticket.order()
 
 
 def wait_on_tier(*regions: Region) -> None:
-    """`wait_on_host` for regions on the host, `wait_on_stream` for those on the device."""
+    """`wait_on_host` for regions on the host, `wait_on_stream` for regions on the device."""
     busy = [region for region in regions if region.tickets.pending()]
-    if busy:  # seldom, and asked for each chunk
+    # Rare, and this is called for every chunk: skip the two calls.
+    if busy:
         wait_on_host(*(region for region in busy if region.tier is Tier.HOST))
         wait_on_stream(*(region for region in busy if region.tier is Tier.DEVICE))
 
 
 def ready(region: Region) -> Tensor:
-    """The region's memory after `wait_on_tier`."""
+    """The region's memory after the wait that its tier needs."""
     (wait_on_host if region.tier is Tier.HOST else wait_on_stream)(region)
     return region.flat
