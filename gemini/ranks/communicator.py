@@ -1,8 +1,9 @@
-"""The collectives of one model: each is tagged with what it is about, watched while it is waited for, and counted.
+"""The collectives of one model: each is tagged with what it is for, watched while a rank waits for it, and counted.
 
-[Note: Ranks agree] Chunks have one size, so two ranks that gather different chunks would exchange garbage without
+[Note: Ranks agree] All chunks have one size, so two ranks that gather different chunks would exchange garbage without
 any error. Every collective therefore carries (plan hash, sequence number, chunk, position) of every rank, and data
-whose tags differ is never used; or all ranks have agreed on it before (replay.py).
+whose tags differ is never used. Tags are left out only where all ranks have agreed on the collective before
+(replay.py).
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _KINDS = (
 )
 _NUM_OF_CHUNKS = 2
 _BUILD_ALIKE = "All ranks must build the same model with the same arguments"
-_KIND_SHIFT = 24  # a tag's chunk says in its upper bits what is done with it
+_KIND_SHIFT = 24  # the upper bits of a tag's chunk hold the kind of collective
 
 
 class Communicator:
-    """Collectives of a process group of its own; `group=None` is one rank. Collective to create."""
+    """The collectives of a process group of its own. `group=None` means one rank. Collective to create."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, position: StepPosition, rank_timeout_s: float, device: torch.device
@@ -48,7 +49,7 @@ class Communicator:
         self.plan_hash = 0
         self._sequence = 0
         self._process = os.getpid()
-        self._doing = "start", 0, 0  # what, its chunk, its position
+        self._doing = "start", 0, 0  # (kind, chunk, position) of the last collective
         self._replay = ScheduleReplay()
         self._parent = group
         self._rank_timeout_s = rank_timeout_s
@@ -58,7 +59,8 @@ class Communicator:
         self.watch: Watchdog | None = None
         if group is not None and group.size() > 1:
             self.watch = Watchdog(group, rank_timeout_s, self._where, backends(group)[device.type] == "gloo")
-        self._own: OwnGroup | None = None  # a collective that a failure left open must not meet the user's next one
+        # A group of its own: a collective that a failure left open must not be matched with one of the user's.
+        self._own: OwnGroup | None = None
         self.collectives = self._connect()
         self._end_dropped()
 
@@ -76,33 +78,34 @@ class Communicator:
         return (0,) if self._parent is None else tuple(dist.get_process_group_ranks(self._parent))
 
     def begin_pass(self, kind: str) -> None:
-        """What comes until the pass ends is expected to be as in the last pass of this kind. Collective."""
+        """Begin a pass, which is expected to make the same collectives as the last pass of this kind. Collective."""
         if not self.collectives.checks_tags_first:
             return
         expected = self._replay.begin(kind)
         if expected is not None:
+            # The tag carries a digest of what this rank expects: if ranks expect different passes, their tags differ.
             tag = self._tag("agreement on the pass", expected & 0xFFFFFF)
             with self._agreeing():
                 self.collectives.check(tag)
 
     def end_pass(self) -> None:
-        """The running pass is complete. Local."""
+        """The running pass is complete; the next one of its kind is expected to be like it. Local."""
         self._replay.end()
 
     def leave_pass(self) -> None:
-        """What comes until the next pass is not part of any. Local."""
+        """End the pass without remembering it: collectives until the next pass belong to none. Local."""
         self._replay.leave()
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int) -> None:
-        """Fill `payload` from all ranks' shards (this rank's own may already lie in place). Collective."""
+        """Fill `payload` from all ranks' shards. This rank's own may lie in it already. Collective."""
         self.start_all_gather(payload, shard, layout, chunk)()
 
     def start_all_gather(
         self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int, lane: int = 0
     ) -> Callable[[], None]:
-        """Start to fill `payload`; call what it returns before payload or shard is touched. Collective.
+        """Start to fill `payload`. Call the returned function before payload or shard is used. Collective.
 
-        lane: all-gathers that are under way at once have one each.
+        lane: all-gathers that are in flight at the same time need one each.
         """
         tag = self._next("all-gather", chunk)
         with self._agreeing():
@@ -117,9 +120,9 @@ class Communicator:
         chunk: int,
         scratch: Callable[[int, torch.dtype], Tensor],
     ) -> Callable[[], None]:
-        """Start this rank's shard of the mean over ranks, summed in rank order; call what it returns. Collective.
+        """Start to write this rank's shard of the mean over ranks, summed in rank order, to `out`. Collective.
 
-        `payload` and what `scratch` gave out must not be touched before that call, which writes `out`.
+        Call the returned function to finish. Until then `payload`, `out` and what `scratch` gave out must not be used.
         """
         tag = self._next("reduce-scatter", chunk)
         with self._agreeing():
@@ -127,6 +130,7 @@ class Communicator:
         return self._finishing(launched)
 
     def _finishing(self, launched: InFlight) -> Callable[[], None]:
+        # An interrupt may come before `finish`: the group must not be ended while one of these works is open.
         is_open: set[dist.Work] = set() if self._own is None else self._own.open
         is_open.update(launched.works)
 
@@ -138,31 +142,31 @@ class Communicator:
         return finish
 
     def all_reduce_sum_(self, tensor: Tensor, what: str) -> None:
-        """Collective."""
+        """Replace `tensor` by the sum over ranks. `what` names the collective. Collective."""
         tag = self._next(what, 0)
         with self._agreeing():
             self.collectives.all_reduce_sum_(tensor, tag)
 
     def all_reduce_max_(self, tensor: Tensor, what: str) -> None:
-        """Collective."""
+        """Replace `tensor` by the maximum over ranks. `what` names the collective. Collective."""
         tag = self._next(what, 0)
         with self._agreeing():
             self.collectives.all_reduce_max_(tensor, tag)
 
     def least(self, numbers: Sequence[int], what: str) -> list[int]:
-        """Of each number the least over ranks, as the greatest of the negative ones. Collective."""
+        """The minimum of each number over ranks: the negated maximum of the negated numbers. Collective."""
         found = torch.tensor([-number for number in numbers], dtype=torch.int64, device=self.device)
         self.all_reduce_max_(found, what)
         return [-number for number in found.tolist()]
 
     def wait_for_all(self, what: str) -> None:
-        """Every rank has come here, and none has failed before. Collective."""
+        """Wait until every rank comes here; raises if one has failed before. Collective."""
         self.all_reduce_max_(torch.zeros(1, dtype=torch.int64, device=self.device), what)
 
     def broadcast_(self, tensor: Tensor, what: str | None, src: int = 0) -> None:
-        """The tensor of rank `src`, on any device, on every rank. Collective.
+        """Replace `tensor`, on any device, by rank `src`'s. Collective.
 
-        what: None right after ranks have agreed on it.
+        what: names the collective. None right after ranks have agreed on it: then it needs no tag.
         """
         tag = None if what is None else self._next(what, 0)
         carried = tensor.to(self.device) if self.world_size > 1 else tensor
@@ -172,10 +176,11 @@ class Communicator:
             tensor.copy_(carried)
 
     def agree(self, data: bytes, what: str, shown: str | None = None, remedy: str = _BUILD_ALIKE) -> None:
-        """Raises DivergenceError unless every rank brought the same bytes. Collective.
+        """Raises DivergenceError unless every rank passes the same `data`. Collective.
 
-        shown: stands for the bytes in the error, which shows the first line that differs. Ranks exchange digests, and
-        the bytes only where these differ: of a large model they are many, times the number of ranks.
+        shown: text for the error in place of the bytes; the error shows the first line that differs. Ranks exchange
+            digests,
+        and the bytes only if digests differ: for a large model the bytes are many, times the number of ranks.
         """
         tag = self._next(what, 0)
         words = data if shown is None else shown.encode()
@@ -189,6 +194,7 @@ class Communicator:
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         if different:
             both = (split[rank][0][split[rank][1] :].decode(errors="replace") for rank in (0, different[0]))
+            # Show the first differing line only, from 120 characters before its first difference on.
             lines = zip_longest(*(words.split("\n") for words in both), fillvalue="nothing more")
             one, other = next(((a, b) for a, b in lines if a != b), ("", ""))
             at = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
@@ -210,7 +216,7 @@ class Communicator:
             return self.collectives.all_gather_bytes(data, tag)
 
     def restart(self) -> None:
-        """A clean process group after a failure that every rank caught. Collective."""
+        """Replace the process group after a failure that every rank caught. Collective."""
         self._refuse_forked()
         if self.watch is not None:
             self.watch.next_generation()
@@ -220,11 +226,11 @@ class Communicator:
             before = self._own
             self.collectives = self._connect()
             if before is not None:
-                before.leave()  # as all ranks do: they have met since
+                before.leave()  # `_connect` has waited for all ranks: each ends its part here
             self.watch.failed = False
 
     def close(self) -> None:
-        """Give the process group back, with its threads and sockets. Collective, but for models that failed."""
+        """Give the process group back, with its threads and sockets. Collective, except after a failure."""
         if self._own is not None and self.watch is not None:
             if self.watch.failed:
                 self.collectives.abort()
@@ -232,7 +238,7 @@ class Communicator:
             else:
                 self.leave_pass()
                 self._end_dropped()
-                self.collectives.barrier()  # gloo's end waits for the others': leave together
+                self.collectives.barrier()  # gloo's destructor waits for the other ranks: leave together
                 self._own.close()
         self._own, self.collectives = None, Collectives(None)
 
@@ -240,7 +246,8 @@ class Communicator:
         if self._parent is None or self.watch is None:
             return Collectives(None)
         self.watch.join()
-        timeout = timedelta(seconds=self._rank_timeout_s + 60)  # the watch is first to call a rank lost
+        # Longer than the watchdog's, so that the watchdog is first to report a lost rank, with its place in the step.
+        timeout = timedelta(seconds=self._rank_timeout_s + 60)
         self._own = OwnGroup(self._parent, self.watch.name, timeout)
         return Collectives(self._own.group, self._wait, self.device)
 
@@ -253,7 +260,7 @@ class Communicator:
             raise
 
     def _end_dropped(self) -> None:
-        """Groups of models that were dropped without `close()` end. Collective. See [Note: Dropped groups]."""
+        """End the groups of models that were dropped without `close()`. Collective. See [Note: Dropped groups]."""
         if self.watch is not None:
             everything = self.all_gather_bytes("\n".join(dropped()).encode(), "dropped models")
             end_dropped(
@@ -262,7 +269,7 @@ class Communicator:
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """What leaves this block as an exception is told to the other ranks."""
+        """Around a block: an exception that leaves it is published to the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -271,14 +278,16 @@ class Communicator:
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. Local."""
+        # The failure of a forked child (a DataLoader worker) is not the failure of its rank.
         if self.watch is not None and self._process == os.getpid():
             self.watch.publish(error)
 
     def _next(self, what: str, chunk: int) -> Tag | None:
-        """The tag of the next collective; None where ranks have agreed on it already."""
+        """The tag of the next collective; None if ranks have agreed on it already."""
         tag = self._tag(what, chunk)
         followed = self._replay.follows
         agreed = self._replay.matches(Collective(tag.chunk >> _KIND_SHIFT, chunk, tag.moment))
+        # This rank is about to leave the schedule. In the store it learns whether all ranks do; see [Note: Following].
         if followed and not agreed and self.watch is not None:
             self.watch.meet()
         return None if agreed else tag
@@ -291,7 +300,7 @@ class Communicator:
         return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << _KIND_SHIFT | chunk, self.position.now)
 
     def _refuse_forked(self) -> None:
-        """A child of this process has its sockets, but not the threads that serve them: it would wait for ever."""
+        """Raises UnsupportedError in a forked child: it has the sockets, but not the threads that serve them."""
         if self._process != os.getpid() and self.watch is not None:
             raise UnsupportedError(
                 f"this process was forked from rank {self.watch.rank} and cannot fetch a sharded parameter, which "
@@ -301,8 +310,9 @@ class Communicator:
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
-        """Ranks whose tags differ inside took different ways, and all of them say so."""
+        """Around a collective: tags that differ become a DivergenceError on every rank."""
         try:
+            # gloo keeps this thread's saved-tensor hooks, and through them the model, alive with the work.
             with unhooked():
                 yield
         except TagMismatch as mismatch:
@@ -312,7 +322,7 @@ class Communicator:
             raise error from None
 
     def _where(self) -> tuple[int, str]:
-        """(number of the last collective, what it is), the same on all ranks that take one way."""
+        """(number, description) of the last collective, equal on all ranks that run the same code."""
         what, chunk, position = self._doing
         words = f"{what} of chunk {chunk}" if what in _KINDS[:_NUM_OF_CHUNKS] else what
         return self._sequence, f"{words}, {self.position.describe(position)} (collective {self._sequence})"

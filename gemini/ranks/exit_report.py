@@ -1,4 +1,4 @@
-"""The end of this process, published: the ranks that wait for it learn why, wherever an exception was raised."""
+"""Publishes why this process ends, wherever the exception was raised, to the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from gemini.errors import RemoteRankError
 from gemini.ranks import gloo_threads
 
-LAST_WORDS_S = 6.0  # how long to look for the message of a rank whose connection closed, and to leave one's own
+# How long to look for the last message of a rank whose connection closed, and to stay until others have read one's own.
+LAST_WORDS_S = 6.0
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _previous_hook: _Hook | None = None
@@ -38,35 +39,39 @@ watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
 
 
 def publish_exit() -> None:
-    """From now on the end of this process is published, and why."""
+    """Publish the end of this process, and its reason, from now on."""
     global _previous_hook, _pid
     if _previous_hook is None:
+        # Installed once a process: with a second wrapper each exception would be told twice.
         _previous_hook = sys.excepthook
         sys.excepthook = _excepthook
     if _pid != os.getpid():
         _pid = os.getpid()
         atexit.register(_at_exit)
+        # A child of multiprocessing ends without excepthook, and without atexit if it was forked: see
+        # `_at_end_of_child`.
         if multiprocessing.parent_process() is not None:
             Finalize(None, _at_end_of_child, exitpriority=100)
 
 
 def any_ended() -> bool:
-    """Any process of the job, by its own words; one look at the store."""
+    """Whether a process of the job has published its end. One look at the store."""
     return int(default_store().add("gemini/num_ended", 0)) > 0
 
 
 def of(global_rank: int) -> str | None:
-    """Why that rank's process ended; None if it has not."""
+    """Why the process of `global_rank` ended; None if it has not published an end."""
     store, key = default_store(), f"gemini/ended/{global_rank}"
     return store.get(key).decode() if store.check([key]) else None
 
 
 def words_of(error: BaseException) -> str:
+    """The text of an exception for other ranks."""
     return f"{type(error).__name__}: {error}"
 
 
 def default_store() -> Any:
-    """The store that the default process group was made with."""
+    """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -77,16 +82,19 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 def _tell(error: BaseException) -> None:
+    """Publish `error` to every watch of this process, and keep its text for `_publish`."""
     global _words
+    # An error that came from another rank is passed on as that rank's, so that every rank shows the first cause.
     _words = error.message if isinstance(error, RemoteRankError) else words_of(error)
     for watch in list(watches):
         watch.publish(error)
 
 
 def _at_end_of_child() -> None:
-    """A process that multiprocessing has started ends: it calls no excepthook, and no atexit where it was forked.
+    """Runs when a process of multiprocessing ends: it calls no excepthook, and no atexit function if it was forked.
 
-    Its finalizers run while the exception that ends it is handled. `torch.multiprocessing` makes an exit of it first.
+    Its finalizers run while the exception that ends it is handled. `torch.multiprocessing` turns the exception into a
+    SystemExit first.
     """
     error = sys.exception()
     if isinstance(error, SystemExit):
@@ -99,10 +107,12 @@ def _at_end_of_child() -> None:
 
 def _at_exit() -> None:
     _publish()
-    gloo_threads.wait_until_idle(LAST_WORDS_S)  # of the user's groups, too, and after `destroy_process_group()`
+    # Also for the user's own groups, and after `destroy_process_group()`. See [Note: Threads at the end].
+    gloo_threads.wait_until_idle(LAST_WORDS_S)
 
 
 def _publish() -> None:
+    """Write to the store that this process has ended and why, and wait until other ranks have read of a failure."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     try:

@@ -1,10 +1,10 @@
-"""The threads in which gloo runs collectives, when the process ends.
+"""Waits for the threads in which gloo runs collectives before the process ends.
 
-[Note: Threads at the end] gloo's thread marks a collective as done first and lets go of its tensors then, for which
-it takes Python's lock. A script that ends meanwhile, as one does that the thread's mark has just woken, leaves the
-thread waiting for the lock of an interpreter that is ending. Python ends such a thread in the middle of a C++
-destructor, and the process aborts: "terminate called without an active exception", exit code -6, after all work
-was done. This is a race of a few microseconds, which a busy machine makes longer: with plain PyTorch too.
+[Note: Threads at the end] gloo's thread first marks a collective as done and then releases its tensors, for which it
+takes the GIL. If the script ends meanwhile, as one does that this very mark has woken, the thread waits for the lock of
+an interpreter that is ending. Python ends such a thread in the middle of a C++ destructor, and the process aborts:
+"terminate called without an active exception", exit code -6, after all work was done. The race lasts a few
+microseconds, more on a busy machine, and exists with plain PyTorch too.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-_NAME = "pt_gloo_runloop"  # what torch calls them
+_NAME = "pt_gloo_runloop"  # torch's name for them
 _LOOK_S = 0.002
 _TASKS = Path("/proc/self/task")
 
 
 def wait_until_idle(seconds: float) -> None:
-    """Wait until gloo's threads have let go of tensors of collectives that are over, but for so long only. Local.
+    """Wait, for at most `seconds`, until gloo's threads have released the tensors of finished collectives. Local.
 
-    A thread that waits for Python's lock sleeps, as an idle one does, and gets the lock while this function sleeps:
-    threads that sleep at two looks are idle. They may also wait for other ranks, which nobody waits for here.
+    A thread that waits for the GIL sleeps, as an idle one does, but it gets the lock while this function sleeps. So
+    threads that sleep at two looks in a row are idle. Threads that wait for other ranks count as idle, too: nobody
+    waits for these.
     """
-    if not _TASKS.is_dir():  # no Linux: the time that they need on a machine that is not busy
+    # Not Linux: wait the time that the threads need on a machine that is not busy.
+    if not _TASKS.is_dir():
         time.sleep(10 * _LOOK_S)
         return
     deadline = time.monotonic() + seconds
@@ -34,8 +36,9 @@ def wait_until_idle(seconds: float) -> None:
 
 
 def _runs(task: Path) -> bool:
-    """A thread of gloo's that has a core, or waits for one."""
+    """Whether `task` is one of gloo's threads and has a core, or waits for one."""
     try:
+        # A line such as `123 (pt_gloo_runloop) S ...`; the name may itself contain spaces and brackets.
         name, _, state = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
     except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
         return False

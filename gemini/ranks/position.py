@@ -1,4 +1,4 @@
-"""Positions: points in a step's schedule, as numbers that travel in tags and as words that stand in errors."""
+"""Positions: points in a step's schedule, as numbers for tags and as words for errors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _WORDS = {
 
 
 class Recording(Protocol):
-    """Hears of every event."""
+    """Is told of every event of a step."""
 
     def reached(self, event: StepEvent) -> None:
-        """It begins."""
+        """`event` begins."""
 
 
 class StepPosition:
-    """The current position; operator 0 is the model itself."""
+    """The current position in the step. Operator 0 is the model itself."""
 
     def __init__(self, operators: Sequence[str]) -> None:
         self.operators = list(operators)
         self.now = 0
         self.events = Events()
-        self.recording: Recording | None = None  # what measures each event of the step that runs
+        self.recording: Recording | None = None  # measures the events of the running step, if it is recorded
 
     @property
     def operator(self) -> int:
@@ -39,11 +39,12 @@ class StepPosition:
         return self.now // len(Phase)
 
     def add(self, operator: str) -> int:
-        """One more operator; its number."""
+        """Add an operator to the table; returns its number."""
         self.operators.append(operator)
         return len(self.operators) - 1
 
     def set(self, operator: int, phase: Phase) -> None:
+        """Move to `phase` of `operator`, and count that as an event."""
         self.now = operator * len(Phase) + phase
         self.events.reach(operator, phase)
         if self.recording is not None:

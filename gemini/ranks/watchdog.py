@@ -1,12 +1,11 @@
 """The watchdog: no rank waits for ever, and every rank learns why another one stopped.
 
-A rank that waits for a collective looks at the store once a second. If another rank has published an exception, or
-its process has ended, it raises `RemoteRankError` with that rank's message; if the process was killed, which one on the
-same host sees (processes.py), `RankLostError`. If it has waited `DIVERGED_AFTER_S`, or
-for others that do not come where it meets them, it publishes where it is. Two ranks that mean different things by one
-number of collective diverged, and so did two that keep waiting at different places; all say so with both places.
-After `rank_timeout_s` the missing rank is called lost. The watch needs the store that the process group was made
-with, nothing else.
+A rank that waits for a collective looks at the store once a second. If another rank has published an exception, or its
+process has ended, it raises `RemoteRankError` with that rank's message. If the process was killed, which ranks of the
+same host see (processes.py), it raises `RankLostError`. After `DIVERGED_AFTER_S`, or while it waits in `meet`, a rank
+publishes where it is. Two ranks that mean different collectives by one number have diverged, and so have two that keep
+waiting at different places: all ranks raise `DivergenceError` with both places. After `rank_timeout_s` the missing rank
+is called lost. The watch needs nothing but the store of the process group.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from gemini.ranks import exit_report, processes
 
 POLL_S = 1.0
 DIVERGED_AFTER_S = 4.0
-UNCHANGED_S = 6.0  # a rank that is merely slow moves on within this time, on a machine that is not hopeless
+# A slow rank moves on within this time; ranks that stay at different places for longer have diverged.
+UNCHANGED_S = 6.0
 _JOIN_POLL_S = 0.02
 _MEET_POLL_S = 0.0005
-_SPIN_S = 0.002  # most collectives are over sooner; after that others may have the processor
+# Most collectives are over within this time. After it the thread sleeps, to leave the processor to others.
+_SPIN_S = 0.002
 _DIVERGED = f"{DivergenceError.__name__}: "
 ALL_ALIKE = (
     "All ranks must run the same operators in the same order: look for code that differs by rank. If a module there "
@@ -40,7 +41,7 @@ _num_watches: Counter[tuple[int, ...]] = Counter()  # by the global ranks that t
 class Watchdog:
     """The watch of one process group. Collective to create: every rank makes its watches in the same order.
 
-    blocks: the backend's `wait` holds up the host until the collective is over, as gloo's does. NCCL's only orders the
+    blocks: the backend's `wait` blocks the host until the collective is over, as gloo's does. NCCL's only orders the
     device's stream, and the first read of a result on the host would wait for a failed rank without end.
     """
 
@@ -52,22 +53,23 @@ class Watchdog:
         self.rank_timeout_s = rank_timeout_s
         self.generation = 0
         self.failed = False
-        self._met = ""  # key of this rank's last word to the others when it met them
+        self._met = ""  # key of this rank's last message in `meet`
         self._where = where  # (number, description) of the last collective
         self._blocks = blocks
         self._ranks = dist.get_process_group_ranks(group)
         together = tuple(self._ranks)
+        # The count keeps two watches of the same ranks apart, as all ranks make them in one order.
         self._prefix = f"gemini/watch/{_num_watches[together]}/{'-'.join(map(str, together))}"
         _num_watches[together] += 1
         self._store = PrefixStore(self._prefix, exit_report.default_store())
-        self._heard = -1  # the last generation of whose failure this rank knows
+        self._heard = -1  # the last generation whose failure this rank knows of
         exit_report.publish_exit()
         processes.announce(exit_report.default_store(), dist.get_rank())
         exit_report.watches.add(self)
 
     @property
     def name(self) -> str:
-        """Of this generation of this watch, the same on all its ranks and on none other."""
+        """A name for this generation's process group, equal on all its ranks and used by no other watch."""
         return f"{self._prefix}/{self.generation}/group"
 
     def wait(self, work: dist.Work) -> None:
@@ -81,6 +83,7 @@ class Watchdog:
                 self._raise_remote(work)
                 now = time.monotonic()
                 places = self._places()
+                # Answer as soon as another rank has published its place: it waits for this rank's to compare.
                 if now - started > DIVERGED_AFTER_S or places:
                     self._say_where()
                     published = True
@@ -91,11 +94,12 @@ class Watchdog:
                         self._raise_diverged(places)
                 self._raise_if_lost(now - started)
         finally:
+            # The place must not be compared with other ranks' places in later collectives.
             if published and not self.failed:
                 self._store.delete_key(self._key(f"where/{self.rank}"))
 
     def meet(self) -> None:
-        """Wait until all ranks are here, without a collective that could stay open.
+        """Wait until all ranks come here, without a collective that could stay open.
 
         Raises DivergenceError on all ranks if one is elsewhere, RemoteRankError or RankLostError.
         """
@@ -103,6 +107,7 @@ class Watchdog:
         keys = [self._key(f"met/{number}/{rank}") for rank in range(self.world_size)]
         self._store.set(keys[self.rank], words)
         started = last_look = time.monotonic()
+        # Polled closely, since ranks usually come together; failures are looked for only once in `POLL_S`.
         while not self._store.check(keys):
             now = time.monotonic()
             if now - last_look > POLL_S:
@@ -118,39 +123,43 @@ class Watchdog:
             self._raise_diverged(said)
         self._store.delete_key(self._key(f"where/{self.rank}"))
         if self._met:
-            self._store.delete_key(self._met)  # by now all have read it
+            # Every rank is here, so each has left the meeting before this one and has read its messages.
+            self._store.delete_key(self._met)
         self._met = keys[self.rank]
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed. What another rank caused is not published again."""
+        """Tell the other ranks that this one failed. A failure that another rank caused is not published again."""
         self.failed = True
         if isinstance(error, RemoteRankError):
             return
         try:
+            # The first failure of a generation stays: later ones are mostly its consequences.
             self._store.compare_set(self._key("error"), "", f"{self.rank}\n{exit_report.words_of(error)}")
             self._note_heard()
-        except RuntimeError:  # the store's rank is gone, and with it everyone who could read the message
+        # The rank that holds the store is gone, so nobody could read the message.
+        except RuntimeError:
             return
 
     def tear(self, error: BaseException) -> None:
-        """This rank failed half way through an update: no generation after this one can start clean."""
+        """Record that this rank failed in the middle of an update: no later generation can start from these weights."""
         try:
             self._store.compare_set("torn", "", f"rank {self.rank}: {exit_report.words_of(error)}")
         except RuntimeError:  # as above
             return
 
     def next_generation(self) -> None:
-        """After a failure that every rank caught."""
+        """Begin another generation, after a failure that every rank caught: its keys are new."""
         self.generation += 1
 
     def join(self) -> None:
-        """Wait until all ranks have come to the start of this generation."""
+        """Wait until all ranks are at the start of this generation. Raises RankLostError after `rank_timeout_s`."""
         self._raise_torn()
         joined = self._key("joined")
         deadline = time.monotonic() + self.rank_timeout_s
         last_look = time.monotonic()
         count = self._store.add(joined, 1)
-        pause_s = _MEET_POLL_S  # ranks that come together do not wait for long
+        # Ranks that come together do not wait for long; a rank that waits longer asks the store less often.
+        pause_s = _MEET_POLL_S
         while count < self.world_size:
             now = time.monotonic()
             if now > deadline:
@@ -163,10 +172,11 @@ class Watchdog:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _JOIN_POLL_S)
             count = self._store.add(joined, 0)
+        # Another rank may have published a torn update while this one waited.
         self._raise_torn()
 
     def let_others_hear(self, deadline: float) -> None:
-        """Before this process ends, which may hold the store: wait until every rank knows of the failure."""
+        """Wait until every rank knows of the failure, before this process ends: it may hold the store."""
         while self._heard == self.generation and time.monotonic() < deadline:
             if all(
                 self._store.check([self._key(f"heard/{rank}")]) or exit_report.of(global_rank) is not None
@@ -181,10 +191,11 @@ class Watchdog:
             raise torn(self._store.get("torn").decode())
 
     def _done(self, work: dist.Work, seconds: float) -> bool:
-        """Wait for at most `seconds`. A collective that fails is the end: its connection is gone."""
+        """Wait for at most `seconds`. Any failure but a timeout is final: the connection is gone."""
         try:
             return self._completes(work, seconds)
         except RuntimeError as error:
+            # gloo reports a timeout of `wait` and a lost connection by the same class.
             if "Operation timed out" not in str(error):
                 self._raise_lost(error)
             return False
@@ -208,7 +219,7 @@ class Watchdog:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _raise_remote(self, work: dist.Work | None) -> None:
-        """Raises what another rank published, or that its process ended."""
+        """Raises the error that another rank published, or that its process has ended."""
         try:
             error = self._read("error")
             ended = None if error else self._ended()
@@ -220,6 +231,7 @@ class Watchdog:
             raise RankLostError(f"rank {self.rank}: the rank that holds the store is gone ({lost})") from None
         if error:
             rank, message = error.split("\n", 1)
+            # This rank's own message counts only if it waits for a collective again: the others will not come.
             if int(rank) != self.rank or work is not None:
                 self.failed = True
                 if message.startswith(_DIVERGED):
@@ -229,20 +241,21 @@ class Watchdog:
             self._raise_ended(*ended)
 
     def _done_at_last(self, work: dist.Work) -> bool:
-        """A process may end as soon as its own part is done: what it has sent is still to arrive."""
+        """Whether the collective completes after all: a process may end while what it has sent still arrives."""
         try:
             return self._completes(work, 2 * POLL_S)
         except RuntimeError:
             return False
 
     def _ended(self) -> tuple[int, str | None] | None:
-        """(rank, why) of a rank whose process has ended. Why is None for one that had no time to say it."""
+        """(rank, reason) of a rank whose process has ended. The reason is None if it had no time to publish one."""
         store, some_spoke = exit_report.default_store(), exit_report.any_ended()
         for rank, global_rank in enumerate(self._ranks):
             if rank == self.rank:
                 continue
             is_gone = processes.is_gone(store, global_rank)
-            words = exit_report.of(global_rank) if is_gone or some_spoke else None  # its last word before it went
+            # A process may publish its reason right before it is gone, so this is read after `is_gone`.
+            words = exit_report.of(global_rank) if is_gone or some_spoke else None
             if is_gone or words is not None:
                 return rank, words
         return None
@@ -255,7 +268,8 @@ class Watchdog:
             f"rank {self.rank} lost rank {rank} at {self._where()[1]}: its process is gone without a word. It was "
             "killed, or crashed: its own output may say why, or the kernel's log if the host ran out of memory"
         )
-        self.publish(error)  # to ranks on other hosts
+        # Ranks on other hosts cannot see this process.
+        self.publish(error)
         raise error
 
     def _raise_if_lost(self, waited_s: float) -> None:
@@ -272,7 +286,7 @@ class Watchdog:
         self._store.set(self._key(f"where/{self.rank}"), f"{number}\n{words}")
 
     def _places(self) -> dict[int, tuple[str, str]]:
-        """(number of collective, description) of the ranks that have waited long."""
+        """(number of collective, description) of each rank that has waited for long."""
         places = {rank: self._read(f"where/{rank}") for rank in range(self.world_size)}
         return {rank: (place.split("\n")[0], place.split("\n")[1]) for rank, place in places.items() if place}
 
@@ -283,7 +297,10 @@ class Watchdog:
         raise error
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
-        """The backend gave up: because a rank is gone, or because two ranks' collectives did not fit each other."""
+        """The backend gave up, because a rank is gone or because two ranks' collectives did not match.
+
+        The message of that rank, or its place, may reach the store a moment later.
+        """
         deadline = time.monotonic() + exit_report.LAST_WORDS_S
         self.failed = True
         try:
@@ -303,7 +320,7 @@ class Watchdog:
 
 
 def _completes(work: dist.Work, seconds: float) -> bool:
-    """Look for at most `seconds` whether a collective is over; then order the stream after it."""
+    """Wait for at most `seconds` for the collective to be over, then order the stream after it."""
     started = time.monotonic()
     while not work.is_completed():
         waited_s = time.monotonic() - started
@@ -316,5 +333,5 @@ def _completes(work: dist.Work, seconds: float) -> bool:
 
 
 def _contradict(places: dict[int, tuple[str, str]]) -> bool:
-    """Two ranks are at the same number of collective with different intentions: not slow, but diverged."""
+    """Whether two ranks are at the same number of collective with different descriptions: diverged, not slow."""
     return len(set(places.values())) > len({number for number, _ in places.values()})
