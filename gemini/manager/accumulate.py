@@ -1,7 +1,7 @@
-"""How the gradients that autograd makes become one reduced gradient a step: two ways, chosen by the number of ranks.
+"""Turns the gradients of autograd into one reduced gradient a step. The number of ranks selects one of two ways.
 
-`AccumulateInPlace`: one rank adds gradients in autograd's own order and has nothing to agree on.
-`AccumulateAndReduce`, in reduce.py: several ranks reduce every micro-batch at once.
+`AccumulateInPlace`: one rank adds gradients in autograd's own order and has nothing to agree on. `AccumulateAndReduce`,
+in reduce.py: several ranks reduce every micro-batch at once.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from gemini.ranks.communicator import Communicator
 
 @dataclass(eq=False, repr=False)
 class Accumulation:
-    """What the gradient store asks of either way. `backward` counts the backwards of a step."""
+    """The interface of both ways to the gradient store. `backward` is the number of a backward within its step."""
 
     _memory: GradMemory
     _homes: GradHomes
     _scratch: Scratch
     _communicator: Communicator
 
-    knows_all: ClassVar = True  # what came to this rank says all about a gradient
+    knows_all: ClassVar = True  # this rank's gradients are all there are
 
     def __post_init__(self) -> None:
         self.synchronizes = True  # False inside no_sync()
-        self.awaits_reduction = False  # backwards under no_sync() have left some gradients; equal on all ranks
+        self.awaits_reduction = False  # gradients from under no_sync() are left; equal on all ranks
         self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
 
     def note_placement(self, is_resident: bool) -> None:
@@ -42,41 +42,42 @@ class Accumulation:
         self._reduced.clear()
 
     def make_way(self, gradient: ChunkGradient) -> None:
-        """The gradient is about to be opened: what is in its way is finished. Local but at stage 0."""
+        """Finish any pending reduction that the gradient to be opened would conflict with. Local, except at stage 0."""
 
     def arrived(self, gradient: ChunkGradient, backward: int) -> None:
-        """Some of the chunk's gradients were copied into its payload. Collective if it is now its turn."""
+        """Some of the chunk's gradients were copied into its payload. Collective if the chunk is reduced now."""
 
     def due(self) -> Sequence[int]:
-        """Before a fetch in backward: the chunks that all ranks reduce now, by index. Collective while recording."""
+        """Chunks, by index, that all ranks reduce before the next fetch in backward. Collective while recording."""
         return ()
 
     def reduce(self, gradient: ChunkGradient, backward: int) -> None:
-        """Mean over ranks of a chunk's open gradient (zeros if this rank has none), into its home. Collective."""
+        """Reduce a chunk's open gradient (zeros if this rank has none) to the mean over ranks, at home. Collective."""
 
     def end_backward(self, backward: int) -> None:
-        """Reduce what is open on any rank. Collective."""
+        """Reduce every gradient that is open on any rank. Collective."""
 
     def catch_up(self, backward: int) -> None:
-        """Reduce what no_sync() has left. Collective if there is something."""
+        """Reduce the gradients that backwards under no_sync() have left. Collective if there are any."""
 
     def forget(self, has_zeros: bool) -> None:
-        """Gradients were used, or discarded, or are zeros now; a reduction in flight has failed. Local."""
+        """Forget the step's gradients: they were used, discarded or zeroed, or their reduction has failed. Local."""
 
     def reset_order(self) -> None:
-        """Other chunks are trained: which gradients are to be expected, and when, must be found out again. Local."""
+        """Forget which gradients to expect, and when: other chunks are trained. Local."""
 
 
 class AccumulateInPlace(Accumulation):
     """One rank: its gradient is the mean.
 
     Where the home is on the device in full precision, gradients are written and added there. Others are opened in a
-    slot, and merged when they are complete. no_sync() changes no value.
+    slot and merged into the home when they are complete. no_sync() changes no value.
     """
 
     def arrived(self, gradient: ChunkGradient, backward: int) -> None:
-        """See `Accumulation`. Pieces are added up in their own dtype first, as autograd does: they wait for the end."""
+        """See `Accumulation`. Pieces are added in their own dtype first, as by autograd, so they wait for the end."""
         if gradient.chunk.index in self._reduced:
+            # A piece came after the chunk was merged in this backward, as reentrant checkpointing does.
             gradient.in_pieces = True
         elif gradient.num_fired == gradient.expected and gradient.state is GradState.IN_SLOT:
             if not gradient.in_pieces:
@@ -87,6 +88,7 @@ class AccumulateInPlace(Accumulation):
         chunk, memory = gradient.chunk, self._memory
         with untracked():
             self._reduced.add(chunk.index)
+            # The gradient may have been spilled: bring it back into a slot.
             memory.open(gradient, backward)
             memory.complete(gradient)
             payload = gradient.payload
@@ -108,4 +110,5 @@ class AccumulateInPlace(Accumulation):
             elif gradient.is_open:
                 self.reduce(gradient, backward)
             if backward == 1 and self.synchronizes:
-                gradient.expected = max(1, sum(gradient.got))  # unused parameters do not keep it open next time
+                # Unused parameters must not keep the chunk open, and its slot taken, until the end of later backwards.
+                gradient.expected = max(1, sum(gradient.got))

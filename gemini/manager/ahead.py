@@ -1,4 +1,4 @@
-"""Payloads that are gathered ahead: on their way into a slot before anybody has asked for them, each in a lane."""
+"""Payloads that are prefetched: each is on its way into a slot, in a lane of its own, before an operator needs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini.observe import Moving
 
 @dataclass
 class Arrival:
-    """A payload on its way into a slot; the slot is the chunk's already, the chunk is released until it is there."""
+    """A payload on its way into a slot. The slot is the chunk's already; the chunk is RELEASED until then."""
 
     chunk: Chunk
     slot: Slot
@@ -22,10 +22,10 @@ class Arrival:
 
 
 class Ahead:
-    """Those of one model on this rank, in the order in which they were started, which is equal on all ranks."""
+    """One model's prefetches in flight on this rank, in the order of their start, which is equal on all ranks."""
 
     def __init__(self, most: int) -> None:
-        """most: payloads that may be on their way at once."""
+        """most: the number of payloads that may be in flight at once."""
         self.most = most
         self._by_chunk: dict[int, Arrival] = {}
 
@@ -34,31 +34,32 @@ class Ahead:
 
     @property
     def is_full(self) -> bool:
-        """No more may be started now."""
+        """No prefetch may be started now."""
         return len(self._by_chunk) >= self.most
 
     def free_lane(self) -> int:
-        """The first lane that nothing is on its way in. Lane 0 is for what was asked for."""
+        """The first lane without a prefetch. Lane 0 is left to fetches that an operator waits for."""
         taken = {arrival.lane for arrival in self._by_chunk.values()}
         return next(lane for lane in range(1, self.most + 1) if lane not in taken)
 
     def add(self, arrival: Arrival) -> None:
-        """The payload has been started."""
+        """Note a prefetch that was started."""
         self._by_chunk[arrival.chunk.index] = arrival
 
     def take(self, chunk: int) -> Arrival | None:
-        """The chunk's payload, if it is on its way; it is not one of these any more."""
+        """Remove and return the chunk's prefetch; None if it has none."""
         return self._by_chunk.pop(chunk, None)
 
     def take_all_but(self, chunks: Collection[int]) -> list[Arrival]:
-        """The payloads of all other chunks, likewise."""
+        """Remove and return the prefetches of all other chunks."""
         for chunk in self._by_chunk:
             if chunk not in chunks:
                 break
-        else:  # as at nearly every touch
+        # No prefetch is superfluous, as at nearly every touch.
+        else:
             return []
         return [self._by_chunk.pop(chunk) for chunk in list(self._by_chunk) if chunk not in chunks]
 
     def clear(self) -> None:
-        """After a failed step: nothing is on its way."""
+        """Forget all prefetches, after a failed step."""
         self._by_chunk.clear()

@@ -1,15 +1,15 @@
-"""Gradients that autograd has made, on their way into the open payload of their chunk. All of it is local.
+"""Takes over the gradients that autograd has made, into the open payload of their chunk. All of it is local.
 
 [Note: Waiting gradients] A hook that copies one gradient costs as much as the backward of a tiny operator. So the
 gradients of a chunk of many small parameters wait in `.grad`, where autograd puts them, until the chunk has all that it
-expects, or the backward ends, and are then copied by one call. Gradients of at most two chunks wait at the same time:
-that many bytes are held beyond the gradient slots. A parameter's gradient that comes again meanwhile (of a region that
-reentrant checkpointing recomputes) is added by autograd itself, to the same bits. Where one rank adds gradients to what
-an earlier backward of the step has left in the home, they do not wait: (a + b) + c has other bits than a + (b + c).
+expects or the backward ends, and one call then copies them. Gradients of at most two chunks wait at the same time: they
+are held beyond the gradient slots. If another gradient of a parameter comes meanwhile (from a region that reentrant
+checkpointing recomputes), autograd itself adds the two, to the same bits. Gradients do not wait where one rank adds
+them to what an earlier backward of the step has left in the home: (a + b) + c has other bits than a + (b + c).
 
-Where an open gradient is in nobody's way, 256 of them are copied at a time: they are still in the processor's cache
-then, and the memory that they leave is used again by the next ones. A parameter whose gradient was copied so has no
-other one wait in the same backward, for the sake of the same bits.
+If a long-open gradient makes no other one lack a slot, 256 gradients are copied at a time: they are still in the
+processor's cache then, and the next gradients reuse their memory. A parameter whose gradient was copied in this way has
+no other gradient wait in the same backward, again for the same bits.
 """
 
 from __future__ import annotations
@@ -40,39 +40,40 @@ _AT_A_TIME = 256
 
 
 class Waiting:
-    """Which gradients of one chunk wait. Hooks of parameters hold it, so it refers to no tensor and no model."""
+    """Which gradients of one chunk wait. Hooks of parameters hold it, so it must not refer to tensors or a model."""
 
     __slots__ = ("arrived", "copied", "due", "positions")
 
     def __init__(self, chunk: Chunk) -> None:
         self.arrived: list[int] = []  # ids of parameters, in order of arrival
-        self.due = 0  # with so many of them the chunk has to be looked at
-        self.copied: set[int] = set()  # ids of those copied in this backward, while others are awaited: membership only
+        self.due = 0  # number of arrivals at which `Arrivals` is called
+        self.copied: set[int] = set()  # ids of those copied in this backward while others wait: membership only
         self.positions = {id(parameter): position for position, parameter in enumerate(chunk.raw)}
 
 
 class Arrivals:
-    """Gradients that come to the chunks of one model."""
+    """The arriving gradients of the chunks of one model."""
 
     def __init__(self, memory: GradMemory, accumulation: Accumulation) -> None:
         self._memory = memory
         self._accumulation = accumulation
         self._waiting: dict[int, Waiting] = {}  # by chunk index
-        self.begun: list[int] = []  # chunks of which gradients wait until the backward ends at most, longest first
+        self.begun: list[int] = []  # chunks with waiting gradients, the longest waiting first
 
     def waiting_of(self, chunk: Chunk) -> Waiting:
-        """What the hooks of the chunk's parameters note their gradients in, for good."""
+        """The `Waiting` of a chunk, the same for the life of the model: the parameters' hooks hold it."""
         if chunk.index not in self._waiting:
             self._waiting[chunk.index] = Waiting(chunk)
         return self._waiting[chunk.index]
 
     def begin(self, gradient: ChunkGradient, backward: int) -> bool:
-        """A gradient of a chunk of which none waits has come in backward number `backward`. False if it may not wait.
+        """Whether the first gradient of a chunk in backward number `backward`, and with it the others, may wait.
 
-        With create_graph=True (grad mode is on) it does not: that is refused by the parameter's name.
+        With create_graph=True (grad mode is on) it may not: the gradient is refused by the parameter's name.
         """
         if gradient.num_fired or gradient.is_open or torch.is_grad_enabled():
             return False
+        # These gradients are added to the sum one by one, in autograd's order.
         if gradient.is_reduced and (gradient.in_place or gradient.resumes(backward)):
             return False
         index = gradient.chunk.index
@@ -81,17 +82,21 @@ class Arrivals:
         return True
 
     def _await(self, gradient: ChunkGradient, count: int) -> None:
-        """So many more gradients are expected."""
+        """Expect `count` more gradients of the chunk."""
         at_a_time = _AT_A_TIME if self._memory.is_in_nobodys_way(gradient) else count
         self._waiting[gradient.chunk.index].due = min(count, at_a_time)
 
     def collect(self, gradient: ChunkGradient, backward: int, are_all: bool = True) -> bool:
-        """Take over the chunk's gradients that wait; False if none does. are_all: no others will wait for now."""
+        """Copy the chunk's waiting gradients to its payload; False without any.
+
+        are_all: no others of the chunk will wait for now.
+        """
         chunk = gradient.chunk
         if chunk.index not in self.begun:
             return False
         waiting = self._waiting[chunk.index]
         arrived = dict.fromkeys(waiting.arrived)
+        # A parameter that is noted twice: autograd has added its gradients in `.grad`.
         if len(arrived) < len(waiting.arrived):
             gradient.in_pieces = True
         waiting.arrived.clear()
@@ -103,14 +108,17 @@ class Arrivals:
         else:
             self._await(gradient, left)
             waiting.copied.update(arrived)
+        # A range stands for all parameters, the common case, without a list of positions.
         positions: Sequence[int] = range(len(chunk.raw))
         if len(arrived) < len(positions):
             positions = list(map(waiting.positions.__getitem__, arrived))
         parameters = _at(positions, chunk.raw)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            # The loops over parameters run in C. `.grad` is cleared first: autograd would add the next gradient to it.
             grads = list(map(_grad_of, parameters))
             deque(map(_set_grad, parameters, repeat(None)), 0)
-            if NoneType in map(type, grads):  # a hook of the user's has dropped one
+            # A post-accumulate hook of the user's has set `.grad` to None.
+            if NoneType in map(type, grads):
                 positions = [position for position, grad in zip(positions, grads, strict=True) if grad is not None]
                 grads = [grad for grad in grads if grad is not None]
             if not grads:
@@ -120,11 +128,13 @@ class Arrivals:
             if not _STRIDED.issuperset(map(_layout_of, grads)):
                 grads = [grad.to_dense() if grad.layout is not torch.strided else grad for grad in grads]
             fired = gradient.fired
+            # Gradients that must be added, or refused, are taken one by one.
             if not all(gradient.trained) or (gradient.num_fired and any(map(fired.__getitem__, positions))):
                 for position, grad in zip(positions, grads, strict=True):
                     self.add(chunk, position, grad, backward)
                 return True
-            self._open(gradient, backward, zero=True)  # paddings of many small parameters are too many to zero singly
+            # Zero the whole payload: this chunk has too many paddings to zero them one by one.
+            self._open(gradient, backward, zero=True)
             torch._foreach_copy_(_at(positions, gradient.views), grads)
         fired, got, expects = gradient.fired, gradient.got, gradient.expects
         for position in positions:
@@ -134,13 +144,13 @@ class Arrivals:
         return True
 
     def take(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
-        """Take over one dense gradient, of the parameter at `position`."""
+        """Copy one dense gradient, of the parameter at `position`, to its chunk's payload."""
         gradient = self._memory.gradients.get(chunk.index)
         view = None if gradient is None else gradient.expects[position]
         if gradient is None or view is None:
             with torch.no_grad():
                 return self.add(chunk, position, grad, backward)
-        # the common path: a copy and some flags
+        # The common path: a copy and some flags.
         view.copy_(grad)
         gradient.expects[position] = None
         gradient.fired[position] = gradient.got[position] = 1
@@ -148,7 +158,10 @@ class Arrivals:
         return gradient
 
     def add(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
-        """Take over a gradient that opens its chunk, comes in pieces or adds to a whole home."""
+        """Take a gradient that opens its chunk, comes in pieces, or is added to a sum.
+
+        Raises UnsupportedError for a parameter that was unfrozen after its forward began.
+        """
         managed = chunk.parameters[position]
         if not managed.requires_grad:
             raise UnsupportedError(
@@ -174,7 +187,7 @@ class Arrivals:
             self._memory.open(gradient, backward, zero)
 
     def drop(self) -> None:
-        """Whatever waits is discarded: autograd would add the next gradients to it."""
+        """Discard all waiting gradients: autograd would add those of the next backward to them."""
         self.begun.clear()
         for index, waiting in self._waiting.items():
             if waiting.arrived and index in self._memory.gradients:
@@ -188,7 +201,7 @@ class Arrivals:
 
 
 def graph_refused(name: str) -> UnsupportedError:
-    """Of the parameter `name`, whose gradient has one."""
+    """The error for a gradient that carries a graph (create_graph=True)."""
     return UnsupportedError(
         f"backward(create_graph=True) reached parameter {name!r}: gradients of managed "
         "parameters carry no graph. Use torch.autograd.grad for the penalty's inputs"
@@ -196,5 +209,5 @@ def graph_refused(name: str) -> UnsupportedError:
 
 
 def _at(positions: Sequence[int], items: Sequence[Tensor]) -> list[Tensor]:
-    """The items at these positions; a range stands for all of them."""
+    """The items at `positions`; a range stands for all of them."""
     return list(items) if isinstance(positions, range) else [items[position] for position in positions]

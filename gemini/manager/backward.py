@@ -1,4 +1,4 @@
-"""A backward, as its nodes see it: they fetch what they read, and gradients leave them for their chunks.
+"""A backward from the side of its nodes: they fetch what they read, and gradients leave them for their chunks.
 
 begin → (node_fetch | enter_leaf | on_gradient | wait_for_gradients)* → end
 """
@@ -24,7 +24,7 @@ _graph_task_id = torch._C._current_graph_task_id
 
 
 class Backward:
-    """The backwards of one model on this rank, one after another."""
+    """The backwards of one model on this rank, one at a time."""
 
     def __init__(
         self,
@@ -44,22 +44,27 @@ class Backward:
         self._position = communicator.position
 
     def begin(self) -> None:
-        """Called by the first of the root's outputs, or else of our nodes, that backward reaches."""
+        """Begin the backward, unless it has begun. Called by each output of the root and node of ours it reaches."""
         if self._grads.in_backward:
             return
         self._grads.refuse_unscaled()
+        # No forward of the model came before: this backward has a trace of its own.
         if not self._underway.awaits_backward:
             self._params.next_use.begin_pass(PassKind.BACKWARD)
-        self._position.set(0, Phase.BACKWARD)  # model data that is taken now is between two events, see `Recorder`
-        with self._communicator.publishing():  # a rank may be alone without room
+        # Model data that is taken here belongs between two events, see `Recorder`.
+        self._position.set(0, Phase.BACKWARD)
+        # One rank alone may find no room for its gradients.
+        with self._communicator.publishing():
             self._grads.begin_backward()
         self._position.set(0, Phase.BACKWARD)
+        # autograd calls `end` once the outermost graph task is done: no hook of ours is certain to run last.
         torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def enter_leaf(self, operator: Operator) -> None:
-        """Backward reaches a leaf of which this rank may use a part or nothing: all of it is fetched and pinned.
+        """Fetch and pin a whole leaf that backward reaches. Collective.
 
-        Until another chunk is asked for, so at the same point on all ranks. Collective.
+        A rank may use a part of the leaf or nothing of it, so it must not fetch by use. The pins last until another
+        chunk is asked for, which is the same point on all ranks.
         """
         self.begin()
         if self._underway.leaf_operator is operator:
@@ -75,11 +80,13 @@ class Backward:
         self._payloads.fetch_ahead()
 
     def node_fetch(self, chunk: Chunk, operator: int) -> Tensor:
-        """The payload for the autograd node that runs now; pinned until another node of its graph task asks."""
+        """The payload for the running autograd node. It is pinned until another node of the graph task asks for one."""
         task = _graph_task_id()
-        if task == -1:  # someone looks at grad_fn._saved_... by hand
+        # No backward runs: someone reads grad_fn._saved_... by hand.
+        if task == -1:
             return self._payloads.fetch(chunk)
         self.begin()
+        # A chunk of the leaf is fetched and pinned already. Any other chunk ends the leaf.
         if self._underway.leaf:
             if chunk in self._underway.leaf:
                 assert chunk.payload is not None
@@ -93,14 +100,15 @@ class Backward:
         return payload
 
     def note_read(self, chunk: Chunk, operator: int) -> None:
-        """The autograd node that runs now reads a payload that stays where it is. Local."""
+        """Note that the running autograd node reads a payload that never leaves. Local."""
         if self._payloads.is_alone and _graph_task_id() != -1:
             self._position.set(operator, Phase.BACKWARD)
             self._payloads.note_use(chunk)
 
     def on_gradient(self, index: int, position: int, grad: Tensor) -> None:
-        """The gradient, dense, of the parameter at `position` of chunk `index` is ready."""
-        try:  # not `publishing()`, which costs as much as all the rest
+        """Take the dense gradient of the parameter at `position` of chunk `index`."""
+        # `publishing()` would cost as much as all the rest, for each parameter.
+        try:
             if not self._grads.in_backward:
                 self.begin()
             self._grads.on_gradient(self._chunks[index], position, grad)
@@ -109,7 +117,7 @@ class Backward:
             raise
 
     def wait_for_gradients(self, index: int, waiting: Waiting) -> bool:
-        """A gradient of chunk `index` is in `.grad`, as `waiting` says. False if it may not wait there."""
+        """Let a gradient of chunk `index` wait in `.grad`, as noted in `waiting`. False if it may not wait there."""
         try:
             self.begin()
             return self._grads.wait(self._chunks[index], waiting)

@@ -1,9 +1,8 @@
-"""Binding: parameters become views of their chunk's payload and placeholders again, and what users write to them
-is brought home.
+"""Binding: makes parameters views of their chunk's payload, or placeholders again, and keeps what users write to them.
 
-[Note: Edits] Parameters may be written to outside their operators (`p.mul_()`, `p.data.zero_()`). The payload is
-then newer than its home and the fp32 master; it is written back before the chunk leaves its slot, before a step and
-before anything reads the home. Writes through the parameter raise its version counter; `.data` marks it edited.
+[Note: Edits] Parameters may be written to outside their operators (`p.mul_()`, `p.data.zero_()`). The payload is then
+newer than its home and the fp32 master. It is written back before the chunk leaves its slot, before a step, and before
+anything reads the home. A write through the parameter raises its version counter; `.data` marks the parameter edited.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gemini.placement.demand import Kind
 
 
 class Binding:
-    """What the parameters of one model's chunks show."""
+    """Binds and unbinds the parameters of one model's chunks."""
 
     def __init__(self, chunks: Collection[Chunk], memory: Memory, released_class: type[nn.Parameter]) -> None:
         self.chunks = chunks
@@ -37,10 +36,10 @@ class Binding:
         self.released_class = released_class
         self.plain_chunks: list[Chunk] = []
         self.edited: dict[int, set[int]] = {}  # chunk -> positions of edited parameters
-        self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions when they were last written back
+        self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions at the last write-back
         self.snapshots = Snapshots(memory.host)
         self._warned_of: set[int] = set()  # parameters by index: membership only
-        self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was unbound
+        self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was released
 
     def bind(self, chunk: Chunk) -> None:
         """Make the chunk's parameters plain `nn.Parameter`s that are views of its payload."""
@@ -49,7 +48,8 @@ class Binding:
         if chunk.bound:
             for parameter in chunk.raw:
                 parameter.__class__ = nn.Parameter
-            if chunk.index in self._edits_when_left:  # it was outdated, and has been gathered since
+            # The chunk was outdated by an update and has been gathered since, into the same memory.
+            if chunk.index in self._edits_when_left:
                 self.rebase_versions(chunk)
                 self._refuse_lost_edits(chunk)
         else:
@@ -58,7 +58,8 @@ class Binding:
                 lift_guard()
                 try:
                     for parameter, view in zip(chunk.raw, views, strict=True):
-                        parameter.__class__ = nn.Parameter  # first: setting .data of the other class would fetch
+                        # Set the class first: assigning `.data` of the released class would fetch.
+                        parameter.__class__ = nn.Parameter
                         parameter.data = view
                 finally:
                     set_guard()
@@ -70,7 +71,7 @@ class Binding:
             self._refuse_lost_edits(chunk)
 
     def _refuse_lost_edits(self, chunk: Chunk) -> None:
-        """Raises if a view that was kept beyond the chunk's release was written to: versions tell, memory does not."""
+        """Raises if a view that outlived the release was written to: versions show it, the reused memory does not."""
         before = self._edits_when_left.pop(chunk.index, None)
         now = [version - chunk.num_bumps for version in self.versions[chunk.index]]
         if before is not None and before != now:
@@ -81,12 +82,12 @@ class Binding:
             )
 
     def shows_payload(self, chunk: Chunk) -> bool:
-        """The chunk's parameters are views of its payload of now, plain or not."""
+        """Whether the chunk's parameters are views of its current payload, plain or not."""
         return chunk.bound and chunk.index not in self._edits_when_left
 
     @contextmanager
     def plain(self, touched: Iterable[ManagedParameter]) -> Iterator[None]:
-        """Inside, parameters of bound chunks are plain; of the others of their chunks nothing changes."""
+        """Inside, the bound parameters among `touched` are plain. Other parameters of their chunks stay as they are."""
         covered = [each.parameter for each in touched if type(each.parameter) is self.released_class]
         for parameter in covered:
             parameter.__class__ = nn.Parameter
@@ -97,13 +98,13 @@ class Binding:
                 parameter.__class__ = self.released_class
 
     def cover(self) -> None:
-        """All parameters become self-fetching again; those of chunks in a slot or at home stay bound."""
+        """Make all parameters fetch themselves again. Those of chunks in a slot or at home stay bound."""
         for chunk in self.plain_chunks:
             self._cover(chunk)
         self.plain_chunks.clear()
 
     def cover_chunk(self, chunk: Chunk) -> None:
-        """The parameters of a chunk that is plain become self-fetching again, and stay bound."""
+        """Make the parameters of a plain chunk fetch themselves again. They stay bound."""
         self.plain_chunks.remove(chunk)
         self._cover(chunk)
 
@@ -114,7 +115,7 @@ class Binding:
             chunk.plain = False
 
     def unbind(self, chunk: Chunk) -> None:
-        """The chunk's parameters show their placeholders."""
+        """Make the chunk's parameters show their placeholders."""
         if not chunk.bound:
             return
         self.snapshots.forget(chunk)
@@ -123,6 +124,7 @@ class Binding:
             lift_guard()
             try:
                 for managed, parameter in zip(chunk.parameters, chunk.raw, strict=True):
+                    # As in `bind`: assigning `.data` of the released class would copy into the payload.
                     parameter.__class__ = nn.Parameter
                     parameter.data = managed.placeholder
                     parameter.__class__ = self.released_class
@@ -131,9 +133,10 @@ class Binding:
         chunk.bound = chunk.plain = False
 
     def outdate(self, chunk: Chunk) -> None:
-        """A gathered chunk that stays is about to be updated: whoever uses it next gathers it again. Local.
+        """A gathered chunk that stays is about to be updated: its next user gathers it again. Local.
 
-        Its parameters fetch themselves then, and stay views of its slot. See [Note: Staying chunks] in staying.py.
+        Its parameters fetch themselves until then, and stay views of its slot. See [Note: Staying chunks] in
+        staying.py.
         """
         slot = chunk.own_slot
         assert slot is not None and chunk.slot is slot
@@ -147,7 +150,8 @@ class Binding:
         self.rebase_versions(chunk)
         chunk.become(ParamState.RELEASED)
         slot.chunk = None
-        if chunk.bound and slot.num_holders() <= len(chunk.parameters):  # else a view shows it until the next gather
+        # Poison the old weights, unless a view of the user's shows them until the next gather.
+        if chunk.bound and slot.num_holders() <= len(chunk.parameters):
             slot.wipe()
 
     def reset(self) -> None:
@@ -161,16 +165,18 @@ class Binding:
                     parameter.__class__ = self.released_class
                 chunk.plain = False
         self.plain_chunks.clear()
-        self._edits_when_left.clear()  # an interrupt may have come between a bump of versions and its count
+        # An interrupt may have come between a bump of versions and its count: the numbers would show edits that never
+        # were.
+        self._edits_when_left.clear()
 
     # -- edits
 
     def before_write(self, managed: ManagedParameter) -> None:
-        """The payload is about to be written to, or may be: what it was will tell the elements that were edited."""
+        """The payload may be written to from now on. A split master's old weights are kept, to tell what is edited."""
         self.snapshots.announce(managed)
 
     def mark_edited(self, managed: ManagedParameter) -> None:
-        """The parameter's payload was, or may have been, written to."""
+        """The parameter's payload was written to, or may have been."""
         chunk = managed.chunk
         self.edited.setdefault(chunk.index, set()).add(managed.position)
 
@@ -188,7 +194,7 @@ class Binding:
                     self.write_parameter(chunk.parameters[position], chunk.region())
 
     def is_edited(self, managed: ManagedParameter) -> bool:
-        """The parameter was written to since its payload was last brought home."""
+        """Whether the parameter was written to since the last write-back."""
         chunk = managed.chunk
         position = managed.position
         with torch._C.DisableTorchFunctionSubclass():
@@ -197,7 +203,7 @@ class Binding:
         return is_marked or (chunk.bound and version != self.versions[chunk.index][position])
 
     def write_back_one(self, managed: ManagedParameter) -> None:
-        """`write_back` of one parameter, in time that does not depend on the others of its chunk."""
+        """`write_back` of one parameter, in time that does not depend on the size of its chunk."""
         chunk = managed.chunk
         if chunk.payload is not None and self.is_edited(managed):
             self.forget_edits(managed)
@@ -205,18 +211,21 @@ class Binding:
                 self.write_parameter(managed, chunk.region())
 
     def note_write(self, managed: ManagedParameter) -> None:
-        """We have given the parameter new values, at home and in its payload: graphs from before are stale."""
+        """The parameter was given new values at home and in its payload: graphs from before are stale."""
         chunk = managed.chunk
         chunk.num_updates += 1
         if chunk.bound and chunk.payload is not None:
-            torch.autograd.graph.increment_version(managed.parameter)  # for what autograd saved without our hooks
-            if chunk.index in self._edits_when_left:  # outdated, gathered by a reader, and not bound since
-                self._edits_when_left[chunk.index][managed.position] += 1  # else `bind` takes it for a lost edit
+            # Autograd checks the version of what it saved without our hooks.
+            torch.autograd.graph.increment_version(managed.parameter)
+            # Outdated, gathered by a reader, and not bound since: `bind` would take our write for a lost edit of the
+            # user's.
+            if chunk.index in self._edits_when_left:
+                self._edits_when_left[chunk.index][managed.position] += 1
             self.snapshots.renew(managed)
         self.forget_edits(managed)
 
     def forget_edits(self, managed: ManagedParameter) -> None:
-        """What was written to the parameter is at home, undone or overwritten. Local."""
+        """Stop counting the parameter as edited: the edit is at home, undone or overwritten. Local."""
         chunk = managed.chunk
         self.edited.get(chunk.index, set()).discard(managed.position)
         if chunk.bound:
@@ -224,7 +233,7 @@ class Binding:
                 self.versions[chunk.index][managed.position] = managed.parameter._version
 
     def rebase_versions(self, chunk: Chunk) -> None:
-        """The versions of now are those of an unedited chunk."""
+        """Take the current versions for those of an unedited chunk."""
         if chunk.bound:
             self.versions[chunk.index] = chunk.versions()
 
@@ -235,19 +244,20 @@ class Binding:
                 self.write_back(chunk)
 
     def write_parameter(self, managed: ManagedParameter, payload: Region) -> None:
-        """What was written to the parameter in `payload` counts from now on."""
+        """Make the parameter's elements in `payload` count from now on. A build overrides it."""
         self.write_home(managed, payload)
 
     def write_home(self, managed: ManagedParameter, payload: Region) -> None:
-        """home, master <- the parameter's elements of `payload`. A master changes only where the payload did.
+        """Copy the parameter's elements of `payload` to the home. The master changes only where the weight did.
 
-        Where no `before_write` announced it, all elements of a split master count as edited.
+        Where no `before_write` announced the write, all elements of a split master count as edited.
         """
         chunk = managed.chunk
         home = chunk.homes[Kind.PARAM]
         before = self.snapshots.read(managed)
         if home.flat.data_ptr() != payload.flat.data_ptr():
-            for piece in managed.weight_pieces:  # the rest is made of the master again
+            # A part of the home that holds the gradient is left alone: the step makes those weights from the master.
+            for piece in managed.weight_pieces:
                 self.memory.transfer.copy(home[piece.in_shard], payload[piece.in_payload])
             wait_on_stream(payload)
         if Kind.MASTER in chunk.homes:

@@ -1,9 +1,9 @@
-"""Operators, and which calls of them and of their model run right now, thread by thread.
+"""Operators, and the calls of them and of their model that run at this moment, by thread.
 
-[Note: Ended calls] torch runs no forward hook of a call that ended with a KeyboardInterrupt: hooks registered with
-always_call=True run after an `Exception` only. What a pre-hook began for such a call is therefore ended elsewhere: by
-`ShardedModel.forward`, at once, or, for a call that the user made directly (`model.module(x)`, `model.generate(...)`),
-by whatever uses the model next, which finds that the call's frame is on no thread's stack any more.
+[Note: Ended calls] torch runs no forward hook of a call that ended with a KeyboardInterrupt: even hooks registered with
+always_call=True run after an `Exception` only. What a pre-hook began for such a call must therefore be ended elsewhere.
+`ShardedModel.forward` does so at once. For a call that the user made directly (`model.module(x)`,
+`model.generate(...)`), the next use of the model does: it finds that the call's frame is on no thread's stack any more.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _autograd: Any = torch._C._autograd
 
 @dataclass(eq=False)
 class Operator:
-    """What is fetched together: a module's chunks. `index` is its place in the table of positions.
+    """A module whose chunks are fetched together. `index` is its row in the table of positions.
 
-    routes: ranks may use different parts of it, so that backward, too, fetches it whole.
-    is_compiled: ranks may have compiled it for other shapes, and their backwards may read its parameters in another
-        order, so that backward fetches it whole where parameters are gathered.
+    routes: ranks may use different parts of it, so backward, too, fetches it whole.
+    is_compiled: ranks may have compiled it for different shapes, and their backwards may read its parameters in
+        different orders, so backward fetches it whole where parameters are gathered.
     """
 
     index: int
@@ -53,14 +53,14 @@ class Call:
         self.module = module
         self.operator = operator
         self.pinned: list[Chunk] = []
-        self.hooks: _Hooks | None = None  # saved-tensor hooks that were pushed for it
-        self.lifted: OperatorHooks | None = None  # operators' hooks that were lifted for it
-        self.caches_autocast: bool | None = None  # what to set autocast's weight cache to afterwards
+        self.hooks: _Hooks | None = None  # saved-tensor hooks that were pushed for this call
+        self.lifted: OperatorHooks | None = None  # operators' hooks that were lifted for this call
+        self.caches_autocast: bool | None = None  # setting of autocast's weight cache to restore
 
     def end(self, late: bool = False) -> None:
-        """What was in force for the call is so no longer, but for its pins.
+        """End what was in force for the call, except its pins.
 
-        late: the user's code has run since, so the hooks may not be on top of torch's stack of them.
+        late: the user's code has run since, so the hooks may not be on top of torch's stack any more.
         """
         hooks, self.hooks = self.hooks, None
         if hooks is not None:
@@ -69,6 +69,7 @@ class Call:
             else:
                 hooks.__exit__()
         if self.lifted is not None:
+            # Put back before it is forgotten: an interrupt in between would leave the hooks off for good.
             self.lifted.put_back()
             self.lifted = None
         if self.caches_autocast is not None:
@@ -81,21 +82,21 @@ class Calls:
 
     def __init__(self, victims: Victims) -> None:
         self._victims = victims
-        self.by_thread: dict[int, list[Call]] = {}  # no thread without a call
+        self.by_thread: dict[int, list[Call]] = {}  # has only threads with a running call
 
     @property
     def num_forwards(self) -> int:
-        """Calls of the model itself that run inside one another."""
+        """Number of nested calls of the model itself."""
         return sum(call.operator is None for calls in self.by_thread.values() for call in calls)
 
     def depth(self) -> int:
-        """Calls of this thread that run inside one another."""
+        """Number of nested calls in this thread."""
         return len(self.by_thread.get(get_ident(), ()))
 
     def enter(self, module: nn.Module, operator: Operator | None, recomputes: bool) -> Call:
-        """A call begins. Raises GeminiError while another thread runs one, and nothing has begun then.
+        """Begin a call. Raises GeminiError, before anything has begun, while another thread is inside one.
 
-        recomputes: it runs inside a backward, which has threads of its own.
+        recomputes: the call runs inside a backward, which has threads of its own.
         """
         thread = get_ident()
         call = Call(module, operator)
@@ -109,9 +110,9 @@ class Calls:
         return call
 
     def leave(self, operator: Operator | None) -> list[Chunk] | None:
-        """The innermost call of `operator` in this thread ends, and with it those inside it that no hook ended.
+        """End this thread's innermost call of `operator`, and the calls inside it that no hook has ended.
 
-        Returns the chunks that they had pinned; None if none had begun.
+        Returns the chunks that these calls had pinned; None if there was no such call.
         """
         thread = get_ident()
         calls = self.by_thread.get(thread, [])
@@ -125,7 +126,7 @@ class Calls:
         return pinned
 
     def pin(self, chunk: Chunk) -> bool:
-        """A running call uses the chunk."""
+        """Whether a running call pins the chunk."""
         return any(chunk in call.pinned for calls in self.by_thread.values() for call in calls)
 
     def end_above(self, depth: int) -> bool:
@@ -136,7 +137,7 @@ class Calls:
         return found
 
     def end_all(self) -> None:
-        """End every call of every thread: none of them runs any more."""
+        """End every call of every thread, none of which runs any more."""
         for thread in list(self.by_thread):
             while thread in self.by_thread:
                 self._end_innermost(thread, late=True)
@@ -144,7 +145,8 @@ class Calls:
     def _end_innermost(self, thread: int, late: bool = False) -> None:
         calls = self.by_thread[thread]
         call = calls[-1]
-        call.end(late)  # before it is forgotten: this may be interrupted, too
+        # Before the call is forgotten: an interrupt here leaves it in the list, to be ended again.
+        call.end(late)
         self._victims.unpin(call.pinned)
         call.pinned.clear()
         if len(calls) > 1:
@@ -153,14 +155,15 @@ class Calls:
             del self.by_thread[thread]
 
     def still_run(self, entering: nn.Module | None = None) -> bool:
-        """Some thread's outermost call is still on its stack. See [Note: Ended calls].
+        """Whether some thread's outermost call is still on its stack. See [Note: Ended calls].
 
-        entering: the module of a call that is on this thread's stack, but was not entered yet.
+        entering: the module of a call that is on this thread's stack, but not entered yet.
         """
         here = get_ident()
         frames = sys._current_frames()
         for thread, calls in list(self.by_thread.items()):
             module, operator = calls[0].module, calls[0].operator
+            # A module may call itself: compare the number of its frames with the number of its calls.
             entered = sum(call.module is module and call.operator is operator for call in calls)
             entered += thread == here and entering is module
             if thread in frames and _num_calls(walk_stack(frames[thread]), module) >= entered:
@@ -169,7 +172,7 @@ class Calls:
 
 
 def _remove(hooks: _Hooks) -> None:
-    """Take hooks out of this thread's stack of saved-tensor hooks, wherever they are in it."""
+    """Remove hooks from anywhere in this thread's stack of saved-tensor hooks."""
     above: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
     found = False
     while not found and (top := _autograd._top_saved_tensors_default_hooks(True)):
@@ -177,19 +180,21 @@ def _remove(hooks: _Hooks) -> None:
         found = top[0] is hooks.pack_hook
         if not found:
             above.append(top)
-    if not found:  # the end of a `with` around the call popped ours in place of its own, which is still there
+    # The end of a `with` around the call has popped our hooks in place of its own, which are still on top: drop these.
+    if not found:
         above = above[1:]
     for pack, unpack in reversed(above):
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def backward_runs() -> bool:
-    """Some thread is inside a backward, of whatever graph: autograd's own threads have no frames below ours."""
+    """Whether some thread has called a backward, of whatever graph, that still runs."""
     stacks = map(walk_stack, sys._current_frames().values())
     return any(frame.f_code.co_name == "_engine_run_backward" for stack in stacks for frame, _ in stack)
 
 
 def other_thread(what: str) -> GeminiError:
+    """The error for a second thread that uses the model; `what` the first thread is inside of."""
     return GeminiError(
         f"another thread is inside {what} of this model: threads that share a model take turns. Hold a lock from "
         "forward to step(), or give each thread a model of its own"
@@ -197,6 +202,6 @@ def other_thread(what: str) -> GeminiError:
 
 
 def _num_calls(stack: Iterable[tuple[FrameType, int]], module: nn.Module) -> int:
-    """How often a thread's stack is inside `module(...)`."""
+    """The number of calls of `module(...)` on a thread's stack."""
     calls = (frame for frame, _ in stack if frame.f_code.co_name == "_call_impl")
     return sum(frame.f_locals.get("self") is module for frame in calls)

@@ -38,20 +38,20 @@ from gemini.ranks.communicator import Communicator
 
 
 class OptimizerPart(Protocol):
-    """What chunks and their parameters need of the model's optimizer."""
+    """The interface of the model's optimizer to chunks and parameters."""
 
     @property
     def states(self) -> StateStore:
-        """What it keeps of each chunk."""
+        """The optimizer's state of each chunk."""
 
     def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
-        """What the step will multiply stored gradients by, as far as it is known: 1 / loss scale, clip coefficient."""
+        """What the step will multiply stored gradients by, as far as known: (1 / loss scale, clip coefficient)."""
 
     def before_gradient_write(self) -> None:
-        """A gradient is about to change: what it was clipped by takes effect, and its norm is stale. Local."""
+        """A gradient is about to change: apply the clip coefficient to it, and drop the norm. Local."""
 
     def forget_summary(self) -> None:
-        """A gradient was changed: its norm is stale. What was asked to clip to stays. Local."""
+        """A gradient was changed: drop the norm. A requested clip stays. Local."""
 
 
 class ChunkManager:
@@ -131,7 +131,7 @@ class ChunkManager:
     def change_plan(self, plan: Plan, shown: str, change: str, remedy: str) -> None:
         """Put another plan for the same chunks in force: homes, slots and scratch follow it. Collective, between steps.
 
-        shown: what was done, for the error of ranks that did other things. change, remedy: see `Communicator.agree`.
+        shown: what was done, for the error of ranks that did something else. change, remedy: see `Communicator.agree`.
         Raises BudgetError if there is no room for it, and DivergenceError if ranks differ; nothing has changed then.
         """
         refused = self.try_plan(plan, shown, change, remedy)
@@ -139,24 +139,27 @@ class ChunkManager:
             raise refused
 
     def try_plan(self, plan: Plan, shown: str, change: str, remedy: str) -> BudgetError | None:
-        """`change_plan`. Where one rank lacks the memory, all stay with the plan in force: states move back.
+        """Like `change_plan`, but if one rank lacks the memory all keep the plan in force: moved states move back.
 
         A budget is no promise of the machine's: another process may have taken what was free when the plan was made.
         Collective, between steps. shown, change, remedy: as for `change_plan`. Returns None, or why all ranks stay:
-        `is_shortage` is the same on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
+        `is_shortage` is equal on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
         """
         before, migrate = self.plan, self._rehoming(plan)
-        self.memory.allow(before.budget.wider(plan.budget))  # what moves is on both tiers for a moment
+        # A state that moves is on both tiers for a moment.
+        self.memory.allow(before.budget.wider(plan.budget))
         try:
             self._agree_on(plan, shown, change, remedy)
             error = self.agree_on_room(_refusal_of(lambda: migrate.check_room(self._states, plan.budget)))
             if error is not None:
                 return error
+            # From here states move. Any other error than a lack of memory leaves them half moved, on this rank alone.
             with self.step.failures.tearing(), self.live.moving():
                 known = dict(self.grads.memory.gradients)
                 error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))
                 if error is not None:
                     self._carry_out(before, self._rehoming(before, plan), is_way_back=True)
+                    # Moving back made new `ChunkGradient`s: give them what the old ones knew.
                     for index, gradient in known.items():
                         self.grads.of(self.chunks[index]).take_over(gradient)
                     return error
@@ -167,14 +170,14 @@ class ChunkManager:
         return None
 
     def adopt(self, plan: Plan) -> None:
-        """`plan` is in force, for which nothing has to move any more. Local; raises nothing."""
+        """Put `plan` in force. Nothing has to move for it any more. Local; raises nothing."""
         self.training.follow(plan.demand, plan.placement, plan.infers)
         self.memory.allow(plan.budget)
         self.plan = plan
 
     @property
     def is_in_use(self) -> bool:
-        """Something uses a payload now, such as the body of GatheredParameters: nothing may move. Local."""
+        """A payload is in use now, as in the body of GatheredParameters: nothing may move. Local."""
         return any(chunk.pins for chunk in self.chunks)
 
     @property
@@ -182,7 +185,7 @@ class ChunkManager:
         return None if self.optimizer is None else self.optimizer.states
 
     def _rehoming(self, plan: Plan, before: Plan | None = None) -> Rehoming:
-        """From the plan in force, or from `before`."""
+        """The move to `plan` from the plan in force, or from `before`."""
         now = before or self.plan
         homes = (now.demand, now.placement), (plan.demand, plan.placement)
         return Rehoming(self.step, *homes, trains=self.training.is_there)
@@ -192,10 +195,12 @@ class ChunkManager:
         self.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
 
     def agree_on_room(self, error: BudgetError | None) -> BudgetError | None:
-        """What a rank has no memory for, none has. error: this rank's. Collective; raises nothing of its own.
+        """Agree on whether some rank lacks memory: if one does, none goes on. Collective; raises nothing of its own.
 
-        Returns None on all ranks or an error on all of them, of which `is_shortage` is equal.
+        error: this rank's, if any. Returns None on all ranks, or an error on all of them with equal `is_shortage`.
         """
+        # The worst code counts: 1 is a shortage of the device, after which model data may shrink; 2 is any other
+        # refusal.
         code = 0 if error is None else 1 if error.is_shortage and error.tier == Tier.DEVICE else 2
         codes = torch.tensor([code], dtype=torch.int64, device=self.communicator.device)
         self.communicator.all_reduce_max_(codes, "room for what training needs")
@@ -216,7 +221,7 @@ class ChunkManager:
             migrate.carry_out(self._states)
 
     def give_room(self) -> None:
-        """Between steps: the memory of all slots and buffers is free until the model is used. Local.
+        """Free the memory of all slots and buffers until the model is used again. Between steps. Local.
 
         Raises nothing of its own. A slot that a view holds stays until the view dies.
         """
@@ -224,7 +229,7 @@ class ChunkManager:
         self.memory.device.trim()
 
     def attach(self, optimizer: OptimizerPart) -> None:
-        """Let chunks and parameters know the model's optimizer. Local. Raises UnsupportedError for a second one."""
+        """Make the model's optimizer known to its chunks. Local. Raises UnsupportedError for a second one."""
         self.refuse_second()
         self.optimizer = optimizer
         self.grads.expects_scaled_loss = True
@@ -242,7 +247,7 @@ class ChunkManager:
 
 
 def _refusal_of(change: Callable[[], None]) -> BudgetError | None:
-    """What the change was refused with, if it was."""
+    """The BudgetError that `change` raises, or None."""
     try:
         change()
     except BudgetError as refusal:

@@ -1,9 +1,9 @@
-"""Which gradients are complete on every rank, while a backward is recorded.
+"""Agrees on which gradients are complete on every rank, while a backward is recorded.
 
-[Note: News] Ranks ask at every touch. Words for every chunk would cost the square of the number of chunks, so a rank
-sends only what is new to the others since the last touch. Mostly the news is the same on all ranks, and a digest of
-fixed size says so. Only where it differs do ranks send it in full. Each of them then counts, by chunk, how many ranks
-have its gradient complete.
+[Note: News] Ranks ask at every touch. A message about every chunk at each touch would cost the square of the number of
+chunks, so a rank sends only what has changed since the last touch. Mostly the news is equal on all ranks, which a
+digest of fixed size shows. Only where digests differ do ranks send the news itself. Each rank then counts, by chunk,
+how many ranks have its gradient complete.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _DIGEST_WORDS = 2
 
 
 class Completion:
-    """Of one backward of one model, on several ranks."""
+    """The complete gradients of one backward of one model, on several ranks."""
 
     def __init__(self, memory: GradMemory, communicator: Communicator) -> None:
         self._memory = memory
         self._communicator = communicator
-        self._changed: dict[int, None] = {}  # chunks whose gradient may have become complete, or more than that
-        self._told: dict[int, None] = {}  # chunks that this rank last said to be complete
-        self._num_ranks: dict[int, int] = {}  # by chunk: ranks that last said so; equal on all ranks
+        self._changed: dict[int, None] = {}  # chunks whose gradient may have become complete or incomplete
+        self._told: dict[int, None] = {}  # chunks that this rank last reported as complete
+        self._num_ranks: dict[int, int] = {}  # by chunk: ranks that last reported it complete; equal on all ranks
         self._asked = False
 
     def begin(self) -> None:
@@ -40,11 +40,11 @@ class Completion:
         self._num_ranks.clear()
 
     def note(self, index: int) -> None:
-        """The chunk got a gradient, with which it has all that it expects, or more. Local."""
+        """The chunk got a gradient with which it has all that it expects, or more. Local."""
         self._changed[index] = None
 
     def note_all(self) -> None:
-        """Gradients were discarded: what was complete need not be so any more. Local."""
+        """Gradients were discarded, so complete ones may be incomplete now. Local."""
         self._changed.update(self._told)
 
     def end(self, index: int) -> None:
@@ -56,7 +56,8 @@ class Completion:
         """Chunks whose open gradient is complete on every rank, in the model's order. Collective."""
         news = self._news()
         digest = array("q", blake2b(news.tobytes(), digest_size=8 * _DIGEST_WORDS).digest()).tolist()
-        words = [*digest, *(~word for word in digest)]  # the largest of the complements is that of the smallest
+        # One all-reduce gives maximum and minimum: the largest complement is that of the smallest word.
+        words = [*digest, *(~word for word in digest)]
         both = torch.tensor(words, dtype=torch.int64, device=self._communicator.device)
         self._communicator.all_reduce_max_(both, _WHAT)
         agreed: list[int] = both.tolist()
@@ -73,11 +74,13 @@ class Completion:
         return [index for index in touched if self._num_ranks[index] == world_size]
 
     def _news(self) -> array[int]:
-        """Two times the index of each chunk that has become complete or has ceased to be, plus 1 if it is complete."""
+        """For each chunk that became complete or incomplete: two times its index, plus 1 if it is complete."""
         gradients = self._memory.gradients
         if self._asked:
             suspects = sorted(self._changed)
-        else:  # passes may follow the record up to here, or an interrupted backward has left something
+        # First question of this backward: earlier touches may have followed the schedule without asking, and an
+        # interrupted backward may have left gradients.
+        else:
             suspects = sorted(gradients)
         self._asked = True
         self._changed.clear()

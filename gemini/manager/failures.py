@@ -1,4 +1,4 @@
-"""Failures of a forward, a backward or a step: who is told, what is dropped, and how training goes on after them."""
+"""Handles failures of a forward, a backward or a step: whom to tell, what to drop, and how training goes on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DROPPED = (
 
 
 class Failures:
-    """What one model does about failures. Where there are several ranks, Watchdog tells them."""
+    """The failures of one model. With several ranks the Watchdog tells the others."""
 
     def __init__(self, underway: Underway, params: ParamStore, grads: GradStore, communicator: Communicator) -> None:
         self._underway = underway
@@ -37,13 +37,13 @@ class Failures:
         self._grads = grads
         self._communicator = communicator
         self._has_failed = False
-        self._torn_by = ""  # what left the state half changed, where there are no other ranks that need to know
+        self._torn_by = ""  # on one rank: the error that left weights half updated
 
     def take(self) -> bool:
-        """A forward or backward may have failed since the last call of this method. Local, and equal on all ranks.
+        """Whether a forward or backward may have failed since the last call. Local, and equal on all ranks.
 
-        Several ranks know of it once they have started together again, see `recover`. One rank alone counts a forward
-        that no backward followed, too: the loss may have failed, in the script's own code, or its backward.
+        Several ranks know of it once they have started together again, see `recover`. One rank also counts a forward
+        that no backward followed: the loss or its backward may have failed in the script's own code.
         """
         had, self._has_failed = self._has_failed, False
         return had or (self._communicator.watch is None and self._underway.awaits_backward)
@@ -58,7 +58,8 @@ class Failures:
         if self._communicator.watch is not None:
             return
         self._has_failed = True
-        if self._underway.calls.num_forwards:  # the forward around it goes on, or fails, too
+        # The forward around it goes on, or fails in turn.
+        if self._underway.calls.num_forwards:
             return
         num_forwards = self._underway.fail_forward()
         if num_forwards == 1:
@@ -68,7 +69,7 @@ class Failures:
 
     @contextmanager
     def ending_calls(self) -> Iterator[None]:
-        """Around a call of the model: whatever exception ends it ends the calls inside. See [Note: Ended calls]."""
+        """Around a call of the model: an exception that leaves it ends the calls inside. See [Note: Ended calls]."""
         calls = self._underway.calls
         depth = calls.depth()
         builds_graph = torch.is_grad_enabled()
@@ -80,11 +81,12 @@ class Failures:
                 self._communicator.publish(error)
                 if not calls.by_thread:
                     self._drop_forward()
-                torch.set_grad_enabled(builds_graph)  # the end of a torch.no_grad() may have been interrupted
+                # The exit of a torch.no_grad() may have been interrupted.
+                torch.set_grad_enabled(builds_graph)
             raise
 
     def find(self, entering: nn.Module | None = None) -> None:
-        """A forward or backward that ended with an exception, which the script caught, is over. [Note: Ended calls]
+        """Find a forward or backward that ended with an exception which the script caught. See [Note: Ended calls].
 
         entering: the module of a call that is about to be entered.
         """
@@ -102,12 +104,13 @@ class Failures:
                 self.abandon()
 
     def _drop_forward(self) -> None:
-        """On one rank, after a forward that no hook ended: an interrupt may have come in the middle of a fetch.
+        """Drop a forward that no hook ended, on one rank: an interrupt may have come in the middle of a fetch.
 
         Gradients of earlier backwards stay. Several ranks start together, see `recover`.
         """
         if self._communicator.watch is None:
             self._has_failed = True
+            # The exception's traceback may hold a view of a slot, and `reset` would find the slot held.
             clear_our_frames()
             self._underway.forget_forward()
             self._communicator.position.now = 0
@@ -121,11 +124,12 @@ class Failures:
         self._grads.reset()
         self._communicator.position.now = 0
         self._params.reset()
-        self._grads.in_backward = False  # last: what is interrupted in here is done again
+        # Written last: after an interrupt in this method the next use abandons the step again.
+        self._grads.in_backward = False
 
     @contextmanager
     def tearing(self) -> Iterator[None]:
-        """An exception that leaves this block leaves weights half updated: no rank may go on with them."""
+        """Around an update: an exception would leave weights half updated, and no rank may go on with these."""
         try:
             yield
         except BaseException as error:
@@ -136,9 +140,9 @@ class Failures:
             raise
 
     def recover(self) -> None:
-        """After a failure that every rank caught, forget that step and start together again. Collective then.
+        """After a failure that every rank caught, forget that step and start together again. Collective in that case.
 
-        Raises GeminiError if it left weights half updated.
+        Raises GeminiError if the failure left weights half updated.
         """
         if self._torn_by:
             raise torn(self._torn_by)
@@ -151,20 +155,22 @@ class Failures:
 
 
 def clear_our_frames() -> None:
-    """Drop the locals of our own functions, and of torch's, that the handled exception's traceback still shows.
+    """Drop the locals of our own and torch's functions from the traceback of the exception that is being handled.
 
-    An interrupt in the middle of one of them leaves a view of a slot there, and a script that saves the model inside
-    its `except` block would find that slot held; or a guard of torch, whose end changes the grad mode. Functions of
-    the user keep their locals, for debuggers.
+    An interrupt in one of these functions leaves a view of a slot there, and a script that saves the model inside its
+    `except` block would find that slot held; or a guard of torch, whose end changes the grad mode. Functions of the
+    user keep their locals, for debuggers.
     """
     error = sys.exc_info()[1]
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename.startswith(_PACKAGES):
-                with suppress(RuntimeError):  # it still runs
+                # A frame that still runs cannot be cleared.
+                with suppress(RuntimeError):
                     frame.clear()
         error = error.__context__
 
 
 def _caught(what: str) -> GeminiError:
+    """The error to publish for a forward or backward whose exception the script caught."""
     return GeminiError(f"its last {what} ended with an exception, which its script caught")

@@ -1,19 +1,19 @@
-"""Reduced gradients at rest: room is made for them, and what comes later in the step is added.
+"""Reduced gradients at rest: takes memory for them, and adds what later backwards of the step reduce.
 
 A reduced gradient rests in a home of its own, in its chunk's parameter home (`reuse_fp16_shard`), or in fp32 beside its
-home once several micro-batches were added to 16 bits.
+home once several micro-batches were added to a 16-bit gradient.
 
-[Note: Lent homes] Once a 16-bit chunk's gradient is reduced, nobody needs its parameters before the step, which makes
-them anew of the fp32 master. Until then the home is *lent* to the gradient. Who needs the parameters earlier takes the
-home back: the gradient moves to memory of its own, which it keeps, and the parameters are rounded from the master
-again, the same bits. Only the part of the home that this rank steps is lent, so all of it is this rank's own business:
-no collective.
+[Note: Lent homes] Once a 16-bit chunk's gradient is reduced, its parameters are not needed before the step, which makes
+them again from the fp32 master. Until then the home is *lent* to the gradient. If the parameters are needed earlier,
+the home is taken back: the gradient moves to memory of its own, which it keeps for later steps, and the parameters are
+rounded from the master again, to the same bits. Only the part of the home that this rank updates is lent, so lending is
+local: no collective.
 
 [Note: Lent payloads] A home that is a payload is lent only while the chunk is released and no view of it is alive. A
-resident chunk is released for that, by this rank alone, as its fetches launch nothing. A kept slot is left at the start
-of the reduction, which all ranks share, since whether it is fetched again decides whether ranks gather. So it may not
-depend on where this rank's gradient rests, but on what all ranks know: whether the chunk was gathered after its
-reduction in an earlier step.
+resident chunk is released for that by this rank alone, as its fetches launch nothing. Releasing a kept slot decides
+whether the next fetch is a collective, so all ranks must decide alike. They do so at the start of the reduction, which
+all ranks share, and from shared history only: was the chunk gathered again after its reduction in an earlier step?
+Where this rank's gradient rests must not matter.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from optim import round_master_
 
 
 class GradHomes:
-    """Of all trainable chunks of one model. All of it is local."""
+    """The reduced gradients of all trainable chunks of one model. All of it is local."""
 
     def __init__(self, gradients: dict[int, ChunkGradient], params: ParamStore) -> None:
-        """gradients: by chunk index; of other chunks when others are trained."""
+        """gradients: by chunk index. The dict has other chunks once others are trained."""
         self._gradients = gradients
         self._params = params
         self._memory = params.memory
         self.transfer = params.memory.transfer
         self._lendable: list[Chunk] = []
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
-        self._gathers: dict[int, int] = {}  # of chunks with kept slots, at their last reduction since the step
-        self._used_after: set[int] = set()  # of them, those gathered after their reduction, in any step
+        self._gathers: dict[int, int] = {}  # num_gathers of chunks with kept slots at the step's last reduction
+        self._used_after: set[int] = set()  # those of them that were gathered after a reduction, in any step
         self._has_warned = False
         self.renew()
 
     def renew(self) -> None:
-        """Other chunks are trained from now on, or homes have moved. None is lent now."""
+        """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
         self._lendable = [each.chunk for each in self._gradients.values() if each.chunk.lends_home]
         resident = {chunk.index: chunk for chunk in self._lendable if chunk.payload is not None}
         self._resident = {index: was for index, was in self._resident.items() if index in resident}
@@ -60,24 +60,26 @@ class GradHomes:
             payload = chunk.payload
             assert payload is not None
             if index not in self._resident or not self._resident[index].is_of(payload):
-                self._params.binding.unbind(chunk)  # what parameters show does not count as ours
+                # Views that parameters show are not counted as ours, so they must be gone when `SharedStorage` counts.
+                self._params.binding.unbind(chunk)
                 self._resident[index] = SharedStorage(payload)
 
     # -- coming to rest
 
     def merge(self, gradient: ChunkGradient, reduced: Region, backward: int) -> None:
-        """shard <- reduced, or += where this step has a gradient already that the payload did not begin with."""
+        """Write `reduced` to the shard, or add it if the step has a gradient that the payload did not start with."""
         is_first = self.begin(gradient, backward)
         self.put(gradient.reduced(), reduced, replaces=is_first or gradient.content is Content.SUM)
 
     def begin(self, gradient: ChunkGradient, backward: int, is_sum: bool = False) -> bool:
-        """Make room for what is reduced of backward number `backward`; whether it is the step's first.
+        """Make memory ready for what backward number `backward` reduces. True if it is the first of the step.
 
-        is_sum: it is of several backwards already, and rests in fp32 from the first on.
+        is_sum: it is a sum of several backwards already, and rests in fp32 from the start.
         """
         is_first = not gradient.is_reduced
         if is_sum or not (is_first or gradient.first_backward == backward):
             self.widen(gradient, backward)
+        # The sum has left the home: a home that was lent to the first micro-batch gets its parameters back.
         if gradient.reduced_state is ReducedState.WIDE:
             self.restore(gradient.chunk)
         elif is_first:
@@ -87,20 +89,22 @@ class GradHomes:
         return is_first
 
     def put(self, target: Region, reduced: Region, replaces: bool) -> None:
-        """A part of the reduced gradient: set if `replaces`, else added to."""
+        """Set a part of the reduced gradient if `replaces`, else add to it."""
         if replaces:
+            # The collective may have written to the home directly.
             if target.flat.data_ptr() != reduced.flat.data_ptr():
                 self.transfer.copy(target, reduced)
         elif target.tier is Tier.DEVICE:
             ready(target).add_(reduced.flat)
         else:
+            # The host adds: the sum so far never travels to the device.
             staging = Region(Tier.HOST, torch.empty(target.numel, dtype=reduced.dtype, device="cpu"))
             self.transfer.copy(staging, reduced)
             wait_on_host(staging, target)
             target.flat.add_(staging.flat)
 
     def fill(self, gradient: ChunkGradient, backward: int) -> None:
-        """The chunk has a gradient of zeros, as if backward number `backward` had made it, unless it has another.
+        """Give the chunk a gradient of zeros, as if backward number `backward` had made it, unless it has one.
 
         Every rank calls it at the same point.
         """
@@ -112,9 +116,9 @@ class GradHomes:
             ready(gradient.reduced()).zero_()
 
     def widen(self, gradient: ChunkGradient, backward: int) -> None:
-        """From the second micro-batch on a 16-bit shard is added up in fp32; its room is kept for later steps.
+        """Continue a 16-bit gradient in fp32, from the second micro-batch on. The memory is kept for later steps.
 
-        backward: the number of the one that is added, or that is the first of this step and comes in fp32.
+        backward: the number of the backward that is added, or that is the first of this step and comes in fp32.
         """
         if gradient.reduced_state is ReducedState.WIDE or not gradient.chunk.widens:
             return
@@ -126,7 +130,7 @@ class GradHomes:
             self.transfer.copy(gradient.wide, shard)
 
     def _make_room(self, gradient: ChunkGradient, backward: int) -> None:
-        """Before the first write of a step's reduced gradient: lend it the home, or give it one of its own."""
+        """Before a step's first reduced gradient is written: lend it the parameter home, or take one for it."""
         chunk = gradient.chunk
         if gradient.home is None and not chunk.holds_grad:
             if chunk.lends_home and self._may_lend(chunk):
@@ -136,11 +140,11 @@ class GradHomes:
         gradient.become_reduced(ReducedState.IN_SHARD, backward)
 
     def _take_home(self, gradient: ChunkGradient) -> None:
-        """A home of its own, for good, for a gradient that has none. Raises BudgetError."""
+        """Take a home for a gradient that has none, for good. Raises BudgetError."""
         gradient.home = gradient.own_shard = self._take(gradient, gradient.chunk.gradient_dtype)
 
     def _take(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
-        """(optim_numel,) where the gradient rests, or on the host where that is full."""
+        """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full."""
         numel = gradient.chunk.optim_numel
         try:
             return self._memory.take(gradient.resting.tier, numel, dtype, Kind.GRAD)
@@ -151,12 +155,13 @@ class GradHomes:
     # -- lending, see [Note: Lent homes]
 
     def before_reduction(self, chunk: Chunk) -> None:
-        """See [Note: Lent payloads]. Every rank calls it at the same point."""
+        """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
         if not chunk.lends_home or chunk.own_slot is None:
             return
         self._note_gather(chunk)
         self._gathers[chunk.index] = chunk.num_gathers
         if chunk.pins or self._params.is_coming(chunk):
+            # The parameters are in use or about to arrive, so releasing them would gather them once more.
             self._used_after.add(chunk.index)
         elif chunk.state is ParamState.GATHERED and chunk.index not in self._used_after:
             self._params.release(chunk)
@@ -166,14 +171,15 @@ class GradHomes:
             self._used_after.add(chunk.index)
 
     def _may_lend(self, chunk: Chunk) -> bool:
-        if self._params.is_coming(chunk):  # other ranks are being sent the home
+        # The prefetch in flight sends this home to the other ranks.
+        if self._params.is_coming(chunk):
             return False
         if chunk.state is ParamState.RESIDENT:
             return self._leave(chunk)
         return chunk.state is ParamState.RELEASED or chunk.own_slot is None
 
     def _leave(self, chunk: Chunk) -> bool:
-        """Release a resident chunk, if nobody uses it or holds a view of it."""
+        """Release a resident chunk. False if something uses it or holds a view of it."""
         if chunk.pins:
             return False
         binding = self._params.binding
@@ -181,11 +187,12 @@ class GradHomes:
         binding.unbind(chunk)
         if not self._params.nobody_holds(self._resident[chunk.index]):
             return False
+        # As at any release: see [Note: Version bump].
         chunk.bump_versions()
         return True
 
     def move_out(self, chunk: Chunk) -> None:
-        """The parameters are needed before the step: the gradient leaves their home, and they move in again."""
+        """The parameters are needed before the step: move the gradient out of their home and restore them there."""
         if self._params.in_step and torch.is_grad_enabled() and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -201,11 +208,12 @@ class GradHomes:
             self.restore(chunk)
 
     def restore(self, chunk: Chunk) -> None:
-        """The gradient is not in the home any more: the parameters are made of the master again."""
+        """Make the parameters again from the master in a home that no longer holds the gradient."""
         if not chunk.holds_grad:
             return
         home, master, part = chunk.homes[Kind.PARAM], chunk.homes[Kind.MASTER], chunk.lendable()
         with untracked():
+            # Round where both lie, else on the host: then only the rounded weights travel to the device.
             if home.tier is master.tier:
                 round_master_(ready(part), ready(master))
             elif home.tier is Tier.HOST:
@@ -221,7 +229,7 @@ class GradHomes:
         self.consumed(chunk)
 
     def consumed(self, chunk: Chunk) -> None:
-        """The home is the parameters' again, whose values are there or about to be written."""
+        """Mark the home as the parameters' again. Their values are in it, or about to be written."""
         if not chunk.holds_grad:
             return
         if chunk.slot is not None:
@@ -230,11 +238,11 @@ class GradHomes:
             chunk.become(ParamState.RESIDENT if chunk.index in self._resident else ParamState.RELEASED)
 
     def end_step(self) -> None:
-        """What is reduced from now on is of another step."""
+        """A step ends: what is reduced from now on belongs to the next one."""
         for chunk in self._lendable:
             self._note_gather(chunk)
         self._gathers.clear()
 
     def reset(self) -> None:
-        """After a failed step, of which ranks may have seen more or less."""
+        """Forget the history of lent slots after a failed step, of which ranks may have seen more or less."""
         self._used_after.clear()

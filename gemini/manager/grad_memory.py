@@ -1,9 +1,9 @@
-"""The memory of gradients: open payloads in gradient slots, reduced shards at home, unreduced ones on the host.
+"""The memory of gradients: open payloads in gradient slots, reduced shards at home, unreduced sums on the host.
 
-A chunk's gradient is *open* from its first to its last local gradient; then it is reduced and merged into its
-home. An open payload that must make room moves to the host as it is, by this rank alone, and comes back when it is
-needed. Where this rank holds the whole gradient on the device anyway, gradients are written to the home directly.
-A gradient without a home of its own rests in its chunk's parameter home, see grad_homes.py.
+A chunk's gradient is *open* from its first to its last local gradient. Then it is reduced and merged into its home. An
+open payload that must make room is spilled to the host unreduced, by this rank alone, and comes back when it is needed.
+Where this rank holds the whole gradient on the device anyway, gradients are written to the home directly. A gradient
+without a home of its own rests in its chunk's parameter home, see grad_homes.py.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from gemini.placement.demand import Kind, Tier
 
 
 class GradMemory:
-    """Gradient slots and the memory behind every `ChunkGradient`."""
+    """The gradient slots, and the memory behind every `ChunkGradient`."""
 
     def __init__(self, memory: Memory, observer: Observer, keeps_whole: bool) -> None:
-        """keeps_whole: this rank has whole gradients, and GRAD homes have room for whole payloads."""
+        """keeps_whole: this rank keeps whole gradients, and GRAD homes have room for whole payloads."""
         self.memory = memory
         self.observer = observer
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
         self.pools = memory.gradient_slots
         self._keeps_whole = keeps_whole
         self.peak_open = 0
-        self._num_open = 0  # in a slot or spilled, and not on the way to the other ranks
-        self._num_by_size = [0, 0]  # gradients of chunks for the regular slots and for those of the second size
+        self._num_open = 0  # in a slot or spilled, and not being reduced
+        self._num_by_size = [0, 0]  # trainable chunks with regular slots, and with larger ones
 
     def add(self, chunk: Chunk) -> None:
-        """A trainable chunk has a gradient from now on."""
+        """Give a trainable chunk a gradient, without memory so far."""
         self.gradients[chunk.index] = ChunkGradient(chunk, self._keeps_whole)
         self._num_by_size[chunk.oversize] += 1
 
     def give_back(self) -> None:
-        """Between steps: no chunk has a gradient any more. Slots and what was taken beside the homes are given back."""
+        """Between steps: give back slots and the memory beside the homes. No chunk has a gradient any more."""
         self.pools.close()
         for gradient in self.gradients.values():
-            late = None if Kind.GRAD in gradient.chunk.homes else gradient.home  # of one that began without a home
+            # A home that a gradient took when its parameter home could not be lent. `Rehoming` gives planned homes
+            # back.
+            late = None if Kind.GRAD in gradient.chunk.homes else gradient.home
             wide = None if gradient.wide_is_planned else gradient.wide
             spares = (wide, Kind.GRAD), (late, Kind.GRAD), (gradient.unsynced, "unsynced gradients")
             for spare, kind in spares:
@@ -54,13 +56,13 @@ class GradMemory:
         self._num_by_size = [0, 0]
 
     def lacks_slot(self, gradient: ChunkGradient) -> bool:
-        """The gradient can only be opened in a slot, and none is free."""
+        """Whether the gradient can only be opened in a slot, and none is free."""
         if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
             return False
         return self.pools[gradient.chunk.oversize].free() is None
 
     def is_in_nobodys_way(self, gradient: ChunkGradient) -> bool:
-        """However long it is open, no other gradient lacks a slot because of it."""
+        """Whether the gradient may stay open for any time: no other gradient lacks a slot because of it."""
         if gradient.state is GradState.AT_HOME:
             return True
         if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
@@ -69,9 +71,9 @@ class GradMemory:
         return self.pools[oversize].count >= self._num_by_size[oversize]
 
     def open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
-        """Make the payload writable: the whole home where that is free, else a slot, filled from a spill if any.
+        """Make the payload writable: the home if it may be written, else a slot, filled from a spill if there is one.
 
-        backward: the number of the one that opens it. zero: fill it with zeros, but for a home in which gradients stay.
+        backward: the number of the backward that opens it. zero: fill it with zeros, unless gradients stay in the home.
         """
         if gradient.payload is not None:
             return
@@ -82,11 +84,13 @@ class GradMemory:
         if payload is None or not self._may_write_home(gradient):
             slot = self._slot_for(gradient)
             payload = gradient.chunk.payload_in(slot)
+            # One rank continues the sum so far, in autograd's order of additions.
             if gradient.resumes(backward):
                 self.memory.transfer.copy(payload, gradient.shard)
                 content = Content.SUM
         elif gradient.in_place and gradient.is_reduced:
             content = Content.SUM
+        # The slot's last content may still be on its way to the host, or this one's on its way to the slot.
         wait_on_stream(payload)
         if zero and content is Content.UNDEFINED and not gradient.in_place:
             payload.flat.zero_()
@@ -99,7 +103,7 @@ class GradMemory:
         self.peak_open = max(self.peak_open, self._num_open)
 
     def complete(self, gradient: ChunkGradient) -> None:
-        """Zeros where no gradient was written since the payload was opened: paddings and unused parameters."""
+        """Zero what no gradient was written to, paddings and unused parameters, before the payload is read whole."""
         if gradient.content is not Content.UNDEFINED or gradient.payload is None:
             return
         for start, end in gradient.gaps:
@@ -108,17 +112,17 @@ class GradMemory:
             _zero_unwritten(gradient)
 
     def _may_write_home(self, gradient: ChunkGradient) -> bool:
-        """Before anything was reduced into it; or to add to it, if one rank does that in full precision."""
+        """Whether gradients may go to the home: nothing was reduced into it, or one rank adds in full precision."""
         is_first = gradient.reduced_state is ReducedState.NONE
         return is_first or (gradient.in_place and gradient.chunk.dtype.itemsize >= 4)
 
     def leave(self, gradient: ChunkGradient) -> None:
-        """The payload goes to the other ranks: it is not open any more."""
+        """The payload goes to the other ranks and is not open any more."""
         self._num_open -= gradient.slot is not None
         gradient.become(GradState.REDUCING)
 
     def rest_in_place(self, gradient: ChunkGradient, backward: int) -> None:
-        """A gradient that was written to its home is at rest. What no gradient wrote to becomes zero."""
+        """Close a gradient that was written to its home. Elements that got no gradient become zero."""
         if gradient.reduced_state is ReducedState.NONE:
             gradient.become_reduced(ReducedState.IN_SHARD, backward)
             if gradient.num_fired < len(gradient.fired):
@@ -126,28 +130,30 @@ class GradMemory:
         self.close(gradient)
 
     def close(self, gradient: ChunkGradient) -> None:
-        """The payload's content is not needed any more."""
+        """Free the payload's slot, or its spilled memory: the content is not needed any more."""
         self._num_open -= gradient.state in (GradState.IN_SLOT, GradState.SPILLED)
         if gradient.slot is not None:
             self.pools[gradient.chunk.oversize].vacate(gradient.slot)
         spilled = gradient.spilled
-        gradient.become(GradState.CLOSED)  # first: an interrupted close must not give this memory back twice
+        # Closed before the memory is given: an interrupted `close` must not give it back twice.
+        gradient.become(GradState.CLOSED)
         if spilled is not None:
             self.memory.give(spilled, "spilled gradients")
 
     def _slot_for(self, gradient: ChunkGradient) -> Slot:
-        """A slot, which is the chunk's from now on."""
+        """Take a slot for the gradient; spill another gradient if none is free."""
         pool = self.pools[gradient.chunk.oversize]
         slot = pool.free()
         if slot is None:
-            # Complete ones only wait to be reduced. Of the others, backward reaches the first of the model last.
+            # Spill complete gradients first: they only wait to be reduced. Among incomplete ones spill the earliest
+            # chunk of the model: backward reaches it last.
             holders = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
             slot = self._spill(max(holders, key=lambda g: (g.num_fired == g.expected, -g.chunk.index)), gradient)
         slot.chunk = gradient.chunk.index
         return slot
 
     def _spill(self, victim: ChunkGradient, wanted: ChunkGradient) -> Slot:
-        """Move an open payload to the host, unreduced: `wanted` needs its slot. Local to this rank: no collective."""
+        """Move an open payload to the host, unreduced: `wanted` needs its slot. Local: other ranks may not spill."""
         assert victim.slot is not None and victim.payload is not None
         try:
             spilled = self.memory.take(Tier.HOST, victim.chunk.numel, victim.chunk.dtype, "spilled gradients")
@@ -156,6 +162,7 @@ class GradMemory:
                 f"no gradient slot is free and the host cannot take an open gradient of chunk {victim.chunk.index} "
                 f"({victim.chunk.names()}): {error}"
             ) from None
+        # The victim keeps its flags: it is still open, and is merged or reduced after it has come back.
         index, ends = victim.chunk.index, ("gradient slot", Tier.HOST)
         why = f"room for the gradient of chunk {wanted.chunk.index}"
         with self.observer.moving("spill", index, *ends, spilled.nbytes, why):
@@ -166,7 +173,7 @@ class GradMemory:
         return slot
 
     def _unspill(self, gradient: ChunkGradient) -> None:
-        """Bring an open payload back from the host."""
+        """Bring a spilled payload back into a slot."""
         slot, spilled = self._slot_for(gradient), gradient.spilled
         assert spilled is not None
         payload = gradient.chunk.payload_in(slot)
@@ -178,7 +185,7 @@ class GradMemory:
         wait_on_stream(payload)
 
     def forget(self, gradient: ChunkGradient) -> None:
-        """The step consumed the gradient, or it was discarded. Its flags are written by the caller."""
+        """Drop a gradient that the step consumed, or that was discarded. The caller writes its flags."""
         if gradient.state is not GradState.CLOSED:
             self.close(gradient)
         if gradient.is_reduced:
@@ -187,14 +194,14 @@ class GradMemory:
             gradient.become_unsynced(UnsyncedState.NONE)
 
     def moving(self, gradient: ChunkGradient, where: Callable[[], str], blocks: int) -> Moving:
-        """Observes the reduction of the gradient, which takes `blocks` blocks of code."""
+        """Observe the reduction of the gradient, which takes `blocks` blocks of code."""
         chunk, home = gradient.chunk, gradient.resting.tier
         ends = home if gradient.slot is None else "gradient slot", home
         return self.observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
 
 
 def _zero_unwritten(gradient: ChunkGradient) -> None:
-    """Views of the open payload that no gradient was written to <- 0."""
+    """Zero the views of the open payload to which no gradient was written."""
     for fired, view in zip(gradient.fired, gradient.views, strict=True):
         if not fired:
             view.zero_()

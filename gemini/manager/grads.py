@@ -1,8 +1,8 @@
 """The gradients of one model: from autograd into payloads, reduced over the ranks, at rest until a step uses them.
 
-The store knows which backward of which step it is. Its parts do the rest, and each is given what it needs when it is
+The store knows which backward of which step runs. Its parts do the rest, and each is given what it needs when it is
 made: `Arrivals` takes over what autograd made, an `Accumulation` makes one reduced gradient a step of it, `Leftovers`
-says what is left after a step, and `GradMemory` holds the memory of all of it.
+decides what remains after a step, and `GradMemory` holds the memory of all of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _set_grad = _GRAD.__set__
 
 
 class GradStore:
-    """Gradients of all trainable chunks of one model."""
+    """The gradients of all trainable chunks of one model."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class GradStore:
         next_use: NextUse,
         stage: int,
     ) -> None:
-        """next_use: of the pass that runs, whose touches are points that all ranks share."""
+        """next_use: of the running pass; its touches are points that all ranks share."""
         self.memory = memory
         self.training = training
         self.homes = homes
@@ -59,12 +59,12 @@ class GradStore:
         self.arrivals = Arrivals(memory, self.accumulation)
         self.leftovers = Leftovers(memory, homes)
         self.num_backwards = 0  # since the last step
-        self.has_zeros = False  # zero_grad(set_to_none=False) has left some, and no step has used them
-        self.num_forgotten = 0  # how often `num_backwards` became 0
-        self.num_failed = 0  # how often that was because a step had failed
+        self.has_zeros = False  # zero_grad(set_to_none=False) left zeros that no step has used
+        self.num_forgotten = 0  # how often `num_backwards` became 0: a `.grad` from before is stale
+        self.num_failed = 0  # how often a failed step was the reason
         self.in_backward = False
-        self.expects_scaled_loss = False  # there is an optimizer, which scales losses while fp16 weights are trained
-        self.loss_is_scaled = False  # the backward that runs came through a loss times the loss scale
+        self.expects_scaled_loss = False  # there is an optimizer: it scales losses while fp16 weights are trained
+        self.loss_is_scaled = False  # the running backward came through a scaled loss
         self._trains_fp16 = self._has_fp16()
 
     def of(self, chunk: Chunk) -> ChunkGradient:
@@ -81,7 +81,7 @@ class GradStore:
     # -- in a backward
 
     def refuse_unscaled(self) -> None:
-        """When a backward reaches the model. Raises GeminiError if it has not come through a scaled loss but must."""
+        """Raises GeminiError if a backward reaches the model through a loss that should be scaled and is not."""
         if self.expects_scaled_loss and self._trains_fp16 and not self.loss_is_scaled:
             raise GeminiError(
                 "loss.backward() without the loss scale that fp16 needs: call optimizer.backward(loss), or "
@@ -105,29 +105,30 @@ class GradStore:
         self.accumulation.arrived(self.arrivals.take(chunk, position, grad, backward), backward)
 
     def wait(self, chunk: Chunk, waiting: Waiting) -> bool:
-        """A gradient of a chunk of many small parameters is in `.grad`, and noted. False if it may not wait there."""
+        """Let a noted gradient of a chunk of many small parameters wait in `.grad`. False if it may not wait there."""
         gradient = self.memory.gradients.get(chunk.index)
         if not waiting.due and (gradient is None or not self.arrivals.begin(gradient, self.num_backwards)):
             return False
+        # Waiting gradients are held beyond the gradient slots: keep their number small.
         if len(self.arrivals.begun) > MAX_WAITING:
-            self._collect(self.arrivals.begun[0])  # which has waited longest
+            self._collect(self.arrivals.begun[0])  # the chunk that has waited longest
         if len(waiting.arrived) >= waiting.due:
             self._collect(chunk.index, are_all=False)
         return True
 
     def _collect(self, index: int, are_all: bool = True) -> None:
-        """Take over the gradients of chunk `index` that wait. are_all: no others will wait for now."""
+        """Take over the waiting gradients of chunk `index`. are_all: no others will wait for now."""
         gradient, backward = self.memory.gradients[index], self.num_backwards
         if self.arrivals.collect(gradient, backward, are_all):
             self.accumulation.arrived(gradient, backward)
 
     def collect_all(self) -> None:
-        """Take over all gradients that wait: they are about to be read, reduced or discarded. Local."""
+        """Take over all waiting gradients: they are about to be read, reduced or discarded. Local."""
         for index in list(self.arrivals.begun):
             self._collect(index)
 
     def before_touch(self) -> None:
-        """A point that all ranks share, if backward gathers parameters: reduce what is due. Collective then."""
+        """Reduce what is due before a fetch: a point that all ranks share if backward gathers. Collective then."""
         if not self.in_backward:
             return
         for index in self.accumulation.due():
@@ -143,14 +144,14 @@ class GradStore:
     # -- between backward and step
 
     def catch_up(self) -> None:
-        """Before gradients are read or used: do what was put off. Collective, if backwards ran under no_sync()."""
+        """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
         self.accumulation.catch_up(self.num_backwards)
         if self.has_zeros:
             self.has_zeros = False
             self.leftovers.write_zeros(self.num_backwards)
 
     def start_at_zero(self, gradient: ChunkGradient, managed: ManagedParameter) -> None:
-        """`managed` has a gradient now that no backward made, and that is about to be written. Every rank does it.
+        """Give `managed` a gradient that no backward made and that is about to be written. Every rank calls it.
 
         Raises BudgetError.
         """
@@ -160,7 +161,7 @@ class GradStore:
         gradient.got[managed.position] = gradient.agreed[managed.position] = 1
 
     def discard(self, managed: ManagedParameter) -> None:
-        """`parameter.grad = None`: what comes later in this step starts from zero."""
+        """`parameter.grad = None`: later gradients of this step start from zero."""
         gradient = self.find(managed.chunk)
         if gradient is None:
             return
@@ -169,18 +170,20 @@ class GradStore:
         gradient.got[position] = gradient.agreed[position] = 0
         gradient.had[position] = 0
         self.leftovers.clear(gradient, [managed])
+        # One rank: if it was the last gradient, the step starts over, and the next backward is its first.
         if self.accumulation.knows_all and not self.leftovers.are_any():
             self.end(Becomes.USED)
 
     def forget(self) -> None:
-        """All gradients become None."""
+        """Set all gradients to None."""
         self.end(Becomes.NONE)
 
     def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]] | None = None) -> None:
-        """A step used the gradients, or they are discarded or set to zero; one in flight has failed on the way. Local.
+        """A step used the gradients, or they are discarded, set to zero, or lost by a failure. Local.
 
-        stay: parameters whose gradients stay, by chunk index, then by position.
+        stay: which gradients stay, by chunk index, then by position.
         """
+        # Waiting gradients must set their flags, which decide what becomes zero or stays.
         if becomes is not Becomes.NONE:
             self.collect_all()
         self.arrivals.drop()
@@ -194,47 +197,49 @@ class GradStore:
     # -- memory, and which chunks have gradients
 
     def take_memory(self) -> None:
-        """All slots and scratch, at the first use; nothing while the model only infers. Raises BudgetError."""
+        """Take all slots and scratch, at the first use; none while the model only infers. Raises BudgetError."""
         if self.training.is_there:
             self.memory.pools.fill()
             self.scratch.fill()
 
     def _begin_training(self) -> None:
-        """A gradient is about to come: without an optimizer, its memory is not there yet."""
+        """Take the memory for gradients before the first one comes, if no optimizer has done so."""
         if not self.training.is_there:
             with unseen(), untracked():
                 self.training.take()
                 self.take_memory()
 
     def rest(self) -> None:
-        """Between steps: slots and scratch take their memory again at the next use. Local."""
+        """Free slots and scratch between steps. They take their memory again at the next use. Local."""
         self.memory.pools.rest()
         self.scratch.resize(self.scratch.num_bytes)
 
     def give_back(self, scratch_bytes: int) -> None:
-        """Between steps: no chunk has a gradient, and no memory for it, until some are added. Local.
+        """Give back all memory of gradients between steps: no chunk has one until some are added. Local.
 
-        scratch_bytes: what collectives will need from now on.
+        scratch_bytes: the scratch that collectives will need from now on.
         """
         self.memory.give_back()
         self.scratch.resize(scratch_bytes)
 
     def reset_order(self) -> None:
-        """Which gradients are to be expected, and when, must be found out again."""
+        """Forget which gradients to expect, and when."""
         for gradient in self.memory.gradients.values():
             gradient.expect_all()
         self._trains_fp16 = self._has_fp16()
         self.accumulation.reset_order()
 
     def reset(self) -> None:
-        """After a failed step: no gradient, and no agreement with other ranks on when to reduce which."""
+        """Drop all gradients after a failed step, and what ranks had agreed on about when to reduce which."""
         self.num_failed += 1
         self.forget()
         with torch._C.DisableTorchFunctionSubclass():
             for gradient in self.memory.gradients.values():
-                for parameter in gradient.chunk.raw:  # an interrupted backward may have left what no hook took
+                # An interrupted backward may have left gradients in `.grad`: autograd would add the next ones to them.
+                for parameter in gradient.chunk.raw:
                     _set_grad(parameter, None)
         self.memory.pools.empty()
+        # Other memory: a collective that failed may still write to the old one.
         self.scratch.resize(self.scratch.num_bytes)
         self.homes.reset()
         self.reset_order()

@@ -1,8 +1,8 @@
-"""What is left of gradients once a step has used them, or zero_grad() was called: nothing, zeros, or those that stay.
+"""What remains of gradients after a step or zero_grad(): None, zeros, or the gradients that stay.
 
 [Note: Zeros] zero_grad(set_to_none=False) leaves zeros, with which a step moves parameters by their moments. No memory
-is written for them at first: the flags say that there is a gradient, and what no backward writes to becomes zero when
-the chunk is reduced. Only a chunk that no backward has reached is filled with zeros, when they are needed.
+is written for them at first: the flags say that there is a gradient, and elements that no backward writes to become
+zero when the chunk is reduced. Only a chunk that no backward has reached is filled with zeros, when they are needed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gemini.memory.transfer import ready
 class Becomes(Enum):
     """What gradients are after a step or zero_grad().
 
-    USED: None, though zero_grad(set_to_none=False) makes zeros of them: plain PyTorch would still have them.
-    NONE: as if there had never been one.
-    ZERO: zeros, where there was one since they were last set to None.
+    USED: None for now, but zero_grad(set_to_none=False) makes zeros of them: plain PyTorch would still have them.
+    NONE: None, as if there had never been one.
+    ZERO: zeros, where there was a gradient since they were last set to None.
     """
 
     USED = "used"
@@ -32,22 +32,23 @@ class Becomes(Enum):
 
 
 class Leftovers:
-    """Of one model. All of it is local, and what it decides is equal on all ranks."""
+    """What remains of one model's gradients. All of it is local, and its decisions are equal on all ranks."""
 
     def __init__(self, memory: GradMemory, homes: GradHomes) -> None:
         self._memory = memory
         self._homes = homes
-        self._searched: list[int] = []  # chunk indices, for a gradient that is left
-        self._place = 0  # of the search in it
+        self._searched: list[int] = []  # indices of the chunks that `are_any` searches
+        self._place = 0  # where that search has come to
 
     def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
         """A step used the gradients, or they are discarded or set to zero.
 
-        stay: parameters whose gradients stay, by chunk index, then by position.
+        stay: which gradients stay, by chunk index, then by position.
         """
         for gradient in self._memory.gradients.values():
             stays = stay.get(gradient.chunk.index, ())
             after = _flags_after(gradient, becomes)
+            # Nothing of the chunk stays: its memory is free, and a lent home gets its parameters back.
             if not keeps(gradient, stays):
                 self._memory.forget(gradient)
                 gradient.had[:], gradient.got[:], gradient.agreed[:] = after
@@ -63,12 +64,13 @@ class Leftovers:
         self._homes.end_step()
 
     def are_any(self) -> bool:
-        """This rank has a gradient of some parameter.
+        """Whether this rank has a gradient of some parameter.
 
-        The search goes on where the one before it found a gradient, so that a loop which discards the gradients of all
-        parameters, one after the other, takes time in proportion to them.
+        The search goes on where the last one found a gradient. So a loop that discards the gradients of all parameters,
+        one after the other, takes time in proportion to their number.
         """
-        for _ in range(2):  # what is left of the last search, then all
+        # First the rest of the last search, then all chunks once.
+        for _ in range(2):
             while self._place < len(self._searched):
                 gradient = self._memory.gradients.get(self._searched[self._place])
                 if gradient is not None and any(gradient.got):
@@ -78,7 +80,7 @@ class Leftovers:
         return False
 
     def clear(self, gradient: ChunkGradient, some: Sequence[ManagedParameter]) -> None:
-        """What comes later of some of the chunk's parameters is added to zeros."""
+        """Set the gradients of some of the chunk's parameters to zero, so that later ones are added to zero."""
         gradient.num_writes += 1
         if gradient.unsynced_state is UnsyncedState.HELD:
             assert gradient.unsynced is not None
@@ -92,27 +94,28 @@ class Leftovers:
                 part.zero_()
 
     def write_zeros(self, backward: int) -> None:
-        """See [Note: Zeros]. Every rank calls it at the same point."""
+        """Write the zeros that a step is about to read. See [Note: Zeros]. Every rank calls it at the same point."""
         for gradient in self._memory.gradients.values():
             if any(gradient.agreed):
                 self._homes.fill(gradient, backward)
 
     def before_update(self, stay: Mapping[int, Sequence[bool]]) -> None:
-        """Gradients that stay leave homes of parameters, which the step writes to. Raises BudgetError."""
+        """Move gradients that stay out of parameter homes, which the step writes to. Raises BudgetError."""
         for index, stays in stay.items():
             gradient = self._memory.gradients.get(index)
             if gradient is not None and gradient.chunk.holds_grad and keeps(gradient, stays):
                 self._homes.move_out(gradient.chunk)
 
     def rescale(self, factor: float) -> None:
-        """What has stayed is of losses times the loss scale, which is now `factor` times as large."""
+        """Adapt gradients that have stayed to a loss scale that is `factor` times as large now."""
         for gradient in self._memory.gradients.values():
             if gradient.is_reduced:
-                self._homes.widen(gradient, gradient.first_backward)  # 16 bits may not hold the larger values
+                # 16 bits may not hold the larger values.
+                self._homes.widen(gradient, gradient.first_backward)
         self.multiply(factor, {})
 
     def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
-        """All reduced gradients times `factor`, without those that `but` says, by chunk index, then by position."""
+        """Multiply all reduced gradients by `factor`, except those in `but`, by chunk index, then by position."""
         with untracked():
             for gradient in self._memory.gradients.values():
                 if not gradient.is_reduced:
@@ -129,14 +132,15 @@ class Leftovers:
 
 
 def keeps(gradient: ChunkGradient, stays: Sequence[bool]) -> bool:
-    """The chunk has, or may have, a gradient of a parameter that `stays` says, by position."""
+    """Whether the chunk has, or may have, a gradient of one of the parameters in `stays`, by position."""
+    # Which parameters have unreduced gradients on other ranks is not known here: assume that these have.
     if gradient.is_behind and any(stays):
         return True
     return gradient.is_reduced and any(does and got for does, got in zip(stays, gradient.agreed, strict=False))
 
 
 def _flags_after(gradient: ChunkGradient, becomes: Becomes) -> tuple[bytes, bytes, bytes]:
-    """`had`, `got` and `agreed`."""
+    """The flags `had`, `got` and `agreed` after a step or zero_grad()."""
     none = bytes(len(gradient.got))
     if becomes is Becomes.NONE:
         return none, none, none
@@ -145,5 +149,5 @@ def _flags_after(gradient: ChunkGradient, becomes: Becomes) -> tuple[bytes, byte
 
 
 def _either(some: bytes | bytearray, others: bytes | bytearray) -> bytes:
-    """By position: 1 where one of both is."""
+    """The flags, by position, that are set in one of both."""
     return (int.from_bytes(some, "little") | int.from_bytes(others, "little")).to_bytes(len(some), "little")

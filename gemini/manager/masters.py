@@ -1,13 +1,13 @@
 """The fp32 masters of 16-bit chunks on this rank, in either layout.
 
 *Whole*: the MASTER home holds fp32 values. *Split* (bf16): it holds int16 remainders, and the master's upper half is
-the parameter home itself (`optim.split`). Elements are counted as the optimizer counts them, in `optim_numel`.
+the parameter home itself (`optim.split`). Elements are numbered as in the optimizer's flat tensors, up to
+`optim_numel`.
 
-[Note: Edits of split masters] A parameter that is written to takes its master along: an edited element's remainder
-becomes zero. Which elements those are is told by the values from before, which the home still has unless it is the
-payload; then a copy is made before a write is possible (`snapshots.py`). Who writes to a weight inside its own operator
-is noticed afterwards only: the whole parameter loses its remainders, wherever it lies, and that is said. Embeddings
-with `max_norm`, which do so in every forward, have whole masters.
+[Note: Edits of split masters] When a weight is edited its remainder becomes zero. The values from before tell which
+elements were edited. The home still has them unless it is the payload; then a copy is made before a write is possible
+(`snapshots.py`). A write to a weight inside its own operator is noticed only afterwards: the whole parameter loses its
+remainders, and a warning says so. Embeddings with `max_norm`, which write so in every forward, have whole masters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sharding import pieces_within
 
 
 def full_precision(chunk: Chunk, start: int, numel: int) -> Tensor:
-    """(numel,) elements from `start` on of the master, where it rests; of the weights where there is none.
+    """(numel,) elements of the master from `start` on, on its tier; of the weights if there is no master.
 
     fp32, or fp64 for fp64 weights. It may be a view.
     """
@@ -42,7 +42,7 @@ def full_precision(chunk: Chunk, start: int, numel: int) -> Tensor:
 
 
 def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
-    """Elements from `start` on become `values` (1-D); a split master's upper half, the parameter, with them."""
+    """Set elements from `start` on to `values` (1-D), and with a split master also its upper half, the parameter."""
     master = ready(chunk.homes[Kind.MASTER])
     if not chunk.splits_master:
         master[start : start + values.numel()].copy_(values)
@@ -58,16 +58,16 @@ def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
 
 
 def set_master(managed: ManagedParameter, value: Tensor) -> None:
-    """A parameter's master on this rank <- `value`, of its shape and any dtype."""
+    """Set a parameter's master on this rank to `value`, which has its shape and any dtype."""
     managed.has_fractions = True
     for piece, part in zip(managed.pieces, managed.parts_of(managed.laid_out(value)), strict=True):
         write_master(managed.chunk, piece.shard_start, part)
 
 
 def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` in a parameter's dtype, rounded as the step rounds masters.
+    """`value` in a parameter's dtype, rounded like `round_master_` in the step.
 
-    With any other rounding the next step would see the weight as edited, and replace the master by it.
+    With any other rounding the next step would see the weight as edited and replace the master by it.
     """
     if dtype not in HALF_DTYPES or value.dtype is dtype:
         return value.to(dtype)
@@ -77,14 +77,14 @@ def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
-    """A copy of the parameter home's elements, (numel,)."""
+    """(numel,) a copy of elements of the parameter home, from `start` on."""
     home = ready(chunk.homes[Kind.PARAM])
     runs = [home[piece.in_payload] for piece in pieces_within(chunk.home_slices(), start, numel)]
     return torch.cat(runs) if runs else home[:0].clone()
 
 
 def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = True) -> None:
-    """Homes <- this rank's elements of `flat` (numel,): weights are rounded, a master takes them as they are."""
+    """Set the homes to this rank's elements of `flat` (numel,): weights are rounded, a master takes them unrounded."""
     chunk = managed.chunk
     home = ready(chunk.homes[Kind.PARAM])
     for piece in managed.home_pieces:
@@ -98,20 +98,22 @@ def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = Tru
 def follow_edits(chunk: Chunk, start: int, weights: Tensor, before: Tensor | None) -> None:
     """The parameter has `weights` (numel,) from `start` on: the master takes over the elements that were edited.
 
-    before: what it had, for a split master; None means that all elements count as edited.
+    before: the weights before the edit, for a split master; None means that all elements count as edited.
     """
     master = ready(chunk.homes[Kind.MASTER])[start : start + weights.numel()]
     if not chunk.splits_master:
+        # A whole master tells edits by itself: an unedited weight is its rounded value.
         absorb_edits_(master, weights.to(master.device))
     elif before is None:
         master.zero_()
     else:
+        # Compare bits: NaN and -0.0 would be wrong as floats.
         edited = weights.view(torch.int16) != before.to(weights.device).view(torch.int16)
         master.masked_fill_(edited.to(master.device), 0)
 
 
 def master_from_weights(chunk: Chunk, only: ManagedParameter | None = None) -> None:
-    """The master of a chunk, or of one of its parameters, becomes what the 16-bit weights are. Local."""
+    """Set the master of a chunk, or of one of its parameters, to the 16-bit weights. Local."""
     runs = [(0, chunk.optim_numel)]
     if only is not None:
         runs = [(piece.shard_start, piece.numel) for piece in only.pieces]

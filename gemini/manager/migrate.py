@@ -1,9 +1,9 @@
-"""Rehoming: brings all states of a model's chunks from the homes they have to those of another placement.
+"""Rehoming: moves all states of a model's chunks to the homes of another placement.
 
-Between steps, when no gradient is held, after it was decided what each chunk needs and where. First goes what is not
-needed any more, then what leaves the device, then slots change their number, and last comes what moves in or is new: so
-the device never holds more than it does before or after. No value changes on the way. What the optimizer keeps is its
-own business; it is told as a `StateStore`.
+It runs between steps, when no gradient is held, after it was decided what each chunk needs and where. States that are
+no longer needed are dropped first. Then states leave the device, then the number of slots changes, and last come the
+states that move in or are new. So the device never holds more than it does before or after. No value changes on the
+way. What the optimizer keeps is its own business; it is told through a `StateStore`.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from gemini.placement.demand import Demand, Kind, Placement, Tier
 
 
 class StateStore(Protocol):
-    """What an optimizer keeps of each chunk."""
+    """The optimizer's state of each chunk, as far as moves need it."""
 
     def has(self, chunk: Chunk) -> bool:
-        """There is memory for the chunk's state."""
+        """Whether the chunk's state has memory."""
 
     def has_stepped(self, chunk: Chunk) -> bool:
-        """The chunk's state holds what a step has made. Equal on all ranks."""
+        """Whether a step has written the chunk's state. Equal on all ranks."""
 
     def add(self, chunk: Chunk, tier: Tier) -> None:
-        """The chunk gets fresh state. Raises BudgetError."""
+        """Take memory for fresh state of the chunk. Raises BudgetError."""
 
     def discard(self, managed: ManagedParameter) -> None:
-        """One parameter's state becomes what it was before its first step; its memory stays."""
+        """Reset one parameter's state to that before its first step. Its memory stays."""
 
     def move(self, chunk: Chunk, tier: Tier) -> None:
-        """The chunk's state rests elsewhere from now on."""
+        """Move the chunk's state to `tier`."""
 
     def drop(self, chunk: Chunk) -> None:
-        """The chunk's state is given up, and its memory with it."""
+        """Give up the chunk's state and its memory."""
 
     def host_bytes(self, chunk: Chunk, tier: Tier) -> int:
-        """What the chunk's state takes on the host if it is planned on `tier`."""
+        """Host bytes of the chunk's state if it is planned on `tier`."""
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
-        """The states that a parameter has; empty where it has no memory for any."""
+        """The names of a parameter's states; empty if they have no memory."""
 
     def flat_of(self, chunk: Chunk, name: str) -> Tensor:
-        """(optim_numel,) a state where it rests; zeros where this rank has no memory for it yet."""
+        """(optim_numel,) the state where it rests; zeros if this rank has no memory for it yet."""
 
 
 class Rehoming:
-    """From one (demand, placement) to another."""
+    """The move from one (demand, placement) to another."""
 
     def __init__(
         self, step: Step, before: tuple[Demand, Placement], after: tuple[Demand, Placement], trains: bool = True
     ) -> None:
-        """trains: gradients and masters have their memory. Otherwise they get it later, see training_state.py."""
+        """trains: gradients and masters have their memory. Otherwise they take it later, see training_state.py."""
         self._step = step
         self._trains = trains
         self._params, self._grads, self._memory = step.params, step.grads, step.params.memory
@@ -72,13 +72,14 @@ class Rehoming:
 
     @property
     def changes(self) -> bool:
-        """Any home, slot or buffer will be another one."""
+        """Whether any home, slot or buffer changes."""
         return self._before != (self._demand, self._placement)
 
     def check_room(self, states: StateStore | None, budget: Budget) -> None:
-        """Raises BudgetError if `budget` has no room for what is to come; nothing has changed then."""
+        """Raises BudgetError if `budget` has no room for the other placement; nothing has changed then."""
         device, host = self._memory.tiers
-        self._params.release_all()  # and shows which slots are held by views
+        # After this, slots that foreign views hold are known, and counted below.
+        self._params.release_all()
         on_device = self._placement.device_bytes(self._demand) + self._params.held_bytes()
         growth, moves_in = self._host_growth(states)
         device.check_total(on_device, budget.device)
@@ -86,7 +87,7 @@ class Rehoming:
         host.reserve(growth, "states that move there or are new")
 
     def _host_growth(self, states: StateStore | None) -> tuple[int, int]:
-        """Bytes that come to the host, less those that are given up before; and those that then leave it."""
+        """(bytes that come to the host, less those that are given up before; bytes that leave the host after that)."""
         host, moves_in = self._memory.host, 0
         growth = -host.ledger.bytes_by_kind[Kind.OPTIM]
         for chunk, homes in self._placed:
@@ -95,7 +96,8 @@ class Rehoming:
         old_demand, old_placement = self._before
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
         for chunk, (before, old_homes, after, homes) in zip(self._step.chunks, pairs, strict=True):
-            if self._trains:  # gradients: all of them are given up before any is taken
+            # All gradient memory is given up before any is taken.
+            if self._trains:
                 growth += after.home_bytes.get(Kind.GRAD, 0) if homes.get(Kind.GRAD) is Tier.HOST else 0
                 growth -= before.home_bytes.get(Kind.GRAD, 0) if old_homes.get(Kind.GRAD) is Tier.HOST else 0
             for kind in (Kind.PARAM, Kind.MASTER):
@@ -111,22 +113,25 @@ class Rehoming:
         return growth, moves_in
 
     def carry_out(self, states: StateStore | None) -> None:
-        """Chunks say by `trainable` whether they have a gradient from now on; the placement names their other states.
+        """Make all moves. `Chunk.trainable` says which chunks get a gradient; the placement names the other states.
 
         Local: launches nothing.
         """
         step, memory = self._step, self._memory
+        # Edits go home first: payloads are about to be dropped.
         step.binding.write_back_all()
         before = dict(self._grads.memory.gradients)
         self._grads.give_back(self._demand.scratch_bytes)
         for index in before:
             self._give(step.chunks[index], Kind.GRAD)
-            before[index].adopt_home()  # none, or its memory would not be free before the end
+            # Without this the old gradient would keep the memory until this function ends.
+            before[index].adopt_home()
         for chunk, homes in self._placed:
             if Kind.MASTER not in homes:
                 self._give(chunk, Kind.MASTER)
             if states is not None and Kind.OPTIM not in homes and states.has(chunk):
                 states.drop(chunk)
+        # Make room on the device before anything moves in.
         self._move_all(states, moves_in=False)
         memory.slots.resize(self._placement.num_slots)
         self._move_all(states, moves_in=True)
@@ -139,11 +144,12 @@ class Rehoming:
         self._grads.homes.renew()
         self._grads.reset_order()
         step.payloads.note_placement()
-        step.payloads.has_room = False  # slots and buffers take theirs at the next use
+        # Slots and buffers take their memory at the next use.
+        step.payloads.has_room = False
         self._params.next_use.forget()
 
     def _move_all(self, states: StateStore | None, moves_in: bool) -> None:
-        """Move what leaves the device, or what moves in."""
+        """Move the states that leave the device, or, with `moves_in`, those that move in."""
         for chunk, homes in self._placed:
             target, keeps = homes[Kind.PARAM], chunk.index in self._placement.kept
             had_slot = chunk.own_slot is not None
@@ -166,13 +172,16 @@ class Rehoming:
         return self._params.observer.moving("migrate", chunk.index, before.tier, target, before.nbytes, why)
 
     def _move_parameters(self, chunk: Chunk, target: Tier, keeps: bool) -> None:
-        if chunk.state is ParamState.RESIDENT:  # its home, which is its payload, is about to be given up
+        # The home is the payload, and is about to be given up.
+        if chunk.state is ParamState.RESIDENT:
             self._params.binding.unbind(chunk)
-            chunk.bump_versions()  # see [Note: Version bump]
+            # See [Note: Version bump].
+            chunk.bump_versions()
             chunk.leave_home()
         before, slot = chunk.homes.pop(Kind.PARAM), chunk.own_slot
         chunk.own_slot, content = None, None
-        if before.tier is target:  # on the device, which may not have room for both
+        # From or to a kept slot, on a device that may not have room for both: the content waits on the host.
+        if before.tier is target:
             content = ready(before).to("cpu", copy=True)
             self._give_up(before, slot)
         try:
@@ -180,7 +189,9 @@ class Rehoming:
                 chunk.keep_slot(self._memory.device)
             else:
                 self._take(chunk, Kind.PARAM, target)
-        except BudgetError:  # others have taken the memory: the weights stay where they are, or rest on the host
+        # Other processes have taken the memory. The weights stay where they are, or rest on the host for now: the
+        # caller moves all states back.
+        except BudgetError:
             if content is None:
                 chunk.own_slot, chunk.homes[Kind.PARAM] = slot, before
             else:
@@ -197,17 +208,18 @@ class Rehoming:
         chunk.reside_at_home()
 
     def _give_up(self, home: Region, slot: KeptSlot | None) -> None:
-        """A parameter home, or the kept slot of which it is a part."""
+        """Give up a parameter home, or the kept slot that it is a part of."""
         if slot is None:
             self._memory.give(home, Kind.PARAM)
         else:
             slot.close()
 
     def _take_missing(self, chunk: Chunk, homes: dict[Kind, Tier], states: StateStore | None) -> None:
-        """Memory for the states that the chunk has a home for and that did not stay."""
+        """Take memory for the chunk's planned states that it does not have yet."""
         if chunk.trainable:
             home_bytes = self._demand.chunks[chunk.index].home_bytes.get(Kind.GRAD, 0)
-            if self._trains and home_bytes:  # else it rests elsewhere, see grad_homes.py
+            # A gradient without home bytes rests in the parameter home, see grad_homes.py.
+            if self._trains and home_bytes:
                 self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
             self._grads.memory.add(chunk)
         if self._trains and Kind.MASTER in homes and Kind.MASTER not in chunk.homes:

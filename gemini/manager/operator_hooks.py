@@ -1,14 +1,13 @@
-"""Operators' forward hooks, which come off their modules while all that operators need stays where it is.
+"""Operators' forward hooks, which are lifted off their modules while all parameters stay on the device.
 
-torch calls a module without hooks directly; with hooks, even with ones that do nothing, a small module's forward takes
-half as long again. So they are lifted inside the root's forward where no payload of a model leaves before the next
-update: see [Note: Resident models] in gemini/model/hooks.py. Outside of it they are in place, for modules that are
-called on their own.
+torch calls a module without hooks directly. With hooks, even ones that do nothing, a small module's forward takes half
+as long again. So they are lifted inside the root's forward if no payload leaves before the next update: see [Note:
+Resident models] in gemini/model/hooks.py. Outside of it they are in place, for modules that are called on their own.
 
-[Note: Lifted hooks] To lift a hook means to give the module another, empty dict of hooks, as long as it has no other
-hook of that kind: taking the hook out of the dict and putting it back touches four times the memory, which of thousands
-of modules is in no cache. A hook that a user registers meanwhile is in the other dict, which its handle knows. So the
-module keeps that one, and our hook joins it.
+[Note: Lifted hooks] A hook is lifted by giving the module another, empty dict of hooks, as long as it has no other hook
+of that kind. Taking the hook out of the dict and putting it back would touch four times the memory, which for thousands
+of modules is in no cache. A hook that a user registers meanwhile is in the other dict, which its handle refers to. Then
+the module keeps that dict, and our hook joins it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 _Hooks = OrderedDict[int, Callable[..., Any]]
 _Row = tuple[dict[str, Any], str, _Hooks, _Hooks, int, Callable[..., Any]]
-"""A module's attributes, the name of its hooks of a kind, these with ours, others without it, our key, our hook."""
+"""(module's attributes, name of a dict of hooks in them, the dict with our hook, one without, our key, our hook)."""
 _BEFORE = "_forward_pre_hooks"
 _AFTER = "_forward_hooks"
 
@@ -36,8 +35,8 @@ class OperatorHooks:
         self._are_lifted = False
 
     def add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., Any], may_lift: bool) -> None:
-        """Install hooks around a module's forward, before and after the user's own."""
-        # noted at once: an interrupt in between would leave a hook that nobody removes
+        """Install hooks around a module's forward: `before` runs before the user's own, `after` after them."""
+        # Each handle is noted at once: an interrupt in between would leave a hook that nothing removes.
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
         if may_lift:
@@ -54,11 +53,12 @@ class OperatorHooks:
             if len(hooks) == 1 and key in hooks and attributes[name] is hooks:  # see [Note: Lifted hooks]
                 attributes[name] = others
             else:
+                # The user has hooks of this kind: only ours is taken out.
                 hooks.pop(key, None)
         return True
 
     def put_back(self) -> None:
-        """Undo `lift`, before and after what a user has registered meanwhile."""
+        """Undo `lift`. Our hooks run before, and after, those that a user has registered meanwhile."""
         if not self._are_lifted:
             return
         for number, (attributes, name, hooks, others, key, hook) in enumerate(self._rows):
@@ -67,20 +67,25 @@ class OperatorHooks:
             elif not others:
                 attributes[name] = hooks
             else:
+                # A user has registered hooks in the other dict meanwhile: that one stays, and a new empty one is for
+                # the next `lift`.
                 _put(others, name, key, hook)
                 self._rows[number] = attributes, name, others, OrderedDict(), key, hook
-        self._are_lifted = False  # last: what is interrupted in here is done again
+        # Written last: after an interrupt in this method it is called again.
+        self._are_lifted = False
 
     @property
     def handles(self) -> tuple[RemovableHandle, ...]:
-        """Of all of them."""
+        """The handles of all hooks."""
         return tuple(self._handles)
 
     def remove(self) -> None:
-        """Remove them for good."""
+        """Remove all hooks for good."""
         self.put_back()
         for _, _, hooks, _, key, _ in self._rows:
-            hooks.pop(key, None)  # which its handle does not find in the other dict
+            # A handle knows only the dict that its hook was registered in: `put_back` may have moved the hook to
+            # another.
+            hooks.pop(key, None)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -88,7 +93,7 @@ class OperatorHooks:
 
 
 def _put(hooks: _Hooks, name: str, key: int, hook: Callable[..., Any]) -> None:
-    """Our hook among the user's."""
+    """Put our hook among the user's: first of the pre-hooks, last of the others."""
     hooks[key] = hook
     if name == _BEFORE:
         hooks.move_to_end(key, last=False)

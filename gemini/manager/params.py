@@ -1,11 +1,10 @@
 """Fetch and release: brings a chunk's payload into a slot and takes it away again.
 
-Several ranks start to gather payloads a few touches before they are used (`Settings.max_prefetch` says how many), for
-as long as the pass is predicted. One rank does not bring payloads from the host ahead of their use: its copies are in
-order with its kernels, so it would wait for them earlier and no shorter.
-Release is lazy: a chunk that nobody pins stays in its slot until another chunk needs the slot. Which chunk then
-leaves follows from the sequence of touches alone (`placement.next_use`), so it is equal on all ranks.
-See also [Note: Held slots] in memory/slot.py.
+Several ranks start to gather payloads a few touches before they are used (`Settings.max_prefetch` says how many), as
+long as the pass is predicted. One rank does not prefetch from the host: its copies run in order with its kernels, so it
+would wait for them earlier and no shorter. Release is lazy: a chunk that nobody pins stays in its slot until another
+chunk needs the slot. Which chunk leaves then follows from the sequence of touches alone (`placement.next_use`), so it
+is equal on all ranks. See also [Note: Held slots] in memory/slot.py.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FREE_WITHIN_S = 2.0
 
 
 class ParamStore:
-    """Owns the payload slots."""
+    """Owner of the payload slots. It fetches, prefetches and releases."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class ParamStore:
         observer: Observer,
         max_prefetch: int,
     ) -> None:
-        """max_prefetch: payloads that may be gathered ahead at once, where there are any to gather."""
+        """max_prefetch: payloads that may be gathered ahead at once, if any are gathered."""
         self.chunks = chunks
         self.memory = memory
         self.device, self.host = memory.device, memory.host
@@ -57,15 +56,15 @@ class ParamStore:
         self.next_use = NextUse(communicator.position.events)
         self.victims = Victims(chunks, self.next_use)
         self.pools = memory.slots
-        self.in_step = False  # an operator may find its parameters plain
+        self.in_step = False  # a forward runs: operators may find their parameters plain
         self.slot_by_storage: dict[int, Slot] = {}
         self.resident_by_storage: dict[int, Chunk] = {}  # homes that are payloads
         self.ahead = Ahead(max_prefetch if any(chunk.home_layout.world_size > 1 for chunk in chunks) else 0)
-        self._left: list[KeptSlot] = []  # replaced, but still held by views
+        self._left: list[KeptSlot] = []  # kept slots that were replaced while views still held them
         self.observer = observer
 
     def note_placement(self) -> None:
-        """Homes were given to the chunks, of which none is in a slot."""
+        """Chunks have new homes, and none is in a slot."""
         self.next_use.outdated = {chunk.index for chunk in self.chunks if chunk.trainable}  # membership only
         self.slot_by_storage.clear()
         at_home = ((chunk.payload, chunk) for chunk in self.chunks if chunk.payload is not None)
@@ -77,7 +76,7 @@ class ParamStore:
     def fetch(self, chunk: Chunk) -> Tensor:
         """The payload, (numel,) on the device, of a chunk that can leave. Collective where parameters are sharded.
 
-        For `Payloads.fetch`, which says what else a fetch does.
+        `Payloads.fetch` calls it and does the rest of a fetch.
         """
         self.victims.note(chunk)
         if chunk.payload is None:
@@ -92,9 +91,9 @@ class ParamStore:
         return chunk.payload
 
     def open_own_part(self, chunk: Chunk) -> Region:
-        """The payload, (numel,) on the device, of a released chunk that each rank holds whole and has updated in part.
+        """Copy only this rank's updated shard into the payload, (numel,) on the device, of a chunk that is held whole.
 
-        Only this rank's part is brought into it: the others' are gathered next, and what this rank has of them is old.
+        The caller must all-gather next: the other ranks' parts are stale.
         """
         self.next_use.touch(chunk.index)
         with untracked():
@@ -104,7 +103,7 @@ class ParamStore:
         return chunk.region()
 
     def fetch_all(self, chunks: Sequence[Chunk]) -> None:
-        """Fetch released chunks with slots of their own, all of them on their way at once. Collective."""
+        """Fetch released chunks with slots of their own, all in flight at once. Collective."""
         self.finish_prefetch()
         arrivals = []
         with untracked():
@@ -116,12 +115,12 @@ class ParamStore:
                 self._arrive(arrival)
 
     def slots_ahead(self) -> Iterable[tuple[Chunk, Slot]]:
-        """What will be used next, one chunk after the other, and for each a slot that is free for it by then. Local.
+        """The chunks to prefetch, in order of use, each with a slot that is free before it is used. Local.
 
-        The caller starts each of them with `fetch_ahead` before it asks for the one after it.
+        The caller starts each prefetch with `fetch_ahead` before it asks for the next one.
         """
         coming = self.next_use.coming(self.ahead.most * TOUCHES_AHEAD)
-        self._finish_all_but(coming)  # their use was left out
+        self._finish_all_but(coming)  # a prefetch whose use was left out
         return () if self.ahead.is_full else self._slots_for(coming)
 
     def _slots_for(self, coming: Sequence[int]) -> Iterator[tuple[Chunk, Slot]]:
@@ -138,12 +137,12 @@ class ParamStore:
             yield chunk, slot
 
     def fetch_ahead(self, chunk: Chunk, slot: Slot) -> None:
-        """Start to gather what `slots_ahead` came to. Collective."""
+        """Start to gather a chunk that `slots_ahead` named. Collective."""
         with untracked():
             self.ahead.add(self._depart(chunk, slot, self.ahead.free_lane(), "prefetch"))
 
     def finish_prefetch(self) -> None:
-        """All that was fetched ahead has arrived. Local: launches nothing."""
+        """Finish all prefetches. Local: launches nothing."""
         self._finish_all_but(())
 
     def _finish_all_but(self, chunks: Sequence[int]) -> None:
@@ -163,7 +162,7 @@ class ParamStore:
         return self.resident_by_storage.get(storage) if slot is None or slot.chunk is None else self.chunks[slot.chunk]
 
     def is_coming(self, chunk: Chunk) -> bool:
-        """The chunk's payload is on its way into a slot."""
+        """The chunk's prefetch is in flight."""
         return chunk.index in self.ahead
 
     def _depart(self, chunk: Chunk, slot: Slot, lane: int = 0, what: str = "fetch", only_own: bool = False) -> Arrival:
@@ -187,20 +186,21 @@ class ParamStore:
             self.victims.note(chunk)
 
     def _start_own_part(self, chunk: Chunk, payload: Region, lane: int) -> Callable[[], None]:
-        """payload <- what this rank steps of a home that has all."""
+        """Copy what this rank updates from a whole home to the payload."""
         home = chunk.homes[Kind.PARAM]
         for piece in chunk.layout.slices(chunk.rank):
             self.memory.transfer.copy(payload[piece.in_payload], home[piece.in_payload])
         return lambda: wait_on_stream(payload)
 
     def _start_gather(self, chunk: Chunk, payload: Region, lane: int) -> Callable[[], None]:
-        """payload <- the whole content, from this rank's home and the other ranks'. Collective if sharded."""
+        """Fill the payload from this rank's home and, if sharded, the other ranks'. Collective then."""
         home = chunk.homes[Kind.PARAM]
         if chunk.home_layout.world_size == 1:
             self.memory.transfer.copy(payload, home)
             return lambda: wait_on_stream(payload)
         shard = home.flat if home.tier is Tier.DEVICE else None
         if shard is None:
+            # The shard goes to its place in the payload, so the all-gather runs in place.
             own = home.parts or home.cut(piece.in_shard for piece in chunk.layout.slices(chunk.rank))
             for target, part in zip(payload.parts, own, strict=True):
                 self.memory.transfer.copy(target, part)
@@ -210,7 +210,7 @@ class ParamStore:
         return self.communicator.start_all_gather(payload.flat, shard, chunk.layout, chunk.index, lane)
 
     def _free_slot(self, chunk: Chunk, ahead: bool = False) -> Slot | None:
-        """A slot for the chunk. ahead: None if that would evict something that is used before the chunk is."""
+        """A slot for the chunk. ahead: None rather than evict a chunk that is used earlier."""
         if chunk.own_slot is not None:
             return chunk.own_slot
         pool = self.pools[chunk.oversize]
@@ -219,6 +219,7 @@ class ParamStore:
             return slot
         victim = self.victims.first(pool, chunk.oversize)
         if victim is None and not ahead:
+            # Chunks whose prefetch is in flight cannot leave: let them arrive, and look again.
             self.finish_prefetch()
             victim = self.victims.first(pool, chunk.oversize)
             if victim is None:
@@ -237,7 +238,7 @@ class ParamStore:
         return slot
 
     def _replaced(self, chunk: Chunk, victim: Chunk | None) -> Slot | None:
-        """A free slot of the chunk's pool, or None; for one that is held a spare is taken, if the budget has one."""
+        """A free slot of the chunk's pool, or None. A held slot is replaced by a spare if the budget has one."""
         try:
             return self.pools[chunk.oversize].free()
         except BudgetError:
@@ -248,13 +249,13 @@ class ParamStore:
         return slot_is_held(self.where(), what, self.device.capacity_bytes)
 
     def where(self) -> str:
-        """The place in the step, in words for messages and events."""
+        """The place in the step, for messages and events."""
         return self.communicator.position.here()
 
     def release(self, chunk: Chunk, successor: Chunk | None = None) -> bool:
-        """Take a gathered chunk out of its slot. False if the slot is held by a view, which then has it alone.
+        """Take a gathered chunk out of its slot. False if a view holds the slot, which is then set aside.
 
-        successor: who needs the slot and overwrites what is left there. Without one it is poisoned, where a tier can.
+        successor: the chunk that overwrites the slot next. Without one the slot is poisoned, on tiers that can.
         """
         assert chunk.slot is not None
         slot = chunk.slot
@@ -271,8 +272,8 @@ class ParamStore:
     def _leave(self, chunk: Chunk, slot: Slot) -> bool:
         self.binding.write_back(chunk)
         self.binding.unbind(chunk)
-        # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage; with a higher
-        # version a save that bypassed our hooks is autograd's own error instead of a wrong gradient
+        # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage. With a higher
+        # version, a save that bypassed our hooks becomes autograd's own error instead of a wrong gradient.
         chunk.bump_versions()
         chunk.become(ParamState.HOLDS_GRAD if chunk.holds_grad else ParamState.RELEASED)
         if slot is chunk.own_slot:
@@ -288,7 +289,7 @@ class ParamStore:
         return False
 
     def nobody_holds(self, memory: SharedStorage) -> bool:
-        """Nobody holds the memory, or only a collective that is over."""
+        """Whether no view holds the memory. A finished collective may hold it for a moment longer: wait for that."""
         within_s = _FREE_WITHIN_S if self.communicator.world_size > 1 else 0.0
         return memory.num_holders() <= 0 or wait_until_free(memory, within_s)
 
@@ -298,7 +299,7 @@ class ParamStore:
             slot.close()
 
     def _keep_another(self, chunk: Chunk) -> None:
-        """The chunk moves, its home too, to memory that nobody sees; what it had until now is given back later."""
+        """Give the chunk another slot and home, which no view shows. The old slot is given back when its views die."""
         before = chunk.own_slot
         assert before is not None
         try:
@@ -308,7 +309,7 @@ class ParamStore:
         self._left.append(before)
 
     def release_all(self) -> None:
-        """Every gathered chunk leaves its slot."""
+        """Release every gathered chunk."""
         self.finish_prefetch()
         for chunk in self.chunks:
             if chunk.slot is not None:
@@ -317,7 +318,7 @@ class ParamStore:
                 self.binding.unbind(chunk)
 
     def reset(self) -> None:
-        """After a failed step: every slot is empty and nothing is expected, equally on all ranks."""
+        """Empty every slot after a failed step, and expect nothing, equally on all ranks."""
         self.ahead.clear()
         self.binding.reset()
         self.release_all()
@@ -325,17 +326,17 @@ class ParamStore:
         for chunk in self.chunks:
             if chunk.own_slot is not None:
                 chunk.own_slot.chunk = None
-                if chunk.own_slot.num_holders() > 0:  # a collective without an end may still write to it
+                if chunk.own_slot.num_holders() > 0:  # a collective that never ended may still write to it
                     chunk.renew_own_slot(self.device)
         self.next_use.forget()
         self.in_step = False  # last: what is interrupted in here is done again
 
     def held_bytes(self) -> int:
-        """Of slots beside those that there should be, because views of them are alive."""
+        """Bytes of retired slots that live views still keep allocated."""
         return self.pools.held_bytes() + sum(slot.num_bytes for slot in self._left)
 
     def close(self) -> None:
-        """Give all slots back; homes inside kept ones too."""
+        """Give all slots back, and with kept ones the homes inside."""
         self.pools.close()
         for chunk in self.chunks:
             if chunk.own_slot is not None:

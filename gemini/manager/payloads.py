@@ -1,4 +1,4 @@
-"""What a fetch is, with all that it does to gradients: a chunk's payload comes into a slot for whoever uses it.
+"""What a fetch does to both stores: a chunk's payload comes into a slot, and gradients make way for it.
 
 Slots and buffers take their memory at the first use, all together.
 """
@@ -30,13 +30,16 @@ class Payloads:
         self.note_placement()
 
     def note_placement(self) -> None:
-        """Homes were given to the chunks: see which stay where they are."""
+        """Chunks have new homes: find out which payloads never leave."""
         self.params.note_placement()
-        self.is_resident = mark_staying(self.chunks)  # none leaves between forward and update
+        self.is_resident = mark_staying(self.chunks)  # no payload leaves between forward and update
         self.grads.accumulation.note_placement(self.is_resident)
 
     def take_room(self) -> None:
-        """Once the model is used: all slots and buffers together, before one that is held takes another's place."""
+        """Allocate all slots and buffers at the first use, in one go.
+
+        A held slot takes a spare when it is replaced. That spare must not be memory that was planned for another slot.
+        """
         if self.has_room:
             return
         self.has_room = True
@@ -45,7 +48,7 @@ class Payloads:
             self.grads.take_memory()
 
     def give_room(self) -> None:
-        """Between steps: the memory of all slots and buffers is free until the next use. Local."""
+        """Free the memory of all slots and buffers between steps, until the next use. Local."""
         self.params.release_all()
         self.params.pools.rest()
         self.grads.rest()
@@ -62,26 +65,27 @@ class Payloads:
         self.params.next_use.touch(chunk.index)
         if self.grads.in_backward:
             self.grads.before_touch()
-            if chunk.state is ParamState.HOLDS_GRAD:  # it was reduced just now
+            # `before_touch` may just have reduced this chunk's gradient into its parameter home.
+            if chunk.state is ParamState.HOLDS_GRAD:
                 self.restore_parameters(chunk)
         self.take_room()
         return self.params.fetch(chunk)
 
     def note_use(self, chunk: Chunk) -> None:
-        """A chunk is used where it stays: on one rank a trace has it, too, so that it holds for any placement. Local.
+        """Note the use of a chunk that never leaves: one rank traces it, so a trace outlives a placement. Local.
 
-        Other ranks need not use what stays, and what they do use must be equal on all of them.
+        Several ranks do not: they need not use such chunks alike, and traces must be equal.
         """
         if self.is_alone:
             self.params.next_use.touch(chunk.index)
 
     def open_own_part(self, chunk: Chunk) -> Region:
-        """The payload, (numel,) on the device, of which only what this rank has just updated is there. Local."""
+        """The payload, (numel,) on the device, with only the part that this rank has just updated. Local."""
         self.take_room()
         return self.params.open_own_part(chunk)
 
     def fetch_ahead(self) -> None:
-        """Start to gather what will be used next, as far as slots are free for it by then. Collective."""
+        """Start to gather what will be used next, as far as slots are free before it is used. Collective."""
         if not self.params.ahead.most:
             return
         for chunk, slot in self.params.slots_ahead():
@@ -90,5 +94,5 @@ class Payloads:
             self.params.fetch_ahead(chunk, slot)
 
     def restore_parameters(self, chunk: Chunk) -> None:
-        """The chunk's parameters are needed before the step: its gradient leaves their home. Local."""
+        """Move a gradient out of the home of parameters that are needed before the step. Local."""
         self.grads.homes.move_out(chunk)

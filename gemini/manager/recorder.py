@@ -1,9 +1,9 @@
-"""What else is on the device while a step runs: the most bytes beside the model data, by event.
+"""Measures what else is on the device while a step runs: the most bytes beside the model data, by event.
 
-The step says which event begins (`StepPosition.set`), and the peak until the next one is that event's. On CUDA the
-first training pass is recorded, and each one whose batch is larger than all before: the allocator counts on the host,
-so nothing waits for the device. Other passes cost nothing. On the emulated device operations have to be followed one by
-one, which is done where `recording()` surrounds a step, or `EmulatedDevice.holding_activations()` a training.
+The step says which event begins (`StepPosition.set`); the peak until the next one is that event's. On CUDA the first
+training pass is recorded, and each one with a larger batch than all before: the allocator counts on the host, so
+nothing waits for the device. Other passes cost nothing. On the emulated device each operation has to be followed, which
+is done where `recording()` surrounds a step, or `EmulatedDevice.holding_activations()` a training.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class EventPeaks:
         self._ledger = ledger
 
     def reached(self, event: StepEvent) -> None:
-        """What follows is the event's. Local."""
+        """`event` begins: the peak from here on is its own. Local."""
         self._peaks.at(event, self._ledger.total_bytes)
 
 
 class Recorder:
-    """Of one model on this rank; its figures are in `model.chunk_manager.trace`.
+    """The recordings of one model on this rank; their figures are in `model.chunk_manager.trace`.
 
     Args:
         source: of the device's readings.
-        ledger: of the model data there.
+        ledger: of the model data on the device.
         position: of the model's steps.
     """
 
@@ -48,16 +48,16 @@ class Recorder:
         self._source = source
         self._ledger = ledger
         self._position = position
-        self._batch_bytes = 0  # of the call of the model that runs
-        self._largest_batch = -1  # that was recorded
-        self._num_in_vain = 0  # recordings of passes without a backward
-        self._running: PositionPeaks | None = None  # of a pass that is recorded by itself
+        self._batch_bytes = 0  # of the running call of the model
+        self._largest_batch = -1  # bytes of the largest batch that was recorded
+        self._num_in_vain = 0  # recorded passes that no backward followed
+        self._running: PositionPeaks | None = None  # of a pass that is recorded without `recording()`
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager around a training step that is recorded, on any device. Local, and need not be on all ranks.
 
-        Raises nothing of its own. Dispatch modes of the user's are entered before it, or ended inside it.
+        Raises nothing of its own. The user's dispatch modes are entered before it, or ended inside it.
         """
         self._running = None  # one that a failed step has left
         with PositionPeaks(self._source.peak_meter()) as peaks:
@@ -69,23 +69,25 @@ class Recorder:
         self._learn(peaks)
 
     def note_batch(self, num_bytes: int) -> None:
-        """The model is called with tensors of so many bytes. Local."""
+        """The model is called with tensors of `num_bytes` in total. Local."""
         self._batch_bytes = num_bytes
 
     def begin_pass(self) -> None:
         """A training pass begins. Local."""
-        if self._running is not None:  # no backward has ended it
+        # The last recorded pass had no backward: a script that never calls one must not be recorded at each forward.
+        if self._running is not None:
             self._running = self._position.recording = None
             self._num_in_vain += 1
         is_free = self._position.recording is None and self._num_in_vain < _MOST_IN_VAIN
         if is_free and self._batch_bytes > self._largest_batch:
             meter = self._source.peak_meter()
-            if not isinstance(meter, TorchDispatchMode):  # which would have to be entered around the whole step
+            # A dispatch mode would have to be entered around the whole step.
+            if not isinstance(meter, TorchDispatchMode):
                 self._running = PositionPeaks(meter).__enter__()
                 self._position.recording = EventPeaks(self._running, self._ledger)
 
     def end_pass(self) -> None:
-        """Its backward is over. Local."""
+        """The pass's backward is over. Local."""
         peaks, self._running = self._running, None
         if peaks is not None:
             self._position.recording = None
@@ -95,10 +97,10 @@ class Recorder:
             self._largest_batch = max(self._largest_batch, self._batch_bytes)
 
     def find_peak(self, *, has_failed: bool) -> StepEvent | None:
-        """The event with the most non-model bytes. None without any. Local.
+        """The event with the most non-model bytes; None without any. Local.
 
-        has_failed: the last pass has. If it was recorded, it ended at the event whose bytes the device had no room for,
-            which is the event to tell of; and it does not count as recorded in vain, so that the next one is recorded.
+        has_failed: the last pass failed. If it was recorded, it ended at the event for whose bytes the device had no
+            room, and that event is returned. It does not count as recorded in vain, so the next pass is recorded.
         """
         found: Iterable[tuple[Hashable, int]] = self.non_model_bytes.items()
         if has_failed and self._running is not None:
