@@ -95,6 +95,7 @@ class AccumulateInPlace(Accumulation):
             assert payload is not None
             self._scratch.reset()
             with memory.moving(gradient, self._communicator.position.here, blocks=1):
+                # The home's dtype is narrower than the gradient's.
                 if chunk.narrows:
                     rounded = self._scratch.region(payload.numel, chunk.gradient_dtype)
                     rounded.flat.copy_(payload.flat)

@@ -75,6 +75,8 @@ class Backward:
             self._payloads.fetch(chunk)
             chunk.pins += 1
             self._underway.leaf.append(chunk)
+            # A recomputation inside the leaf must find its parameters plain: a fetch would be a collective, at a point
+            # that differs by rank.
             self._params.binding.bind(chunk)
         self._underway.leaf_operator = operator
         self._payloads.fetch_ahead()
@@ -122,6 +124,7 @@ class Backward:
             self.begin()
             return self._grads.wait(self._chunks[index], waiting)
         except BaseException as error:
+            # Gradients that are left in `.grad` would be added to those of the next backward.
             self._grads.arrivals.drop()
             self._communicator.publish(error)
             raise

@@ -185,6 +185,8 @@ class Binding:
         positions = self.edited.pop(chunk.index, set())
         if chunk.bound and chunk.payload is not None:
             recorded, now = self.versions[chunk.index], chunk.versions()
+            # Versions differ only if a parameter was written to: our own bumps are followed by `rebase_versions` or a
+            # release.
             if now != recorded:
                 positions.update(i for i, (one, other) in enumerate(zip(recorded, now, strict=True)) if one != other)
                 self.versions[chunk.index] = now

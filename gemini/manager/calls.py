@@ -103,6 +103,7 @@ class Calls:
         calls = self.by_thread.get(thread)
         if calls is not None:
             calls.append(call)
+        # Pins and positions are the model's, not a thread's: two forwards at once would mix them.
         elif self.by_thread and not recomputes:
             raise other_thread("a forward")
         else:

@@ -127,6 +127,7 @@ class GradHomes:
         is_first, shard = not gradient.is_reduced, gradient.shard
         gradient.become_reduced(ReducedState.WIDE, backward)
         if not is_first:
+            # The sum so far moves to fp32; `shard` is undefined from here on.
             self.transfer.copy(gradient.wide, shard)
 
     def _make_room(self, gradient: ChunkGradient, backward: int) -> None:
@@ -200,6 +201,7 @@ class GradHomes:
                 "are added up. From now on their gradients have memory of their own, 2 bytes a parameter",
                 stacklevel=2,
             )
+        # The new home is taken first: without memory for it the home stays lent.
         gradient = self._gradients[chunk.index]
         with untracked():
             lent = gradient.shard

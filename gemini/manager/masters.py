@@ -34,6 +34,7 @@ def full_precision(chunk: Chunk, start: int, numel: int) -> Tensor:
     if not chunk.splits_master:
         return ready(master)[start : start + numel]
     wait_on_tier(master, chunk.homes[Kind.PARAM])
+    # A split master is nowhere whole: upper halves are in the parameter home, remainders in the MASTER home.
     joined = torch.empty(numel, dtype=torch.float32, device=master.flat.device)
     for piece in pieces_within(chunk.home_slices(), start, numel):
         weight = chunk.homes[Kind.PARAM].flat[piece.in_payload].to(joined.device)

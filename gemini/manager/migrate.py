@@ -103,6 +103,7 @@ class Rehoming:
             for kind in (Kind.PARAM, Kind.MASTER):
                 home = chunk.homes.get(kind)
                 held = home.nbytes if home is not None and home.tier is Tier.HOST else None
+                # Planned on the host, and held or about to be taken.
                 is_there = homes.get(kind) is Tier.HOST and (self._trains or home is not None)
                 if is_there and held is None:
                     growth += after.home_bytes[kind]
@@ -204,6 +205,7 @@ class Rehoming:
             self._memory.transfer.copy(home, before)
             self._give_up(before, slot)
         else:
+            # `content` is a blocking copy on the host: it has no tickets.
             home.flat.copy_(content)
         chunk.reside_at_home()
 

@@ -79,7 +79,7 @@ class ParamStore:
         `Payloads.fetch` calls it and does the rest of a fetch.
         """
         self.victims.note(chunk)
-        if chunk.payload is None:
+        if chunk.payload is None:  # else it is in its slot
             with untracked():
                 arrival = self.ahead.take(chunk.index)
                 if arrival is None:

@@ -1,9 +1,9 @@
-"""Gradients of several ranks: each chunk's goes to the other ranks, and the mean into its home.
+"""Gradients of several ranks: sends each chunk's gradient to the other ranks, and the mean into its home.
 
-Which gradients a rank gets, and when, may depend on its data. Collectives may not: all ranks reduce a chunk at the same
+Which gradients a rank gets, and when, may depend on its data; collectives may not. All ranks reduce a chunk at the same
 point (see placement/reduction_order.py), and at the end of a backward whatever is open on any rank.
 
-A reduction is only started at first. It is finished when the next one starts, when its slot is wanted, or when the
+A reduction is first only started. It is finished when the next one starts, when its slot is wanted, or when the
 backward ends. The mean is made in fp32 (fp64 for fp64) and rounded once, to the dtype in which the gradient rests.
 """
 
@@ -29,20 +29,20 @@ from gemini.placement.trace import PassKind, Phase
 
 @dataclass
 class _InFlight:
-    """A reduction that was started."""
+    """A reduction that was started and not finished."""
 
     gradient: ChunkGradient
-    gathered: Callable[[], Region]  # waits; the mean
+    gathered: Callable[[], Region]  # waits, and returns the mean
     backward: int
     moving: Moving
 
 
 @dataclass(eq=False, repr=False)
 class AccumulateAndReduce(Accumulation):
-    """Several ranks: every chunk's gradient is reduced as soon as all of them have it, in one order.
+    """Several ranks: every chunk's gradient is reduced as soon as all ranks have it, in one order.
 
-    Where backward gathers parameters, ranks reduce before a certain fetch. Where it does not, the order of reductions
-    is all that they share.
+    If backward gathers parameters, ranks reduce before a certain fetch. If not, the order of reductions is all they
+    share.
     """
 
     _next_use: NextUse
@@ -56,7 +56,7 @@ class AccumulateAndReduce(Accumulation):
         self._in_flight: _InFlight | None = None
         self._gathers_in_backward = False  # until there is a placement
         self._next_in_order = 0
-        self._off_plan = False  # something came late or early: record again
+        self._off_plan = False  # a gradient came late or early: record again
         self.reset_order()
 
     def note_placement(self, is_resident: bool) -> None:
@@ -77,7 +77,7 @@ class AccumulateAndReduce(Accumulation):
         self._off_plan = False
 
     def make_way(self, gradient: ChunkGradient) -> None:
-        """See `Accumulation`. What is in flight may be this chunk's, or hold the last slot."""
+        """See `Accumulation`. The reduction in flight may be this chunk's, or hold the last slot."""
         if self._in_flight is not None:
             if gradient.state is GradState.REDUCING or self._memory.lacks_slot(gradient):
                 self._finish()
@@ -85,10 +85,13 @@ class AccumulateAndReduce(Accumulation):
     def arrived(self, gradient: ChunkGradient, backward: int) -> None:
         """See `Accumulation`."""
         index, order = gradient.chunk.index, self._order
+        # The number of touches before this gradient: the chunk may be reduced from the next touch on.
         order.last_fire[index] = len(self._next_use.passed)
         if gradient.num_fired >= gradient.expected:
             self._completion.note(index)
         if index in self._reduced:
+            # A piece came after the chunk was reduced: it is reduced by itself at the end, and the recorded point is
+            # too early.
             self._off_plan = gradient.in_pieces = True
         elif gradient.num_fired == gradient.expected:
             order.fired.append(index)
@@ -96,9 +99,10 @@ class AccumulateAndReduce(Accumulation):
                 self._reduce_in_order(backward)
 
     def _reduce_in_order(self, backward: int) -> None:
-        """Reduce what is complete and whose turn it is. Ranks may be at different operators here. Collective."""
+        """Reduce complete gradients whose turn it is. Collective."""
         order, position = self._order.order, self._communicator.position
         before = position.now
+        # Ranks may be at different operators here, and the position travels in the tags: use one that all share.
         position.set(0, Phase.BACKWARD)
         while self._next_in_order < len(order):
             gradient = self._memory.gradients[order[self._next_in_order]]
@@ -109,7 +113,7 @@ class AccumulateAndReduce(Accumulation):
         position.now = before
 
     def due(self) -> Sequence[int]:
-        """See `Accumulation`. Fetches are points that all ranks share if backward gathers parameters."""
+        """See `Accumulation`. If backward gathers parameters, fetches are points that all ranks share."""
         if not (self._gathers_in_backward and self.synchronizes):
             return ()
         if self._order.points is not None and self._is_as_recorded():
@@ -117,16 +121,18 @@ class AccumulateAndReduce(Accumulation):
         return self._completion.agree()
 
     def _is_as_recorded(self) -> bool:
-        """Nothing has come in this pass that was not expected, so that gradients come by their points."""
+        """Whether this pass has had the recorded touches only, so that gradients come by their recorded points."""
         return self._next_use.is_in_order and self._next_use.kind is PassKind.TRAINING
 
     def reduce(self, gradient: ChunkGradient, backward: int) -> None:
-        """See `Accumulation`. It is started only."""
+        """See `Accumulation`. The reduction is only started."""
         with untracked():
             self._finish()
             self._reduced.add(gradient.chunk.index)
             self._completion.end(gradient.chunk.index)
             if gradient.unsynced_state is not UnsyncedState.NONE:
+                # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as
+                # one.
                 if gradient.is_open:
                     keep_unsynced(gradient, backward, self._memory)
                 reduce_unsynced(gradient, backward, self._homes, self._scratch, self._communicator)
@@ -136,7 +142,7 @@ class AccumulateAndReduce(Accumulation):
             self._start(gradient, backward)
 
     def _start(self, gradient: ChunkGradient, backward: int) -> None:
-        """Send the open payload to the other ranks; its mean is one of backward number `backward`. Collective.
+        """Send the open payload to the other ranks. Its mean belongs to backward number `backward`. Collective.
 
         The reduction in flight must be finished: both use the same scratch.
         """
@@ -145,11 +151,12 @@ class AccumulateAndReduce(Accumulation):
         with moving:
             gathered = self._launch(gradient)
         self._in_flight = _InFlight(gradient, gathered, backward, moving)
+        # At stage 0 finishing is a collective (an all-gather): it must not wait for a point that is this rank's alone.
         if self._stage == 0:
             self._finish()
 
     def _launch(self, gradient: ChunkGradient) -> Callable[[], Region]:
-        """What is returned waits for the mean. Collective."""
+        """Start the exchange; the returned function waits for the mean. Collective."""
         chunk, whole, scratch = gradient.chunk, gradient.payload, self._scratch
         assert whole is not None
         payload = whole.flat
@@ -158,11 +165,14 @@ class AccumulateAndReduce(Accumulation):
         if self._stage == 0 and not rests_as_is:
             whole = scratch.region(chunk.numel, chunk.gradient_dtype)
         in_place = gradient.state is GradState.AT_HOME or self._stage == 0
+        # This rank's slice of the payload is where the mean rests: the exchange writes it there. Slices of several
+        # units are not contiguous.
         if in_place and len(chunk.layout.units) == 1:
             begin = chunk.layout.slices(chunk.rank)[0].payload_start
             out = whole[begin : begin + chunk.layout.shard_numel]
         else:
             out = scratch.region(chunk.layout.shard_numel, chunk.gradient_dtype)
+        # `reduce_dtype=`: the gradient travels as a cast copy.
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.take(chunk.numel, chunk.travel_dtype).copy_(payload)
         finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.take)
@@ -178,21 +188,23 @@ class AccumulateAndReduce(Accumulation):
         return gathered
 
     def _finish(self) -> None:
-        """Wait for the reduction in flight, if any, and merge its result. Local: launches nothing but at stage 0."""
+        """Finish the reduction in flight, if any, and merge its result. Local, but at stage 0 it gathers."""
         if self._in_flight is None:
             return
+        # Taken out first: after a failure in the merge it must not be finished twice.
         flight, self._in_flight = self._in_flight, None
         with untracked(), flight.moving:
             self._homes.merge(flight.gradient, flight.gathered(), flight.backward)
             self._memory.close(flight.gradient)
 
     def end_backward(self, backward: int) -> None:
-        """See `Accumulation`. Ranks agree on the points of the next backward too, if this one left the plan."""
+        """See `Accumulation`. If this backward left the plan, ranks also agree on the points of the next one."""
         gradients, order = list(self._memory.gradients.values()), self._order
         if not self.synchronizes:
             for gradient in gradients:
                 if gradient.is_open:
                     keep_unsynced(gradient, backward, self._memory)
+                # Other ranks may have left something: this rank takes part in its reduction later, with zeros.
                 elif not gradient.is_behind:
                     gradient.become_unsynced(UnsyncedState.ELSEWHERE)
             self.awaits_reduction = True
@@ -202,16 +214,18 @@ class AccumulateAndReduce(Accumulation):
             off = self._off_plan or not self._is_as_recorded()
         else:
             off = self._off_plan or tuple(order.fired) != order.order
+            # What is left of the order is reduced with zeros, where some gradients did not come.
             for index in order.order[self._next_in_order :]:
                 self.reduce(self._memory.gradients[index], backward)
         is_off = self._reduce_the_rest("end of backward", backward, off or order.points is None)
         self._finish()
         if not is_off or (self._gathers_in_backward and self._next_use.kind is not PassKind.TRAINING):
             return
+        # This backward was not the recorded one: the next one follows what it has shown.
         self._agree_on_points()
         for gradient in gradients:
-            # Unused parameters do not keep a chunk open next time. Not where ranks use different ones each time: a
-            # gradient that came late on some ranks only would be added up in another order than that of ranks.
+            # Unused parameters must not keep a chunk open next time. If routing chooses the parameters that are used,
+            # all are still expected: a gradient that came late on some ranks only would be added in another order.
             if backward == 1 and not gradient.chunk.is_chosen:
                 gradient.expected = max(1, sum(gradient.got))
 
@@ -221,16 +235,17 @@ class AccumulateAndReduce(Accumulation):
             self._reduce_the_rest("unsynced gradients", backward)
 
     def _reduce_the_rest(self, when: str, backward: int, off: bool = False) -> bool:
-        """Reduce what is open or unsynced on any rank; whether one of them is `off` its plan. Collective.
+        """Reduce what is open or unsynced on any rank. Returns whether some rank is `off` its plan. Collective.
 
-        Which parameters have a gradient on any rank travels along, so that `.grad is None` is the same answer on
-        all ranks and costs no collective of its own.
+        The all-reduce also carries which parameters have a gradient on any rank. So `.grad is None` has the same answer
+        on all ranks and costs no collective of its own.
         """
         gradients = list(self._memory.gradients.values())
         own = bytearray([off, *(g.is_open or g.unsynced_state is UnsyncedState.HELD for g in gradients)])
         for gradient in gradients:
             own += gradient.got
         words = torch.frombuffer(own, dtype=torch.uint8).to(self._communicator.device)
+        # One byte a flag, in one all-reduce: off | chunk to be reduced, by chunk | parameter has a gradient, by chunk.
         self._communicator.all_reduce_max_(words, when)
         agreed: bytes = words.cpu().numpy().tobytes()
         start = len(gradients) + 1
@@ -246,6 +261,7 @@ class AccumulateAndReduce(Accumulation):
         return bool(agreed[0])
 
     def _agree_on_points(self) -> None:
+        """Adopt the latest point and rank of each chunk over all ranks. Collective."""
         order = self._order
         points = [order.last_fire[i] for i in order.chunks]
         both = torch.tensor(points + order.ranking(), dtype=torch.int64, device=self._communicator.device)
@@ -254,7 +270,7 @@ class AccumulateAndReduce(Accumulation):
         order.adopt(agreed[: len(points)], agreed[len(points) :], self._next_use.passed)
 
     def forget(self, has_zeros: bool) -> None:
-        """See `Accumulation`. What one rank alone knows to have had a gradient is agreed on where zeros are needed."""
+        """See `Accumulation`. If zeros are needed, ranks still agree on which parameters had a gradient."""
         self._in_flight = None
         self._completion.note_all()
         is_behind = any(gradient.is_behind for gradient in self._memory.gradients.values())

@@ -1,4 +1,4 @@
-"""What is said when a chunk has no slot to go to."""
+"""The errors for a chunk that gets no slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from gemini.memory.slot import SlotPool
 
 
 def slot_is_held(where: str, what: str, budget_bytes: int | None) -> SlotError:
-    """A view keeps memory that a chunk must leave. what: who must leave it, and for what."""
+    """The error for memory that a chunk must leave while a view keeps it.
+
+    what: which chunk must leave, and for what.
+    """
     place = "the memory that the device has left" if budget_bytes is None else f"{budget_bytes} bytes"
     more = "free memory there" if budget_bytes is None else "allow more with model_data_memory= or device_memory="
     return SlotError(
@@ -20,11 +23,12 @@ def slot_is_held(where: str, what: str, budget_bytes: int | None) -> SlotError:
 
 
 def slots_are_in_use(where: str, chunk: Chunk, pool: SlotPool, chunks: Sequence[Chunk], has_budget: bool) -> SlotError:
-    """Whatever is in the pool's slots is used at this moment."""
+    """The error for a pool all of whose slots are in use at this moment."""
     users = "; ".join(f"chunk {s.chunk} ({chunks[s.chunk].names()})" for s in pool.slots if s.chunk is not None)
     if has_budget:
         more = f"Allow {pool.num_bytes} bytes more with model_data_memory= or device_memory="
-    else:  # a built-in policy gives every chunk a slot then
+    # A built-in policy gives every chunk a slot if nothing limits model data: this is the user's own policy.
+    else:
         more = "Nothing limits model data here: let place() of tensor_placement_policy= give more num_slots"
     return SlotError(
         f"{where} needs chunk {chunk.index} ({chunk.names()}), but all {len(pool.slots)} slots of "

@@ -1,7 +1,7 @@
-"""The weights from before a write, for split masters: they tell which elements were edited (see `masters.py`).
+"""The weights from before a write, for split masters: they show which elements were edited (see `masters.py`).
 
-Kept from the moment when a write is possible until the step, in host memory that the ledger counts. Where the payload
-is not the home, the home itself has them.
+They are kept from the moment when a write is possible until the step, in host memory that the ledger counts. If the
+payload is not the home, the home itself still has them.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ KIND = "weights before edits"
 
 
 class Snapshots:
-    """Of one model's parameters."""
+    """The snapshots of one model's parameters."""
 
     def __init__(self, host: MemoryTier) -> None:
         self._host = host
-        # chunk -> position -> what this rank steps of the weights, on the host; None: the home has them
+        # chunk -> position -> the weights that this rank updates, on the host; None if the home still has them
         self._kept: dict[int, dict[int, Tensor | None]] = {}
 
     def announce(self, managed: ManagedParameter) -> None:
-        """The payload may be written to from now on. Without room for a copy all elements will count as edited."""
+        """The payload may be written to from now on. Without room for a copy, all elements will count as edited."""
         chunk = managed.chunk
         if not has_split_master(chunk):
             return
         position, kept = managed.position, self._kept.setdefault(chunk.index, {})
+        # A second snapshot would be taken after the first write.
         if position in kept:
             return
         if not _payload_is_home(chunk):
             kept[position] = None
             return
         weights = _own_weights(managed)
+        # An edit must not fail for lack of host memory: it only costs the parameter its remainders.
         with suppress(BudgetError):
             kept[position] = self._host.take(weights.nbytes, KIND).view(chunk.dtype).copy_(weights)
 
     def read(self, managed: ManagedParameter) -> list[Tensor] | None:
-        """The weights of each of its pieces that this rank steps; None if the write was not announced."""
+        """The old weights of each piece that this rank updates; None if the write was not announced."""
         kept = self._kept.get(managed.chunk.index, {})
         if managed.position not in kept:
             return None
@@ -54,42 +56,42 @@ class Snapshots:
         return list(weights.split([piece.numel for piece in managed.pieces]))
 
     def renew(self, managed: ManagedParameter) -> None:
-        """The home has new weights: views of the payload may be written to again."""
+        """Take the home's new weights: views of the payload may be written to again."""
         weights = self._kept.get(managed.chunk.index, {}).get(managed.position)
         if weights is not None:
             weights.copy_(_own_weights(managed))
 
     def forget(self, chunk: Chunk) -> None:
-        """Views of its payload do not count any more."""
+        """Drop the chunk's snapshots: writes through views of its payload do not count any more."""
         for weights in self._kept.pop(chunk.index, {}).values():
             if weights is not None:
                 self._host.give(weights, KIND)
 
     def forget_all(self, chunks: list[Chunk]) -> None:
-        """`forget` every chunk."""
+        """`forget` for each of `chunks`."""
         for chunk in chunks:
             self.forget(chunk)
 
 
 def _own_weights(managed: ManagedParameter) -> Tensor:
-    """A copy of what this rank steps of the parameter, its pieces one after the other, as the home has them."""
+    """A copy of the parameter's elements that this rank updates, from the home, its pieces joined."""
     chunk = managed.chunk
     pieces = (weights_of(chunk, piece.shard_start, piece.numel) for piece in managed.pieces)
     return torch.cat([weights_of(chunk, 0, 0), *pieces])
 
 
 def has_split_master(chunk: Chunk) -> bool:
-    """It is trained, and what its parameters show is the upper half of their master."""
+    """Whether the chunk is trained and its parameters are the upper halves of their masters."""
     return chunk.splits_master and Kind.MASTER in chunk.homes
 
 
 def _payload_is_home(chunk: Chunk) -> bool:
-    """The payload is the home too, or a part of it is."""
+    """Whether the payload is the home, or the home is a part of it."""
     return chunk.payload is not None and shares_memory(chunk.homes[Kind.PARAM].flat, chunk.payload)
 
 
 def shares_memory(tensor: Tensor, payload: Tensor) -> bool:
-    """`tensor` is a view of `payload`'s storage. Empty storages, which have no address, share nothing."""
+    """Whether `tensor` is a view of `payload`'s storage. Empty storages have no address and share nothing."""
     tensor = unwrapped(tensor)
     if tensor.layout != torch.strided or tensor.device != payload.device:
         return False

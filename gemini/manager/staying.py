@@ -1,13 +1,13 @@
-"""Chunks that stay: gathered at the root's forward, all together, and used from then on as if they were at home.
+"""Chunks that stay: gathered at the root's forward, all together, and used like chunks at home until the next update.
 
-[Note: Staying chunks] With several ranks at stage 3 a chunk may keep a slot of its own. What it needs then is a gather
-after each update, and what surrounds its operators (hooks, pins, handles, parameters that become plain and fetch
-themselves again) only says when. For operators on tiny parameters that costs more than the gather: some 15 us a
-parameter, in which gloo moves 16 KiB. So where every chunk is at home, or keeps a slot and holds many small
-parameters, the root gathers all that updates have made stale. Then nothing leaves before the next update, and
-[Note: Resident models] applies. Parameters stay views of the slot for good. An update raises their version counters,
-as it does where a parameter is at home, so a graph from before it is refused by autograd, and a view that a user keeps
-shows new weights after the next gather, as in plain PyTorch.
+[Note: Staying chunks] With several ranks at stage 3 a chunk may keep a slot of its own. It then needs only one gather
+after each update; the machinery around its operators (hooks, pins, handles, parameters that become plain and fetch
+themselves again) only decides when. For operators with tiny parameters that machinery costs more than the gather: some
+15 us a parameter, in which gloo moves 16 KiB. So if every chunk is at home, or keeps a slot and holds many small
+parameters, the root gathers everything that updates have made stale. Then nothing leaves before the next update, and
+[Note: Resident models] applies. Parameters stay views of the slot for good. An update raises their version counters, as
+it does for a parameter at home. So autograd refuses a graph from before the update, and a view that a user keeps shows
+the new weights after the next gather, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from gemini.manager.params import ParamStore
 
 
 def mark_staying(chunks: Sequence[Chunk]) -> bool:
-    """Chunks have new homes. Whether none leaves between forward and update; equal on all ranks."""
+    """Decide which chunks stay. True if no payload leaves between forward and update; equal on all ranks."""
     all_stay = all(_is_at_home(chunk) or _may_stay(chunk) for chunk in chunks)
     for chunk in chunks:
+        # All or nothing: if one chunk can leave, the operators' hooks stay on for all.
         chunk.stays = all_stay and not _is_at_home(chunk)
     return all_stay
 
@@ -37,7 +38,7 @@ def make_plain(chunks: Sequence[Chunk], params: ParamStore) -> None:
 
 
 def _is_at_home(chunk: Chunk) -> bool:
-    """For good: a home that is lent is not."""
+    """Whether the chunk is resident for good: a home that may be lent is not."""
     return chunk.state is ParamState.RESIDENT and not (chunk.lends_home and chunk.trainable)
 
 

@@ -61,18 +61,18 @@ class Step:
 
     @property
     def is_resident(self) -> bool:
-        """No payload leaves between forward and update: each is at home on this rank for good."""
+        """No payload leaves between forward and update: each is at home on this rank, or stays."""
         return self.payloads.is_resident
 
     # -- forward
 
     @staticmethod
     def is_recomputing() -> bool:
-        """A forward that runs while backward does recomputes a checkpointed region."""
+        """Whether a backward runs in this thread: a forward inside it recomputes a checkpointed region."""
         return _graph_task_id() != -1
 
     def enter_forward(self, module: nn.Module) -> tuple[Call, bool]:
-        """The model's forward starts. True, and `begin_forward` is next, unless it runs inside another or recomputes.
+        """Begin a call of the model. True, with `begin_forward` next, unless it is inside another or recomputes.
 
         Collective in the sense that all ranks do it. Raises GeminiError while another thread is inside a forward or
         backward, and nothing has changed then.
@@ -89,14 +89,15 @@ class Step:
         return self.calls.enter(module, None, recomputing), not is_inner
 
     def begin_forward(self) -> None:
-        """All edits go home; what is trained may change then, and `begin_pass` is next. Local."""
-        self.grads.end_scaled_loss()  # of a backward that failed before it reached the model
+        """Bring all edits home. What is trained may change after it; then `begin_pass` is next. Local."""
+        # A backward that failed before it reached the model has left its flag.
+        self.grads.end_scaled_loss()
         self.position.set(0, Phase.FORWARD)
         self.params.finish_prefetch()
         self.binding.write_back_all()
 
     def begin_pass(self) -> None:
-        """Operators may come. Collective."""
+        """Begin the pass of a forward: operators may come. Collective."""
         self.payloads.take_room()
         if torch.is_grad_enabled():
             if self._underway.begin_forward():
@@ -106,7 +107,7 @@ class Step:
         else:
             self.params.next_use.begin_pass(PassKind.EVALUATION)
             self.communicator.leave_pass()
-        self.position.set(0, Phase.FORWARD)  # the first event of the pass
+        self.position.set(0, Phase.FORWARD)  # the pass's first event
         self.params.in_step = True
         if self.is_resident:
             make_plain(self.chunks, self.params)
@@ -116,13 +117,13 @@ class Step:
         if self.calls.leave(None) is None:
             return False
         if not self.calls.num_forwards and not self.is_recomputing():
-            self.params.next_use.end_pass(PassKind.EVALUATION)  # if it is one
+            self.params.next_use.end_pass(PassKind.EVALUATION)  # does nothing in a training pass
             self.params.in_step = False
             self.binding.cover()
         return True
 
     def enter_operator(self, module: nn.Module, operator: Operator) -> Call:
-        """An operator's call starts; `fetch_operator` is next. Raises GeminiError while another thread runs one."""
+        """Begin an operator's call; `fetch_operator` is next. Raises GeminiError while another thread is inside one."""
         recomputing = self.is_recomputing()
         if not recomputing and not (self.params.in_step and self.calls.depth()):
             self.failures.find(module)
@@ -133,8 +134,10 @@ class Step:
         operator, pinned = call.operator, call.pinned
         assert operator is not None
         self.position.set(operator.index, Phase.RECOMPUTE if self.is_recomputing() else Phase.FORWARD)
+        # In a recomputation: lift the pins of the node before the one that runs it.
         self._underway.follow_node()
         for chunk in operator.chunks:
+            # Fetched and pinned one by one: a chunk that is here must not be evicted for the operator's next one.
             self.payloads.fetch(chunk)
             chunk.pins += 1
             pinned.append(chunk)
@@ -149,11 +152,11 @@ class Step:
             self._after_use([chunk for chunk in chunks if not self.calls.pin(chunk)])
 
     def _after_use(self, chunks: Sequence[Chunk]) -> None:
-        """Outside a forward, parameters are plain only while something uses them.
+        """Outside a forward, keep parameters plain only while something uses them.
 
-        In a recomputation it matters to what comes next in the checkpointed region: if a weight is still plain,
-        checkpointing's hooks are the only ones that meet it, and keep a view of its slot. The leaf that backward is
-        in stays plain: touching it would be a collective, at a point that differs by rank.
+        In a recomputation this matters to what follows in the checkpointed region: if a weight is still plain,
+        checkpointing's hooks are the only ones that meet it, and keep a view of its slot. The leaf that backward is in
+        stays plain: touching it would be a collective, at a point that differs by rank.
         """
         if self.is_recomputing() and not self.params.in_step:
             for chunk in chunks:
@@ -164,7 +167,7 @@ class Step:
 
     @contextmanager
     def touching(self, touched: Sequence[ManagedParameter], operator: int) -> Iterator[None]:
-        """A function uses parameters outside their operators. Collective where parameters are sharded."""
+        """Inside, a function uses parameters outside their operators. Collective where parameters are sharded."""
         self.failures.find()
         if not self.calls.num_forwards and not self.is_recomputing():
             self.failures.recover()
@@ -172,9 +175,11 @@ class Step:
         before = self.position.now
         self.position.set(operator, Phase.TOUCH)
         bound: list[Chunk] = []
-        # in a step a chunk is made plain once; in a loop over parameters outside, each time only what is used
+        # In a step a chunk is made plain once. In a loop over parameters outside of it, whole chunks would be made
+        # plain and covered again at each parameter: there only the parameters that are used are made plain.
         alone = not (self.params.in_step or self.calls.by_thread or self.is_recomputing())
         try:
+            # In the order of chunks, whatever the order of arguments: fetches are collectives.
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
                 self.payloads.fetch(chunk)
                 chunk.pins += 1
@@ -192,7 +197,7 @@ class Step:
     # -- around the step
 
     def before_update(self) -> None:
-        """Everything an update reads is at home: edits are written back. Collective."""
+        """Bring home everything that an update reads: edits are written back. Collective."""
         self.position.set(0, Phase.STEP)
         self.params.finish_prefetch()
         self.params.next_use.note_update()
@@ -205,14 +210,14 @@ class Step:
         self.communicator.end_pass()
 
     def before_chunk_update(self, chunk: Chunk) -> None:
-        """The chunk's home will have new values: a payload in a slot is stale. Before, since both may be one memory."""
+        """The home will get new values: drop a payload in a slot. Called before, since both may be one memory."""
         if chunk.may_leave:
             self.params.release(chunk)
         elif chunk.slot is not None:
             self.binding.outdate(chunk)
 
     def after_chunk_update(self, chunk: Chunk) -> None:
-        """The chunk's home has new values: a payload at home has a new version."""
+        """The chunk's home has new values: a payload at home gets a new version."""
         chunk.num_updates += 1
         if chunk.state is ParamState.RESIDENT:
             chunk.bump_versions()
@@ -221,11 +226,11 @@ class Step:
     # -- failures
 
     def publishing(self) -> AbstractContextManager[None]:
-        """What leaves this block as an exception is told to the other ranks."""
+        """Around a block: an exception that leaves it is told to the other ranks."""
         return self.communicator.publishing()
 
     def check_idle(self, what: str) -> None:
-        """Raises GeminiError inside a forward or backward. Recovers from a failure."""
+        """Raises GeminiError inside a forward or backward. Recovers from an earlier failure."""
         inside = GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
         self.failures.find()
         if self.calls.by_thread or self.is_recomputing():

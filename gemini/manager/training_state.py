@@ -1,8 +1,8 @@
-"""What only training needs beside the weights: homes of gradients, and of masters that can be derived from weights.
+"""The memory that only training needs beside the weights: homes of gradients, and masters that weights can make.
 
 A model that only infers has neither. They are taken together, when an optimizer comes or, without one, when the first
 backward reaches the model. A master that holds more than the 16-bit weights, because these were given in another dtype,
-cannot be derived later: it is there from the start.
+cannot be made later: it is there from the start.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ _UNPREPARED = (
 
 
 class TrainingState:
-    """Of all chunks of one model. All of it is local; every rank does it at the same point."""
+    """The training memory of all chunks of one model. All of it is local; every rank does it at the same point."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: Memory, gradients: GradMemory) -> None:
         self.is_there = False
-        self.refused: BudgetError | None = None  # why the plan in force, which is for inference, has to stay
+        self.refused: BudgetError | None = None  # why the plan for inference, which is in force, has to stay
         self._infers = False
         self._chunks = chunks
         self._memory = memory
         self._gradients = gradients
         self._demand: Demand | None = None
         self._placement: Placement | None = None
-        self._taken: list[tuple[Chunk, Kind]] = []  # by the last call
+        self._taken: list[tuple[Chunk, Kind]] = []  # by the last call of `_take`
 
     def follow(self, demand: Demand, placement: Placement, infers: bool) -> None:
-        """Another plan is in force: what is still missing will be taken where it says.
+        """Another plan is in force: memory that is still missing will be taken where it says.
 
-        infers: it is for inference, and has no place for gradients and new masters.
+        infers: the plan is for inference, and has no place for gradients and new masters.
         """
         self._demand, self._placement = demand, placement
         self._infers, self.refused = infers, None
 
     def refuse(self, error: BudgetError) -> None:
-        """No plan for training fits: a backward will be told, and the plan for inference stays."""
+        """No plan for training fits, so the plan for inference stays. A backward raises `error`."""
         self.refused = error
 
     def take(self, beside: int = 0) -> None:
-        """All that is missing. beside: bytes that are needed on the host, too, and mapped in one piece with these.
+        """Take all missing memory. Raises BudgetError, and holds nothing then.
 
-        Raises BudgetError, and holds nothing then.
+        beside: further bytes that are needed on the host, mapped in one piece with these.
         """
         if self._infers:
             raise GeminiError(_UNPREPARED) if self.refused is None else self.refused.reworded(str(self.refused))
@@ -64,19 +64,19 @@ class TrainingState:
             self.is_there = True
 
     def give_back(self) -> None:
-        """What `take` has just taken, of which nothing was used, is given back."""
+        """Give back what `take` has just taken, before anything of it is used."""
         self._give()
         self.is_there = False
 
     def take_masters(self, chunks: Iterable[Chunk]) -> None:
-        """Of these chunks, whose weights are about to be given more than 16 bits. Raises BudgetError.
+        """Take the masters of chunks whose weights are about to be given more than 16 bits. Raises BudgetError.
 
-        A plan for inference has no place for new ones: they are on the host until the next plan.
+        A plan for inference has no place for new masters: they are on the host until the next plan.
         """
         self._take(self._missing(chunks, (Kind.MASTER,)), "masters")
 
     def _missing(self, chunks: Iterable[Chunk], kinds: Sequence[Kind]) -> list[tuple[Chunk, Kind, Tier, int]]:
-        """(chunk, kind, where it rests, bytes): first all masters, then all gradients, as they are taken."""
+        """(chunk, kind, tier, bytes): first all masters, then all gradients, in the order in which they are taken."""
         assert self._demand is not None and self._placement is not None
         found = []
         for kind in kinds:
@@ -85,18 +85,20 @@ class TrainingState:
                 num_bytes = self._demand.chunks[chunk.index].home_bytes.get(kind, 0)
                 if tier is None and self._infers and kind is Kind.MASTER and chunk.dtype in HALF_DTYPES:
                     tier, num_bytes = Tier.HOST, chunk.master_dtype.itemsize * chunk.optim_numel
-                # a gradient that rests elsewhere, see grad_homes.py, and not one of a chunk without elements
+                # A gradient without bytes rests in the parameter home, see grad_homes.py, unless its chunk is empty.
                 is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.lends_home or chunk.numel > 0)
                 if tier is not None and kind not in chunk.homes and not is_elsewhere:
                     found.append((chunk, kind, tier, num_bytes))
         return found
 
     def _take(self, missing: Sequence[tuple[Chunk, Kind, Tier, int]], words: str, beside: int = 0) -> None:
+        """Take the missing memory, all or none of it. words: what it is for, in errors."""
         self._taken = []
         if not missing:
             return
         with unseen(), untracked():
             on_host = sum(num_bytes for _, _, tier, num_bytes in missing if tier is Tier.HOST)
+            # One mapping of exactly this size, registered once: see host.py.
             self._memory.host.reserve(on_host + beside, words)
             try:
                 for chunk, kind, tier, num_bytes in missing:
@@ -105,12 +107,14 @@ class TrainingState:
                     if kind is Kind.MASTER:
                         master_from_weights(chunk)
                     else:
+                        # The gradient was made when the chunk had no GRAD home.
                         self._gradients.gradients[chunk.index].adopt_home()
             except BaseException:
                 self._give()
                 raise
 
     def _give(self) -> None:
+        """Give back what the last `_take` has taken."""
         taken, self._taken = self._taken, []
         for chunk, kind in taken:
             self._memory.give(chunk.homes.pop(kind), kind)

@@ -1,10 +1,10 @@
-"""What backwards under no_sync() leave: sums of whole, unreduced gradients on the host, and their reduction later.
+"""Gradients under no_sync(): sums of whole, unreduced gradients on the host, and their reduction later.
 
-A sum is made in fp32 (fp64 for fp64 weights), and this is why it is made at all: 16 bits would lose what a large
-gradient and a small one have together. So it also travels in fp32, unless the user gave a `reduce_dtype`, and rests in
-fp32, unless the user gave an `accumulate_dtype`. A 16-bit chunk has no memory on the device for its whole gradient in
-fp32: it is exchanged in tiles that fit into the scratch of ordinary reductions. Ranks agree on all of that, since
-`ChunkGradient.is_behind` follows from the backwards that all ranks run.
+A sum is made in fp32 (fp64 for fp64 weights): in 16 bits a small gradient would be lost beside a large one. So it also
+travels in fp32, unless the user gave a `reduce_dtype`, and rests in fp32, unless the user gave an `accumulate_dtype`. A
+16-bit chunk has no memory on the device for its whole gradient in fp32, so it is exchanged in tiles that fit into the
+scratch of ordinary reductions. Ranks agree on all of that, since `ChunkGradient.is_behind` follows from the backwards
+that all ranks run.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) ->
     memory.open(gradient, backward)
     assert gradient.payload is not None
     memory.complete(gradient)
+    # The host adds, in fp32: the sum never travels to the device before it is reduced.
     local = Region(Tier.HOST, torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu"))
     all_memory.transfer.copy(local, gradient.payload)
     if gradient.unsynced is None:
@@ -47,7 +48,7 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) ->
 def reduce_unsynced(
     gradient: ChunkGradient, backward: int, homes: GradHomes, scratch: Scratch, communicator: Communicator
 ) -> None:
-    """Merge the mean over ranks of the chunk's sums. Collective."""
+    """Reduce the chunk's sums over ranks and merge the mean, tile by tile. Collective."""
     chunk, world_size = gradient.chunk, gradient.chunk.layout.world_size
     is_first = homes.begin(gradient, backward, is_sum=True)
     total = gradient.reduced()
@@ -55,6 +56,7 @@ def reduce_unsynced(
     tile_numel = _largest_tile(chunk, total.dtype, scratch.num_bytes)
     for start in range(0, shard_numel, tile_numel):
         numel = min(tile_numel, shard_numel - start)
+        # A tile has the same elements of every rank's shard: a small chunk of one unit.
         layout = ShardLayout((Unit(0, numel * world_size),), world_size)
         scratch.reset()
         rows = scratch.region(layout.numel, chunk.sum_dtype)
@@ -64,6 +66,7 @@ def reduce_unsynced(
         if not chunk.is_stepped_whole:
             homes.put(total[start : start + numel], out, is_first)
             continue
+        # Every rank steps the whole chunk: gather the tile's means.
         whole = scratch.region(layout.numel, total.dtype)
         communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
         for rank in range(world_size):
@@ -74,8 +77,9 @@ def reduce_unsynced(
 
 
 def _fill(rows: Region, gradient: ChunkGradient, start: int, numel: int, transfer: Transfer) -> None:
-    """rows: (world_size * numel,) <- elements [start, start + numel) of every rank's shard of the sum."""
+    """Fill `rows`, (world_size * numel,), with elements [start, start + numel) of every rank's shard of the sum."""
     if gradient.unsynced_state is not UnsyncedState.HELD:
+        # Only other ranks have unsynced gradients of this chunk.
         rows.flat.zero_()
         return
     assert gradient.unsynced is not None
@@ -89,17 +93,18 @@ def _fill(rows: Region, gradient: ChunkGradient, start: int, numel: int, transfe
                 part = Region(Tier.HOST, part.flat.to(rows.dtype))
                 casts.append(part)
             transfer.copy(row[_in_tile(piece, start)], part)
-    wait_on_host(*casts)  # which are temporary
+    wait_on_host(*casts)  # the casts are dropped at return
     wait_on_stream(rows)
 
 
 def _largest_tile(chunk: Chunk, rest: torch.dtype, num_bytes: int) -> int:
-    """Elements of every rank's shard that can be exchanged at once with scratch of `num_bytes`."""
+    """The most elements of every rank's shard that can be exchanged at once with scratch of `num_bytes`."""
     facts = dtype_of(chunk.sum_dtype), dtype_of(rest), chunk.is_stepped_whole, chunk.layout.world_size
+    # Bytes grow linearly with the tile, in steps of `ALIGNMENT` elements.
     smallest, next_one = (tile_bytes(*facts, tiles * ALIGNMENT) for tiles in (1, 2))
     return (1 + (num_bytes - smallest) // (next_one - smallest)) * ALIGNMENT
 
 
 def _in_tile(piece: Piece, start: int) -> slice:
-    """The piece's elements of a tile that begins with shard element `start`."""
+    """The piece's elements in a tile that begins with shard element `start`."""
     return slice(piece.shard_start - start, piece.shard_start - start + piece.numel)

@@ -1,4 +1,4 @@
-"""Which chunk leaves its slot when another needs one, as `placement.eviction` decides it for these chunks."""
+"""Selects the chunk that leaves its slot when another chunk needs one, by `placement.eviction`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini.placement.next_use import NextUse
 
 
 class Victims:
-    """Of one model. Whom it names follows from touches and pins alone, which are equal on all ranks."""
+    """The evictions of one model. They follow from touches and pins alone, which are equal on all ranks."""
 
     def __init__(self, chunks: Sequence[Chunk], next_use: NextUse) -> None:
         self._chunks = chunks
@@ -24,13 +24,14 @@ class Victims:
         self._queues[chunk.oversize].note(chunk.index)
 
     def unpin(self, chunks: Iterable[Chunk]) -> None:
-        """Lift one pin of each. See [Note: Pins] in step.py."""
+        """Lift one pin of each chunk. See [Note: Pins] in step.py."""
         for chunk in chunks:
+            # Noted first: after an interrupt in between the queue still knows the chunk.
             self.note(chunk)
             chunk.pins -= 1
 
     def first(self, pool: SlotPool, oversize: bool) -> Chunk | None:
-        """The chunk that leaves the pool next; None while all are in use. It is named again until it has left.
+        """The chunk that leaves the pool next; None while all are in use. It is returned again until it has left.
 
         oversize: the pool is that of the larger slots.
         """
@@ -43,6 +44,6 @@ class Victims:
 
 
 def _may_leave(chunks: Sequence[Chunk], index: int) -> bool:
-    """The chunk is in a slot of a pool, and nothing uses it now."""
+    """Whether the chunk is in a slot of a pool and nothing uses it now."""
     chunk = chunks[index]
     return chunk.slot is not None and not chunk.pins and chunk.own_slot is None
