@@ -1,4 +1,4 @@
-"""Addresses of released parameters: what `data_ptr()` can say of memory that moves."""
+"""The result of `data_ptr()` on a released parameter, whose memory moves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gemini.errors import ReleasedParameterError
 
 
 class MovingAddress:
-    """Equal to the addresses of the same parameter, under whatever name, and to no other.
+    """Equal to the addresses of the same parameter, under any of its names, and to no other.
 
-    Libraries compare `data_ptr()`s to find tied weights. As a number, an address of memory that moves would be read
-    where something else lies by then, so there is none.
+    Libraries compare `data_ptr()`s to find tied weights. It is no number: memory that moves may hold something else by
+    the time that a number is used as an address.
     """
 
     __slots__ = ("_name", "_parameter")
@@ -38,5 +38,6 @@ class MovingAddress:
             "copy.deepcopy(model) of the ShardedModel is a plain module"
         )
 
+    # Every use as a number raises: a kernel that is given the address would read other memory.
     __index__ = __int__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _no_number
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __and__ = _no_number

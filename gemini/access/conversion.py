@@ -1,4 +1,4 @@
-"""Conversions: those that change nothing (`.float()` of what is fp32 already), and those that are refused."""
+"""Conversions of a module: those that change nothing (`.float()` of an fp32 module) are allowed, others are refused."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ CONVERSION = (
 
 
 def unwritten(tensor: Tensor) -> Tensor:
-    """`tensor`, whose memory nobody has written to since it was allocated."""
-    if not tensor.is_inference():  # which counts no versions
+    """Mark `tensor` as allocated but not written to since, and return it."""
+    # Inference tensors have no version counter.
+    if not tensor.is_inference():
         tensor._gemini_unwritten = tensor._version  # type: ignore[attr-defined]
     return tensor
 
 
 def is_unwritten(tensor: Tensor) -> bool:
-    """No values have come to what `unwritten` was told of. Nor to tensors on the meta device, which have none."""
+    """Whether a marked tensor still has no values. A tensor on the meta device never has any."""
     known: int | None = getattr(tensor, "_gemini_unwritten", None)
     return tensor.is_meta or (known is not None and known == tensor._version)
 
 
 def changes_nothing(convert: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> bool:
-    """Whether `convert` would return every tensor itself. Tried on small ones that are like them."""
+    """Whether `convert` would return every tensor itself. It is tried on small tensors of the same kinds."""
     for dtype, device, dim in sorted({(t.dtype, t.device, t.dim()) for t in tensors}, key=str):
-        # two elements in each dimension: with one, a tensor is contiguous in every memory format
+        # Two elements in each dimension: with one, a tensor would be contiguous in every memory format.
         probe = torch.empty((2,) * dim, dtype=dtype, device=device)
         try:
             if convert(probe) is not probe and not _only_copies(convert, probe):
                 return False
-        except (RuntimeError, AssertionError):  # there is no such device
+        # The conversion is to a device that this machine does not have.
+        except (RuntimeError, AssertionError):
             return False
     return True
 
 
 def _only_copies(convert: Callable[[Tensor], Tensor], probe: Tensor) -> bool:
-    """`.to("cpu:0")` copies what is on "cpu" already, which is the same device under another name."""
-    for value in (0, 1):  # memory that nobody has written to does not follow
+    """Whether `convert` copies within one device: `.to("cpu:0")` copies a tensor on "cpu", which is the same device."""
+    # Two values: memory that the conversion allocates without copying does not follow both.
+    for value in (0, 1):
         result = convert(probe.fill_(value))
         same = result.dtype is probe.dtype and result.device == probe.device and result.stride() == probe.stride()
         if not same or not torch.equal(result, probe):

@@ -1,4 +1,4 @@
-"""`torch.autograd.grad` of parameters that fetch themselves: it asks for places in the graph, and needs no data."""
+"""`torch.autograd.grad` with respect to parameters that fetch themselves: it needs their place in the graph only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from gemini.access.link import any_link_of
 def gradients(
     outputs: Any, inputs: Any, *, materialize_grads: bool = False, allow_unused: bool | None = None, **options: Any
 ) -> tuple[Tensor | None, ...]:
-    """What `torch.autograd.grad` returns; backward fetches what it reads, and nothing for being asked for."""
+    """The result of `torch.autograd.grad`. Backward fetches what it reads; being an input fetches nothing."""
     edges = tuple(map(_edge, outputs)), tuple(map(_edge, inputs))
     found = torch.autograd.grad(*edges, allow_unused=materialize_grads or allow_unused, **options)
+    # torch would make the zeros from the inputs; here these are edges, which have no shape.
     if not materialize_grads:
         return found
     return tuple(
@@ -25,10 +26,10 @@ def gradients(
 
 
 def _edge(tensor: Any) -> Any:
-    """The place in the graph of a parameter that fetches itself; anything else as it is."""
+    """The gradient edge of a parameter that fetches itself; any other tensor as it is."""
     if not isinstance(tensor, Tensor) or any_link_of(tensor) is None:
         return tensor
     if not tensor.requires_grad:
-        raise RuntimeError("One of the differentiated Tensors does not require grad")  # torch's own words
+        raise RuntimeError("One of the differentiated Tensors does not require grad")  # torch's own message
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(tensor)

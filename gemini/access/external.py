@@ -1,7 +1,7 @@
-"""Parameters that a module uses although another one owns them.
+"""Parameters that a module uses although another module owns them.
 
-They fetch themselves when they are used, so nothing has to be said. Registering one makes it part of what the module
-fetches at its start: it is a plain `nn.Parameter` inside, and stays on the device until the module is done.
+They fetch themselves when they are used, so registering is optional. A registered one is fetched with the module:
+inside it is a plain `nn.Parameter`, and it stays on the device until the module is done.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     _check(module, parameter)
     registered = external_parameters(module)
+    # By identity: `in` would compare values.
     if not any(parameter is known for known in registered):
         setattr(module, _EXTERNAL, [*registered, parameter])
 

@@ -1,8 +1,8 @@
-"""Functions of lists (`torch._foreach_*`) of tensors that fetch themselves, a part of the lists at a time.
+"""Functions on lists (`torch._foreach_*`) of tensors that fetch themselves: called for a part of the lists at a time.
 
-Called once, such a function would need the chunks of all its parameters at the same time, which the slots of a small
-budget cannot hold, or all gradients of a model whole. It works element by element, so it is called for every run of
-elements that need the same.
+A single call would need the chunks of all its parameters at once, which the slots of a small budget cannot hold, or all
+gradients of a model whole. The functions work element by element, so one is called for each run of elements that need
+the same chunk or gradient.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def for_each_run(
     kwargs: dict[str, Any],
     need_of: Callable[[Any], object],
 ) -> Any:
-    """What `use(args, kwargs)`, a call of the function `name`, returns. Raises RuntimeError if lengths differ.
+    """The result of `use(args, kwargs)`, a call of the function `name`. Raises RuntimeError if list lengths differ.
 
-    need_of: what an element of a list needs to be there, to be compared; None for what needs nothing.
+    need_of: a key for what an element of a list needs; elements in a row with one key are used together. None: nothing.
     """
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     lengths = [len(value) for value in lists]
@@ -29,6 +29,7 @@ def for_each_run(
         raise RuntimeError(f"{name} takes lists of the same length, found {lengths}")
 
     results: list[Any] = []
+    # A run ends where one of the lists needs another chunk or gradient.
     for _, run in groupby(range(lengths[0]), lambda position: [need_of(each[position]) for each in lists]):
         positions = list(run)
         part = slice(positions[0], positions[-1] + 1)

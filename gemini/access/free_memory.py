@@ -1,18 +1,17 @@
-"""The budget that one model's data should have now: of free memory, read at each step, and after a shortage.
+"""The budget that one model's data should have now, from the free memory at each step, and after a shortage.
 
-[Note: Shortage] A forward or backward that the device had no memory for ends with an exception, like any other: the
-gradients since the last step are dropped, on all ranks, and weights and optimizer state are those of that step. What
-ran out is found where the model is used next. torch counts the times that a device ran out, whoever catches the
-exception; ranks compare their counts after a failure and at every step, and if one has grown, model data gives up a
-part of the device before anything runs. It does not come back with the next reading, which would be as wrong as the
-one before.
+[Note: Shortage] A forward or backward that finds no device memory ends with an exception like any other: on all ranks
+the gradients since the last step are dropped, and weights and optimizer state are those of that step. The shortage is
+found at the next use of the model. torch counts how often a device ran out of memory, whoever catches the exception.
+Ranks compare their counts after a failure and at every step; if one has grown, model data gives up a part of the device
+before anything runs. The next reading does not give it back: it would be as wrong as the one before.
 
-[Note: First batch] Until a step has shown its activations, model data leaves a part of the device to them by default.
-A first batch that needs more would run out of memory, and its step would be dropped. So the first forward with
-gradients asks for an upper bound of what its batch takes (gemini/model/first_batch.py). If that is more than the
-default leaves, chunks make room before the forward runs. The bound may be twice what the step takes, or more, so that
-nothing else follows from it: it gives no room to model data, it refuses nothing, and the first step's figures take its
-place. Ranks compare their bounds once in such a forward, and never after the first step.
+[Note: First batch] Until a step has shown its activations, model data leaves a part of the device to them by default. A
+first batch that needs more would run out of memory, and its step would be dropped. So the first forward with gradients
+asks for an upper bound of what its batch takes (gemini/model/first_batch.py). If that is more than the default leaves,
+chunks make room before the forward runs. The bound may be twice what the step takes, or more, so nothing else follows
+from it: it gives no room to model data, it refuses nothing, and the first step's figures replace it. Ranks compare
+their bounds once in such a forward, and never after the first step.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from gemini.placement.following import (
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
 
-_MOST_BOUNDS = 8  # forwards with gradients that ask for one: a script may never step
+_MOST_BOUNDS = 8  # forwards with gradients that may ask for one: a script may never step
 
 
 class FreeMemory:
-    """Of one model. Everything that it decides follows from numbers that all ranks have agreed on."""
+    """The budgets of one model. Every decision follows from numbers that all ranks have agreed on."""
 
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
@@ -48,29 +47,30 @@ class FreeMemory:
         self._communicator = manager.communicator
         self._failures = manager.step.failures
         self._seen: LiveBytes | None = None
-        self._refused_bytes: int | None = None  # of the device: the last budget that could not be followed
+        self._refused_bytes: int | None = None  # device budget that no plan could keep to
         self._cap = ShortageCap()
         self._is_first = True  # no reading of a step was followed so far
         self._has_told_least = False
         self.room: int | None = None
         """What the device had for model data by the last reading. None: any amount, or it was not read."""
         self.activations: int | None = None
-        """The most bytes that a step was seen to take besides model data."""
+        """The most bytes that a step took besides model data, as far as steps have shown."""
         self._num_bounds_due = _MOST_BOUNDS
         self.most_activations: int | None = None
-        """What the batch of the forward that is about to run takes at most, as far as this rank knows."""
+        """This rank's bound of what the batch of the coming forward takes besides model data; None: unknown."""
         self.is_short = False
-        """The device ran out of memory, and model data has not made room since."""
+        """The device ran out of memory, and model data has not given up room since."""
 
     def look(self) -> bool:
-        """Take what the last step has read. Collective after a failure, which all ranks have had.
+        """Read what the last step has measured. Collective after a failure, which all ranks have had.
 
-        False if there is nothing that `wanted` could follow from, as in most uses of a model.
+        False if `wanted` has nothing to follow, as in most uses of a model.
         """
         seen = self._live.take()
         if seen is not None:
             self._cap.step()
         if self._failures.take():
+            # The failed step made no agreed reading, so ranks compare their counts of shortages here.
             words = torch.tensor(self._live.shortage(), dtype=torch.int64, device=self._communicator.device)
             self._communicator.all_reduce_max_(words, "shortage of memory")
             self._live.agree_on_shortage(words.tolist())
@@ -85,14 +85,16 @@ class FreeMemory:
         return seen is not None or self.is_short
 
     def wanted(self, plan: Plan) -> Budget | None:
-        """The budget of the plan to come. None: the plan may stay. Local."""
+        """The budget for the next plan; None if the plan may stay. Local."""
         seen, is_short = self._seen, self.is_short
         self._seen, self.is_short, self.room = None, False, None
         if seen is None and not is_short:
             return None
+        # A fixed `model_data_memory` follows no readings, but a shortage makes it smaller, too.
         now = plan.budget
         if seen is not None and plan.settings.model_data_memory is None:
             now = Budget.of(plan.settings, FreeBytes(seen.free, plan.budget.host, seen.activations))
+        # A shortage outweighs the reading, which was wrong. The cap keeps later readings below the new budget.
         if is_short:
             budget = budget_after_shortage(plan, now)
             if budget is None:
@@ -105,37 +107,40 @@ class FreeMemory:
         budget = budget_to_follow(plan, now, is_first)
         self._note_lack(plan, budget)
         refused = self._refused_bytes
+        # Not asked for again: no plan keeps to the refused budget or less.
         if budget is None or (refused is not None and budget.device is not None and budget.device <= refused):
             return None
         return budget
 
     def asks_for_bound(self, plan: Plan) -> bool:
-        """No step has shown its activations, and the budget would follow from them. Local, and equal on all ranks."""
+        """No step has shown its activations yet, and the budget depends on them. Local, and equal on all ranks."""
         return self._num_bounds_due > 0 and plan.budget.device is not None and plan.settings.model_data_memory is None
 
     def bounded(self, plan: Plan) -> tuple[Budget, int] | None:
-        """The budget of the plan to come and what the batch takes at most. None: the plan may stay. Collective.
+        """The budget for the next plan, and what the batch takes at most; None if the plan may stay. Collective.
 
-        Where `asks_for_bound`. See [Note: First batch].
+        Called only if `asks_for_bound`. See [Note: First batch].
         """
         most, self.most_activations = self.most_activations, None
         words = torch.tensor(self._live.bound(most), dtype=torch.int64, device=self._communicator.device)
         self._communicator.all_reduce_max_(words, "activations of the first batch")
-        self._num_bounds_due -= 1  # not before: a rank that failed on its way here has not counted either
+        # Counted after the collective: a rank that failed on its way here has not counted either.
+        self._num_bounds_due -= 1
         agreed = self._live.agree_on_bound(words.tolist())
         if agreed is None:
             return None
         known = FreeBytes(agreed.free, plan.budget.host)
         left = Budget.of(plan.settings, replace(known, most_activations=agreed.activations))
+        # The bound asks for no more than the default leaves to activations.
         if left == Budget.of(plan.settings, known):
             return None
         budget = budget_for_bound(plan, left)
         return None if budget is None or agreed.activations is None else (budget, agreed.activations)
 
     def budget_after_shortage(self, plan: Plan) -> Budget | None:
-        """The budget in place of `plan`'s, for which the device had no memory, as all ranks know. None: no less.
+        """The budget in place of `plan`'s, for which a device had no memory. None: it cannot be less.
 
-        Local, and equal on all ranks. That shortage is not found once more at the next step.
+        Local, and equal on all ranks. The next step does not find this shortage again.
         """
         self._live.shortage()
         budget = budget_after_shortage(plan, plan.budget)
@@ -144,26 +149,27 @@ class FreeMemory:
         return budget
 
     def restart(self) -> None:
-        """Another plan is in force, which keeps to the budget."""
+        """Another plan, which keeps to the budget, is in force."""
         self._refused_bytes = None
 
     def forget(self) -> None:
-        """The user has set other budgets."""
+        """The user has set other budgets: forget shortages and refusals."""
         self._refused_bytes, self.is_short, self._cap = None, False, ShortageCap()
 
     def refuse(self, budget: Budget, why: str) -> None:
-        """No plan keeps to this budget: the plan in force stays, which is told once. Local.
+        """No plan keeps to this budget: warn once, and let the plan in force stay. Local.
 
-        An exception would end a training that may well go on: whoever took the device's memory may give it back.
+        An exception would end a training that may well go on: the process that took the device's memory may give it
+        back.
         """
         self._refused_bytes = budget.device
         words = f"the device has room for {budget.device} bytes of model data, but states stay where they are: {why}"
         get_dist_logger().warning(words, ranks=[0])
 
     def stay(self, plan: Plan, refusal: BudgetError) -> None:
-        """The device has no memory for more than `plan`, the plan in force, whatever was read. Local, told by rank 0.
+        """The device has no memory for more than `plan`, the plan in force, whatever was read: rank 0 warns. Local.
 
-        Nothing is lost by it, and it is no shortage of a step: the next reading does not find it once more.
+        Nothing is lost, and no step ran short: the next reading does not find this shortage again.
         """
         self._live.shortage()
         self._cap.set(plan.device_bytes)

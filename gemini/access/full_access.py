@@ -69,6 +69,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """
     link = _begin("safe_set_full_grad", param)
     _set_whole(link, _gradients(link), value)
+    # The norm of the old gradients must not clip the new ones.
     link.states.forget_norm()
 
 
@@ -100,6 +101,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """
     link = _begin("safe_get_local_grad", param)
     grads = link.step.grads
+    # A local function cannot catch up on reductions: these are collectives.
     if grads.accumulation.awaits_reduction:
         raise GeminiError(
             f"the gradient of {link.managed.name!r} is from backwards under no_sync() and not reduced yet, which needs "
@@ -159,6 +161,7 @@ def _begin(what: str, param: nn.Parameter) -> Link:
     if link is None:
         raise TypeError(f"{what}() takes a parameter of a ShardedModel, found {type(param).__name__}")
     link.step.check_idle(f"{what}()")
+    # A parameter that was unfrozen since the last forward gets its master and optimizer memory before it is set.
     if what.startswith("safe_set_full") and not link.step.grads.num_backwards:
         link.trainability.apply_unfrozen()
     return link
@@ -194,9 +197,11 @@ def _local(link: Link, access: StateAccess) -> Tensor:
 
 
 def _set_whole(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tensor) -> None:
-    """Rank 0's value counts."""
+    """Set a state to rank 0's `value`. Collective."""
     managed = link.managed
+    # In full precision: the master takes the value before it is rounded to the weights' dtype.
     dtype = torch.float64 if managed.dtype is torch.float64 else torch.float32
+    # Checked inside `publishing`: a wrong value on one rank must end the broadcast of the others.
     with link.step.publishing(), torch.no_grad():
         _check(value, managed.shape, f"the value for {managed.name!r}")
         flat = torch.empty(managed.numel, dtype=dtype, device=access.device).copy_(managed.laid_out(value))

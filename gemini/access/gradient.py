@@ -1,13 +1,13 @@
-"""One parameter's gradient: reduced and whole, and inside hooks of the user's, where autograd has just put it.
+"""One parameter's gradient: reduced and whole, or, inside the user's hooks, the one that autograd has just made.
 
-The reduced gradient is gathered to be read; of what is written to it each rank keeps its own part. It rests in pieces,
-one per rank, times the loss scale. What users see and set is the gradient itself, as `torch.nn.utils.clip_grad_norm_`
-and a norm in a log need it: without the loss scale, and clipped where `optimizer.clip_grad_norm_()` was called.
-Gradients times a loss scale are shown in fp32, in which the unscaled values do not underflow; the loss scale comes back
-when they are written.
+The reduced gradient is gathered to be read; each rank keeps its own part of what is written to it. It rests in pieces,
+one per rank, times the loss scale. Users see and set the gradient itself, as `torch.nn.utils.clip_grad_norm_` and a
+norm in a log need it: without the loss scale, and clipped where `optimizer.clip_grad_norm_()` was called. Gradients
+times a loss scale are shown in fp32, where the unscaled values do not underflow; a write multiplies by the loss scale
+again.
 
-Inside a user's post-accumulate hook the gradient is this rank's own, as in plain PyTorch. Whatever a hook leaves of it,
-the model's own hook takes.
+Inside a user's post-accumulate hook the gradient is this rank's own, as in plain PyTorch. The model's own hook takes
+whatever a hook leaves of it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _GRAD: Any = Tensor.grad
 grad_of, set_grad_of = _GRAD.__get__, _GRAD.__set__
-"""What autograd has put there, where no `__torch_function__` is asked."""
+"""Getter and setter of torch's own `.grad`. Call them where `__torch_function__` is disabled."""
 
 
 class WholeGradient:
-    """The gradient that a parameter has now. It is gone with the step, and with `zero_grad()`."""
+    """The gradient that a parameter has now. It is stale after the step and after `zero_grad()`."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -40,33 +40,34 @@ class WholeGradient:
         self._num_forgotten = self._grads.num_forgotten
 
     def stamp(self) -> tuple[object, ...]:
-        """Equal as long as `gather()` would return the same values; equal on all ranks."""
+        """A value that is equal as long as `gather()` would return the same values; equal on all ranks."""
         grads, gradient = self._grads, self._grads.find(self.managed.chunk)  # None: frozen meanwhile
         num_writes = 0 if gradient is None else gradient.num_writes
         return grads.num_forgotten, grads.num_backwards, num_writes, self.link.states.factors_of(self.managed)
 
     def is_current(self) -> bool:
-        """Neither used by a step nor discarded since."""
+        """The gradient was neither used by a step nor discarded."""
         return self._num_forgotten == self._grads.num_forgotten and has_gradient(self.link)
 
     def count_write(self) -> None:
-        """Copies that were gathered before do not count any more."""
+        """Make copies that were gathered before stale."""
         gradient = self._grads.find(self.managed.chunk)
         if gradient is not None:
             gradient.num_writes += 1
 
     def gather(self) -> Tensor:
-        """(numel,) A copy on the compute device, in the order of the payload. Collective where it is sharded."""
+        """(numel,) a copy on the compute device, in payload order. Collective where it is sharded."""
         managed, link = self.managed, self.link
         with link.step.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
             reduced = link.states.gradients(managed.chunk)
+            # Inside a backward the chunk's gradient may still be open, or on its way to the other ranks.
             if reduced is None or self._grads.of(managed.chunk).state is not GradState.CLOSED:
                 raise _not_reduced(managed)
             return reduced.whole(managed)
 
     def write(self, whole: Tensor) -> None:
-        """The step uses `whole`, which is as `gather()` returns it: of it this rank's part. Collective at stage 0."""
+        """Set the gradient to `whole`, laid out as by `gather()`; each rank keeps its part. Collective at stage 0."""
         step = self.link.step
         step.check_idle(f"a write to the gradient of {self.managed.name!r}")
         with step.publishing(), torch.inference_mode(False), torch.no_grad():
@@ -82,7 +83,7 @@ class WholeGradient:
 
 
 def has_gradient(link: Link) -> bool:
-    """Whether any rank has one, since the last step; the same on all ranks.
+    """Whether any rank has had a gradient since the last step; equal on all ranks.
 
     Local; collective if backwards under no_sync() have left their reduction for later.
     """
@@ -93,13 +94,14 @@ def has_gradient(link: Link) -> bool:
     elif gradients.accumulation.awaits_reduction:
         raise _not_reduced(managed)
     else:
+        # Inside a backward: gradients that wait in `.grad` set their flags first.
         gradients.collect_all()
     gradient = gradients.find(managed.chunk)
     return gradient is not None and bool(gradient.agreed[managed.position])
 
 
 def assign(link: Link, value: Tensor) -> None:
-    """`parameter.grad = value`. Collective where no rank had a gradient of it. Raises before anything has changed."""
+    """`parameter.grad = value`. Collective if no rank had a gradient of it. Raises before anything has changed."""
     managed, step = link.managed, link.step
     step.check_idle(f"setting the gradient of {managed.name!r}")
     with step.publishing(), torch.inference_mode(False), torch.no_grad():
@@ -111,6 +113,7 @@ def assign(link: Link, value: Tensor) -> None:
                 f"the gradient of {managed.name!r} must be {tuple(managed.shape)} {managed.dtype}, found "
                 f"{tuple(value.shape)} {value.dtype}"
             )
+        # No backward ran since the step: the gradient needs memory, which a plan for inference does not have.
         if not step.grads.num_backwards:
             link.trainability.before_graph()
             link.trainability.apply_unfrozen()
@@ -120,6 +123,7 @@ def assign(link: Link, value: Tensor) -> None:
                 f"{managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
             )
         if not has_gradient(link):
+            # All ranks must set it: one that did not would skip the parameter in the step.
             step.communicator.agree(managed.name.encode(), "the parameter that is given a gradient", remedy=_ALIKE)
             step.grads.start_at_zero(gradient, managed)
         _write(link, managed.laid_out(value))
@@ -129,8 +133,9 @@ _ALIKE = "All ranks must set the gradients of the same parameters"
 
 
 def _write(link: Link, flat: Tensor) -> None:
-    """The shard <- its part of `flat`: (numel,), in the order of the payload."""
+    """Set the shard to its part of `flat`, (numel,), in payload order."""
     if link.states.optimizer is not None:
+        # A clip that was asked for applies to the gradients as they were, before one of them changes.
         link.states.optimizer.before_gradient_write()
     reduced = link.states.gradients(link.managed.chunk)
     assert reduced is not None
@@ -142,7 +147,7 @@ def _not_reduced(managed: ManagedParameter) -> GeminiError:
 
 
 def own_grad(parameter: Tensor) -> Tensor | None:
-    """What autograd has put there."""
+    """torch's own `.grad`, past the wrapped class."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: Tensor | None = grad_of(parameter)
     return grad
@@ -155,7 +160,7 @@ def set_own_grad(parameter: Tensor, value: Tensor | None) -> None:
 
 
 def of_one_rank(link: Link, what: str) -> UnsupportedError:
-    """A hook does something that ranks cannot do apart from one another."""
+    """The error for a hook that does something which ranks cannot do apart from one another."""
     ranks = link.step.communicator.world_size
     return UnsupportedError(
         f"a post-accumulate hook {what} of {link.managed.name!r}, and there are {ranks} ranks: "

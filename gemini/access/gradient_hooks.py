@@ -1,8 +1,8 @@
 """Post-accumulate hooks on wrapped parameters: the user's run before ours, which takes the gradient away.
 
-torch calls the hooks of a parameter in the order of the dict that it keeps them in. A hook that is registered after
-wrapping would find `.grad` gone. So each parameter gets a dict that keeps our hook last. A user's hook sees, may change
-and, on one rank, may drop (`parameter.grad = None`) the gradient of this backward on this rank, as in plain PyTorch.
+torch calls a parameter's hooks in the order of the dict that holds them. A hook that is registered after wrapping would
+find `.grad` gone. So each parameter gets a dict that keeps our hook last. A user's hook sees, may change and, on one
+rank, may drop (`parameter.grad = None`) this rank's gradient of this backward, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ Hook = Callable[[Tensor], None]
 
 
 def watch_gradients(step: Step, parameters: Iterable[ManagedParameter]) -> Iterator[RemovableHandle]:
-    """Have the step told of every gradient of these. Whoever takes a handle can remove that hook.
+    """Tell the step of every gradient of `parameters`. The caller takes the handles, which remove the hooks.
 
-    The hooks hold nothing of the model: autograd keeps them where the garbage collector does not look for cycles.
+    The hooks hold nothing of the model: autograd keeps them where the cycle collector does not look.
     """
     reference = weakref.ref(step)
     of_fine: dict[int, Hook] = {}  # by chunk index
     for managed in parameters:
         chunk = managed.chunk
+        # Integer parameters have no gradients, and torch refuses hooks on them.
         if not (chunk.dtype.is_floating_point or chunk.dtype.is_complex):
             continue
         hook: Hook = partial(_take_gradient, reference, chunk.index, managed.position)
@@ -48,11 +49,11 @@ def watch_gradients(step: Step, parameters: Iterable[ManagedParameter]) -> Itera
 
 
 def _take_gradient(reference: weakref.ref[Step], index: int, position: int, parameter: Tensor) -> None:
-    """Of the parameter at `position` of chunk `index`."""
+    """Take the gradient of the parameter at `position` of chunk `index`."""
     with _WithoutTorchFunction():
         grad = grad_of(parameter)
         set_grad_of(parameter, None)
-    if grad is None:  # backward came by without one
+    if grad is None:  # none came, or a user's hook dropped it
         return
     step = reference()
     assert step is not None, "a parameter keeps the Step of its model alive"
@@ -63,19 +64,22 @@ def _take_gradient(reference: weakref.ref[Step], index: int, position: int, para
     if num_modes():
         with unseen():
             step.backward.on_gradient(index, position, grad)
-    else:  # not even a context that does nothing, for every parameter
+    # Without even a context that does nothing: this runs for every parameter.
+    else:
         step.backward.on_gradient(index, position, grad)
 
 
 def _note_gradients(reference: weakref.ref[Step], index: int, waiting: Waiting) -> Hook:
-    """Of all parameters of chunk `index`: a gradient waits in `.grad` if it may. See [Note: Waiting gradients].
+    """A hook for all parameters of chunk `index`: a gradient waits in `.grad` if it may. See [Note: Waiting gradients].
 
-    One hook for all: what thousands of them would have of their own is in no cache when it is needed.
+    The parameters share one hook: thousands of hooks with data of their own are in no cache when they are needed.
     """
     arrived, copied = waiting.arrived, waiting.copied
 
     def note_gradient(parameter: Tensor) -> None:
         identity = id(parameter)
+        # An earlier gradient of this parameter was copied in this backward: this one is added to it now, for the same
+        # bits.
         if identity in copied:
             _take_gradient(reference, index, waiting.positions[identity], parameter)
             return
@@ -87,27 +91,28 @@ def _note_gradients(reference: weakref.ref[Step], index: int, waiting: Waiting) 
         with unseen():
             waits = step.backward.wait_for_gradients(index, waiting)
         if not waits:
-            del arrived[-1:]  # it may be gone, with those of an earlier backward that have waited so far
+            # Not noted after all. `collect` may have emptied the list with the gradients that had waited before it.
+            del arrived[-1:]
             _take_gradient(reference, index, waiting.positions[identity], parameter)
 
     return note_gradient
 
 
 class GradientHooks(OrderedDict[int, Hook]):
-    """A parameter's post-accumulate hooks by id, the model's own after all others."""
+    """A parameter's post-accumulate hooks by id. The model's own hook comes last."""
 
     _own_id: int | None = None
 
     def __setitem__(self, key: int, hook: Hook) -> None:
-        """torch registers a hook."""
+        """Called by torch when a hook is registered."""
         super().__setitem__(key, partial(_call_guarded, hook))
         if self._own_id is not None and self._own_id in self:
-            # torch calls hooks in the order in which keys came into the dict: move_to_end() would not change that
+            # torch calls hooks in the order in which keys came into the dict, which move_to_end() would not change.
             own = self.pop(self._own_id)
             super().__setitem__(self._own_id, own)
 
     def add_own(self, hook: Hook) -> RemovableHandle:
-        """The model's own hook. The handle removes it."""
+        """Add the model's own hook. The handle removes it."""
         handle = RemovableHandle(self)
         self._own_id = handle.id
         super().__setitem__(handle.id, hook)
@@ -120,7 +125,8 @@ def hook_last(parameter: nn.Parameter, hook: Hook) -> RemovableHandle:
         before = parameter._post_accumulate_grad_hooks
         hooks = before if isinstance(before, GradientHooks) else GradientHooks()
         if before and hooks is not before:
-            hooks[RemovableHandle(hooks).id] = partial(_call_all, before)  # their handles know this dict
+            # The handles of the user's hooks refer to the old dict: one hook calls whatever is in it.
+            hooks[RemovableHandle(hooks).id] = partial(_call_all, before)
         parameter._post_accumulate_grad_hooks = hooks
     return hooks.add_own(hook)
 
@@ -131,9 +137,9 @@ def _call_all(hooks: dict[int, Hook], parameter: Tensor) -> None:
 
 
 def _call_guarded(hook: Hook, parameter: Tensor) -> None:
-    """Call a hook of the user's on autograd's own gradient."""
+    """Call a hook of the user's on the gradient that autograd has just made."""
     link = link_of(parameter)
-    if link is None:  # the model is closed
+    if link is None:  # the model was closed
         hook(parameter)
         return
     step = link.step
@@ -144,7 +150,8 @@ def _call_guarded(hook: Hook, parameter: Tensor) -> None:
         try:
             hook(parameter)
         except BaseException:
-            set_own_grad(parameter, None)  # the next backward would add to it
+            # The next backward would add to it.
+            set_own_grad(parameter, None)
             raise
         finally:
             link.in_user_hook = False

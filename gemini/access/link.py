@@ -1,7 +1,7 @@
 """Links: what a parameter that fetches itself knows of the memory behind it.
 
-A parameter carries its link as `_gemini`. `released.py` asks nothing else, so whatever keeps parameters somewhere, a
-`ShardedModel` or a model that is still being built, says here how to get at them.
+A parameter carries its link as `_gemini`, the only thing that `released.py` asks. A `ShardedModel` and a model that is
+still being built have a kind of link each, which says how to reach their parameters.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """Who fetches parameters; those of one owner are fetched together."""
+    """The object that fetches parameters. Parameters of one owner are fetched together."""
 
     @property
     def communicator(self) -> Communicator:
-        """Of the ranks that hold them together."""
+        """The communicator of the ranks that hold the parameters together."""
 
     @property
     def binding(self) -> Binding:
-        """What they show, and where writes to them are noted."""
+        """Binds the parameters, and notes writes to them."""
 
 
 class ParameterLink(ABC):
-    """How to get at one parameter."""
+    """How to reach one parameter."""
 
-    may_be_emptied = False  # `.data` takes memory without values: values come later
+    may_be_emptied = False  # `.data` accepts memory without values, which come later
 
     def __init__(self, managed: ManagedParameter, owner: Owner) -> None:
         self.managed = managed
@@ -58,56 +58,57 @@ class ParameterLink(ABC):
     def fetched(self, links: Sequence[Any], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
         """Inside, the parameters of `links`, all of one owner, are plain and whole. May be collective.
 
-        overwrites: the function sets every element of the only one, whose old values need not be there.
-        detached: it gets none of them itself, so that no graph that it builds reaches them.
+        overwrites: the function sets every element of the only parameter, so its old values are not needed.
+        detached: the function gets no parameter itself, so no graph that it builds reaches one.
         """
 
     def gathered(self, links: Sequence[Any]) -> AbstractContextManager[None]:
-        """`fetched`, between steps and for as long as the user likes. Raises GeminiError inside a step."""
+        """`fetched` between steps, for as long as the user likes. Raises GeminiError inside a step."""
         return self.fetched(links, overwrites=False, detached=False)
 
     def whole(self) -> Tensor:
-        """Inside `gathered`: its values, which may be written to without a trace."""
+        """Inside `gathered`: the parameter's values. Writes to them leave no trace."""
         managed = self.managed
         assert managed.chunk.payload is not None
         return managed.view(managed.chunk.payload)
 
     def spread(self, rank: int) -> None:
-        """Inside `gathered`: the values of `rank` on all ranks, at home and in the master. Collective."""
+        """Inside `gathered`: set all ranks' values, homes and masters to those of `rank`. Collective."""
         managed, payload = self.managed, self.managed.chunk.region()
         with untracked():
             what = f"changes to {managed.name}"
             self.owner.communicator.broadcast_(payload.flat[managed.in_payload], what, rank)
             self.binding.write_home(managed, payload)
+        # Home and master have the new values on every rank: they are no edits any more.
         self.binding.forget_edits(managed)
 
     def undo(self, before: Tensor) -> None:
-        """Inside `gathered`: the parameter has these values, and nobody has written to it. Local."""
+        """Inside `gathered`: set the parameter to `before`, as if nobody had written to it. Local."""
         self.whole().copy_(before)
         self.binding.forget_edits(self.managed)
 
     def before_write(self) -> None:
-        """The parameter, which is there, is about to be written to, or may be."""
+        """The parameter, which is fetched, is about to be written to, or may be."""
         self.binding.before_write(self.managed)
 
     def keep_wide(self, value: Tensor) -> None:
-        """The parameter was set to `value`: where that is wider, the master takes it before it is rounded. Local."""
+        """The parameter was set to `value`. If that is wider, the master takes it before it is rounded. Local."""
         return
 
     def version(self) -> int:
-        """How often the parameter, which is there, was written to."""
+        """How often the parameter, which is fetched, was written to."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.managed.parameter._version
 
     def before_write_through(self, results: Sequence[Tensor]) -> bool:
-        """Whether one of `results`, which the user gets, is a view of the parameter, and may be written to."""
+        """Whether one of `results`, which the user gets, is a view of the parameter that may be written to."""
         payload = self.managed.chunk.payload
         return payload is not None and any(shares_memory(result, payload) for result in results)
 
     def refuse_sharing(self, value: Tensor) -> None:
-        """Raises ReleasedParameterError if `value`, which is to be `.data`, is another parameter's memory.
+        """Raises ReleasedParameterError if `value`, a new `.data`, is another parameter's memory.
 
-        The two would have to be one parameter from then on; copied values would part at the next step.
+        The two would have to be one parameter from then on; copied values would differ after the next step.
         """
         other = any_link_of(value)
         holder = self.holder_of(value) if other is None else other.managed.name
@@ -124,13 +125,14 @@ class ParameterLink(ABC):
         return None
 
     def adopt_data(self) -> None:
-        """Inside `gathered`: the user may have assigned other memory to `.data`; its values move in. May raise."""
+        """Inside `gathered`: take the values of memory that the user may have assigned to `.data`. May raise."""
         whole, parameter = self.whole(), self.managed.parameter
-        if type(parameter) is not nn.Parameter:  # then an assignment has told us
+        if type(parameter) is not nn.Parameter:  # `.data =` went through `__torch_function__`
             return
         value = parameter.data
         if value.data_ptr() == whole.data_ptr() and value.stride() == whole.stride():
             return
+        # Back to the payload before anything is refused: the error must not leave the parameter in foreign memory.
         parameter.data = whole
         self.refuse_sharing(value)
         if value.shape != whole.shape or value.dtype != whole.dtype:
@@ -139,15 +141,15 @@ class ParameterLink(ABC):
             whole.copy_(value)
 
     def mark_edited(self) -> None:
-        """The parameter's values were, or may be, written to."""
+        """The parameter's values were written to, or may be."""
         self.binding.mark_edited(self.managed)
 
     @abstractmethod
     def replace_data(self, value: Tensor) -> None:
-        """`.data = value` of another shape or dtype. May raise ReleasedParameterError."""
+        """`.data = value` with another shape or dtype. May raise ReleasedParameterError."""
 
     def gradient(self) -> Tensor | None:
-        """What `.grad` answers. May be collective, and raise."""
+        """The answer of `.grad`. May be collective, and raise."""
         return None
 
     @abstractmethod
@@ -178,19 +180,21 @@ class Link(ParameterLink):
         self.step = states.step
         self.trainability = trainability
         self.saved_tensors = saved_tensors
-        self.in_user_hook = False  # a post-accumulate hook of the user's runs, with this parameter
+        self.in_user_hook = False  # a post-accumulate hook of the user's runs on this parameter
 
     @contextmanager
     def fetched(self, links: Sequence[Link], overwrites: bool, detached: bool) -> Iterator[None]:
         with ExitStack() as stack:
             self._touch(links, stack, detached)
+            # On top of all other hooks: what the function saves of the parameters must become handles.
             stack.enter_context(self.saved_tensors.pushed(link.managed.chunk for link in links))
             yield
 
     def _touch(self, links: Sequence[Link], stack: ExitStack, detached: bool) -> None:
-        """What the user does with the parameters and fails in is no failure of ours: that is not published."""
+        """Fetch the parameters. An error of the user's inside `fetched` is no failure of ours, and is not published."""
         with self.step.publishing(), unseen():
             raised = self.trainability.flags_raised
+            # A graph is about to be built on a parameter that was just unfrozen: its gradient needs memory.
             if raised and not detached and any(link.managed.index in raised for link in links):
                 self.trainability.apply_outside()
             touched = [link.managed for link in links]
@@ -204,6 +208,7 @@ class Link(ParameterLink):
         with ExitStack() as stack:
             self._touch(links, stack, detached=False)
             chunks = {link.managed.chunk.index: link.managed.chunk for link in links}.values()
+            # Edits so far go home, so that the snapshots below show only what the block writes.
             step.binding.write_back_all(chunks)
             for chunk in chunks:
                 for managed in chunk.parameters:
@@ -211,13 +216,14 @@ class Link(ParameterLink):
             yield
 
     def before_write(self) -> None:
-        if self.in_user_hook and self.owner.communicator.world_size > 1:  # they have parts, or copies, of the weights
+        # Other ranks have parts, or copies, of the weights, and run other hooks: weights would differ by rank.
+        if self.in_user_hook and self.owner.communicator.world_size > 1:
             raise of_one_rank(self, "writes to the weights")
         super().before_write()
 
     def before_write_through(self, results: Sequence[Tensor]) -> bool:
         is_view = super().before_write_through(results)
-        # in a step, autograd refuses writes to what it follows
+        # In a step autograd refuses writes to tensors that it follows.
         if is_view and not (self.step.params.in_step and all(result.requires_grad for result in results)):
             self.before_write()
         return is_view
@@ -227,6 +233,7 @@ class Link(ParameterLink):
         is_wider = value.is_floating_point() and value.dtype.itemsize > managed.dtype.itemsize
         if managed.dtype in HALF_DTYPES and is_wider:
             with self.step.publishing(), untracked():
+                # `expand`, since `copy_` broadcasts its source.
                 flat = managed.laid_out(value.expand(managed.shape))
                 self.states.full_precision(managed.chunk).set_whole(managed, flat)
 
@@ -234,8 +241,10 @@ class Link(ParameterLink):
         chunk = self.step.params.chunk_at(value) if value.numel() else None
         if chunk is None or chunk.payload is None:
             return None
+        # Only the address tells which parameter of the chunk it is: `value` may be any view.
         start = (value.data_ptr() - chunk.payload.data_ptr()) // chunk.payload.element_size()
         holder = chunk.parameter_at(start)
+        # Padding behind the last element of a parameter belongs to none.
         is_of_holder = holder is not self.managed and start < holder.offset + holder.numel
         return holder.name if is_of_holder else None
 
@@ -249,7 +258,7 @@ class Link(ParameterLink):
         )
 
     def gradient(self) -> Tensor | None:
-        """The reduced gradient, but inside a user's post-accumulate hook: see gradient.py."""
+        """The reduced gradient; inside a user's post-accumulate hook this rank's own, see gradient.py."""
         if self.in_user_hook:
             return own_grad(self.managed.parameter)
         return ReducedGradient.of(WholeGradient(self)) if has_gradient(self) else None
@@ -259,15 +268,17 @@ class Link(ParameterLink):
             set_own_grad(self.managed.parameter, value)
         elif value is None:
             if self.states.optimizer is not None:
+                # As for a write: a clip that was asked for applies to the gradients as they were.
                 self.states.optimizer.before_gradient_write()
             self.step.grads.discard(self.managed)
         elif not isinstance(value, ReducedGradient):
             assign(self, value)
+        # `parameter.grad *= 2` assigns the same gradient again, which was written already.
         elif not value.is_all_of(self.managed):
             assign(self, value.plain())
 
     def raise_flag(self) -> None:
-        self.trainability.flags_raised.add(self.managed.index)  # memory follows
+        self.trainability.flags_raised.add(self.managed.index)  # memory follows at the next forward
 
     def copy(self) -> nn.Parameter:
         """A plain parameter, whole, in host memory. Collective."""
@@ -289,11 +300,11 @@ def link_of(parameter: Tensor) -> Link | None:
 
 
 def any_link_of(tensor: Tensor) -> ParameterLink | None:
-    """The link of a parameter that fetches itself, whoever has its memory, or of its lazy detach; else None."""
+    """The link of a parameter that fetches itself, of a model or a build, or of its lazy detach; else None."""
     return detached_from(tensor).__dict__.get("_gemini") if hasattr(tensor, "__dict__") else None
 
 
 def detached_from(tensor: Tensor) -> Tensor:
-    """The parameter that a lazy detach is of, whoever has its memory by now; any other tensor itself."""
+    """The parameter that a lazy detach was made from; any other tensor itself."""
     found: Tensor = tensor.__dict__.get("_detached_from", tensor)
     return found

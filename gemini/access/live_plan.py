@@ -1,7 +1,7 @@
-"""The plan in force follows what steps show: how much memory there is, what a batch takes, how many make up a step.
+"""Makes the plan in force follow what steps show: free memory, a batch's activations, micro-batches per step.
 
-Whatever it follows from has been agreed on by all ranks, so that all come to the same plan. States move before a
-forward, between steps.
+All ranks have agreed on whatever it follows, so they come to the same plan. States move before a forward, between
+steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ADDED_UP = "change of micro-batches", "All ranks must run as many backwards bet
 
 
 class LivePlan:
-    """Of one model."""
+    """The changes of one model's plan that steps ask for."""
 
     def __init__(self, manager: ChunkManager, replanning: Replanning, free: FreeMemory) -> None:
         self._manager = manager
@@ -31,17 +31,18 @@ class LivePlan:
         self._device = manager.memory.device
 
     def follow(self) -> bool:
-        """Another plan, if steps ask for one. Whether there is another one; collective then."""
+        """Put another plan in force if steps ask for one; True if there is another one. Collective then."""
+        # Both run, whatever the first returns: a step may show both.
         follows_memory, follows_steps = self._follow_memory(), self._follow_micro_batches()
         return follows_memory or follows_steps
 
     def _follow_memory(self) -> bool:
-        """The device has more or less room by now, or ran out of memory."""
+        """Follow a device that has more or less room by now, or that ran out of memory."""
         before, free = self._manager.plan, self._free
         if not free.look() or not self._replanning.is_possible:
             return False
-        is_short = free.is_short
-        with uncollected():  # the least of the plan may be asked for
+        is_short = free.is_short  # `wanted` resets it
+        with uncollected():  # the least budget of the plan may have to be found
             budget = free.wanted(before)
         if budget is None:
             return False
@@ -51,7 +52,8 @@ class LivePlan:
             free.refuse(budget, str(error))
             return False
         if _are_alike(plan, before) and not is_less(plan.budget.device, before.budget.device):
-            self._manager.adopt(plan)  # a policy may want no more of the device
+            # The policy wants no more of the device than before: nothing has to move.
+            self._manager.adopt(plan)
             return True
         if not self._keep_to(plan, f"{'shortage of' if is_short else 'free'} memory"):
             return False
@@ -61,9 +63,9 @@ class LivePlan:
         return True
 
     def _follow_micro_batches(self) -> bool:
-        """Steps add up another number of backwards than the plan is for.
+        """Follow steps that add up another number of backwards than the plan is for.
 
-        Where no such plan fits the one in force stays: sums take what memory they find beside it.
+        If no such plan fits, the one in force stays: sums take what memory they find beside it.
         """
         before, steps = self._manager.plan, self._manager.micro_batches
         if not steps.have_changed or not self._replanning.is_possible:
@@ -76,7 +78,8 @@ class LivePlan:
         except BudgetError:
             return False
         if _are_alike(plan, before):
-            self._manager.adopt(plan)  # which predicts other steps
+            # Nothing moves, but the new plan predicts other steps.
+            self._manager.adopt(plan)
             return True
         with self._replanning.between_steps("following micro-batches"):
             self._manager.change_plan(plan, f"steps of {number} micro-batches", *_ADDED_UP)
@@ -85,7 +88,7 @@ class LivePlan:
         return True
 
     def make_room(self) -> None:
-        """For the activations of the first batch, of which there is a bound. See [Note: First batch]. Collective."""
+        """Make room for the first batch's activations, if a bound is known. See [Note: First batch]. Collective."""
         before, free = self._manager.plan, self._free
         if not self._replanning.is_possible:
             return
@@ -102,10 +105,10 @@ class LivePlan:
         get_dist_logger().info(bounded_in_words(before, self._manager.plan, most_activations), ranks=[0])
 
     def _keep_to(self, plan: Plan, why: str) -> bool:
-        """The plan, which keeps to another budget, is in force. Collective.
+        """Put a plan in force that keeps to another budget. Collective.
 
-        False: what was free has been taken since, so that all states are where they were, which is told. An exception
-        would end a training that may well go on.
+        False if the free memory has been taken since: all states are where they were, and a warning says so. An
+        exception would end a training that may well go on.
         """
         shown = f"{why}: room for {plan.budget.device} bytes of model data"
         with self._replanning.between_steps("following free memory"), uncollected():
@@ -115,13 +118,14 @@ class LivePlan:
             self._free.restart()
         elif refused.is_shortage:
             self._free.stay(self._manager.plan, refused)
-        else:  # the host has no memory for what would leave
+        # The host has no memory for the states that would leave the device.
+        else:
             self._free.refuse(plan.budget, str(refused))
         return refused is None
 
 
 def _are_alike(plan: Plan, before: Plan) -> bool:
-    """All rests where it did, and takes as much."""
+    """Whether both plans put everything in the same places, with the same bytes."""
     return plan.placement == before.placement and _home_bytes(plan) == _home_bytes(before)
 
 

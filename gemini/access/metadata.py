@@ -1,4 +1,4 @@
-"""Questions about a tensor that need none of its data: a stand-in of its shape and dtype answers them."""
+"""Functions of a tensor that need none of its data: a placeholder of its shape and dtype answers them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ METADATA: set[Any] = _getters(
         *("register_hook", "register_post_accumulate_grad_hook", "is_inference", "ndimension", "retain_grad"),
         *("is_signed", "is_conj", "is_neg", "_is_view", "has_names", "get_device"),
     )
+    # Names differ between versions of torch.
     if hasattr(_T, name)
 }
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}

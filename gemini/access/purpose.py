@@ -1,11 +1,11 @@
-"""What a model is used for: it infers until something trains it, and the plan in force is the one for that.
+"""What a model is used for: it infers until something trains it, and the plan in force follows.
 
-[Note: Inference first] A model is wrapped with the plan for training where that fits, so that one which is trained at
-once moves nothing. Its first forward without gradients puts a plan for inference in force: parameters have the room
-that gradients, moments and buffers of reductions would take. Training begins with an optimizer or, without one, where
-the first graph is built: a backward comes too late, as autograd has saved parameters at home on the device as they
-are. Then the plan for training comes in force, for good. Where it does not fit, an optimizer is refused and a graph is
-not: many a script that only infers forgets torch.no_grad(). The backward is refused then.
+[Note: Inference first] A model is wrapped with the plan for training if that fits, so that a model which is trained at
+once moves nothing. Its first forward without gradients puts a plan for inference in force: parameters get the room of
+gradients, moments and reduction buffers. Training begins with an optimizer or, without one, where the first graph is
+built: a backward would be too late, as autograd has saved parameters at home on the device as they are. Then the plan
+for training is put in force, for good. If it does not fit, an optimizer is refused. A graph is not: many scripts that
+only infer forget torch.no_grad(). The backward is refused then.
 """
 
 from __future__ import annotations
@@ -36,36 +36,40 @@ _INFERS = "use for inference", "All ranks must run the same forwards, with gradi
 
 
 class Purpose:
-    """Of one model."""
+    """The use of one model."""
 
     def __init__(self, manager: ChunkManager, replanning: Replanning, free: FreeMemory) -> None:
         self._manager = manager
         self._replanning = replanning
         self._free = free
         self._device = manager.memory.device
-        self._may_infer = any(replanning.flags)  # nothing has begun to train it, or found no room for inference
+        self._may_infer = any(replanning.flags)  # nothing has trained it yet, and a plan for inference was not refused
         self._aside: tuple[Plan, Plan] | None = None
-        """A plan for inference, and the one for training that it stands for: both have the same homes and slots."""
+        """(plan for inference, plan for training) with the same homes and slots: the first stands for the second."""
 
     def is_followed(self, builds_graph: bool) -> bool:
-        """The plan in force is that for such a use already, or has to stay."""
+        """Whether the plan in force is the one for this use already, or has to stay."""
         infers = self._manager.plan.infers
         if builds_graph:
             return not self._may_infer and (not infers or self._manager.training.refused is not None)
         return infers or not self._may_infer
 
     def infer(self) -> None:
-        """A forward without gradients is about to begin, between steps: the plan for inference, if nothing has trained
-        the model so far. Collective where states move. Where it finds no room the plan in force stays.
+        """A forward without gradients is about to begin, between steps: put a plan for inference in force.
+
+        Only if nothing has trained the model so far. Collective if states move. The plan in force stays if it finds no
+        room.
         """
         before = self._manager.plan
-        self._may_infer = False  # where there is no room, that is not tried at every forward
+        # If there is no room, that must not be tried again at every forward.
+        self._may_infer = False
         try:
             plan = self._replanning.fitting(infers=True)
         except BudgetError:
             return
         if are_alike(before, plan):
-            plan = replace(plan, hash=before.hash)  # other ranks need not infer: nothing that they do would differ
+            # Nothing moves, and other ranks need not infer. With the same hash the ranks' tags still match.
+            plan = replace(plan, hash=before.hash)
             self._aside = plan, before
             self._manager.adopt(plan)
         elif self._manager.try_plan(plan, "inference without an optimizer", *_INFERS) is not None:
@@ -73,7 +77,7 @@ class Purpose:
         self._may_infer = True
 
     def begin_graph(self) -> None:
-        """A graph is about to be built, between steps: `begin_training`; where that finds no room, backward says so."""
+        """A graph is about to be built, between steps: `begin_training`. If there is no room, the backward raises."""
         self._may_infer = False
         if self._manager.plan.infers and self._manager.training.refused is None:
             error = self._try_training("a graph of trained parameters")
@@ -81,9 +85,10 @@ class Purpose:
                 self._manager.training.refuse(error)
 
     def begin_training(self, shown: str) -> None:
-        """The plan for training, if the model has only inferred so far. Collective where states move.
+        """Put the plan for training in force, if the model has only inferred so far. Collective if states move.
 
-        shown: what begins it. Raises BudgetError, alike on all ranks, if there is no room, and the model infers on.
+        shown: what begins training. Raises BudgetError, alike on all ranks, if there is no room; the model then goes on
+        inferring.
         """
         if self._manager.plan.infers:
             if self._manager.is_in_use:
@@ -95,31 +100,34 @@ class Purpose:
 
     @contextmanager
     def beginning_training(self, shown: str) -> Iterator[None]:
-        """The plan for training is in force inside the block; an exception there lets the model infer again.
+        """Inside, the plan for training is in force. An exception in the block lets the model infer again.
 
-        Collective. Raises BudgetError, alike on all ranks, if training does not fit: then the model infers on.
+        Collective. Raises BudgetError, alike on all ranks, if training does not fit; the model then goes on inferring.
         """
         with self._manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
             try:
                 self.begin_training(shown)
                 yield
             except BaseException:
+                # Nothing has trained the model: the next forward without gradients may put a plan for inference in
+                # force.
                 self._may_infer = True
                 raise
 
     @uncollected()
     def may_make_room(self) -> bool:
-        """Model data on the device could be less, and states may move now. Local, and equal on all ranks."""
+        """Whether model data on the device could be less, and states may move now. Local, and equal on all ranks."""
         manager = self._manager
-        if manager.training.is_there or manager.is_in_use:  # a backward came before the optimizer
+        # A backward before the optimizer has taken the memory already: then there is nothing to make room for.
+        if manager.training.is_there or manager.is_in_use:
             return False
         return budget_after_shortage(manager.plan, manager.plan.budget) is not None
 
     def make_room(self) -> bool:
-        """The device of a rank has no memory for what training needs, of which nothing is held now.
+        """Shrink model data on the device: a rank has no memory for training. Nothing for training is held now.
 
         Model data gives up a part of the device, as after a shortage in a step. Collective, inside
-        `beginning_training()`. False, and nothing has changed, if it cannot be less.
+        `beginning_training()`. False, and nothing has changed, if model data cannot be less.
         """
         if not self.may_make_room():
             return False
@@ -130,15 +138,16 @@ class Purpose:
         plan = self._replanning.planned(self._replanning.flags, budget=budget)
         if self._manager.try_plan(plan, shown, *_BEGUN) is not None:
             return False
-        self._device.trim()  # torch's allocator would keep what the model gave up
+        # torch's allocator would keep what the model gave up.
+        self._device.trim()
         self._free.restart()
         self._tell(before.device_bytes, self._manager.plan.device_bytes)
         return True
 
     def find_host_room(self) -> bool:
-        """The host has no room for what training needs, by what was free when that was read. Collective.
+        """Read the host's free memory again: the plan's reading has no room for what training needs. Collective.
 
-        It is read again. False if there is no more than then; else the plan in force knows of it.
+        False if there is no more than before; else the plan in force has the new reading.
         """
         plan = self._manager.plan
         budget = self._replanning.host.read(plan.budget)
@@ -148,8 +157,9 @@ class Purpose:
         return True
 
     def _try_training(self, shown: str) -> BudgetError | None:
-        """Put the plan for training in force. Collective. None, or why not: then the plan for inference stays."""
+        """Put the plan for training in force. Collective. Returns why not, if the plan for inference has to stay."""
         manager = self._manager
+        # The plan for inference has moved nothing, so there is nothing to move back or to agree on.
         if self._aside is not None and self._aside[0] is manager.plan:
             manager.adopt(self._aside[1])
             return None
@@ -165,6 +175,7 @@ class Purpose:
                 if is_less(budget.device, at_first.device):
                     self._tell(before, plan.device_bytes)
                 return None
+            # A device had less memory than the plan asks for: try with less of it, until model data cannot be less.
             less = self._free.budget_after_shortage(plan) if refused.is_shortage else None
             if less is None:
                 return refused

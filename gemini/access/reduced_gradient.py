@@ -1,10 +1,10 @@
-"""What `parameter.grad` is after backward: a tensor of the true shape whose reads return the reduced gradient.
+"""The result of `parameter.grad` after backward: a tensor of the true shape whose reads return the reduced gradient.
 
-The reduced gradient exists in pieces, one per rank. A function that gets it is called with the whole gradient instead,
-gathered (a collective with several ranks). If the function wrote to the whole, which the schemas of its operations
-tell, each rank keeps its own part: that is what the step uses. A view of the gradient (`grad[:15]`, `grad.T`,
+The reduced gradient exists in pieces, one per rank. A function that is given it is called with the whole gradient
+instead, which is gathered (a collective with several ranks). If the function writes to the whole, which the schemas of
+its operations tell, each rank keeps its own part for the step. A view of the gradient (`grad[:15]`, `grad.T`,
 `grad.detach()`) is such a tensor too, with a window of its own on the whole. A view keeps what was gathered for it as
-long as that is current, so reading a view again, on any rank, is no collective.
+long as that is current, so reading it again, on any rank, is no collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Held = tuple[Tensor, tuple[object, ...]]  # a whole gradient, (numel,), and the
 
 
 class Window(NamedTuple):
-    """The part of a whole gradient that a view shows, in elements of `dtype` if the view has another one."""
+    """The part of a whole gradient that a view shows, in elements of `dtype` if the view has a dtype of its own."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -77,23 +77,24 @@ class ReducedGradient(Tensor):
                 f"{name} on a gradient of a ShardedModel: train without torch.amp.GradScaler. dtype=torch.bfloat16 "
                 "needs no loss scale, and for torch.float16 optimizer.backward(loss) has one"
             )
-        if name.startswith("_foreach_"):  # one whole gradient at a time, not all of the model's
+        # One whole gradient at a time: all of the model's at once may not fit.
+        if name.startswith("_foreach_"):
             return for_each_run(partial(_call, func, name), name, args, kwargs, _link_or_none)
         return _call(func, name, args, kwargs)
 
     def is_all_of(self, managed: ManagedParameter) -> bool:
-        """Whether it is the gradient that this parameter has now, as in `parameter.grad *= 2`, which assigns it."""
+        """Whether it is this parameter's current gradient, which `parameter.grad *= 2` assigns once more."""
         source = self._source
         return source.managed is managed and source.is_current() and self._window == _all_of(managed)
 
     def plain(self) -> Tensor:
-        """The values as an ordinary tensor, which may be a view of memory that this tensor holds. As for `gather()`."""
+        """The values as an ordinary tensor, maybe a view of what this tensor holds. Collective like `gather()`."""
         whole, _ = _current(self)
         return self._window.of(whole)
 
 
 def _stand_in(source: WholeGradient, window: Window, like: Tensor, held: _Held | None) -> ReducedGradient:
-    """A tensor without memory of its own that answers for the shape, dtype and device of `like`."""
+    """A tensor without memory of its own that has the shape, dtype and device of `like`."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
         shown = source.managed.placeholder
         if like is not shown:
@@ -105,7 +106,7 @@ def _stand_in(source: WholeGradient, window: Window, like: Tensor, held: _Held |
 
 
 def _current(gradient: ReducedGradient) -> _Held:
-    """The whole gradient and its stamp: what the tensor holds while that is current, else gathered."""
+    """The whole gradient and its stamp: held by the tensor if current, else gathered."""
     stamp = gradient._source.stamp()
     if gradient._held is not None and gradient._held[1] == stamp:
         return gradient._held
@@ -113,10 +114,11 @@ def _current(gradient: ReducedGradient) -> _Held:
 
 
 def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of whole gradients; what it wrote to them reaches the shards."""
+    """Call `func` with whole gradients, and bring what it wrote to them to the shards."""
     found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ReducedGradient)]
     wholes: dict[Any, tuple[WholeGradient, Tensor]] = {}  # by link, in the order of the arguments
     for gradient in found:
+        # Views of one gradient share one whole: what is written through one of them shows in the others.
         link = gradient._source.link
         if link not in wholes:
             held = next((g for g in found if g._source.link is link and g._held is not None), gradient)
@@ -129,11 +131,13 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         with writes:
             result = func(*plain_args, **plain_kwargs)
     finally:
+        # No operation reports the write of a Python loop.
         if name in _NO_OPERATIONS and args[0] is found[0]:
             writes.written.add(0)
         written = {link: pair for i, (link, pair) in enumerate(wholes.items()) if i in writes.written}
         for source, _ in written.values():
-            source.count_write()  # what views hold is not to be read again, whatever happens now
+            # What views hold is stale, even if an exception follows.
+            source.count_write()
     for gradient, tensor in zip(found, shown, strict=True):
         if not _still_shows(gradient, tensor, wholes[gradient._source.link][1]):
             raise UnsupportedError(
@@ -142,13 +146,16 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
             )
     for source, whole in written.values():
         source.write(whole)
-    if hasattr(result, "setflags"):  # a NumPy array on memory that no write to it would leave
+    # A NumPy array on the gathered copy: a write to it would be lost, so it is made read-only.
+    if hasattr(result, "setflags"):
         result.setflags(write=False)
 
     def returned(tensor: Tensor) -> Any:
         for gradient, its in zip(found, shown, strict=True):
             if tensor is its and gradient._source.link in written:
-                return gradient  # an in-place function returns what it was given; that holds no memory
+                # In-place functions return their argument: the gradient itself, which holds no memory.
+                return gradient
+        # A view of the whole stands for the gradient again; other results are ordinary tensors.
         for source, whole in wholes.values():
             if shares_memory(tensor, whole):
                 held = None if source.link in written else (whole, source.stamp())
@@ -166,8 +173,9 @@ def _still_shows(gradient: ReducedGradient, tensor: Tensor, whole: Tensor) -> bo
 
 
 def _view(source: WholeGradient, tensor: Tensor, whole: Tensor, held: _Held | None) -> Tensor:
-    """What stands for `tensor`, a view of the whole gradient."""
-    if tensor.is_conj() or tensor.is_neg():  # lazily so: not a matter of geometry
+    """The stand-in for `tensor`, a view of the whole gradient."""
+    # Conjugation and negation are lazy: a window does not describe them.
+    if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg().clone()
     dtype = None if tensor.dtype is whole.dtype else tensor.dtype
     window = Window(tensor.shape, tensor.stride(), int(tensor.storage_offset()), dtype)
@@ -223,7 +231,8 @@ def _refuse(what: str, gradient: ReducedGradient, *args: Any, **kwargs: Any) -> 
     )
 
 
-_NO_OPERATIONS = ("apply_", "map_", "map2_")  # these write in a Python loop, which no schema describes
+# These functions write in a Python loop, which no schema describes.
+_NO_OPERATIONS = ("apply_", "map_", "map2_")
 _READS_DATA: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: _detach,

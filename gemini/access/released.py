@@ -1,10 +1,9 @@
 """Released parameters: they look like the parameters they are, and fetch themselves when something reads them.
 
 A parameter is a plain `nn.Parameter` only while an operator of its chunk runs inside a step. Otherwise its class is
-`ReleasedParameter`, whose `__torch_function__` answers questions about shape, dtype and device from the parameter's
-metadata and fetches the chunk before any function that needs data. Hence `F.linear(x, other.weight)`,
-`weight.norm()` in a loss, `nn.init` and in-place edits just work. With several ranks a fetch is a collective: all
-ranks must run the same function.
+`ReleasedParameter`. Its `__torch_function__` answers questions about shape, dtype and device from metadata and fetches
+the chunk before any function that needs data. Hence `F.linear(x, other.weight)`, `weight.norm()` in a loss, `nn.init`
+and in-place edits just work. With several ranks a fetch is a collective: all ranks must run the same function.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    # asked by torch's wrappers before they take a parameter over
+    # torch's wrappers read these before they take a parameter over.
 
     @property
     def _fsdp_flattened(self) -> NoReturn:
@@ -50,7 +49,7 @@ class ReleasedParameter(nn.Parameter):
     def _fsdp_orig_uid(self) -> NoReturn:
         raise cannot_take("fully_shard", _link(self).managed.name)
 
-    # torch never asks __torch_function__ about these
+    # torch never calls __torch_function__ for these.
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return _repr(self)
@@ -67,10 +66,10 @@ class ReleasedParameter(nn.Parameter):
 
 
 class LazyDetach(Tensor):
-    """`parameter.detach()`: shares the parameter's data without holding its memory; fetched when read.
+    """`parameter.detach()`: shares the parameter's data without holding its memory; it is fetched when it is read.
 
-    It shows the parameter's placeholder, also while the parameter is bound: what takes the memory of a tensor, such as
-    `plain.weight.data = wrapped.weight.data`, is refused.
+    It shows the placeholder even while the parameter is bound, so that functions which take over a tensor's memory,
+    such as `plain.weight.data = wrapped.weight.data`, are refused.
     """
 
     @classmethod
@@ -93,14 +92,14 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fetch what `func` is given, call it, and note what it wrote to."""
+    """Fetch the parameters that `func` is given, call it, and note what it wrote to."""
     found = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, (ReleasedParameter, LazyDetach))]
     links = [_link(tensor) for tensor in found]
-    by_owner: dict[object, list[ParameterLink]] = {}
+    by_owner: dict[object, list[ParameterLink]] = {}  # a wrapped model's, or a build's
     for link in links:
         by_owner.setdefault(link.owner, []).append(link)
     with ExitStack() as stack:
-        first = args[0] if args else kwargs.get("tensor")  # as nn.init gives it
+        first = args[0] if args else kwargs.get("tensor")  # nn.init gives it by keyword
         overwrites = len(found) == 1 and first is found[0] and _name(func) in _OVERWRITES
         detached = all(isinstance(tensor, LazyDetach) for tensor in found)
         for its_links in by_owner.values():
@@ -111,13 +110,13 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         for tensor, link in zip(found, links, strict=True):
             if any(tensor is each for each in written):
                 link.before_write()
-        versions = [link.version() for link in links]
+        versions = [link.version() for link in links]  # in-place functions that no name tells raise these
         result = func(*args, **kwargs)
         views = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor, link, version in zip(found, links, versions, strict=True):
             was_written = any(tensor is each for each in written) or link.version() != version
             is_seen = link.before_write_through(views) if not was_written else False
-            # writes through a view of .data leave no trace: assume one
+            # A write through a view of .data raises no version counter: assume one.
             if was_written or (is_seen and tensor.__dict__.get("_may_be_written")):
                 link.mark_edited()
         return result
@@ -133,7 +132,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What `func` may write to, or gives the memory of away for writing."""
+    """The tensors that `func` may write to, or whose memory it gives away for writing."""
     name = _name(func)
     in_place = name in ("__setitem__", "__iter__", "numpy", "__array__", "__dlpack__") or kwargs.get("inplace") is True
     in_place = in_place or (name.endswith("_") and not name.endswith("__"))
@@ -148,7 +147,7 @@ _OVERWRITES = frozenset(
         *("log_normal_", "geometric_", "bernoulli_", "kaiming_uniform_", "kaiming_normal_", "zeros_", "ones_"),
     )
 )
-"""Functions that set every element of their first argument, and read none."""
+"""Functions that set every element of their first argument and read none of it: nothing is gathered for them."""
 
 
 # -- functions with an answer of their own
@@ -191,7 +190,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     if any_link_of(value) is link:
         return
     link.refuse_sharing(value)
-    if is_unwritten(value) and not link.may_be_emptied:
+    if is_unwritten(value) and not link.may_be_emptied:  # as by `to_empty()`
         raise UnsupportedError(f"parameter {managed.name!r} would lose its values: {CONVERSION}")
     if value.shape != managed.shape or value.dtype != managed.dtype:
         link.replace_data(value)
@@ -201,7 +200,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 def _set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -> Tensor:
-    """`set_`, by which a parametrization gives the values to its parameter that its inverse has found."""
+    """`set_`, by which a parametrization assigns the values that its inverse has found."""
     if not isinstance(source, Tensor) or rest or kwargs:
         _refuse("set_ to a storage", "write to it in place, or assign a tensor to its .data")(tensor)
     _set_data(tensor, source)
@@ -209,7 +208,7 @@ def _set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -
 
 
 def _copy(tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
-    """`copy_`, as `Module.load_state_dict()` calls it: the fp32 master gets the values before they are rounded."""
+    """`copy_`, as `Module.load_state_dict()` calls it: the fp32 master takes the values before they are rounded."""
     link = _link(tensor) if isinstance(tensor, (ReleasedParameter, LazyDetach)) else None
     if link is None or not isinstance(source, Tensor) or isinstance(source, (ReleasedParameter, LazyDetach)):
         return cast(Tensor, _use(_T.copy_, (tensor, source), {"non_blocking": non_blocking}))
@@ -237,7 +236,8 @@ def _get_grad(tensor: Tensor) -> Tensor | None:
 def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:
     if value and isinstance(tensor, ReleasedParameter):
         _link(tensor).raise_flag()
-    elif value:  # it would get no gradient: every use takes the parameter's data afresh
+    # Each use takes the parameter's data again, so a detached tensor would get no gradient.
+    elif value:
         _refuse("requires_grad of what was detached", _NEW_PARAMETER)(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_(value)
@@ -279,11 +279,11 @@ def _is_contiguous(tensor: Tensor, **kwargs: Any) -> bool:
 
 
 def _convert(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A conversion that changes nothing returns the tensor itself, and reads nothing. Others read it."""
+    """A conversion that changes nothing returns the tensor itself without a fetch. Others read it."""
 
     def convert(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tuple(map(_probe, args)), {name: _probe(value) for name, value in kwargs.items()}
-        if _link_or_none(tensor) is None:  # it is to be like one of ours
+        if _link_or_none(tensor) is None:  # another tensor is converted to be like ours
             return func(tensor, *args, **kwargs)
         probe = _probe(tensor)
         is_of_layout = kwargs.get("memory_format") not in (None, torch.preserve_format)
@@ -295,12 +295,12 @@ def _convert(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _empty_like(*args: Any, **kwargs: Any) -> Tensor:
-    """As `module.to_empty()` calls it, and then sets `.data`."""
+    """Called by `module.to_empty()`, which then assigns the result to `.data`."""
     return unwritten(_use(torch.empty_like, args, kwargs))
 
 
 def _probe(value: Any) -> Any:
-    """An element of the dtype and on the device of what fetches itself; anything else itself."""
+    """An element of the same dtype and device for what fetches itself; any other value as it is."""
     return value if _link_or_none(value) is None else torch.empty((), dtype=value.dtype, device=value.device)
 
 
@@ -342,5 +342,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 for _name_of_conversion in ("to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"):
     _SPECIAL[getattr(_T, _name_of_conversion)] = _convert(getattr(_T, _name_of_conversion))
-_SPECIAL[torch._cudnn_rnn_flatten_weight] = lambda *args: None  # weights stay in their chunks; CuDNN takes them so
+# The weights stay in their chunks: CuDNN accepts them unflattened.
+_SPECIAL[torch._cudnn_rnn_flatten_weight] = lambda *args: None
 _SPECIAL[_T.__format__] = lambda tensor, spec="": _repr(tensor)

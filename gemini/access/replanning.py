@@ -1,6 +1,6 @@
-"""Another plan for the chunks that a model has: what follows from flags, budgets and what frozen chunks still keep.
+"""Makes another plan for a model's chunks, from flags, budgets and what frozen chunks still keep.
 
-States move between steps only: not while gradients wait for a step, nor while something uses a payload.
+States move between steps only: not while gradients wait for a step, nor while a payload is in use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEFORE_STEP = "between backward() and step()"
 
 @contextmanager
 def refused_after(shown: str) -> Iterator[None]:
-    """Around planning and a change of plan: a BudgetError says after what there is no room. Local."""
+    """Around planning and a change of plan: a BudgetError also says what was done before it. Local."""
     try:
         yield
     except BudgetError as error:
@@ -33,7 +33,7 @@ def refused_after(shown: str) -> Iterator[None]:
 
 
 class Replanning:
-    """Of one model."""
+    """The plans of one model."""
 
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
@@ -42,7 +42,7 @@ class Replanning:
 
     @property
     def flags(self) -> list[bool]:
-        """Whether each parameter is trained, as memory follows it now."""
+        """By parameter: whether it is trained, as far as memory has followed."""
         return [each.requires_grad for each in self._managed]
 
     @uncollected()
@@ -54,8 +54,8 @@ class Replanning:
     ) -> Plan:
         """Another plan for the chunks. `wanted`: states that frozen chunks get, by index. Raises BudgetError.
 
-        Where training needs more of the host than was free, that is read again: collective then, else local. Each rank
-        infers on its own, where a collective would wait for ever, so that a plan for inference keeps to what was free.
+        If training needs more of the host than was free, free memory is read again: collective then, else local. For
+        inference it is not read: each rank infers on its own, and a collective would wait for ever.
         """
         plan = self._planned(flags, wanted, **changes)
         if plan.infers or has_host_room_for_steps(plan):
@@ -73,7 +73,9 @@ class Replanning:
         **changes: Unpack[PlanChanges],
     ) -> Plan:
         infers = changes.get("infers", self._manager.plan.infers)
+        # A plan for inference trains nothing: every chunk keeps what training has left.
         trained = set() if infers else {each.chunk.index for each, flag in self._pairs(flags) if flag}
+        # A frozen chunk keeps its state: see [Note: Frozen state].
         kept = {
             chunk.index: self._left_by_training(chunk) | (wanted or {}).get(chunk.index, frozenset())
             for chunk in self._manager.chunks
@@ -82,9 +84,9 @@ class Replanning:
         return replan(self._manager.plan, flags, kept, **changes)
 
     def fitting(self, **changes: Unpack[PlanChanges]) -> Plan:
-        """Another plan for what is trained now, which fits the host, too. Raises BudgetError where none does.
+        """Another plan for what is trained now, which also fits the host. Raises BudgetError if there is none.
 
-        Follows from numbers that ranks agree on. Collective where `planned` is.
+        It follows from numbers that ranks agree on. Collective like `planned`.
         """
         plan = self.planned(self.flags, **changes)
         check_host_room(plan, tuple(Kind))
@@ -99,11 +101,11 @@ class Replanning:
 
     @property
     def is_possible(self) -> bool:
-        """States may move now, and are where the plan in force wants them. Local, and equal on all ranks."""
+        """Whether states may move now, and are where the plan in force wants them. Local, and equal on all ranks."""
         return not (self._manager.plan.offloaded or self.gradients_wait or self._manager.is_in_use)
 
     def refuse_inside(self, what: str, when: str) -> None:
-        """Raises GeminiError where memory cannot move now. Local, and equal on all ranks."""
+        """Raises GeminiError if memory cannot move now. Local, and equal on all ranks."""
         if self.gradients_wait:
             raise GeminiError(f"{what} {when}: do it after step() or zero_grad()")
         if self._manager.is_in_use:
@@ -112,7 +114,8 @@ class Replanning:
     @contextmanager
     def between_steps(self, what: str) -> Iterator[None]:
         """Around a change of plan; an exception is told to the other ranks. Raises GeminiError inside a step."""
-        self.refuse_inside(what, BEFORE_STEP)  # on all ranks alike: published, it would drop gradients
+        # All ranks raise this alike. Published, it would count as a failure and drop the gradients.
+        self.refuse_inside(what, BEFORE_STEP)
         with self._manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
             yield
 
@@ -120,8 +123,10 @@ class Replanning:
         return zip(self._managed, flags, strict=True)
 
     def _left_by_training(self, chunk: Chunk) -> frozenset[Kind]:
-        """The states that the chunk has and that cannot be derived. See [Note: Frozen state]."""
+        """The chunk's states that cannot be made from others. See [Note: Frozen state]."""
         kept, optimizer = set(), self._manager.optimizer
+        # A master without fractions equals the weights, and an optimizer state without a step is zeros: neither is
+        # kept.
         if Kind.MASTER in chunk.homes and any(each.has_fractions for each in chunk.parameters):
             kept.add(Kind.MASTER)
         if optimizer is not None and optimizer.states.has_stepped(chunk):

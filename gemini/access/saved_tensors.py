@@ -1,28 +1,27 @@
-"""Saved tensors are handles: what autograd keeps of a parameter is where it lies, not the memory.
+"""Saved tensors are handles: autograd keeps where a parameter's data lies, not the memory.
 
-`pack` turns a view of a slot into (chunk, size, stride, offset, updates); `unpack` fetches the chunk, wherever it
-now lies, and returns the view there. Backward therefore fetches exactly what it reads, when it reads it. A cast that
-autocast made of a parameter is a handle too, and made anew. Hooks that were on the stack before ours (checkpointing's,
-offloading's) see everything else.
+`pack` turns a view of a slot into (chunk, size, stride, offset, updates). `unpack` fetches the chunk, wherever it now
+lies, and returns the view there. Backward therefore fetches exactly what it reads, when it reads it. A cast of a
+parameter by autocast is a handle too, and is cast again. Hooks that were on the stack before ours (checkpointing's,
+offloading's) get all other tensors.
 
-[Note: Packed objects] Autograd keeps a packed object in a node of the graph. The garbage collector does not see
-through nodes, so a packed object that refers to its own graph keeps graph and activations alive for ever unless
-backward runs. `pack` therefore returns tensors without their graph. Autograd also leaves the check of the version
-counter to the hooks; `Kept` does it.
+[Note: Packed objects] Autograd keeps a packed object in a node of the graph. The cycle collector does not see through
+nodes, so a packed object that refers to its own graph keeps graph and activations alive until backward runs. `pack`
+therefore returns tensors without their graph. Autograd also leaves the check of the version counter to the hooks;
+`Kept` does it.
 
-[Note: Checkpoints] Checkpointing that is not reentrant counts the tensors that its hooks meet in forward and in the
+[Note: Checkpoints] Non-reentrant checkpointing counts the tensors that its hooks meet in forward and in the
 recomputation, and pairs them by that count. A weight can come to our hooks in one pass and to checkpointing's alone in
-the other: whether the parameter is plain depends on what ran before. So checkpointing is shown every tensor, also one
+the other: whether the parameter is plain depends on what ran before. So checkpointing is shown every tensor, even one
 that we have a handle of. If its hooks were alone in forward, it keeps what it is shown in the recomputation until
-backward reads it. That is then a copy: a view would keep the chunk's slot.
+backward reads it. It is then shown a copy: a view would keep the chunk's slot.
 
 [Note: Recomputed first] A node that unpacks its weight and then an activation would hold the weight's slot while the
-activation is recomputed, which fetches other chunks: at the least budget there may be no slot left for them. So a
+activation is recomputed, which fetches other chunks: at the smallest budget there may be no slot left for them. So a
 handle remembers an activation of the same recomputation, and unpacks that one before it fetches.
 
 [Note: Transforms] `grad`, `vjp`, `jacrev` and `hessian` refuse saved-tensor hooks, so their graph keeps views of the
-weights themselves. That is right for weights that stay where they are until a step, and refused for weights that can
-leave.
+weights themselves. That is right for weights that stay where they are until a step, and refused for others.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from gemini.memory.modes import unseen, untracked, unwrapped
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-"""torch.func's transforms of gradients allow none."""
+"""False inside torch.func's gradient transforms."""
 _graph_task = torch._C._current_graph_task_id
 _NO_TASK = -1
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -58,8 +57,8 @@ class Handle(NamedTuple):
     stride: tuple[int, ...]
     offset_bytes: int
     dtype: torch.dtype
-    num_updates: int  # of the chunk when it was saved
-    num_edits: int  # of the parameter
+    num_updates: int  # `Chunk.num_updates` when it was saved
+    num_edits: int  # `Chunk.num_edits` when it was saved
     operator: int
     after: weakref.ref[Foreign] | None = None  # see [Note: Recomputed first]
 
@@ -78,11 +77,11 @@ class Kept(NamedTuple):
     """A tensor that is not ours, without its graph."""
 
     tensor: Tensor
-    version: int  # of its memory when it was saved; every tensor of the memory shares the counter
+    version: int  # when it was saved; all tensors of a storage share the counter
 
 
 class Foreign:
-    """Something that the hooks below ours packed."""
+    """An object that the hooks below ours have packed."""
 
     __slots__ = ("__weakref__", "_early", "_packed", "_task", "hook")
 
@@ -90,7 +89,7 @@ class Foreign:
         self._packed = packed
         self.hook = hook
         self._task = _NO_TASK  # the backward in which it was unpacked last
-        self._early: Tensor | None = None  # unpacked before its node has asked for it
+        self._early: Tensor | None = None  # unpacked before its node asked for it
 
     def unpack(self) -> Tensor:
         task, early = _graph_task(), self._early
@@ -101,7 +100,7 @@ class Foreign:
         return self.hook(self._packed)
 
     def unpack_early(self) -> None:
-        """Whatever is recomputed for it is recomputed now. At most once in a backward: checkpointing gives it once."""
+        """Unpack, and recompute, before the node asks. Once in a backward: checkpointing gives it only once."""
         task = _graph_task()
         if task not in (_NO_TASK, self._task):
             self._early = self.hook(self._packed)
@@ -115,13 +114,13 @@ class SavedTensors:
         self._step = step
         self._slots = step.params.slot_by_storage
         self._resident = step.params.resident_by_storage
-        self.activation: weakref.ref[Foreign] | None = None  # the last one that checkpointing packed
+        self.activation: weakref.ref[Foreign] | None = None  # the last that checkpointing packed
 
     def needed(self) -> bool:
-        """Our hooks have to be pushed. Where torch allows none, see [Note: Transforms].
+        """Whether our hooks must be pushed. If torch allows none, see [Note: Transforms].
 
-        They need not if they are those that the next saved tensor meets, and know whether autocast is on. Or if no
-        payload ever leaves: then only casts need handles, which autograd would keep as copies.
+        Not if they are on top already, with the right setting of autocast. Nor if no payload ever leaves: then only
+        casts need handles, since autograd would keep the cast copies.
         """
         autocasts = self._autocasts()
         if not torch.is_grad_enabled() or not hooks_are_allowed() or (self._step.is_resident and not autocasts):
@@ -134,7 +133,7 @@ class SavedTensors:
         return torch.is_autocast_enabled(self._step.params.device.device.type)
 
     def push(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Put our hooks on top of those in force. The caller exits what it gets."""
+        """Put our hooks on top of the stack. The caller exits what it gets."""
         hooks = self._on_top()
         hooks.__enter__()
         return hooks
@@ -144,7 +143,7 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
 
     def pushed(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
-        """For a function that uses parameters of `chunks`. Raises UnsupportedError."""
+        """A context for a function that uses parameters of `chunks`. Raises UnsupportedError."""
         check_chunks(chunks)
         return self._on_top() if self.needed() else nullcontext()
 
@@ -161,18 +160,19 @@ class SavedTensors:
             chunk = self._resident[storage]
         else:
             return None
-        offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
+        offset_bytes = int(tensor.storage_offset()) * tensor.itemsize  # in bytes: a view may have another dtype
         updates, operator = chunk.num_updates, step.position.operator
         edits = chunk.num_edits(offset_bytes // chunk.dtype.itemsize)
         return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, edits, operator)
 
     def cast_handle(self, tensor: Tensor) -> CastHandle | None:
-        """The handle of a cast of one of our parameters that nobody has written to in this forward.
+        """The handle of a cast of one of our parameters, which was not written to in this forward; else None.
 
         Autocast casts a weight right before the operation that reads it, and autograd saves the cast. The cast's graph
-        says whose it is: `ToCopyBackward0`, made of the parameter itself.
+        tells its
+        origin: a `ToCopyBackward0` of the parameter itself.
         """
-        base = tensor._base if tensor._base is not None else tensor
+        base = tensor._base if tensor._base is not None else tensor  # a transpose of the cast may be what is saved
         node = base.grad_fn
         if node is None or node.name() != "ToCopyBackward0" or base._version != 0 or base.storage_offset() != 0:
             return None
@@ -187,7 +187,7 @@ class SavedTensors:
         return None if weight is None else CastHandle(weight, base.dtype, tensor.size(), tensor.stride(), offset)
 
     def after_activation(self, handle: Handle | CastHandle, below: _Hooks | None) -> Handle | CastHandle:
-        """The handle, with the last activation of the same recomputation, which is that of the hooks `below`."""
+        """The handle, with the last activation that was packed by the hooks `below` in the same recomputation."""
         activation = None if self.activation is None else self.activation()
         if activation is None or below is None or activation.hook is not below[1]:
             return handle
@@ -197,7 +197,7 @@ class SavedTensors:
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Kept):
-            if packed.tensor._version != packed.version:
+            if packed.tensor._version != packed.version:  # see [Note: Packed objects]
                 raise StaleGraphError(_was_modified(packed))
             return packed.tensor
         if isinstance(packed, Foreign):
@@ -209,6 +209,7 @@ class SavedTensors:
         handle: Handle = packed
         step = self._step
         chunk = handle.chunk
+        # Autograd leaves version checks to the hooks: without these two, backward would read new values silently.
         if handle.num_updates != chunk.num_updates:
             raise StaleGraphError(
                 f"backward through a graph from before the last optimizer step: {chunk.names()} changed since. "
@@ -231,13 +232,13 @@ class SavedTensors:
             )
         activation = None if handle.after is None else handle.after()
         if activation is not None:
-            activation.unpack_early()
+            activation.unpack_early()  # see [Note: Recomputed first]
         with step.publishing(), unseen(), untracked():
             step.backward.node_fetch(chunk, handle.operator)
             return self._view(handle)
 
     def _view(self, handle: Handle) -> Tensor:
-        """The tensor that was saved, in the payload as it lies now."""
+        """The saved tensor, in the payload where it lies now."""
         payload = handle.chunk.payload
         assert payload is not None
         storage_start = payload.storage_offset() * payload.itemsize
@@ -247,7 +248,7 @@ class SavedTensors:
 
 
 class _Pack:
-    """`pack`, over the hooks that were in force when it was pushed."""
+    """`pack`, on top of the hooks that were active when it was pushed."""
 
     __slots__ = ("_below", "_checkpoints", "autocasts", "owner")
 
@@ -255,6 +256,7 @@ class _Pack:
     _below: _Hooks | None
 
     def __init__(self, owner: SavedTensors, below: _Hooks | None, autocasts: bool) -> None:
+        # Our own hooks further down would pack a second time: skip them.
         while below is not None and isinstance(below[0], _Pack) and below[0].owner is owner:
             below = below[0]._below
         self.owner = owner
@@ -286,8 +288,9 @@ class _Pack:
         found = weakref.ref(shown)
         try:
             self._below[0](shown)
-        except BaseException as error:  # the recomputation has what it needs, and stops
-            error.__traceback__ = None  # whose frames would keep what was shown
+        # The recomputation has all it needs and stops by this exception. Its frames would keep `shown` alive.
+        except BaseException as error:
+            error.__traceback__ = None
             raise
         finally:
             del shown
@@ -298,14 +301,14 @@ class _Pack:
 
 
 def _checkpoints(pack: Callable[[Tensor], Any]) -> bool:
-    """It is, or hands on to, a hook of checkpointing that is not reentrant."""
+    """Whether `pack` is a hook of non-reentrant checkpointing, or passes tensors on to one."""
     if isinstance(pack, _Pack):
         return pack._checkpoints
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
 
 def _was_modified(kept: Kept) -> str:
-    """Autograd's own words."""
+    """Autograd's own message."""
     tensor = kept.tensor
     hint = (
         " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
@@ -319,9 +322,9 @@ def _was_modified(kept: Kept) -> str:
 
 
 def check_operator(module: nn.Module, chunks: Iterable[Chunk]) -> None:
-    """Raises UnsupportedError if a graph that `module` builds now could lose its weights, which are of `chunks`.
+    """Raises UnsupportedError if a graph that `module` builds now could lose its weights, which are in `chunks`.
 
-    Other tensors may have taken the parameters' place (`functional_call` with copies); these are the user's.
+    `functional_call` may have put other tensors in the parameters' place; these are the user's own.
     """
     if torch.is_grad_enabled() and not hooks_are_allowed():
         links = (link_of(unwrapped(parameter)) for parameter in module.parameters())
@@ -330,7 +333,7 @@ def check_operator(module: nn.Module, chunks: Iterable[Chunk]) -> None:
 
 
 def check_chunks(chunks: Iterable[Chunk]) -> None:
-    """Raises UnsupportedError if a graph that is built now could lose their weights."""
+    """Raises UnsupportedError if a graph that is built now could lose the weights of `chunks`."""
     if torch.is_grad_enabled() and not hooks_are_allowed():
         for chunk in chunks:
             if chunk.state is not ParamState.RESIDENT and chunk.own_slot is None:

@@ -1,4 +1,4 @@
-"""State dicts that are taken of, or loaded into, the wrapped module itself or any part of it.
+"""State dicts of the wrapped module itself, or of any part of it: taken and loaded.
 
 Hugging Face's `save_pretrained()`, peft and torch.distributed.checkpoint call `state_dict()` of modules, not of the
 `ShardedModel`. torch asks every module for its own part, so a hook on each module that owns parameters or buffers puts
@@ -24,10 +24,10 @@ class StateHooks:
     def __init__(self, states: States) -> None:
         self._states = states
         self._step = states.step
-        self._keeps_vars = False  # as the innermost state_dict() that began last was asked; its parts are asked alike
-        self._tied: set[nn.Parameter] = set()  # that have several names; membership only
-        self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # of them, by index
-        self._first_names: dict[int, str] = {}  # under which those stand in the state dict
+        self._keeps_vars = False  # argument of the innermost state_dict(), equal for all its parts
+        self._tied: set[nn.Parameter] = set()  # parameters with several names; membership only
+        self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # of tied ones, by index
+        self._first_names: dict[int, str] = {}  # the names of these copies in the state dict
 
     def install(self, root: nn.Module) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
@@ -40,7 +40,8 @@ class StateHooks:
                 handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
                 after = module._register_state_dict_hook(self._after_state_dict)
                 hooks: Any = module._state_dict_hooks  # ordered
-                hooks.move_to_end(after.id, last=False)  # the user's hooks see whole tensors
+                # First of all hooks: the user's then see whole tensors.
+                hooks.move_to_end(after.id, last=False)
                 handles.append(after)
                 handles.append(module.register_load_state_dict_pre_hook(self._before_load))
         return handles
@@ -55,9 +56,11 @@ class StateHooks:
         if self._keeps_vars:
             return
         if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+            # The default implementation writes these names only; a module's own may write any.
             names = [prefix + name for name in (*module._parameters, *module._buffers)]
         else:
             names = [name for name in state if name.startswith(prefix)]
+        # Each parameter is gathered, in the order of the dict, which is equal on all ranks.
         with self._step.publishing():
             for name in names:
                 value = state.get(name)
@@ -67,11 +70,12 @@ class StateHooks:
                     state[name] = value.detach().to("cpu", copy=True)
 
     def _whole(self, name: str, value: LazyDetach, state: dict[str, Any]) -> Tensor:
-        """A copy; tied names share one, as in the plain module."""
+        """A whole copy. Tied names share one, as in the plain module."""
         link = link_of(value)
         assert link is not None
         managed = link.managed
         known = self._copies.get(managed.index)
+        # The copy must be of this state dict: one of an earlier call may hold older values.
         is_of_this = state.get(self._first_names.get(managed.index, "")) is known
         if known is not None and is_of_this:
             return known
@@ -83,7 +87,7 @@ class StateHooks:
     def _before_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """torch copies into the parameters, which takes values to their masters; it must not replace them."""
-        metadata["assign_to_params_buffers"] = False  # the model goes on training the parameters that it has
+        """Make torch copy into the parameters, which takes values to their masters, instead of replacing them."""
+        metadata["assign_to_params_buffers"] = False
         with self._step.publishing():
             self._step.check_idle("load_state_dict()")

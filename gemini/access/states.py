@@ -1,11 +1,11 @@
 """The states of a model's parameters, to read and to write between steps: one parameter, or one chunk, at a time.
 
-A state is the weights as they are used, the weights in full precision, the gradient, or what the optimizer keeps by
-name. Each rank has a part of it, in the tier where the chunk's state rests. `States` hands out a `StateAccess` for a
-chunk and a state; everything that reads or writes a state uses it: `safe_get_*` and `safe_set_*`, state dicts,
-gradients that users write to, plain copies. What is *local* is this rank's part of a parameter, 1-D, in the order of
-the payload. What is *whole* is gathered from all ranks, (numel,) in the same order (`ParamPlace.shaped` gives it the
-parameter's shape), or given equally on all ranks. Nothing here holds more than one chunk's state.
+A state is the weights as they are used, the weights in full precision, the gradient, or what the optimizer keeps under
+a name. Each rank has a part of it, in the tier where the chunk's state rests. `States` hands out a `StateAccess` for a
+chunk and a state. Everything that reads or writes a state uses one: `safe_get_*` and `safe_set_*`, state dicts,
+gradients that users write to, plain copies. *Local* is this rank's part of a parameter, 1-D, in payload order. *Whole*
+is gathered from all ranks, or given equally on all ranks: (numel,) in the same order (`ParamPlace.shaped` gives it the
+parameter's shape). Nothing here holds more than one chunk's state.
 
 All of it is called between steps, after `Step.check_idle`, so that nothing is on its way from or to a home.
 """
@@ -38,12 +38,12 @@ class States:
 
     @property
     def optimizer(self) -> OptimizerPart | None:
-        """Of the model, once there is one."""
+        """The model's optimizer, once there is one."""
         return self.manager.optimizer
 
     @property
     def kept(self) -> StateStore | None:
-        """What the optimizer keeps."""
+        """The states that the optimizer keeps."""
         return None if self.optimizer is None else self.optimizer.states
 
     def weights(self, chunk: Chunk) -> WeightAccess:
@@ -65,11 +65,11 @@ class States:
         return GradientAccess(self.step, chunk, gradient, self.factors_of)
 
     def factors_of(self, managed: ManagedParameter) -> tuple[float, float]:
-        """Stored gradients times both are what users see: 1 / loss scale, and what they are to be clipped by."""
+        """(1 / loss scale, clip coefficient): stored gradients times both are what users see."""
         return (1.0, 1.0) if self.optimizer is None else self.optimizer.factors_to_come(managed)
 
     def forget_norm(self) -> None:
-        """A gradient was changed by hand: a norm that was taken before does not count. Local."""
+        """Drop the norm: a gradient was changed by hand. Local."""
         if self.optimizer is not None:
             self.optimizer.forget_summary()
 
@@ -79,12 +79,12 @@ class States:
         return FlatAccess(self.step, chunk, self.kept.flat_of(chunk, name))
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
-        """The states for `of_optimizer` that a parameter has."""
+        """The names for `of_optimizer` that a parameter has."""
         return () if self.kept is None else self.kept.names_of(managed)
 
 
 class StateAccess(ABC):
-    """One state of the parameters of one chunk. Elements are counted as the optimizer counts them, in `optim_numel`."""
+    """One state of the parameters of one chunk. Elements are numbered as in the optimizer's flat tensors."""
 
     def __init__(self, step: Step, chunk: Chunk) -> None:
         self.step = step
@@ -110,12 +110,13 @@ class StateAccess(ABC):
         """
         whole = self.read(0, self.chunk.optim_numel)
         if self.chunk.optim_layout.world_size > 1:
+            # One all-gather for the chunk: a state dict would otherwise take one for each parameter.
             own, whole = whole.to(self.device), whole.new_empty(self.chunk.numel, device=self.device)
             self.step.communicator.all_gather(whole, own, self.chunk.layout, self.chunk.index)
         return {each.index: self._shown(each, each.view(whole).to("cpu", copy=True)) for each in wanted}
 
     def join(self, managed: ManagedParameter, own: Tensor) -> Tensor:
-        """(numel,) on the compute device: the parts of all ranks, of which `own` is this one's. Collective."""
+        """(numel,) on the compute device: all ranks' parts joined, of which `own` is this rank's. Collective."""
         own = own.to(self.device)
         if managed.chunk.optim_layout.world_size == 1:
             return own
@@ -123,31 +124,34 @@ class StateAccess(ABC):
 
     def _own(self, managed: ManagedParameter) -> Tensor:
         """A copy of this rank's part of a parameter, as it is kept."""
+        # `read(0, 0)` gives dtype and device if this rank has no piece.
         return torch.cat([self.read(0, 0), *(self.read(piece.shard_start, piece.numel) for piece in managed.pieces)])
 
     def _shown(self, managed: ManagedParameter, kept: Tensor) -> Tensor:
-        """What users see of elements of a parameter that are kept as `kept`."""
+        """Convert elements that are kept as `kept` to what users see."""
         return kept
 
 
 class WeightAccess(StateAccess):
-    """Copies are made of the payload. See `States.weights`."""
+    """The weights. Copies are made of the payload. See `States.weights`."""
 
     def read(self, start: int, numel: int) -> Tensor:
         return weights_of(self.chunk, start, numel)
 
     def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+        # A fetch like an operator's: the payload stays in its slot until another chunk needs the slot.
         payload = self.step.payloads.fetch(self.chunk)
         return {managed.index: managed.view(payload).to("cpu", copy=True) for managed in wanted}
 
 
 class FullPrecisionAccess(StateAccess):
-    """Writes reach the weights, too. See `States.full_precision`."""
+    """The weights in full precision. Writes reach the used weights, too. See `States.full_precision`."""
 
     def read(self, start: int, numel: int) -> Tensor:
         return full_precision(self.chunk, start, numel)
 
     def _own(self, managed: ManagedParameter) -> Tensor:
+        # An edit of the payload counts: bring it to the master first.
         self.step.binding.write_back_one(managed)
         return super()._own(managed)
 
@@ -156,37 +160,42 @@ class FullPrecisionAccess(StateAccess):
         return super().copies(wanted)
 
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
-        """This rank's part becomes `values`, 1-D. Collective: payloads and whole weights need the others' parts."""
+        """Set this rank's part to `values`, 1-D. Collective: payloads and whole weights need the other ranks' parts."""
         self.set_whole(managed, self.join(managed, values.to(self.read(0, 0).dtype)))
 
     def set_whole(self, managed: ManagedParameter, values: Tensor) -> None:
-        """A parameter becomes `values`, (numel,), equal on all ranks, of any dtype and device. Local.
+        """Set a parameter to `values`, (numel,), equal on all ranks, of any dtype and device. Local.
 
-        A master takes them as they are, and the weights are rounded. Where there is no master, or where `values` have
-        the dtype of the weights, the weights are set: a master changes only where it rounds to another weight.
+        A master takes them unrounded, and the weights are rounded. Without a master, or if `values` have the weights'
+        dtype, the weights are set: a master then changes only where it rounds to another weight.
         """
         chunk, binding = self.chunk, self.step.binding
-        self.step.params.finish_prefetch()  # a payload on its way would arrive with the old weights
+        # A prefetch in flight would arrive with the old weights.
+        self.step.params.finish_prefetch()
+        # Weights are about to be written to the home, so a gradient has to leave it.
         if chunk.holds_grad:
             self.step.payloads.restore_parameters(chunk)
         take_masters(self.step, [(managed, values)])
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes
         if has_master and managed.owns_master and values.dtype is not chunk.dtype:
+            # The master holds more than the weights from now on: it cannot be made from them again.
             managed.has_fractions = True
             set_weights(managed, values)
         else:
             for piece, part in zip(managed.pieces, managed.parts_of(weights), strict=True):
                 if has_master:
+                    # The home still has the old weights, which tell what changes.
                     before = weights_of(chunk, piece.shard_start, piece.numel)
                     follow_edits(chunk, piece.shard_start, part, before)
             set_weights(managed, weights, with_master=False)
         if chunk.payload is not None:
+            # The payload is not gathered again before the next update.
             ready(chunk.region())[managed.in_payload].copy_(weights)
         binding.note_write(managed)
 
 
 def take_masters(step: Step, values: Iterable[tuple[ManagedParameter, Tensor]]) -> None:
-    """Memory for masters that parameters need for `values`, in a model that has only inferred so far.
+    """Take memory for masters that parameters need for `values`, in a model that has only inferred so far.
 
     Local. Raises BudgetError, and nothing has changed then.
     """
@@ -206,21 +215,21 @@ class FlatAccess(StateAccess):
         return self._flat[start : start + numel]
 
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
-        """This rank's part of a parameter becomes `values`, 1-D, of any dtype and device. Local."""
+        """Set this rank's part of a parameter to `values`, 1-D, of any dtype and device. Local."""
         parts = values.split([piece.numel for piece in managed.pieces])
         for target, part in zip(managed.own_parts(self._flat), parts, strict=True):
             target.copy_(part)
 
     def set_whole(self, managed: ManagedParameter, values: Tensor) -> None:
-        """A parameter becomes `values`, (numel,), equal on all ranks, of any dtype and device. Local."""
+        """Set a parameter to `values`, (numel,), equal on all ranks, of any dtype and device. Local."""
         self.set_local(managed, torch.cat([values[:0], *managed.parts_of(values)]))
 
 
 class GradientAccess(FlatAccess):
-    """The gradient rests times the loss scale; what is read is the gradient itself, clipped where that was asked for.
+    """The gradient. It rests times the loss scale; reads return the gradient itself, clipped if that was asked for.
 
-    A gradient that has a loss scale is read in fp32, in which the unscaled values do not underflow. What is written has
-    no loss scale either.
+    If there is a loss scale, reads return fp32, where the unscaled values do not underflow. Written values have no loss
+    scale either.
     """
 
     def __init__(
@@ -235,9 +244,9 @@ class GradientAccess(FlatAccess):
         self._factors_of = factors_of
 
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
-        """The parameter has a gradient now, on all ranks."""
+        """Set this rank's part. The parameter has a gradient now, on all ranks."""
         inv_scale, _ = self._factors_of(managed)
-        if inv_scale != 1.0:  # in fp32 (fp64 for fp64), so that 16-bit gradients are rounded once
+        if inv_scale != 1.0:  # in fp32 (fp64 for fp64), so that a 16-bit gradient is rounded once
             values = values.to(torch.promote_types(values.dtype, torch.float32)) / inv_scale
         super().set_local(managed, values)
         gradient, position = self._gradient, managed.position
@@ -245,12 +254,13 @@ class GradientAccess(FlatAccess):
         gradient.num_writes += 1
 
     def set_of_each_rank(self, managed: ManagedParameter, values: Tensor) -> None:
-        """`set_whole` with values that may differ by rank: of each rank its part counts. Collective at stage 0.
+        """`set_whole` with values that may differ by rank: each rank's own part counts. Collective at stage 0.
 
-        Without that, ranks that hold whole gradients would step their copies of the weights apart.
+        Without the exchange, ranks that hold whole gradients would step their copies of the weights apart.
         """
         chunk = self.chunk
         if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
+            # Every rank holds the whole gradient here. Each contributes the part that would be its shard.
             pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
             own = [values[piece.from_start(managed.offset).in_payload] for piece in pieces]
             values = _joined(self.step, managed, torch.cat([values[:0], *own]).to(self.device))
@@ -264,13 +274,14 @@ class GradientAccess(FlatAccess):
 
 
 def _joined(step: Step, managed: ManagedParameter, own: Tensor) -> Tensor:
-    """(numel,) the parts of all ranks, of which `own` is this one's, in the order of the payload. Collective."""
+    """(numel,) all ranks' parts joined in payload order, of which `own` is this rank's. Collective."""
     communicator = step.communicator
     ranks = communicator.world_size
     pieces = managed.chunk.layout.owner_pieces(managed.offset, managed.numel)
     taken = [0] * ranks
     for rank, piece in pieces:
         taken[rank] += piece.numel
+    # Ranks have parts of different sizes: each gets the room of the largest, so that one all-gather carries all.
     room = round_up(max(taken), ALIGNMENT)
     every, whole = own.new_zeros(ranks * room), own.new_empty(managed.numel)
     if room:
@@ -278,6 +289,7 @@ def _joined(step: Step, managed: ManagedParameter, own: Tensor) -> Tensor:
         shard[: own.numel()].copy_(own)
         layout = ShardLayout((Unit(0, ranks * room),), ranks)
         communicator.all_gather(every, shard, layout, managed.chunk.index)
+    # Now the place in `every` where each rank's next piece begins.
     taken = [rank * room for rank in range(ranks)]
     for rank, piece in pieces:
         whole[piece.from_start(managed.offset).in_payload].copy_(every[taken[rank] :][: piece.numel])

@@ -1,7 +1,7 @@
-"""Operations on released parameters about which torch asks no `__torch_function__`; see [Note: Guarded placeholders].
+"""Operations on released parameters for which torch calls no `__torch_function__`; see [Note: Guarded placeholders].
 
-Functions of C++ that take a tensor as a number or as data reach the dispatcher with the parameter itself. It is fetched
-for them as for any other function. Where torch would hand its memory on instead, the user is told.
+C++ functions that take a tensor as a number or as data reach the dispatcher with the parameter itself. It is fetched
+for them as for any other function. If torch would pass its memory on instead, the operation is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gemini.access.released import LazyDetach, ReleasedParameter
 from gemini.chunks.placeholder import GUARD
 from gemini.errors import ReleasedParameterError
 
-_COMPARES_TYPES = torch.ops.aten._has_compatible_shallow_copy_type.default  # what `.data =` begins with
+_COMPARES_TYPES = torch.ops.aten._has_compatible_shallow_copy_type.default  # what `.data =` calls first
 
 
 def _answer(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of `operation`, one of whose tensors shows a placeholder."""
+    """Replaces `operation`, one of whose tensors shows a placeholder."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     released = [tensor for tensor in tensors if isinstance(tensor, (ReleasedParameter, LazyDetach, ReducedGradient))]
     if operation is _COMPARES_TYPES:
@@ -33,6 +33,7 @@ def _answer(operation: Any, *args: Any, **kwargs: Any) -> Any:
             "plain.weight.data = wrapped.weight.clone(). To tie two parameters, assign the parameter itself "
             "(a.weight = b.weight) before the model is wrapped"
         )
+    # A write would go to the placeholder, which parameters share.
     if not released or operation._schema.is_mutable:
         raise ReleasedParameterError(
             f"{operation} reached the memory of {_names(released)}, which is not here, by a way that cannot fetch it. "
@@ -49,7 +50,7 @@ def _names(released: Sequence[Tensor]) -> str:
 
 @functools.cache
 def guard_placeholders() -> torch.library.Library:
-    """Have torch call `_answer`, in this process and from the first model on: it takes 10 ms."""
+    """Register `_answer` with torch, once in this process, for the first model: it takes 10 ms."""
     library = torch.library.Library("_", "IMPL")
     library.fallback(_answer, GUARD)
-    return library  # the registration ends with it
+    return library  # the registration ends with this object

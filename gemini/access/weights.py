@@ -1,6 +1,7 @@
 """Whole tensors in and out: state_dict and load_state_dict.
 
-A state dict is the plain module's: its keys, shapes and values, as copies in host memory. It is whole or an error.
+A state dict is that of the plain module: its keys, shapes and values, as copies in host memory. It is whole, or an
+error.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix
     links = {name: link_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
     keep = not rank0_only or step.communicator.rank == 0
     wanted = {link.managed.chunk.index for link in links.values() if link is not None}
-    wholes: dict[int, Tensor] = {}  # by parameter index: tied names share one copy, as in the plain module
+    # By parameter index: tied names share one copy, as in the plain module.
+    wholes: dict[int, Tensor] = {}
     with torch.no_grad():
         for index in sorted(wanted):
             chunk = step.chunks[index]
+            # Each chunk is gathered once, in one order on all ranks, also by ranks that keep nothing.
             wholes |= states.weights(chunk).copies(chunk.parameters if keep else ())
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
         return result
-    vars(result)["_metadata"] = vars(entries)["_metadata"]  # versions, by which modules know what they load
+    # Versions, by which modules know which format they load.
+    vars(result)["_metadata"] = vars(entries)["_metadata"]
     for name, value in entries.items():
         link = links.get(name)
         if link is not None:
@@ -63,6 +67,7 @@ def load_whole_state_dict(
     entries: Mapping[str, Any] = nn.Module.state_dict(module, keep_vars=True)
     missing = [name for name in entries if name not in state]
     unexpected = [name for name in state if name not in entries]
+    # Collect every problem before anything is changed.
     problems = []
     if strict and missing:
         problems.append(f"missing keys: {', '.join(missing)}")
@@ -78,8 +83,10 @@ def load_whole_state_dict(
             problems.append(f"{name} has shape {tuple(value.shape)}, the model has {tuple(entry.shape)}")
     if problems:
         raise RuntimeError("load_state_dict() changed nothing: " + "; ".join(problems))
+    # Ranks that load different keys would have different weights from here on.
     step.communicator.agree("\n".join(sorted(map(str, state))).encode(), "the keys of load_state_dict()", remedy=_ALIKE)
     links = [(link_of(entry), value) for entry, value in given.values()]
+    # Memory first: a lack of it must not leave the model half loaded.
     with step.publishing(), torch.no_grad():
         take_masters(step, ((link.managed, value) for link, value in links if link is not None))
     with torch.no_grad():
@@ -107,7 +114,7 @@ def load_part(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """`load_whole_state_dict` of the keys that begin with `prefix`, as a part of a module that is not sharded."""
+    """`load_whole_state_dict` of the keys with `prefix`, as torch loads a module that contains the model."""
     mine = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
     try:
         result = load_whole_state_dict(module, states, trainability, mine, strict=False)
@@ -116,6 +123,7 @@ def load_part(
     else:
         missing += [prefix + key for key in result.missing_keys]
         unexpected += [prefix + key for key in result.unexpected_keys]
-    # torch goes on to the wrapped module, whose names have one part more: there it finds what the module has already
+    # torch will now descend into `self.module` and look for '<prefix>module.<name>'. Put the current values there, so
+    # that it finds nothing missing.
     for name, value in nn.Module.state_dict(module, keep_vars=True).items():
         state[f"{prefix}module.{name}"] = value

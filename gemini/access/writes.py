@@ -1,6 +1,7 @@
-"""Writes: which of some tensors a function writes to, told by the schemas of the operations that it is made of.
+"""Finds which of some tensors a function writes to, by the schemas of the operations that it is made of.
 
-Version counters do not tell it: `torch._foreach_mul_` and its like do not raise them wherever they run as one kernel.
+Version counters do not tell: `torch._foreach_mul_` and similar functions do not raise them where they run as one
+kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gemini.manager.snapshots import shares_memory
 
 
 class Writes(TorchDispatchMode):
-    """While it is entered, notes which of `tensors` operations write to, in whole or through a view."""
+    """While active, notes which of `tensors` operations write to, in whole or through a view."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -32,6 +33,7 @@ class Writes(TorchDispatchMode):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             given = args[place] if place < len(args) else kwargs.get(argument.name)
+            # An argument may be a list of tensors, as in `_foreach_` functions.
             for target in pytree.tree_leaves(given):
                 if isinstance(target, Tensor):
                     self.written.update(i for i, tensor in self._tensors if shares_memory(target, tensor))
