@@ -37,7 +37,7 @@ def watch_gradients(step: Step, parameters: Iterable[ManagedParameter]) -> Itera
     of_fine: dict[int, Hook] = {}  # by chunk index
     for managed in parameters:
         chunk = managed.chunk
-        # Integer parameters have no gradients, and torch refuses hooks on them.
+        # Integer parameters have no gradients.
         if not (chunk.dtype.is_floating_point or chunk.dtype.is_complex):
             continue
         hook: Hook = partial(_take_gradient, reference, chunk.index, managed.position)

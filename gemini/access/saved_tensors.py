@@ -230,9 +230,9 @@ class SavedTensors:
                 "the device. Keep everything resident with tensor_placement_policy='cuda' or a larger device_memory=, "
                 "or keep the penalty's modules outside"
             )
-        activation = None if handle.after is None else handle.after()
+        activation = None if handle.after is None else handle.after()  # see [Note: Recomputed first]
         if activation is not None:
-            activation.unpack_early()  # see [Note: Recomputed first]
+            activation.unpack_early()
         with step.publishing(), unseen(), untracked():
             step.backward.node_fetch(chunk, handle.operator)
             return self._view(handle)

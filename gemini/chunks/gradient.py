@@ -45,7 +45,7 @@ class GradState(_State):
 
 
 class Content(Enum):
-    """What the elements of an open payload hold to which no gradient was written since it was opened.
+    """The content of an open payload's elements to which no gradient was written since it was opened.
 
     UNDEFINED: whatever was in that memory before. They must be zeroed before the payload is read as a whole.
     ZERO: zeros.

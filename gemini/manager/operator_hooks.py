@@ -1,8 +1,9 @@
 """Operators' forward hooks, which are lifted off their modules while all parameters stay on the device.
 
 torch calls a module without hooks directly. With hooks, even ones that do nothing, a small module's forward takes half
-as long again. So they are lifted inside the root's forward if no payload leaves before the next update: see [Note:
-Resident models] in gemini/model/hooks.py. Outside of it they are in place, for modules that are called on their own.
+as long again. So they are lifted inside the root's forward if no payload leaves before the next update:
+see [Note: Resident models] in gemini/model/hooks.py. Outside of it they are in place, for modules that are called on
+their own.
 
 [Note: Lifted hooks] A hook is lifted by giving the module another, empty dict of hooks, as long as it has no other hook
 of that kind. Taking the hook out of the dict and putting it back would touch four times the memory, which for thousands
