@@ -187,7 +187,7 @@ class Trainability:
         words = [f"{name}={settings.budget_bytes(name)}" for name in BUDGETS]
         before = self._manager.plan
         budget = Budget.of(settings, replace(free, activations=self._free.activations))
-        # A budget that the user does not name stays as it is, even if there is more room by now.
+        # If the user names host_memory= alone, the device keeps the budget that it has.
         names_device = named != {"host_memory"}
         budget = Budget(
             budget.device if names_device else before.budget.device,
