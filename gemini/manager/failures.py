@@ -40,13 +40,23 @@ class Failures:
         self._torn_by = ""  # on one rank: the error that left weights half updated
 
     def take(self) -> bool:
-        """Whether a forward or backward may have failed since the last call. Local, and equal on all ranks.
+        """Whether a forward, backward or step may have failed since the last call. Local, and equal on all ranks.
 
         Several ranks know of it once they have started together again, see `recover`. One rank also counts a forward
         that no backward followed: the loss or its backward may have failed in the script's own code.
         """
         had, self._has_failed = self._has_failed, False
         return had or (self._communicator.watch is None and self._underway.awaits_backward)
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """What leaves this block as an exception is told to the other ranks. One rank alone notes it for `take`."""
+        try:
+            yield
+        except BaseException as error:
+            self._communicator.publish(error)
+            self._has_failed |= self._communicator.watch is None
+            raise
 
     def forward_failed(self, error: BaseException) -> None:
         """A forward ended with an exception, and its hooks have ended its calls. Local.

@@ -227,7 +227,7 @@ class Step:
 
     def publishing(self) -> AbstractContextManager[None]:
         """Around a block: an exception that leaves it is told to the other ranks."""
-        return self.communicator.publishing()
+        return self.failures.publishing()
 
     def check_idle(self, what: str) -> None:
         """Raises GeminiError inside a forward or backward. Recovers from an earlier failure."""

@@ -26,6 +26,10 @@ class Scratch:
             self._memory = Region(Tier.DEVICE, self._tier.take(self.num_bytes, "scratch"))
         return self._memory
 
+    def idle(self) -> Region | None:
+        """All of it, between two collectives. None: it has no memory."""
+        return self._memory
+
     def reset(self) -> None:
         """Reuse the memory from the start: nothing that was handed out is needed any more."""
         self._used_bytes = 0

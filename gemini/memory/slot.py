@@ -10,7 +10,7 @@ at once or must take a spare slot.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 import torch
@@ -251,6 +251,12 @@ class SlotPools(list[SlotPool]):
         """Free all slots, whatever they hold."""
         for pool in self:
             pool.empty()
+
+    def idle(self) -> Iterator[Region]:
+        """The memory of all free slots."""
+        for slot in (slot for pool in self for slot in pool.slots if slot.chunk is None):
+            if slot.region is not None:
+                yield slot.region
 
     def held_bytes(self) -> int:
         """Bytes of retired slots that live views still keep allocated."""

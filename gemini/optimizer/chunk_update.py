@@ -7,7 +7,8 @@ buffers are reused from chunk to chunk), end a batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from gemini.memory.transfer import ready, wait_on_stream
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors
 from gemini.optimizer.runs import Run, RunUpdate
-from gemini.optimizer.shard_view import ShardView, Staging
+from gemini.optimizer.shard_view import ShardView, staged_bytes
+from gemini.optimizer.staging import Staging
 from gemini.optimizer.summary import GradientSummary
 from gemini.placement.demand import Kind, Tier
 
@@ -52,7 +54,7 @@ class ChunkUpdates:
         self._states = states
         self._update = update
         self._param_groups = param_groups
-        self._staging = Staging()
+        self._staging = Staging(step)
 
     def refuse_bad_hyperparameters(self) -> None:
         """Let the update check its hyperparameters on no elements, while every rank can still go back."""
@@ -66,6 +68,28 @@ class ChunkUpdates:
                     nothing = state.start(Run(0, 0, (position,), group))
                     self._update.update([nothing], self._param_groups, GradientFactors())
 
+    def room(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
+        """Inside, `update` finds all that it needs beside the homes. See [Note: Room for an update] in staging.py.
+
+        Local. Raises torch.OutOfMemoryError or BudgetError, and nothing has changed then.
+        """
+        needs: dict[tuple[Tier, str], int] = {}
+        gathers_in_slot = False
+        for chunk in chunks:
+            gradient = self._step.grads.of(chunk)
+            if not gradient.is_reduced:
+                continue
+            reduced, tier = gradient.reduced(), self._where(chunk, self._states[chunk.index])
+            staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
+            if reduced.tier is not tier:
+                staged["gradient"] = reduced.nbytes
+            for name, num_bytes in staged.items():
+                needs[tier, name] = max(num_bytes, needs.get((tier, name), 0))
+            gathers_in_slot |= _is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
+        if gathers_in_slot:
+            self._step.payloads.take_room()
+        return self._staging.reserved(needs)
+
     def update(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors) -> None:
         """Update chunks where their states live; each is on this rank alone until its new weights are gathered.
 
@@ -74,7 +98,6 @@ class ChunkUpdates:
         batch: list[_ChunkUpdate] = []
         numel = 0
         for chunk, steps in chunks.items():
-            self._step.before_chunk_update(chunk)  # again, for those that were used after the summary
             must_end = self._prepare(chunk, steps, batch)
             numel += chunk.optim_numel
             if must_end or numel >= BATCH_NUMEL:
@@ -123,16 +146,13 @@ class ChunkUpdates:
                 each.weights.close(state.are_all([update.run for update in each.runs]))
             step.grads.homes.restore(chunk)  # where this rank had nothing to update
             step.after_chunk_update(chunk)
-            if chunk.home_layout.world_size < chunk.optim_layout.world_size:
+            if _is_updated_in_parts(chunk):
                 _all_gather_weights(step, chunk)
 
     def _staged(self, gradient: Region, tier: Tier) -> Tensor:
         """The gradient on `tier`, ready to be read there."""
         memory = self._step.params.memory
-        if tier is Tier.HOST:
-            staged = self._staging.take("gradient", gradient.numel, gradient.dtype)
-        else:
-            staged = Region(tier, torch.empty_like(gradient.flat, device=memory.device.device))
+        staged = self._staging.take(tier, "gradient", gradient.numel, gradient.dtype)
         memory.transfer.copy(staged, gradient)
         return ready(staged)
 
@@ -145,8 +165,13 @@ class ChunkUpdates:
         return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
 
 
+def _is_updated_in_parts(chunk: Chunk) -> bool:
+    """Every rank keeps its weights whole and updates a part of them."""
+    return chunk.home_layout.world_size < chunk.optim_layout.world_size
+
+
 def _all_gather_weights(step: Step, chunk: Chunk) -> None:
-    """Weights that each rank keeps whole and has updated in part, as at stages 1 and 2, are whole again. Collective."""
+    """Weights that were updated in parts, as at stages 1 and 2, are whole again on every rank. Collective."""
     params, home = step.params, chunk.homes[Kind.PARAM]
     with torch.no_grad():
         if home.tier is Tier.DEVICE:

@@ -15,29 +15,10 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk
 from gemini.manager.params import ParamStore
 from gemini.memory.region import Region
-from gemini.memory.transfer import wait_on_host, wait_on_stream, wait_on_tier
+from gemini.memory.transfer import wait_on_stream, wait_on_tier
+from gemini.optimizer.staging import Staging
 from gemini.placement.demand import Kind, Tier
 from optim import AdamPiece, Spans, join_master_, round_master_, split_master_
-
-
-class Staging:
-    """Host buffers that are reused from chunk to chunk and step to step."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Region] = {}
-
-    def take(self, name: str, numel: int, dtype: torch.dtype) -> Region:
-        """(numel,) of `dtype` on the host, content irrelevant, valid until the next `take` of this name.
-
-        Copies of what was there before may still be under way: wait before the host writes to it.
-        """
-        num_bytes = numel * dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel < num_bytes:
-            if buffer is not None:
-                wait_on_host(buffer)
-            buffer = self._buffers[name] = Region(Tier.HOST, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
-        return buffer[:num_bytes].view(dtype)
 
 
 class Segment(NamedTuple):
@@ -92,7 +73,6 @@ class ShardView:
     def __init__(self, chunk: Chunk, params: ParamStore, staging: Staging, tier: Tier) -> None:
         self._chunk = chunk
         self._transfer = params.memory.transfer
-        self._device = params.device.device
         self._staging = staging
         self._tier = tier
         self._home = chunk.homes[Kind.PARAM]
@@ -130,11 +110,10 @@ class ShardView:
             segments = self.segments()
             if self._whole_master is not None:
                 self._flat = self._whole_master
-            elif len(segments) == 1 and not self._splits:
+            elif not _are_joined(self._chunk):
                 self._flat = segments[0].weight
             else:
-                dtype = torch.float64 if self._chunk.dtype is torch.float64 else torch.float32
-                weights = self._stage("weights", dtype)
+                weights = self._stage("weights", _whole_dtype(self._chunk))
                 wait_on_tier(weights)
                 self._flat = weights.flat
                 for segment in segments:
@@ -165,7 +144,27 @@ class ShardView:
         return on_tier
 
     def _stage(self, name: str, dtype: torch.dtype) -> Region:
-        numel, self.is_staged = self._chunk.optim_numel, True
-        if self._tier is Tier.DEVICE:
-            return Region(self._tier, torch.empty(numel, dtype=dtype, device=self._device))
-        return self._staging.take(name, numel, dtype)
+        self.is_staged = True
+        return self._staging.take(self._tier, name, self._chunk.optim_numel, dtype)
+
+
+def staged_bytes(chunk: Chunk, tier: Tier, loads: bool) -> dict[str, int]:
+    """Of what a `ShardView` on `tier` stages, by name. loads: `load` will be called."""
+    home, master, numel = chunk.homes[Kind.PARAM], chunk.homes.get(Kind.MASTER), chunk.optim_numel
+    found = {}
+    if master is not None and master.tier is not tier:
+        found["master"] = numel * master.dtype.itemsize
+    if home.tier is not tier:
+        found["home"] = numel * home.dtype.itemsize
+    if loads and _are_joined(chunk):
+        found["weights"] = numel * _whole_dtype(chunk).itemsize
+    return found
+
+
+def _are_joined(chunk: Chunk) -> bool:
+    """The weights that this rank steps lie in no one tensor of fp32 or fp64."""
+    return chunk.splits_master or (Kind.MASTER not in chunk.homes and len(chunk.home_slices()) > 1)
+
+
+def _whole_dtype(chunk: Chunk) -> torch.dtype:
+    return torch.float64 if chunk.dtype is torch.float64 else torch.float32

@@ -156,6 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_between_steps("clip_grad_norm_()")
         with self._manager.step.publishing():
             self._next.requested = checked, norm_type
+            self._collect()
             summary = self._summarize(norm_type)
             self._next.saw(summary)
         self.grad_norm = torch.tensor(self._true_norm(summary), dtype=torch.float32, device=self._device)
@@ -201,31 +202,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if any(chunk.pins for chunk in step.chunks):
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
 
+    def _collect(self) -> None:
+        """Gradients are complete, and payloads that an update would make stale are released. Collective."""
+        step = self._manager.step
+        for chunk in self._chunk_states.trained:
+            step.before_chunk_update(chunk)
+        step.grads.catch_up()
+
     def _summarize(self, norm_type: float) -> GradientSummary:
-        """What all ranks must know. Who cannot update says so before it, while nobody has changed anything."""
-        trained = self._chunk_states.trained
-        for chunk in trained:
-            self._manager.step.before_chunk_update(chunk)
-        ungrouped = self._chunk_states.ungrouped()
+        """What all ranks must know."""
+        trained, ungrouped = self._chunk_states.trained, self._chunk_states.ungrouped()
         live = self._manager.live if self.model.settings.model_data_memory is None else None
         step, num_parameters = self._manager.step, self._num_parameters
         return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live)
 
     def _step(self) -> None:
+        """Ranks agree on the step in its last all-reduce before the update. Who cannot update fails before that."""
         step = self._manager.step
         self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self.model, self._chunk_states)
         step.before_update()
-        max_norm, norm_type = self._next.requested or (self._clip_grad_norm, 2.0)
-        if self._next.summary is not None:  # a learning rate may have been set since
-            compare_settings(step, self._settings())
-        summary = self._next.summary or self._summarize(norm_type)
-        refuse_idle(self.model, summary)
-        self._next.forget()
-        self._manager.micro_batches.note_step(summary.num_backwards)
+        self._collect()
+        step.grads.leftovers.before_update(self._chunk_states.ungrouped())
+        grad_norm = torch.empty((), dtype=torch.float32, device=self._device)
+        with self._updates.room(self._chunk_states.trained):
+            max_norm, norm_type = self._next.requested or (self._clip_grad_norm, 2.0)
+            if self._next.summary is not None:  # a learning rate may have been set since
+                compare_settings(step, self._settings())
+            summary = self._next.summary or self._summarize(norm_type)
+            refuse_idle(self.model, summary)
+            self._next.forget()
+            self._manager.micro_batches.note_step(summary.num_backwards)
+            self.grad_norm = grad_norm.fill_(self._true_norm(summary))
+            self._update_all(summary, max_norm)
+
+    def _update_all(self, summary: GradientSummary, max_norm: float | None) -> None:
+        """What all ranks have agreed on. Nothing in here may fail on one of them alone."""
+        step = self._manager.step
         self._num_steps += 1
         norm = self._true_norm(summary)
-        self.grad_norm = torch.tensor(norm, dtype=torch.float32, device=self._device)
         ungrouped = self._chunk_states.ungrouped()
         steps = {chunk: self._updates.steps(chunk, summary) for chunk in self._chunk_states.trained}
         updated = {chunk: its for chunk, its in steps.items() if any(its)}
@@ -234,12 +249,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if summary.non_finite is not None:
             skipped = self.model._managed[summary.non_finite].name
             warnings.warn(
-                f"step {self._num_steps} skipped on all ranks: the gradient of {skipped!r} is not finite", stacklevel=4
+                f"step {self._num_steps} skipped on all ranks: the gradient of {skipped!r} is not finite", stacklevel=5
             )
         else:
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
-            step.grads.leftovers.before_update(ungrouped)
             with step.failures.tearing():
                 self._updates.update(updated, factors)
         step.grads.end(Becomes.USED, ungrouped)

@@ -52,14 +52,13 @@ def summarize(
     settings: str,
     live: LiveMemory | None,
 ) -> GradientSummary:
-    """Look at all gradients once, reduced if backwards under no_sync() have left that for later. Collective.
+    """Look at all gradients once, which are reduced. Collective.
 
     ungrouped: parameters that are not the optimizer's, by chunk index, then by position: their values do not count.
     live: what the device has, which ranks agree on here. None: the user has fixed what the model may take.
     settings: the optimizer's, in words. Raises DivergenceError on all ranks where they differ: a learning rate that
     differs by rank would give every rank's shard another update, and no error.
     """
-    step.grads.catch_up()
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
     several = step.grads.num_backwards > 1

@@ -26,8 +26,8 @@ MUTANTS = [
     ),
     Mutant(
         "the step ignores what no_sync() left",
-        "gemini/optimizer/summary.py",
-        "    step.grads.catch_up()\n",
+        "gemini/optimizer/sharded_optimizer.py",
+        "        step.grads.catch_up()\n",
         "",
         "tests/features/test_unsynced.py::test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed",
     ),
@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "gradients that stay do so in homes that the step writes to",
         "gemini/optimizer/sharded_optimizer.py",
-        "            step.grads.leftovers.before_update(ungrouped)\n",
+        "        step.grads.leftovers.before_update(self._chunk_states.ungrouped())\n",
         "",
         "tests/features/test_leftovers.py",
     ),

@@ -1,7 +1,7 @@
 """The micro-batches of one optimizer step, which are trained once more where the device ran out of memory.
 
-A forward or backward that finds no memory drops the gradients since the last step, and model data makes room at the
-next forward (gemini/access/free_memory.py). A script has to catch that and to bring the batches again; the `Trainer`
+A forward, backward or update that finds no memory drops the gradients since the last step, and model data makes room at
+the next forward (gemini/access/free_memory.py). A script has to catch that and to bring the batches again; the `Trainer`
 does both. What has moved on besides gradients goes back to where the window began, so that the step has the bits of one
 that found its memory at once: the generators of random numbers, and buffers, such as the statistics of a batch norm.
 """
@@ -42,12 +42,15 @@ class Window:
         return self._train([batch])
 
     def step(self, last: bool = False) -> None:
-        """`Engine.step`, which ends the window if it updates the weights. Collective; raises what that raises."""
+        """`Engine.step`, which ends the window if it updates the weights. Collective.
+
+        Raises what that raises, shortages as for `train`.
+        """
         while True:
             try:
                 self._engine.step(last=last)
                 break
-            except RemoteRankError as error:  # another rank was still in its backward
+            except (torch.OutOfMemoryError, RemoteRankError) as error:  # of this step, or another rank's backward
                 self._begin_again(error)
             self._train(self._batches)
         if not self._engine.is_window_open():
@@ -73,13 +76,17 @@ class Window:
         return outcome
 
     def _begin_again(self, error: Exception) -> None:
-        """The window is as before its first micro-batch. Raises the error if it is no shortage, or no room was made."""
+        """The window is as before its first micro-batch. Collective.
+
+        Raises the error if it is no shortage, or no room was made, and GeminiError if an update failed half way.
+        """
         num_bytes = self._model.plan.device_bytes
         has_room = self._failed_bytes is None or num_bytes < self._failed_bytes
         if not (_is_shortage(error) and has_room):
             raise error
         error.__traceback__ = None  # its frames hold the activations, for as long as anybody holds the error
         self._failed_bytes = num_bytes
+        self._engine.recover()
         self._engine.discard_window()
         self._start.restore()
         words = f"{len(self._batches)} micro-batch{'es' * (len(self._batches) > 1)}"
