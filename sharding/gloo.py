@@ -70,11 +70,16 @@ class Gloo:
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, tag: Tag | None) -> None:
         """In place; SUM, in rank order, or MAX. At most `MOST_TOLD_BYTES`. Raises `TagMismatch` as `tell`."""
         own = tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+        # Before the exchange: a rank without memory for its result would fail after the others have theirs.
+        result = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         told = self._envelopes.exchange(tag, own).data or []
         if not tensor.numel():
             return
         rows = torch.frombuffer(bytearray(b"".join(told)), dtype=tensor.dtype).view(self._world_size, -1)
-        result = rows.sum(0, dtype=tensor.dtype) if op == dist.ReduceOp.SUM else rows.amax(0)
+        if op == dist.ReduceOp.SUM:
+            torch.sum(rows, 0, dtype=tensor.dtype, out=result)
+        else:
+            torch.amax(rows, 0, out=result)
         tensor.copy_(result.view(tensor.shape))
 
     def _gather_units(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout) -> InFlight:

@@ -46,6 +46,13 @@ MUTANTS = [
         "tests/features/test_leftovers.py",
     ),
     Mutant(
+        "an update takes memory between its chunks",
+        "gemini/optimizer/chunk_update.py",
+        "        return self._staging.reserved(needs)\n",
+        "        return self._staging.reserved({})\n",
+        "tests/features/test_shortage_in_step.py",
+    ),
+    Mutant(
         "a clip that was asked for is forgotten by a write",
         "gemini/optimizer/chunk_optimizer.py",
         "        if coefficient != 1.0:\n",

@@ -1,7 +1,7 @@
 """The micro-batches of one optimizer step, which are trained once more where the device ran out of memory.
 
-A forward, backward or update that finds no memory drops the gradients since the last step, and model data makes room at
-the next forward (gemini/access/free_memory.py). A script has to catch that and to bring the batches again; the `Trainer`
+A forward, backward or step that finds no memory loses the gradients since the last step, and model data makes room at
+the next forward (gemini/access/free_memory.py). A script has to catch that and to bring the batches again; `Trainer`
 does both. What has moved on besides gradients goes back to where the window began, so that the step has the bits of one
 that found its memory at once: the generators of random numbers, and buffers, such as the statistics of a batch norm.
 """
