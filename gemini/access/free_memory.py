@@ -1,7 +1,8 @@
 """The budget that one model's data should have now, from the free memory at each step, and after a shortage.
 
 [Note: Shortage] A forward or backward that finds no device memory ends with an exception like any other: on all ranks
-the gradients since the last step are dropped, and weights and optimizer state are those of that step. The shortage is
+the gradients since the last step are dropped, and weights and optimizer state are those of that step. So they are
+after a step that finds no memory: it takes all of it before it changes anything. The shortage is
 found at the next use of the model. torch counts how often a device ran out of memory, whoever catches the exception.
 Ranks compare their counts after a failure and at every step; if one has grown, model data gives up a part of the device
 before anything runs. The next reading does not give it back: it would be as wrong as the one before.
