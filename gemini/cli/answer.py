@@ -12,6 +12,7 @@ from gemini.cli.knobs import larger_batch, that_would_be_enough
 from gemini.cli.question import Batch, Question
 from gemini.errors import BudgetError
 from gemini.memory.collector import uncollected
+from gemini.model.estimate import packed_of
 from gemini.model.first_batch import gradient_bytes
 from gemini.model.workload import blocks_of, workload_of
 from gemini.placement.budget import ACTIVATION_FRACTION
@@ -75,8 +76,9 @@ def answer(module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch
     dtype = _dtype_of(module, settings)
     work = workload_of(module, dtype.itemsize, batch.experts_per_token)
     itemsize = None if settings.dtype is None else dtype.itemsize
-    question = Question(module, settings, cluster, batch, dtype, work, gradient_bytes(module, itemsize))
     with uncollected():
+        packed = packed_of(module, settings, cluster.ranks.count)
+        question = Question(module, settings, cluster, batch, dtype, work, gradient_bytes(module, itemsize), packed)
         return _Answering(question).answer()
 
 

@@ -18,7 +18,7 @@ from gemini.placement.rates import Rates
 from gemini.placement.sizes import parse_bytes
 
 THIS = "this"
-_PER_NODE = 8  # of a cluster that is described by its memory alone
+_PER_NODE = 8  # at most, of a cluster that is described by its memory alone
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ def described(
     device_bytes, host_bytes = _bytes(device_memory, "--device-memory"), _bytes(host_memory, "--host-memory")
     is_here = published is None and device_bytes is None
     count = ranks or (max(1, torch.accelerator.device_count()) if is_here else _PER_NODE)
-    per_node = ranks_per_node or (published.ranks_per_node if published else count if is_here else _PER_NODE)
+    per_node = ranks_per_node or (published.ranks_per_node if published else count if is_here else _filled_by(count))
     try:
         layout = Ranks(count, per_node)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--ranks") from None
+        raise typer.BadParameter(f"{error}, or another --ranks-per-node", param_hint="--ranks") from None
     is_emulated = is_here and not torch.accelerator.is_available()
     if published is not None:
         device_bytes = published.device_bytes if device_bytes is None else device_bytes
@@ -81,6 +81,11 @@ def described(
         name = "this machine" if is_here else "as described"
     found = _rates(rates, published, is_here)
     return Cluster(name, layout, device_bytes, host_bytes, is_emulated, found)
+
+
+def _filled_by(count: int) -> int:
+    """Ranks on each node, as many as may be: nobody said how large the nodes are that `count` ranks fill."""
+    return next(per_node for per_node in range(_PER_NODE, 0, -1) if count % per_node == 0)
 
 
 def _share(host_bytes: int, ranks: Ranks) -> int:

@@ -9,9 +9,13 @@ from gemini.cli.question import Question
 from gemini.errors import BudgetError
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
+from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
 
 _MOST_RANKS = 2**16
 _TRIES = 3
+_DIMENSIONS_OF_EXPERTS = 3  # of their weights in one parameter
+_LEAST_PART = 4
+"""Of a sequence that was asked for: to train on a shorter one is another training."""
 _WHOLE = 0.9
 """Of what the device needs: where twice as many ranks need more than this, it is slots, which ranks do not share."""
 
@@ -22,7 +26,11 @@ def that_would_be_enough(question: Question, error: BudgetError) -> Iterator[str
     if needed is None or budget is None:
         return
     yield from _policy(question)
-    yield from _more_ranks(question, error)
+    too_large = _too_large(question, error, budget)
+    if too_large:  # ranks share no slot
+        yield from _smaller_operator(too_large, question.packed.spec, budget)
+    else:
+        yield from _more_ranks(question, error)
     if error.tier == "host":
         yield from _more_host_memory(question, needed, budget)
     elif question.cluster.device_bytes is not None:
@@ -49,8 +57,44 @@ def larger_batch(question: Question, plan: Plan) -> Iterator[str]:
 def _policy(question: Question) -> Iterator[str]:
     if question.settings.policy.name == "auto":
         return
-    if replace(question, settings=question.settings.with_policy("auto")).refusal() is None:
+    if question.with_policy("auto").refusal() is None:
         yield "--policy auto would be enough."
+
+
+def _too_large(question: Question, error: BudgetError, budget: int) -> list[OperatorSpec]:
+    """The operators that no packing gives room to, however many ranks there are."""
+    if error.tier != "device" or question.settings.stage < 3 or question.cluster.ranks.count == 1:
+        return []  # weights that are whole at home need no slots
+    spec = question.packed.spec
+    return [operator for operator in spec.operators if _least_bytes(operator, spec) > budget]
+
+
+def _least_bytes(operator: OperatorSpec, spec: ModelSpec) -> int:
+    """On the device while it is used: every weight in a slot, the largest one in a gradient slot and a buffer, too."""
+    weights = [spec.weights[place] for place in operator.weights]
+    gradient = max((_bytes_of(weight) for weight in weights if weight.trainable), default=0)
+    return sum(map(_bytes_of, weights)) + 2 * gradient
+
+
+def _smaller_operator(operators: list[OperatorSpec], spec: ModelSpec, budget: int) -> Iterator[str]:
+    """Where one operator, or several that are alike, are all that does not fit."""
+    shapes = {tuple(spec.weights[place].shape for place in operator.weights) for operator in operators}
+    if len(shapes) != 1 or not budget:  # activations have taken the room
+        return
+    operator = operators[0]
+    weight = max((spec.weights[place] for place in operator.weights), key=_bytes_of)
+    is_of_experts = len(weight.shape) == _DIMENSIONS_OF_EXPERTS and "expert" in weight.name
+    smaller = "experts in modules of their own, or a smaller operator," if is_of_experts else "a smaller operator"
+    yield (
+        f"{operator.name or 'The model'} alone needs more than the budget: its largest weight, "
+        f"{weight.name.removeprefix(f'{operator.name}.')}, has {_bytes_of(weight)} bytes "
+        f"({format_bytes(_bytes_of(weight))}), and slots, gradient slot and receive buffer each hold it whole; "
+        f"{smaller} would need less."
+    )
+
+
+def _bytes_of(weight: WeightSpec) -> int:
+    return weight.numel * weight.dtype.itemsize
 
 
 def _more_ranks(question: Question, error: BudgetError) -> Iterator[str]:
@@ -69,6 +113,8 @@ def _more_ranks(question: Question, error: BudgetError) -> Iterator[str]:
     while count < _MOST_RANKS and tries < _TRIES:
         count *= 2
         if count < least:  # even weights, gradients and moments have no room
+            continue
+        if not cluster.ranks.fill_nodes(count):
             continue
         tries += 1
         refused = question.with_ranks(count).refusal()
@@ -125,6 +171,8 @@ def _fewer_activations(question: Question, needed: int, device: int) -> Iterator
         return
     if tokens <= 0:
         yield "No smaller batch would be enough: chunks alone need more."
+        return
+    if tokens * _LEAST_PART < length:
         return
     batch = replace(question.batch, sequences=max(1, tokens // length), length=min(length, tokens))
     if replace(question, batch=batch).refusal() is not None:

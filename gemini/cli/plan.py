@@ -16,6 +16,7 @@ from gemini.cli.answer import Answer, answer
 from gemini.cli.cluster import THIS, described
 from gemini.cli.dtypes import dtype_option
 from gemini.cli.model import NotAModel, model_named
+from gemini.cli.options import with_options
 from gemini.cli.plan_report import as_json, show
 from gemini.cli.question import Batch
 from gemini.model.estimate import module_of
@@ -27,7 +28,9 @@ _LENGTH = 4096  # of sequences, where the model takes as many
 def plan(
     model: Annotated[str, typer.Argument(help="A folder with config.json, a .json file, or package.module:attribute.")],
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of them, on each node.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Of them, on each node. Default: the machine's; else the most, up to 8.")
+    ] = None,
     machine: Annotated[str, typer.Option(help="this, or a published one: dgx-a100-80gb, dgx-h100, dgx-h200.")] = THIS,
     device_memory: Annotated[
         str | None, typer.Option(help="Of each device, activations included, as in 80GB. Default: the machine's.")
@@ -104,7 +107,7 @@ def plan(
 
 
 def _refuse(found: Answer, console: Console) -> None:
-    console.print(Text(str(found.refusal), "red"), soft_wrap=True)
+    console.print(Text(with_options(str(found.refusal)), "red"), soft_wrap=True)
     for knob in found.knobs:
         console.print(Text(f"- {knob}"), soft_wrap=True)
     raise typer.Exit(1)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gemini.cli.answer import Answer, chosen_of
+from gemini.cli.options import with_options
 from gemini.placement.demand import Tier
 from gemini.placement.rates import Rates
 from gemini.placement.sizes import format_bytes
@@ -61,7 +62,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "tier": refusal.tier,
             "needed_bytes": refusal.needed_bytes,
             "budget_bytes": refusal.budget_bytes,
-            "message": str(refusal),
+            "message": with_options(str(refusal)),
         }
     if plan is not None and found.moves is not None and found.predicted is not None:
         shown |= {

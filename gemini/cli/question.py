@@ -9,10 +9,12 @@ from torch import nn
 
 from gemini.cli.cluster import Cluster
 from gemini.errors import BudgetError
-from gemini.model.estimate import plan_of
+from gemini.model.estimate import packed_of
 from gemini.placement.budget import ACTIVATION_FRACTION, MORE_ACTIVATIONS, RESERVE, FreeBytes
 from gemini.placement.dtypes import Dtype
-from gemini.placement.plan import Plan
+from gemini.placement.packed import Packed
+from gemini.placement.plan import Plan, plan_packed
+from gemini.placement.policy import PlacementPolicy
 from gemini.placement.sizes import format_bytes
 from gemini.placement.workload import Workload
 from gemini.settings import Settings
@@ -54,6 +56,8 @@ class Question:
         dtype: of most of the weights.
         workload: of a token.
         gradient_bytes: that autograd holds of gradients before their chunks take them.
+        packed: the packings of `module` for these settings and ranks, which all tries of other budgets, policies and
+            batches share.
     """
 
     module: nn.Module
@@ -63,6 +67,7 @@ class Question:
     dtype: Dtype
     workload: Workload
     gradient_bytes: int
+    packed: Packed
 
     @property
     def activations(self) -> int | None:
@@ -75,15 +80,14 @@ class Question:
 
     def plan(self) -> Plan:
         """For training. Local. Raises BudgetError also where there is room for the weights alone."""
-        there, ranks = self.cluster.host_bytes, self.cluster.ranks.count
-        free, plan = FreeBytes(activations=self.activations), None
+        there, free, plan = self.cluster.host_bytes, FreeBytes(activations=self.activations), None
         try:
-            plan = plan_of(self.module, self._settings_with(there), ranks, free)
+            plan = plan_packed(self.packed, self._settings_with(there), free)
         except BudgetError as error:
             if error.tier != "host":
                 raise
         if plan is None or (there is not None and plan.host_bytes > there):  # to say what training takes
-            plan = plan_of(self.module, self._settings_with(None), ranks, free)
+            plan = plan_packed(self.packed, self._settings_with(None), free)
         needed = plan.host_bytes
         words = f"training needs {needed} bytes ({format_bytes(needed)}) at rest on the host of each rank"
         if self.cluster.is_emulated:
@@ -141,7 +145,12 @@ class Question:
     def with_ranks(self, count: int) -> Question:
         """Of so many ranks, each with as much memory."""
         ranks = replace(self.cluster.ranks, count=count)
-        return replace(self, cluster=replace(self.cluster, ranks=ranks))
+        packed = packed_of(self.module, self.settings, count)
+        return replace(self, cluster=replace(self.cluster, ranks=ranks), packed=packed)
+
+    def with_policy(self, policy: str | PlacementPolicy) -> Question:
+        """Under another policy, which packings do not depend on."""
+        return replace(self, settings=self.settings.with_policy(policy))
 
     def _settings_with(self, host_bytes: int | None) -> Settings:
         return replace(self.settings, device_memory=self.cluster.device_bytes, host_memory=host_bytes)

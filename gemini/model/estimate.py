@@ -18,7 +18,8 @@ from gemini.model.aliases import tie_aliases
 from gemini.model.specs import specs_of
 from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import Kind, Tier
-from gemini.placement.plan import Plan, plan_model
+from gemini.placement.packed import Packed
+from gemini.placement.plan import Plan, plan_packed
 from gemini.settings import Options, Settings, Strategy
 
 
@@ -98,13 +99,21 @@ def plan_of(module: nn.Module, settings: Settings, world_size: int, free: FreeBy
 
     Raises ValueError for settings that the module contradicts, and BudgetError if nothing fits.
     """
+    return plan_packed(packed_of(module, settings, world_size), settings, free)
+
+
+def packed_of(module: nn.Module, settings: Settings, world_size: int) -> Packed:
+    """The packings of `module`, for plans under several budgets. Local.
+
+    Raises ValueError for settings that the module contradicts.
+    """
     ties = tie_aliases(module)  # as wrapping does, but for the time of this call
     try:
         spec = specs_of(module, settings, world_size)
     finally:
         for tie in ties:
             tie.undo()
-    return plan_model(spec, settings, world_size, free)
+    return Packed(spec, settings, world_size)
 
 
 def module_of(model: Any) -> nn.Module:

@@ -35,6 +35,11 @@ class FreeBytes:
     activations: int | None = None
     most_activations: int | None = None
 
+    @property
+    def are_activations_unknown(self) -> bool:
+        """So that `ACTIVATION_FRACTION` of the device is left to them."""
+        return self.activations is None and self.most_activations is None
+
 
 @dataclass(frozen=True)
 class Budget:

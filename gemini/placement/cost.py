@@ -37,8 +37,12 @@ class Ranks:
     def __post_init__(self) -> None:
         if self.count < 1 or self.per_node < 1:
             raise ValueError(f"ranks must be at least 1, found {self.count} with {self.per_node} on each node")
-        if self.count > self.per_node and self.count % self.per_node:
+        if not self.fill_nodes(self.count):
             raise ValueError(f"{self.count} ranks do not fill nodes of {self.per_node}: give a multiple of it")
+
+    def fill_nodes(self, count: int) -> bool:
+        """Whether so many share one such node, or leave no place empty on several."""
+        return count <= self.per_node or count % self.per_node == 0
 
     @property
     def on_a_node(self) -> int:

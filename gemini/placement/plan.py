@@ -24,7 +24,8 @@ from gemini.placement.choosing import best_of, is_short
 from gemini.placement.chunk_facts import Packing, packings
 from gemini.placement.chunk_size import CHUNKS_PLACED
 from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
-from gemini.placement.needs import demand_of, uses_of
+from gemini.placement.needs import uses_of
+from gemini.placement.packed import Packed, packing_demand, trained_at_first
 from gemini.placement.placing import place
 from gemini.placement.predict import Predicted, predict, predict_inference
 from gemini.placement.refusals import advised, check_host_room, has_host_room, has_host_room_for_steps, least_of
@@ -173,17 +174,27 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
         >>> plan_model(spec, settings, world_size=4).minimum_bytes
         62208
     """
+    return plan_packed(Packed(spec, settings, world_size), settings, free)
+
+
+def plan_packed(packed: Packed, settings: Settings, free: FreeBytes | None = None) -> Plan:
+    """`plan_model` of packings that other plans of the same model and ranks have made, or will use again. Local.
+
+    settings: those of `packed`; budgets and policy may be others.
+    """
+    spec, world_size = packed.spec, packed.world_size
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []
     infers = trains = None
     placed: list[Plan] = []
     num_placed = 0
-    for packing in packings(spec, settings, world_size):
+    for packing, demand in packed:
         if placed and num_placed >= CHUNKS_PLACED:
             break
         num_placed += len(packing.chunks)
         try:
-            plan = _place(spec, settings, world_size, budget, packing, _trained_at_first(spec, packing), {})
+            trained, needs = trained_at_first(spec, packing), replace(demand, max_host_bytes=budget.host)
+            plan = _placed(spec, settings, world_size, budget, packing, trained, needs)
             check_host_room(plan, (Kind.PARAM,))
         except BudgetError as error:
             refused.append(error)
@@ -206,7 +217,7 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
         return trains
     if infers is not None:  # there is no room to train it: that is refused when an optimizer or a backward comes
         return infers
-    raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec, settings) from None
+    raise _refusal(refused, spec, settings, free) from None
 
 
 def plan_inference(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
@@ -214,14 +225,19 @@ def plan_inference(spec: ModelSpec, settings: Settings, world_size: int, free: F
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []
     for packing in packings(spec, settings, world_size):
-        trained, kept = _trained_at_first(spec, packing), _kept_at_first(spec, packing)
+        trained, kept = trained_at_first(spec, packing), _kept_at_first(spec, packing)
         try:
             plan = _place(spec, settings, world_size, budget, packing, trained, kept, infers=True)
             check_host_room(plan, WRAPPED_KINDS)
             return plan
         except BudgetError as error:
             refused.append(error)
-    raise advised(least_of(refused, is_searched=settings.chunk_size is None), spec, settings) from None
+    raise _refusal(refused, spec, settings, free) from None
+
+
+def _refusal(refused: list[BudgetError], spec: ModelSpec, settings: Settings, free: FreeBytes | None) -> BudgetError:
+    error = least_of(refused, is_searched=settings.chunk_size is None)
+    return advised(error, spec, settings, is_by_default=free is None or free.are_activations_unknown)
 
 
 class PlanChanges(TypedDict, total=False):
@@ -256,7 +272,7 @@ def replan(
         plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept, infers, micro_batches)
     except BudgetError as error:
         # until training begins, no step has shown its activations
-        raise advised(error, spec, settings, is_first=before.is_first and budget == before.budget) from None
+        raise advised(error, spec, settings, is_by_default=before.is_first and budget == before.budget) from None
     return replace(plan, is_first=False)
 
 
@@ -272,33 +288,23 @@ def _place(
     micro_batches: int = 1,
 ) -> Plan:
     counted = [False] * len(trained) if infers else trained
-    demand = _demand_of(packing, spec, counted, kept, settings, world_size, budget.host, micro_batches)
+    demand = packing_demand(packing, spec, counted, kept, settings, world_size, budget.host, micro_batches)
+    return _placed(spec, settings, world_size, budget, packing, trained, demand, infers)
+
+
+def _placed(
+    spec: ModelSpec,
+    settings: Settings,
+    world_size: int,
+    budget: Budget,
+    packing: Packing,
+    trained: Sequence[bool],
+    demand: Demand,
+    infers: bool = False,
+) -> Plan:
     placement = place(demand, budget.device, settings.policy)
     hash_ = hash_of(packing, placement, settings, trained)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
-
-
-def _demand_of(
-    packing: Packing,
-    spec: ModelSpec,
-    trained: Sequence[bool],
-    kept: Mapping[int, frozenset[Kind]],
-    settings: Settings,
-    world_size: int,
-    max_host_bytes: int | None = None,
-    micro_batches: int = 1,
-) -> Demand:
-    return demand_of(
-        packing.chunks,
-        spec,
-        trained,
-        kept,
-        settings.stage,
-        world_size,
-        settings.max_live_parameters,
-        micro_batches=settings.gradient_accumulation_steps or micro_batches,
-        max_host_bytes=max_host_bytes,
-    )
 
 
 def hash_of(packing: Packing, placement: Placement, settings: Settings, trained: Sequence[bool]) -> int:
@@ -306,11 +312,6 @@ def hash_of(packing: Packing, placement: Placement, settings: Settings, trained:
     chunks = [(chunk.names, chunk.offsets, chunk.layout) for chunk in packing.chunks]
     placed = placement.num_slots, placement.homes, sorted(placement.kept)
     return zlib.crc32(repr((chunks, placed, settings.shared(), tuple(trained))).encode())
-
-
-def _trained_at_first(spec: ModelSpec, packing: Packing) -> list[bool]:
-    trainable = {weight.name: weight.trainable for weight in spec.weights}
-    return [trainable[name] for chunk in packing.chunks for name in chunk.names]
 
 
 def _kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kind]]:
@@ -324,9 +325,9 @@ def _minimum_bytes(spec: ModelSpec, settings: Settings, world_size: int, infers:
     """The least that the device needs with any chunk size that may be chosen."""
     found = []
     for packing in packings(spec, settings, world_size):
-        trained, kept = _trained_at_first(spec, packing), {}
+        trained, kept = trained_at_first(spec, packing), {}
         if infers:
             trained, kept = [False] * len(trained), _kept_at_first(spec, packing)
-        demand = _demand_of(packing, spec, trained, kept, settings, world_size)
+        demand = packing_demand(packing, spec, trained, kept, settings, world_size)
         found.append(least_device_bytes(demand, settings.policy))
     return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from gemini.placement.plan import Plan
 
 
-def advised(error: BudgetError, spec: ModelSpec, settings: Settings, is_first: bool = True) -> BudgetError:
+def advised(error: BudgetError, spec: ModelSpec, settings: Settings, is_by_default: bool) -> BudgetError:
     """The refusal, with what would help on the device besides `model_data_memory`.
 
-    is_first: of wrapping, or by its budgets.
+    is_by_default: activations are not known, so that the budget leaves them `ACTIVATION_FRACTION` of the device.
     """
     if error.tier != "device":
         return error
-    return error.reworded(". ".join([str(error), *_advice(error, spec, settings, is_first)]))
+    return error.reworded(". ".join([str(error), *_advice(error, spec, settings, is_by_default)]))
 
 
-def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, is_first: bool) -> Iterator[str]:
-    if is_first and settings.model_data_memory is None and error.needed_bytes is not None:
+def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, is_by_default: bool) -> Iterator[str]:
+    if is_by_default and settings.model_data_memory is None and error.needed_bytes is not None:
         yield (
             f"Model data gets {1 - ACTIVATION_FRACTION:.0%} of device_memory= until a step has shown its activations: "
             f"{device_memory_for(error.needed_bytes)} bytes of it are enough"

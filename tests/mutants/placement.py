@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "no plan knows of micro-batches",
-        "gemini/placement/plan.py",
+        "gemini/placement/packed.py",
         "micro_batches=settings.gradient_accumulation_steps or micro_batches",
         "micro_batches=1",
         "tests/features/test_planned_micro_batches.py",

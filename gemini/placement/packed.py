@@ -1,0 +1,75 @@
+"""All packings of one model with what each asks of memory, made once for plans under any budgets and policy.
+
+Neither a packing nor its demand depends on budgets or on the policy, and both take most of the time of a plan. Whoever
+plans one model several times (`gemini plan` tries each change before it advises it) passes the same `Packed` along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gemini.placement.chunk_facts import Packing, packings
+from gemini.placement.demand import Demand, Kind
+from gemini.placement.needs import demand_of
+from gemini.placement.specs import ModelSpec
+from gemini.settings import Settings
+
+
+class Packed:
+    """The packings of `spec`, each with its demand for training on an unbounded host, the cheapest first.
+
+    A packing is made when an iteration first comes to it, and kept for the iterations after.
+    """
+
+    def __init__(self, spec: ModelSpec, settings: Settings, world_size: int) -> None:
+        """settings: all count but for the budgets and the policy."""
+        self.spec = spec
+        self.world_size = world_size
+        self._settings = settings
+        self._unmade = packings(spec, settings, world_size)
+        self._made: list[tuple[Packing, Demand]] = []
+
+    def __iter__(self) -> Iterator[tuple[Packing, Demand]]:
+        """Raises ValueError if the shard strategy loses or repeats a weight."""
+        place = 0
+        while place < len(self._made) or self._makes_one_more():
+            yield self._made[place]
+            place += 1
+
+    def _makes_one_more(self) -> bool:
+        packing = next(self._unmade, None)
+        if packing is not None:
+            trained = trained_at_first(self.spec, packing)
+            demand = packing_demand(packing, self.spec, trained, {}, self._settings, self.world_size)
+            self._made.append((packing, demand))
+        return packing is not None
+
+
+def packing_demand(
+    packing: Packing,
+    spec: ModelSpec,
+    trained: Sequence[bool],
+    kept: Mapping[int, frozenset[Kind]],
+    settings: Settings,
+    world_size: int,
+    max_host_bytes: int | None = None,
+    micro_batches: int = 1,
+) -> Demand:
+    """`demand_of` the chunks of `packing`. settings: all count but for the budgets and the policy."""
+    return demand_of(
+        packing.chunks,
+        spec,
+        trained,
+        kept,
+        settings.stage,
+        world_size,
+        settings.max_live_parameters,
+        micro_batches=settings.gradient_accumulation_steps or micro_batches,
+        max_host_bytes=max_host_bytes,
+    )
+
+
+def trained_at_first(spec: ModelSpec, packing: Packing) -> list[bool]:
+    """Of every weight, in the order of the chunks: whether it is trained when the model is wrapped."""
+    trainable = {weight.name: weight.trainable for weight in spec.weights}
+    return [trainable[name] for chunk in packing.chunks for name in chunk.names]
