@@ -20,6 +20,21 @@ class NotAModel(ValueError):
     """What was named is no model. The message says what was found and what can be named."""
 
 
+def check_name(name: str) -> None:
+    """What can be said of a name at once, before anything is imported or measured. Local.
+
+    Raises NotAModel where no model is there, or has such a name.
+    """
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        _config_file(path)
+    elif ":" not in name:
+        raise NotAModel(
+            f"{name!r} is no folder with a config.json and no .json file; a model of your own is named as "
+            "package.module:attribute"
+        )
+
+
 def model_named(name: str) -> Any:
     """A Hugging Face config, or a module on the meta device. Local; imports the module that is named, which runs it.
 
@@ -28,15 +43,11 @@ def model_named(name: str) -> Any:
 
     Raises NotAModel.
     """
+    check_name(name)
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
-        return _hugging_face(path)
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise NotAModel(
-            f"{name!r} is no folder with a config.json and no .json file; a model of your own is named as "
-            "package.module:attribute"
-        )
+        return _hugging_face(_config_file(path))
+    module_name, _, attribute = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = _imported(name, module_name, attribute)
@@ -86,11 +97,15 @@ def _raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _hugging_face(path: Path) -> Any:
+def _config_file(path: Path) -> Path:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         what = "is no file" if file.exists() else "does not exist"
         raise NotAModel(f"{file} {what}: Hugging Face's models keep their config there")
+    return file
+
+
+def _hugging_face(file: Path) -> Any:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, __version__
     except ImportError as error:

@@ -15,7 +15,7 @@ from torch import nn
 from gemini.cli.answer import Answer, answer
 from gemini.cli.cluster import THIS, described
 from gemini.cli.dtypes import dtype_option
-from gemini.cli.model import NotAModel, model_named
+from gemini.cli.model import NotAModel, check_name, model_named
 from gemini.cli.options import with_options
 from gemini.cli.plan_report import as_json, show
 from gemini.cli.question import Batch
@@ -74,9 +74,8 @@ def plan(
     Exit code 1: it does not fit, and what would help is said. Exit code 2: the question is wrong.
     """
     console = Console(stderr=True)
-    with _saying(console, "looking at the machine"):
-        cluster = described(ranks, ranks_per_node, machine, device_memory, host_memory, rates)
     try:
+        check_name(model)
         settings = Settings(
             dtype=dtype_option(dtype),
             stage=stage,
@@ -87,6 +86,8 @@ def plan(
             gradient_accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
             chunk_size=chunk_size,
         )
+        with _saying(console, "looking at the machine"):
+            cluster = described(ranks, ranks_per_node, machine, device_memory, host_memory, rates)
         with _saying(console, f"reading {model}"):
             module = module_of(model_named(model))
         if not any(True for _ in module.parameters()):

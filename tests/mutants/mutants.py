@@ -6,6 +6,7 @@
 from tests.mutants import (
     access,
     building,
+    cli,
     engine,
     integrations,
     manager,
@@ -21,6 +22,7 @@ from tests.mutants import (
 FILES = (
     access,
     building,
+    cli,
     engine,
     integrations,
     manager,

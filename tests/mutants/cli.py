@@ -1,0 +1,86 @@
+"""Faults of gemini/cli."""
+
+from tests.mutants.mutant import Mutant
+
+_REFUSALS = "tests/features/test_plan_refusals.py"
+
+MUTANTS = [
+    Mutant(
+        "a refusal of gemini plan speaks of a share of the device that does not apply",
+        "gemini/placement/plan.py",
+        "is_by_default=free is None or free.are_activations_unknown",
+        "is_by_default=True",
+        f"{_REFUSALS}::test_a_refusal_names_options_and_no_share_that_does_not_apply",
+    ),
+    Mutant(
+        "every try of gemini plan makes packings of its own",
+        "gemini/cli/question.py",
+        "            plan = plan_packed(self.packed, self._settings_with(there), free)",
+        "            made = packed_of(self.module, self.settings, self.cluster.ranks.count)\n"
+        "            plan = plan_packed(made, self._settings_with(there), free)",
+        f"{_REFUSALS}::test_all_tries_of_a_question_share_their_packings",
+    ),
+    Mutant(
+        "other ranks are planned with the packings of these",
+        "gemini/cli/question.py",
+        "        packed = packed_of(self.module, self.settings, count)\n",
+        "        packed = self.packed\n",
+        f"{_REFUSALS}::test_more_ranks_that_are_advised_fill_the_nodes_of_a_named_machine",
+    ),
+    Mutant(
+        "ranks are on nodes of 8 where only memory is described",
+        "gemini/cli/cluster.py",
+        "count if is_here else _filled_by(count)",
+        "count if is_here else _PER_NODE",
+        f"{_REFUSALS}::test_a_cluster_of_any_size_is_answered_where_only_memory_is_described",
+    ),
+    Mutant(
+        "gemini plan advises ranks that do not fill nodes",
+        "gemini/cli/knobs.py",
+        "        if not cluster.ranks.fill_nodes(count):\n            continue\n",
+        "",
+        f"{_REFUSALS}::test_more_ranks_that_are_advised_fill_the_nodes_of_a_named_machine",
+    ),
+    Mutant(
+        "any part of a sequence is advised",
+        "gemini/cli/knobs.py",
+        "    if tokens * _LEAST_PART < length:\n",
+        "    if tokens <= 0:\n",
+        f"{_REFUSALS}::test_less_than_a_quarter_of_a_sequence_is_not_advised",
+    ),
+    Mutant(
+        "an operator is blamed where others do not fit either",
+        "gemini/cli/knobs.py",
+        "    if len(shapes) != 1 or not budget:",
+        "    if not budget:",
+        f"{_REFUSALS}::test_no_operator_is_blamed_where_others_do_not_fit_either",
+    ),
+    Mutant(
+        "the operator that does not fit is not named",
+        "gemini/cli/knobs.py",
+        "        yield from _smaller_operator(too_large, question.packed.spec, budget)\n",
+        "        pass\n",
+        f"{_REFUSALS}::test_the_operator_that_does_not_fit_is_named",
+    ),
+    Mutant(
+        "refusals of gemini plan name settings of Python's",
+        "gemini/cli/plan_report.py",
+        '"message": with_options(str(refusal)),',
+        '"message": str(refusal),',
+        f"{_REFUSALS}::test_a_refusal_names_options_and_no_share_that_does_not_apply",
+    ),
+    Mutant(
+        "a machine is measured for a name that nothing has",
+        "gemini/cli/plan.py",
+        "        check_name(model)\n",
+        "",
+        f"{_REFUSALS}::test_what_can_be_said_of_a_name_is_said_before_the_machine_is_measured",
+    ),
+    Mutant(
+        "a packing is made for every iteration",
+        "gemini/placement/packed.py",
+        "        place = 0\n",
+        "        place = 0\n        self._unmade, self._made = packings(self.spec, self._settings, self.world_size), []\n",
+        "tests/pure/test_packed.py::test_a_packing_is_made_once_and_only_when_it_is_asked_for",
+    ),
+]
