@@ -80,7 +80,8 @@ MUTANTS = [
         "a packing is made for every iteration",
         "gemini/placement/packed.py",
         "        place = 0\n",
-        "        place = 0\n        self._unmade, self._made = packings(self.spec, self._settings, self.world_size), []\n",
+        "        self._unmade, self._made = packings(self.spec, self._settings, self.world_size), []\n"
+        "        place = 0\n",
         "tests/pure/test_packed.py::test_a_packing_is_made_once_and_only_when_it_is_asked_for",
     ),
 ]
