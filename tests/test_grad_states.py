@@ -89,3 +89,24 @@ def test_a_sum_in_fp32_is_not_rounded_and_an_unreduced_sum_is_not_lost(chunk: An
         gradient.become_unsynced(UnsyncedState.ELSEWHERE)
     assert gradient.is_behind
     assert gradient.is_reduced
+
+
+@pytest.mark.parametrize("state", GradState)
+def test_a_parameters_gradient_comes_into_an_open_payload_only(chunk: Any, state: GradState) -> None:
+    gradient = brought_to(state, ChunkGradient(chunk, keeps_whole=True))
+    fields = dict(vars(gradient), fired=bytes(gradient.fired), expects=list(gradient.expects))
+    for note in (lambda: gradient.note_fired(0), lambda: gradient.note_all_fired([0])):
+        if state in (AT_HOME, IN_SLOT):
+            note()
+            assert gradient.fired[0] == gradient.got[0] == 1 and gradient.expects[0] is None
+        else:
+            with pytest.raises(RuntimeError, match="came into a payload that is"):
+                note()
+            assert dict(vars(gradient), fired=bytes(gradient.fired), expects=list(gradient.expects)) == fields
+
+
+def test_a_parameters_second_gradient_is_not_counted_as_another_one(chunk: Any) -> None:
+    gradient = brought_to(AT_HOME, ChunkGradient(chunk, keeps_whole=True))
+    gradient.note_fired(0)
+    gradient.note_fired(0)
+    assert gradient.num_fired == 1

@@ -167,70 +167,12 @@ def test_no_file_of_the_packages_or_of_their_tests_is_over_350_lines() -> None:
     assert not too_long, "split these by what they are about"
 
 
-CHUNKS = "gemini/chunks/chunk.py"
-# What is true together is one state, which one method writes. By file: its fields, and who writes them.
-STATES = {
-    "gemini/chunks/gradient.py": {
-        **{field: {"become"} for field in ("state", "content", "slot", "payload", "views", "spilled")},
-        "fired": {"become"},
-        "expects": {"become", "expect"},
-        "reduced_state": {"become_reduced"},
-        "first_backward": {"become_reduced", "outlive_step"},
-        "unsynced_state": {"become_unsynced"},
-    },
-    CHUNKS: {field: {"become"} for field in ("state", "slot", "payload")},
-}
-
-
-def written_states(name: str, text: str) -> list[str]:
-    """Assignments to fields of a state in the module `text`, the file `name`, by others than their writers."""
-    found = []
-    for owner, fields in STATES.items():
-        module = owner.removesuffix(".py").replace("/", ".")
-        if name != owner and not any(each.startswith(module) for each in imported_names(text, "gemini")):
-            continue
-        for function in ast.walk(ast.parse(text)):
-            if not isinstance(function, ast.FunctionDef) or (name == owner and function.name == "__init__"):
-                continue
-            for node in ast.walk(function):
-                is_written = isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del))
-                if not is_written or node.attr not in fields:
-                    continue
-                base = ast.unparse(node.value)
-                is_chunk = base.rpartition(".")[2] in {"chunk", "victim"}
-                is_other = is_chunk != (owner == CHUNKS) if name != owner else base != "self"
-                if not is_other and (name != owner or function.name not in fields[node.attr]):
-                    found.append(f"{name}:{node.lineno} {ast.unparse(node)} in {function.name}()")
-    return found
-
-
-def test_a_state_is_written_by_its_own_method_only() -> None:
-    found = [
-        each
-        for path in sources(*PACKAGES)
-        for each in written_states(path.relative_to(ROOT).as_posix(), path.read_text())
-    ]
-    assert not found, "\n".join(found)
-
-
 def test_how_gradients_accumulate_is_chosen_once() -> None:
     """The store makes the way for one rank or for several; no other part of it asks how many ranks there are."""
     asking = re.compile(r"world_size (==|!=|>|>=|<|<=) \d")
     parts = ("accumulate", "arrivals", "grad_homes", "grad_memory", "grads", "leftovers", "reduce", "unsynced")
     texts = {part: (ROOT / f"gemini/manager/{part}.py").read_text() for part in parts}
     assert [part for part, text in texts.items() for _ in asking.findall(text)] == ["grads"]
-
-
-def test_the_rule_about_states_sees_what_it_should() -> None:
-    importing = "from gemini.chunks.gradient import ChunkGradient\ndef f(gradient):\n    gradient.%s = None\n"
-    assert written_states("gemini/manager/any.py", importing % "slot")
-    assert not written_states("gemini/manager/any.py", importing % "wide")
-    assert written_states("gemini/chunks/gradient.py", "def become_reduced(self):\n    self.state = None\n")
-    assert not written_states("gemini/chunks/gradient.py", "def become(self):\n    self.state = None\n")
-    of_chunks = "from gemini.chunks.chunk import Chunk\ndef f(self, slot):\n    %s\n"
-    assert written_states("gemini/manager/any.py", of_chunks % "self.chunk.slot, chunk.payload = None, None")
-    assert not written_states("gemini/manager/any.py", of_chunks % "slot.chunk = 3")
-    assert written_states(CHUNKS, "def leave_home(self):\n    self.payload = None\n")
 
 
 def assigned_callbacks(text: str, methods: set[str]) -> list[str]:

@@ -136,11 +136,7 @@ class Arrivals:
             # Zero the whole payload: this chunk has too many paddings to zero them one by one.
             self._open(gradient, backward, zero=True)
             torch._foreach_copy_(_at(positions, gradient.views), grads)
-        fired, got, expects = gradient.fired, gradient.got, gradient.expects
-        for position in positions:
-            fired[position] = got[position] = 1
-            expects[position] = None
-        gradient.num_fired += len(positions)
+        gradient.note_all_fired(positions)
         return True
 
     def take(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
@@ -152,9 +148,7 @@ class Arrivals:
                 return self.add(chunk, position, grad, backward)
         # The common path: a copy and some flags.
         view.copy_(grad)
-        gradient.expects[position] = None
-        gradient.fired[position] = gradient.got[position] = 1
-        gradient.num_fired += 1
+        gradient.note_fired(position)
         return gradient
 
     def add(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
@@ -176,9 +170,7 @@ class Arrivals:
             view.add_(grad)
         else:
             view.copy_(grad)
-        gradient.num_fired += not gradient.fired[position]
-        gradient.fired[position] = gradient.got[position] = 1
-        gradient.expects[position] = None
+        gradient.note_fired(position)
         return gradient
 
     def _open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
@@ -191,10 +183,10 @@ class Arrivals:
         self.begun.clear()
         for index, waiting in self._waiting.items():
             if waiting.arrived and index in self._memory.gradients:
-                raw = self._memory.gradients[index].chunk.raw
+                chunk = self._memory.gradients[index].chunk
                 with torch._C.DisableTorchFunctionSubclass():
                     for each in waiting.arrived:
-                        _set_grad(raw[waiting.positions[each]], None)
+                        _set_grad(chunk.raw[waiting.positions[each]], None)
             waiting.arrived.clear()
             waiting.copied.clear()
             waiting.due = 0
