@@ -27,16 +27,27 @@ def our_attributes() -> set[str]:
     return names - {"type"}  # configs have it, and so has torch.device
 
 
+def _before(node: ast.expr) -> ast.expr:
+    """The expression that `node` takes an attribute of; a call and a subscript hand on what they were taken of."""
+    while isinstance(node, ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
+
+
 def long_chains(text: str, names: set[str]) -> list[str]:
-    """Expressions `a.b.c.d.e` of the module `text` whose attributes are all ours."""
-    tree = ast.parse(text)
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    """Expressions `a.b.c.d.e` of the module `text` whose attributes are all ours; `a.b(1).c[2].d.e` is one, too."""
+    attributes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+    inner = {id(_before(node.value)) for node in attributes}
     found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and id(node) not in inner:
-            base, attributes = ast.unparse(node).split(".")[0], ast.unparse(node).split(".")[1:]
-            if base != "torch" and len(attributes) > MAX_ATTRIBUTES and names.issuperset(attributes):
-                found.append(f"{node.lineno} {ast.unparse(node)}")
+    for last in attributes:
+        chain: list[str] = []
+        node: ast.expr = last
+        while isinstance(node, ast.Attribute) and id(last) not in inner:
+            chain.append(node.attr)
+            node = _before(node.value)
+        is_torchs = isinstance(node, ast.Name) and node.id == "torch"
+        if not is_torchs and len(chain) > MAX_ATTRIBUTES and names.issuperset(chain):
+            found.append(f"{last.lineno} {ast.unparse(last)}")
     return found
 
 
@@ -57,6 +68,11 @@ def test_no_chain_of_our_attributes_is_longer_than_three_but_those_that_were() -
         ("self.a.b.c", False),
         ("torch.a.b.c.d", False),
         ("x.a.b.c.z", False),
+        ("self.a.b(1).c.d", True),
+        ("self.a[0].b.c().d[1]", True),
+        ("self.a(x.b.c.d).b.c", False),
+        ("f(x).a.b.c.d", True),
+        ("self.a.b(self.a.b.c.d)", True),
     ],
 )
 def test_the_rule_about_chains_sees_what_it_should(text: str, is_long: bool) -> None:

@@ -123,7 +123,8 @@ class BuildStore:
         num_bytes = layout.shard_numel * dtype.itemsize
         tier = self._home_of(num_bytes)
         chunk.take_home(Kind.PARAM, tier, self._memory, num_bytes)
-        weakref.finalize(chunk, self._memory.tier(tier).ledger.give, Kind.PARAM, num_bytes).atexit = False
+        ledger = self._memory.tier(tier).ledger
+        weakref.finalize(chunk, ledger.give, Kind.PARAM, num_bytes).atexit = False
         self._num_chunks += 1
         self._chunks.add(chunk)
         return chunk

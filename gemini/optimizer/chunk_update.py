@@ -123,7 +123,8 @@ class ChunkUpdates:
             return False
         tier = self._where(chunk, state)
         view = ShardView(chunk, self._step.params, self._staging, tier)
-        reduced = self._step.grads.of(chunk).reduced()
+        gradient = self._step.grads.of(chunk)
+        reduced = gradient.reduced()
         is_grad_staged = reduced.tier is not tier
         grad = self._staged(reduced, tier) if is_grad_staged else ready(reduced)
         view.segments()
@@ -161,7 +162,8 @@ class ChunkUpdates:
         if state.flats:
             return state.tier
         tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
-        tiers.add(self._step.grads.of(chunk).reduced().tier)
+        gradient = self._step.grads.of(chunk)
+        tiers.add(gradient.reduced().tier)
         return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
 
 

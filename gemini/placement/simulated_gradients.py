@@ -193,8 +193,8 @@ class Gradients:
     # -- memory
 
     def _may_write_home(self, chunk: int) -> bool:
-        gradient, is_narrow = self.of[chunk], self._facts[chunk].dtypes.weight.itemsize < 4
-        return not gradient.is_reduced or (self._is_alone and not is_narrow)
+        gradient, dtypes = self.of[chunk], self._facts[chunk].dtypes
+        return not gradient.is_reduced or (self._is_alone and dtypes.weight.itemsize >= 4)
 
     def _resumes(self, chunk: int) -> bool:
         gradient = self.of[chunk]
