@@ -1,7 +1,8 @@
 """The objects of a wrapped model refer downwards only, as docs/architecture.md draws them."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import ChunkManager, ShardedModel, ShardedOptimizer, UnsupportedError
+from gemini import ChunkManager, Observer, ShardedModel, ShardedOptimizer, UnsupportedError, ZeroInitContext
 from tests.zoo import mlp
 
 ENDS = (Tensor, torch.dtype, torch.device, ModuleType, type, str, bytes, int, float, weakref.ref)
@@ -22,7 +23,7 @@ def parts_of(thing: Any) -> Iterator[Any]:
         return
     if isinstance(thing, Mapping):
         yield from [*thing.keys(), *thing.values()]
-    elif isinstance(thing, (list, tuple, set, frozenset)):
+    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
         yield from list(thing)
     elif isinstance(thing, MethodType):
         yield thing.__self__
@@ -74,6 +75,88 @@ def test_nothing_refers_to_what_is_above_it(place: str) -> None:
         above.append(name)
     assert id(manager.memory) in reached_from(manager), "the walk goes through our objects"
     assert id(manager.step) in reached_from(model._hooks)
+
+
+def circles(starts: Iterable[Any]) -> list[list[Any]]:
+    """Groups of objects of which each reaches all others of its group: strongly connected components, by Tarjan."""
+    order: dict[int, int] = {}
+    lowest: dict[int, int] = {}
+    stack: list[Any] = []
+    on_stack: set[int] = set()
+    found = []
+    alive = list(starts)  # an id stays that of one object while the object lives
+    walk: list[tuple[Any, Iterator[Any]]] = []
+
+    def enter(thing: Any) -> None:
+        order[id(thing)] = lowest[id(thing)] = len(order)
+        alive.append(thing)
+        stack.append(thing)
+        on_stack.add(id(thing))
+        walk.append((thing, iter([*parts_of(thing)])))
+
+    for start in [*alive]:
+        if id(start) not in order:
+            enter(start)
+        while walk:
+            thing, parts = walk[-1]
+            for part in parts:
+                if id(part) not in order:
+                    enter(part)
+                    break
+                if id(part) in on_stack:
+                    lowest[id(thing)] = min(lowest[id(thing)], order[id(part)])
+            else:  # all that it refers to has been seen
+                walk.pop()
+                for above, _ in walk[-1:]:
+                    lowest[id(above)] = min(lowest[id(above)], lowest[id(thing)])
+                if lowest[id(thing)] == order[id(thing)]:
+                    group = stack[next(number for number, each in enumerate(stack) if each is thing) :]
+                    del stack[-len(group) :]
+                    on_stack.difference_update(map(id, group))
+                    if len(group) > 1:
+                        found.append(group)
+    return found
+
+
+# A chunk is its parameters' memory, and a parameter is a place in a chunk: neither is made without the other.
+ALLOWED_CIRCLES = [{"Chunk", "ManagedParameter"}]
+
+
+def names_in(circle: list[Any]) -> set[str]:
+    return {type(each).__name__ for each in circle if type(each).__module__ != "builtins"}
+
+
+def is_built() -> tuple[ShardedModel, ShardedOptimizer]:
+    """A model from ZeroInitContext."""
+    with ZeroInitContext():
+        module = mlp.build()
+    model = ShardedModel(module, device="emulated")
+    return model, ShardedOptimizer(model, mlp.adam(model.parameters()))
+
+
+@pytest.mark.parametrize("make", [partial(mlp.sharded, "cuda"), partial(mlp.sharded, "smallest"), is_built])
+def test_the_objects_of_a_model_form_no_circle(make: Callable[[], tuple[ShardedModel, ShardedOptimizer]]) -> None:
+    model, optimizer = make()
+    for step in range(2):
+        mlp.train_step(model, optimizer, step)
+    parts = [part for part in vars(model).values() if part is not model.module]
+    below = {id(each) for part in parts for each in reached_from(part).values()}
+    assert {id(model._hooks), id(model.chunk_manager), id(model.chunk_manager.step)} <= below | set(map(id, parts))
+    wrong = [names_in(each) for each in circles([optimizer, *parts])]
+    assert [each for each in wrong if each not in ALLOWED_CIRCLES] == []
+
+
+def test_the_walk_sees_circles() -> None:
+    """By attributes, bound methods, partials, closures and containers."""
+    left, right, lonely = Observer(), Observer(), Observer()
+    for back in (left, left.listen, partial(left.listen, print), deque([{"left": [left]}]), lambda: left):
+        vars(left)["other"] = (right, lonely)
+        vars(right)["other"] = back
+        (circle,) = circles([lonely, left])
+        assert {id(left), id(right)} <= set(map(id, circle))
+        assert id(lonely) not in set(map(id, circle))
+    vars(right)["other"] = lonely
+    assert circles([left, right]) == []
 
 
 def test_the_chunk_manager_is_the_owner_of_what_a_model_has() -> None:

@@ -30,8 +30,9 @@ _AFTER = "_forward_hooks"
 class OperatorHooks:
     """The hooks of all operators of one model."""
 
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        """handles: an empty list, which from now on has the handles of all of them."""
+        self._handles = handles
         self._rows: list[_Row] = []  # of hooks that may be lifted
         self._are_lifted = False
 
@@ -74,11 +75,6 @@ class OperatorHooks:
                 self._rows[number] = attributes, name, others, OrderedDict(), key, hook
         # Written last: after an interrupt in this method it is called again.
         self._are_lifted = False
-
-    @property
-    def handles(self) -> tuple[RemovableHandle, ...]:
-        """The handles of all hooks."""
-        return tuple(self._handles)
 
     def remove(self) -> None:
         """Remove all hooks for good."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,27 +33,35 @@ from gemini.model.leaf import reached_by_backward
 from gemini.model.tensors import tensors_in
 
 
-class Hooks:
-    """The hooks of one model."""
+@dataclass(frozen=True)
+class Handles:
+    """Of all hooks that one model's modules and parameters have because of us, as they are registered and removed."""
 
-    def __init__(self, step: Step, trainability: Trainability, saved_tensors: SavedTensors, gathers: bool) -> None:
-        """gathers: parameters are gathered from other ranks."""
-        self._step = step
-        self._trainability = trainability
-        self._gathers = gathers
-        self._saved_tensors = saved_tensors
-        self._handles: list[RemovableHandle] = []
-        self._operators = OperatorHooks()
+    of_operators: list[RemovableHandle] = field(default_factory=list)  # and of the root
+    of_others: list[RemovableHandle] = field(default_factory=list)
+
+
+class Hooks:
+    """The hooks of one model: which modules have them. What they do is in `_AroundOperator` and `_AroundRoot`."""
+
+    def __init__(
+        self, step: Step, trainability: Trainability, saved_tensors: SavedTensors, gathers: bool, handles: Handles
+    ) -> None:
+        """gathers: parameters are gathered from other ranks. handles: empty; written by nobody else."""
+        self._handles = handles
+        self._operators = OperatorHooks(handles.of_operators)
+        self._around_operator = _AroundOperator(step, trainability, saved_tensors, gathers)
+        self._around_root = _AroundRoot(step, trainability, saved_tensors, self._operators)
         self._calls: dict[nn.Module, CompiledCall] = {}
 
     def attach(self, root: nn.Module, operators: list[tuple[nn.Module, Operator]]) -> None:
         """Have the hooks of these operators and of the root, and of no others."""
         self._detach()
         around: list[tuple[nn.Module, Callable[..., None], Callable[..., Any]]] = [
-            (module, partial(self._before_operator, operator), partial(self._after_operator, operator))
+            (module, partial(self._around_operator.before, operator), partial(self._around_operator.after, operator))
             for module, operator in operators
         ]
-        around.append((root, self._before_root, self._after_root))
+        around.append((root, self._around_root.before, self._around_root.after))
         for module, before, after in around:
             if module._compiled_call_impl is not None:  # the compiler would trace hooks of the module
                 if module not in self._calls:
@@ -69,23 +78,26 @@ class Hooks:
 
     def take_over(self, handles: Iterable[RemovableHandle]) -> None:
         """Remove these hooks too when the time comes."""
-        self._handles += handles  # one by one: where registering fails, those before can be removed
-
-    @property
-    def handles(self) -> tuple[RemovableHandle, ...]:
-        """Of all hooks that the model's modules and parameters have because of us."""
-        return (*self._handles, *self._operators.handles)
+        self._handles.of_others.extend(handles)  # one by one: where registering fails, those before can be removed
 
     def remove(self) -> None:
         """The module is called as if it had never been wrapped. Local; raises nothing."""
         self._detach()
-        for handle in self._handles:
+        for handle in self._handles.of_others:
             handle.remove()
-        self._handles.clear()
+        self._handles.of_others.clear()
 
-    # -- operators
 
-    def _before_operator(self, operator: Operator, module: nn.Module, args: Any) -> None:
+class _AroundOperator:
+    """What the hooks of every operator do."""
+
+    def __init__(self, step: Step, trainability: Trainability, saved_tensors: SavedTensors, gathers: bool) -> None:
+        self._step = step
+        self._trainability = trainability
+        self._saved_tensors = saved_tensors
+        self._gathers = gathers
+
+    def before(self, operator: Operator, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():  # what is traced has hooks around it
             return
         with unseen():
@@ -99,7 +111,7 @@ class Hooks:
             if self._saved_tensors.needed():
                 call.hooks = self._saved_tensors.push()
 
-    def _after_operator(self, operator: Operator, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(self, operator: Operator, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None
         self._step.exit_operator(operator)
@@ -113,9 +125,20 @@ class Hooks:
         with self._step.publishing(), unseen(), untracked():
             self._step.backward.enter_leaf(operator)
 
-    # -- the root
 
-    def _before_root(self, module: nn.Module, args: Any) -> None:
+class _AroundRoot:
+    """What the root's hooks do."""
+
+    def __init__(
+        self, step: Step, trainability: Trainability, saved_tensors: SavedTensors, operators: OperatorHooks
+    ) -> None:
+        """operators: the hooks that are lifted inside of the root's forward."""
+        self._step = step
+        self._trainability = trainability
+        self._saved_tensors = saved_tensors
+        self._operators = operators
+
+    def before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
         step = self._step
@@ -134,7 +157,7 @@ class Hooks:
         torch.set_autocast_cache_enabled(False)  # it would serve the weights of a payload that left its slot
         call.hooks = self._saved_tensors.push() if self._saved_tensors.needed() else None
 
-    def _after_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
         error = sys.exc_info()[1] if output is None else None

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gemini.access.link import link_of
 from gemini.errors import UnsupportedError
 from gemini.manager.step import Step
-from gemini.model.hooks import Hooks
+from gemini.model.hooks import Handles
 
 _ATTRIBUTE = "__reduce_ex__"
 
@@ -27,9 +25,10 @@ _ATTRIBUTE = "__reduce_ex__"
 class PlainCopies:
     """Makes copies of the modules of one model."""
 
-    def __init__(self, step: Step, hooks: Hooks) -> None:
+    def __init__(self, step: Step, handles: Handles) -> None:
+        """handles: of the hooks that no copy has."""
         self._step = step
-        self._hooks = hooks
+        self._handles = handles
         self._modules: list[weakref.ref[nn.Module]] = []
 
     def install(self, root: nn.Module) -> None:
@@ -60,7 +59,7 @@ class PlainCopies:
                     memo[key] = links[index].copy()
             for buffer in module.buffers():
                 memo.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
-            _leave_out(self._hooks.handles, memo)
+            _leave_out(self._handles, memo)
             ours = [(each, vars(each).pop(_ATTRIBUTE)) for each in module.modules() if _ATTRIBUTE in vars(each)]
             try:
                 return copy.deepcopy(module, memo)
@@ -108,10 +107,10 @@ def _itself(module: nn.Module) -> nn.Module:
     return module
 
 
-def _leave_out(handles: Iterable[RemovableHandle], memo: dict[int, Any]) -> None:
+def _leave_out(handles: Handles, memo: dict[int, Any]) -> None:
     """Dictionaries of hooks are copied without ours: those would drive the steps of the original."""
     found: dict[int, tuple[dict[int, Any], set[int]]] = {}
-    for handle in handles:
+    for handle in (*handles.of_operators, *handles.of_others):
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
             hooks = reference()
             if hooks is not None:

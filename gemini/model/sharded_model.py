@@ -32,7 +32,7 @@ from gemini.model.arguments import check_module, check_wrapped, ranks_of
 from gemini.model.budgets import bytes_freed, read_free
 from gemini.model.compiled import never_traced
 from gemini.model.first_batch import most_activations
-from gemini.model.hooks import Hooks
+from gemini.model.hooks import Handles, Hooks
 from gemini.model.ignored import ignored_in, zero_ignored
 from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of
 from gemini.model.move_out import MovingOut
@@ -171,8 +171,9 @@ class ShardedModel(PlainView):
             link = Link(managed, self._states, self.trainability, saved_tensors)
             managed.parameter._gemini = link  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
-        self._hooks = Hooks(step, self.trainability, saved_tensors, gathers)
-        self._copies = PlainCopies(step, self._hooks)
+        handles = Handles()
+        self._hooks = Hooks(step, self.trainability, saved_tensors, gathers, handles)
+        self._copies = PlainCopies(step, handles)
         self._copies.install(self.module)
         for each, casting in weights.casting.items():
             self._hooks.take_over(casting.install(each))

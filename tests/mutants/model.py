@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "hooks are copied with the module",
         "gemini/model/plain_copy.py",
-        "            _leave_out(self._hooks.handles, memo)\n",
+        "            _leave_out(self._handles, memo)\n",
         "",
         "tests/features/test_plain_copies.py::test_a_deepcopy_is_the_plain_module_whole_and_on_its_own",
     ),
