@@ -17,7 +17,10 @@ from optim.piece import GRAD_DTYPES
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """min(1, max_norm / (norm + 1e-6)) in fp64, for the caller to round once; NaN for a NaN norm, as in torch."""
+    """min(1, max_norm / (norm + 1e-6)) in fp64, for the caller to round once; NaN for a NaN norm, as in torch.
+
+    Raises ValueError for a `max_norm` that is negative or NaN.
+    """
     if not max_norm >= 0.0:
         raise ValueError(f"max_norm must be a number >= 0, found {max_norm}")
     quotient = max_norm / (norm + 1e-6)

@@ -21,7 +21,8 @@ def accumulate_sum_of_squares_(
 ) -> Tensor:
     """`optim.dispatch.accumulate_sum_of_squares_`, for what `can_sum` says yes to; `limbs` in host memory.
 
-    num_threads and level as in `optim.cpu_adam.update`. Releases the GIL.
+    num_threads and level as in `optim.cpu_adam.update`. Releases the GIL. Raises RuntimeError without the compiled
+    kernels and for limbs that are not contiguous.
     """
     module = extension()
     if module is None or not limbs.is_contiguous():

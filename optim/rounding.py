@@ -15,7 +15,10 @@ BF16_NAN_BITS = 0x7FC0
 
 
 def to_bfloat16_half_up(master: Tensor, out: Tensor | None = None) -> Tensor:
-    """`master` (fp32, contiguous, any shape) as bf16, in `out` (contiguous, same shape) if given."""
+    """`master` (fp32, contiguous, any shape) as bf16, in `out` (contiguous, same shape) if given.
+
+    Raises ValueError for tensors of another dtype, layout or shape.
+    """
     if master.dtype != torch.float32 or not master.is_contiguous():
         raise ValueError(f"master must be fp32 and contiguous, found {master.dtype}, stride {master.stride()}")
     if out is None:

@@ -55,7 +55,7 @@ def adam_scalars(
     inv_scale: float = 1.0,
     clip: float = 1.0,
 ) -> AdamScalars:
-    """Constants of update number `step`, which counts from 1."""
+    """Constants of update number `step`, which counts from 1. Raises ValueError for a step below 1."""
     if step < 1:
         raise ValueError(f"step counts updates from 1, found {step}")
     beta1, beta2 = betas

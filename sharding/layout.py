@@ -155,7 +155,7 @@ def pieces_within(pieces: Iterable[Piece], start: int, numel: int) -> Iterator[P
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `n`."""
+    """The smallest multiple of `multiple` that is not below `n`. Raises ValueError if `multiple` is below 1."""
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1, got {multiple}")
     return -(-n // multiple) * multiple
@@ -164,7 +164,8 @@ def round_up(n: int, multiple: int) -> int:
 def lay_out_unit(numels: Sequence[int], world_size: int) -> tuple[tuple[int, ...], int]:
     """Offsets of parameters inside their unit, and the unit's padded element count.
 
-    See [Note: Alignment]. A unit of zero-size parameters only has 0 elements.
+    See [Note: Alignment]. A unit of zero-size parameters only has 0 elements. Raises ValueError for a negative number
+    of elements and for a `world_size` below 1.
     """
     _check_world_size(world_size)
     offsets = []

@@ -63,7 +63,10 @@ _NAMED: dict[str, type[ShardStrategy]] = {
 
 
 def resolve_strategy(strategy: ShardStrategy | type[ShardStrategy] | str | None) -> ShardStrategy:
-    """The strategy object for what a user may write; None is `ChunkShardStrategy`."""
+    """The strategy object for what a user may write; None is `ChunkShardStrategy`.
+
+    Raises ValueError for an unknown name and TypeError for what is no strategy.
+    """
     if strategy is None:
         return ChunkShardStrategy()
     if isinstance(strategy, ShardStrategy):

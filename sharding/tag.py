@@ -25,7 +25,7 @@ class Tag(NamedTuple):
     moment: int
 
     def pack(self) -> tuple[int, int]:
-        """The tag as two signed 64-bit integers."""
+        """The tag as two signed 64-bit integers. Raises ValueError if a field is no unsigned 32-bit number."""
         try:
             first, second = struct.unpack("<qq", struct.pack("<IIII", *self))
         except struct.error:

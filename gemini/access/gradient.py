@@ -56,7 +56,10 @@ class WholeGradient:
             gradient.num_writes += 1
 
     def gather(self) -> Tensor:
-        """(numel,) a copy on the compute device, in payload order. Collective where it is sharded."""
+        """(numel,) A copy on the compute device, in the order of the payload. Collective where it is sharded.
+
+        Raises GeminiError where it is not reduced yet, or was used by a step or discarded.
+        """
         managed, link = self.managed, self.link
         with link.step.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
@@ -85,7 +88,8 @@ class WholeGradient:
 def has_gradient(link: Link) -> bool:
     """Whether any rank has had a gradient since the last step; equal on all ranks.
 
-    Local; collective if backwards under no_sync() have left their reduction for later.
+    Local; collective if backwards under no_sync() have left their reduction for later. Raises GeminiError inside
+    a backward whose gradients await their reduction.
     """
     managed, gradients = link.managed, link.step.grads
     if not gradients.in_backward:

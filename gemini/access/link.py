@@ -216,7 +216,8 @@ class Link(ParameterLink):
             yield
 
     def before_write(self) -> None:
-        # Other ranks have parts, or copies, of the weights, and run other hooks: weights would differ by rank.
+        """Raises UnsupportedError in a hook of the user's, where several ranks have parts or copies of the weights."""
+        # Other ranks run other hooks: weights would differ by rank.
         if self.in_user_hook and self.owner.communicator.world_size > 1:
             raise of_one_rank(self, "writes to the weights")
         super().before_write()
@@ -249,6 +250,7 @@ class Link(ParameterLink):
         return holder.name if is_of_holder else None
 
     def replace_data(self, value: Tensor) -> None:
+        """Raises ReleasedParameterError: a chunk has room for this shape and dtype only."""
         remedy = "To change a size, load model.state_dict() into the plain module, change that, and wrap it anew"
         if value.shape == self.managed.shape:
             remedy = "A dtype is chosen by ShardedModel(..., dtype=)"

@@ -25,7 +25,7 @@ BEFORE_STEP = "between backward() and step()"
 
 @contextmanager
 def refused_after(shown: str) -> Iterator[None]:
-    """Around planning and a change of plan: a BudgetError also says what was done before it. Local."""
+    """Around planning and a change of plan: raises BudgetErrors that also say what was done before. Local."""
     try:
         yield
     except BudgetError as error:

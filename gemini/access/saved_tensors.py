@@ -196,6 +196,7 @@ class SavedTensors:
         return handle._replace(after=self.activation)
 
     def unpack(self, packed: Any) -> Tensor:
+        """What autograd saved. Raises StaleGraphError if it has changed since, by a step or by an edit."""
         if isinstance(packed, Kept):
             if packed.tensor._version != packed.version:  # see [Note: Packed objects]
                 raise StaleGraphError(_was_modified(packed))

@@ -34,6 +34,7 @@ class BuiltLink(ParameterLink):
         self.store.replace(self, value)
 
     def set_gradient(self, value: Tensor | None) -> None:
+        """Raises UnsupportedError for any gradient but None."""
         if value is not None:
             name = self.managed.name
             raise UnsupportedError(f"{name!r} cannot be given a gradient before its model is a ShardedModel")

@@ -221,7 +221,7 @@ class ChunkGradient:
         self.fired[position] = self.got[position] = 1
 
     def note_all_fired(self, positions: Sequence[int]) -> None:
-        """As `note_fired`, of several parameters of which none has fired since the payload was opened."""
+        """As `note_fired`, of several parameters of which none has fired since it was opened. Raises as that does."""
         if self.payload is None or self.state is _REDUCING:
             raise self._not_open(positions[0])
         fired, got, expects = self.fired, self.got, self.expects

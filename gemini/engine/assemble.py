@@ -41,6 +41,8 @@ def assemble(
     """The engine. What cannot be combined is refused before the model is wrapped. Collective.
 
     moves_given: whether the engine moves a schedule that is given as an object, rather than the script.
+    Raises TypeError for an argument of another kind, ConfigError and UnsupportedError for what cannot be combined, and
+    what `ShardedModel` and `ShardedOptimizer` raise.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, found {type(model).__name__}")
@@ -135,7 +137,10 @@ def _as_wrapped(config: Config, model: ShardedModel) -> Config:
 def optimizer_of(
     model: ShardedModel, given: OptimizerLike, config: Config, parameters: Iterable[Any] | None = None
 ) -> Optimizer | None:
-    """The optimizer that was given, or made by what was given or by the config. Local."""
+    """The optimizer that was given, or made by what was given or by the config. Local.
+
+    Raises TypeError if a callable that was given makes something else.
+    """
     if isinstance(given, Optimizer):
         return given
     its = list(model.parameters() if parameters is None else parameters)
@@ -151,7 +156,8 @@ def optimizer_of(
 def scheduler_of(given: SchedulerLike, config: Config, optimizer: ShardedOptimizer, plain: Optimizer) -> Any:
     """The schedule, acting on the sharded optimizer's param groups. Local.
 
-    Those are the plain optimizer's own, so a schedule that was made of that goes on.
+    Those are the plain optimizer's own, so a schedule that was made of that goes on. Raises UnsupportedError for a
+    schedule of another optimizer.
     """
     if given is None:
         return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)

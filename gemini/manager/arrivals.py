@@ -89,7 +89,7 @@ class Arrivals:
     def collect(self, gradient: ChunkGradient, backward: int, are_all: bool = True) -> bool:
         """Copy the chunk's waiting gradients to its payload; False without any.
 
-        are_all: no others of the chunk will wait for now.
+        are_all: no others of the chunk will wait for now. Raises UnsupportedError for a gradient that has a graph.
         """
         chunk = gradient.chunk
         if chunk.index not in self.begun:

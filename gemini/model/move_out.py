@@ -50,7 +50,10 @@ class MovingOut:
         self.memory = memory
 
     def undo(self, error: BaseException) -> None:
-        """After `error`, which every rank has heard of. Collective. Adds a note to it where weights are lost."""
+        """After `error`, which every rank has heard of. Collective. Adds a note to it where weights are lost.
+
+        Raises nothing of its own: where the weights cannot be given back, that is the note.
+        """
         clear_our_frames()  # collectives that they still know could not end
         for managed in self._managed():
             self._make_plain(managed)

@@ -242,7 +242,10 @@ _POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
 
 
 def resolve_policy(policy: str | PlacementPolicy, **arguments: float) -> PlacementPolicy:
-    """A policy by name, made with these arguments, or a user's own object."""
+    """A policy by name, made with these arguments, or a user's own object.
+
+    Raises ValueError for an unknown name and TypeError for what is no policy.
+    """
     if isinstance(policy, str):
         if policy not in _POLICIES:
             raise ValueError(f"tensor_placement_policy={policy!r} is unknown: choose one of {sorted(_POLICIES)}")

@@ -7,7 +7,10 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(value: int | float | str | None, name: str) -> int | None:
-    """Bytes of `value`; None stays None. `name` is the argument named in errors."""
+    """Bytes of `value`; None stays None. `name` is the argument named in errors.
+
+    Raises TypeError for what is neither a number nor a string, ValueError for no size, a negative or an infinite one.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):

@@ -152,7 +152,10 @@ class Watchdog:
         self.generation += 1
 
     def join(self) -> None:
-        """Wait until all ranks are at the start of this generation. Raises RankLostError after `rank_timeout_s`."""
+        """Wait until all ranks have come to the start of this generation. Collective.
+
+        Raises RankLostError after `rank_timeout_s`, and what another rank has published.
+        """
         self._raise_torn()
         joined = self._key("joined")
         deadline = time.monotonic() + self.rank_timeout_s

@@ -40,7 +40,10 @@ def dtype_named(value: Any) -> Any:
 
 
 def module_named(key: Any) -> Any:
-    """A key of `dtype={...}`: a class of torch.nn by its full name, else a name of modules."""
+    """A key of `dtype={...}`: a class of torch.nn by its full name, else a name of modules.
+
+    Raises ValueError for a name that torch.nn does not have.
+    """
     if not isinstance(key, str) or not key.startswith("torch.nn."):
         return key
     name = key.removeprefix("torch.nn.")

@@ -38,6 +38,7 @@ class LRSchedulerHook(LearningRate):
         self._stores = store_lr_in_state
 
     def before_train(self, trainer: Trainer) -> None:
+        """Raises UnsupportedError if the engine moves the schedule already."""
         if trainer.engine.moves_schedule and trainer.engine.lr_scheduler is self.schedule:
             raise UnsupportedError(
                 "LRSchedulerHook: the engine moves this schedule after every optimizer step, since the config or a "
