@@ -7,6 +7,9 @@ def current_device() -> torch.device:
     """The device for this process's input tensors: its current accelerator, else the CPU.
 
     The emulated device keeps its memory on the CPU. Local; raises nothing.
+
+    Example:
+        >>> batch = torch.randn(4, 8, device=current_device())
     """
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()

@@ -63,6 +63,9 @@ def disable_existing_loggers(include: Iterable[str] | None = None, exclude: Iter
     Args:
         include: names of the loggers. None: all that exist.
         exclude: names of loggers that are left as they are.
+
+    Example:
+        >>> disable_existing_loggers(include=["urllib3"])
     """
     names = list(logging.root.manager.loggerDict) if include is None else list(include)
     for name in names:

@@ -60,6 +60,10 @@ def launch_from_torch(
 
     Raises UnsupportedError if a process group exists already, RuntimeError if this machine has fewer devices than
     ranks, and ValueError if RANK and WORLD_SIZE are set and MASTER_ADDR or MASTER_PORT is not.
+
+    Example:
+        >>> launch_from_torch(seed=0, verbose=False)
+        >>> model = ShardedModel(torch.nn.Linear(8, 8))  # on all ranks of `torchrun`, or on one
     """
     global _config
     _config = config
@@ -89,6 +93,9 @@ def launch_from_slurm(
         backend, seed, rank_timeout, verbose: as in `launch_from_torch`.
 
     Raises RuntimeError outside a job step of Slurm, and what `launch_from_torch` raises.
+
+    Example:
+        >>> launch_from_slurm({"stage": 3, "device_memory": "20GiB"}, seed=0)  # doctest: +SKIP
     """
     global _config
     _config = config

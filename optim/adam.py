@@ -196,6 +196,12 @@ class CPUAdam(HybridAdam):
     """`HybridAdam` for parameters in host memory only. Arguments and errors are those of `HybridAdam`.
 
     Local. `step` raises ValueError if a parameter with a gradient is on another device.
+
+    Example:
+        >>> linear = torch.nn.Linear(8, 8)
+        >>> optimizer = CPUAdam(linear.parameters(), lr=1e-3)
+        >>> linear(torch.ones(2, 8)).sum().backward()
+        >>> optimizer.step()
     """
 
     def _check(self, parameter: Tensor) -> None:

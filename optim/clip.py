@@ -46,6 +46,12 @@ def clip_grad_norm_(
 
     Returns the norm before clipping, 0-dim fp32. Raises ValueError for other arguments, and RuntimeError if no
     parameter has a gradient.
+
+    Example:
+        >>> module(torch.ones(2, 8)).sum().backward()
+        >>> norm = clip_grad_norm_(module.parameters(), max_norm=1.0)
+        >>> torch.linalg.vector_norm(module.weight.grad) <= 1.0 < norm
+        tensor(True)
     """
     norm_type = float(norm_type)
     if norm_type not in (2.0, math.inf):

@@ -25,7 +25,14 @@ class ParameterSpec:
 
 
 class ShardStrategy(ABC):
-    """Groups parameters into units. Subclass it and write `units`; every rank must get the same answer."""
+    """Groups parameters into units. Subclass it and write `units`; every rank must get the same answer.
+
+    Example:
+        >>> class OneUnit(ShardStrategy):
+        ...     def units(self, operators):
+        ...         return [[parameter for operator in operators for parameter in operator]]
+        >>> model = ShardedModel(torch.nn.Linear(8, 8), shard_strategy=OneUnit())
+    """
 
     spans_chunk: ClassVar[bool] = False
     """True: all units that share a chunk are divided over the ranks as one."""
@@ -36,21 +43,33 @@ class ShardStrategy(ABC):
 
 
 class TensorShardStrategy(ShardStrategy):
-    """Each tensor is a unit: the simplest shards, and every rank holds a part of every tensor."""
+    """Each tensor is a unit: the simplest shards, and every rank holds a part of every tensor.
+
+    Example:
+        >>> model = ShardedModel(torch.nn.Linear(8, 8), shard_strategy=TensorShardStrategy())  # or "tensor"
+    """
 
     def units(self, operators: Sequence[Sequence[ParameterSpec]]) -> list[list[ParameterSpec]]:
         return [[parameter] for operator in operators for parameter in operator]
 
 
 class BucketTensorShardStrategy(ShardStrategy):
-    """All tensors of one operator are a unit: a bias never travels alone."""
+    """All tensors of one operator are a unit: a bias never travels alone.
+
+    Example:
+        >>> model = ShardedModel(torch.nn.Linear(8, 8), shard_strategy=BucketTensorShardStrategy())  # or "bucket"
+    """
 
     def units(self, operators: Sequence[Sequence[ParameterSpec]]) -> list[list[ParameterSpec]]:
         return [list(operator) for operator in operators if operator]
 
 
 class ChunkShardStrategy(TensorShardStrategy):
-    """The whole chunk is a unit: one collective a chunk, least padding. The packer merges a chunk's units."""
+    """The whole chunk is a unit: one collective a chunk, least padding. The packer merges a chunk's units.
+
+    Example:
+        >>> model = ShardedModel(torch.nn.Linear(8, 8), shard_strategy=ChunkShardStrategy())  # or "chunk", the default
+    """
 
     spans_chunk: ClassVar[bool] = True
 

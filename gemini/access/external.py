@@ -26,6 +26,11 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         parameter: a parameter of any other module of the model.
 
     Raises UnsupportedError if the model is wrapped already, and TypeError for anything but a module and a parameter.
+
+    Example:
+        >>> inner, outer = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        >>> register_external_parameter(outer, inner.weight)
+        >>> model = ShardedModel(torch.nn.Sequential(inner, outer))
     """
     _check(module, parameter)
     registered = external_parameters(module)
@@ -38,6 +43,11 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Undo `register_external_parameter(module, parameter)`. Local; every rank must do the same, before wrapping.
 
     Raises ValueError if `parameter` is not registered with `module`, and what `register_external_parameter` raises.
+
+    Example:
+        >>> inner, outer = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        >>> register_external_parameter(outer, inner.weight)
+        >>> unregister_external_parameter(outer, inner.weight)
     """
     _check(module, parameter)
     registered = external_parameters(module)

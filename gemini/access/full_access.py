@@ -21,6 +21,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
 
     A parameter without a master, which is fp32 or frozen, gives its own value in fp32; fp64 parameters stay fp64.
     Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> safe_get_full_fp32_param(model.module[0].weight).shape
+        torch.Size([8, 8])
     """
     link = _begin("safe_get_full_fp32_param", param)
     return _whole(link, link.states.full_precision(link.managed.chunk))
@@ -31,6 +35,13 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
     None, on all ranks, if no rank has had a gradient of it since the last step. Raises TypeError if `param` is
     not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> weight = model.module[0].weight
+        >>> loss = model(torch.ones(2, 8)).sum()
+        >>> optimizer.backward(loss)
+        >>> safe_get_full_grad(weight).shape
+        torch.Size([8, 8])
     """
     link = _begin("safe_get_full_grad", param)
     gradient = link.gradient()
@@ -45,6 +56,10 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
     None if `param` is frozen. Raises ValueError if the optimizer keeps no state `optim_state_key`. Raises TypeError for
     a parameter that is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> safe_get_full_optimizer_state(model.module[0].weight, "exp_avg").shape
+        torch.Size([8, 8])
     """
     link = _begin("safe_get_full_optimizer_state", param)
     return _whole(link, _state(link, optim_state_key)) if param.requires_grad else None
@@ -55,6 +70,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
     `value` has `param`'s shape, and any dtype and device. Raises ValueError for another shape; nothing has changed
     then. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> weight = model.module[0].weight
+        >>> safe_set_full_fp32_param(weight, torch.ones(8, 8))
+        >>> weight.sum().item()
+        64.0
     """
     link = _begin("safe_set_full_fp32_param", param)
     _set_whole(link, link.states.full_precision(link.managed.chunk), value)
@@ -66,6 +87,13 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     `value` has `param`'s shape and no loss scale. Raises ValueError for another shape, and GeminiError if there was no
     backward since the last step; nothing has changed then. Raises TypeError for a parameter that is not a
     `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> weight = model.module[0].weight
+        >>> optimizer.backward(model(torch.ones(2, 8)).sum())
+        >>> safe_set_full_grad(weight, torch.ones(8, 8))
+        >>> safe_get_full_grad(weight).sum().item()
+        64.0
     """
     link = _begin("safe_set_full_grad", param)
     _set_whole(link, _gradients(link), value)
@@ -78,6 +106,12 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
     Raises ValueError for another shape, or if the optimizer keeps no state `optim_state_key`; nothing has changed then.
     Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> weight = model.module[0].weight
+        >>> safe_set_full_optimizer_state(weight, torch.ones(8, 8), "exp_avg")
+        >>> safe_get_full_optimizer_state(weight, "exp_avg").sum().item()
+        64.0
     """
     link = _begin("safe_set_full_optimizer_state", param)
     _set_whole(link, _state(link, optim_state_key), value)
@@ -88,6 +122,10 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
 
     It may have no elements. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a forward or
     backward.
+
+    Example:
+        >>> safe_get_local_fp32_param(model.module[0].weight).shape  # one rank has all of it
+        torch.Size([64])
     """
     link = _begin("safe_get_local_fp32_param", param)
     return _local(link, link.states.full_precision(link.managed.chunk))
@@ -98,6 +136,11 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
     Raises GeminiError if backwards under `no_sync()` are not reduced yet, which needs all ranks. Raises TypeError if
     `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> optimizer.backward(model(torch.ones(2, 8)).sum())
+        >>> safe_get_local_grad(model.module[0].weight).shape  # one rank has all of it
+        torch.Size([64])
     """
     link = _begin("safe_get_local_grad", param)
     grads = link.step.grads
@@ -118,6 +161,10 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
     None if `param` is frozen. Raises ValueError if the optimizer keeps no state `optim_state_key`. Raises TypeError for
     a parameter that is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> safe_get_local_optimizer_state(model.module[0].weight, "exp_avg").shape  # one rank has all of it
+        torch.Size([64])
     """
     link = _begin("safe_get_local_optimizer_state", param)
     return _local(link, _state(link, optim_state_key)) if param.requires_grad else None
@@ -128,6 +175,10 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
     Raises ValueError if `value` has not the shape that `safe_get_local_fp32_param` returns. Raises TypeError if
     `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
+
+    Example:
+        >>> weight = model.module[0].weight
+        >>> safe_set_local_fp32_param(weight, 2 * safe_get_local_fp32_param(weight))
     """
     link = _begin("safe_set_local_fp32_param", param)
     _set_local(link, link.states.full_precision(link.managed.chunk), value)
@@ -139,6 +190,11 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     Raises ValueError if `value` has not the shape that `safe_get_local_grad` returns, and GeminiError if there was no
     backward since the last step. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a
     forward or backward.
+
+    Example:
+        >>> weight = model.module[0].weight
+        >>> optimizer.backward(model(torch.ones(2, 8)).sum())
+        >>> safe_set_local_grad(weight, safe_get_local_grad(weight) / 2)
     """
     link = _begin("safe_set_local_grad", param)
     _set_local(link, _gradients(link), value)
@@ -151,6 +207,11 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     Raises ValueError if `value` has not the shape that `safe_get_local_optimizer_state` returns, or if the optimizer
     keeps no state `optim_state_key`. Raises TypeError if `param` is not a `ShardedModel`'s, and GeminiError inside a
     forward or backward.
+
+    Example:
+        >>> weight = model.module[0].weight
+        >>> moment = safe_get_local_optimizer_state(weight, "exp_avg")
+        >>> safe_set_local_optimizer_state(weight, moment / 2, "exp_avg")
     """
     link = _begin("safe_set_local_optimizer_state", param)
     _set_local(link, _state(link, optim_state_key), value)

@@ -83,6 +83,12 @@ class ChunkManager:
         optimizer: the model's optimizer, as far as chunks need it. None before there is one.
 
     Raises nothing of its own: slots and scratch take their memory at the first use.
+
+    Example:
+        >>> manager = model.chunk_manager
+        >>> manager.chunks[0].names()
+        '0.weight, 0.bias, 1.weight and 1 more'
+        >>> bytes_by_kind = manager.memory.device.ledger.bytes_by_kind
     """
 
     def __init__(

@@ -44,6 +44,12 @@ def unset_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
 
     The operators of such a module are then fetched one by one. Local, as `set_leaf_module`, with the same `model` and
     `classes`. Returns the modules in the model's order. Raises what `set_leaf_module` raises.
+
+    Example:
+        >>> blocks = torch.nn.Sequential(torch.nn.Bilinear(8, 8, 8))
+        >>> marked = set_leaf_module(blocks, "Bilinear")
+        >>> unset_leaf_module(blocks, "Bilinear") == marked
+        True
     """
     return _mark(model, classes, "unset_leaf_module()", False)
 

@@ -212,6 +212,13 @@ class EmulatedDevice:
         others_bytes: that other processes are to hold; it may be assigned, too.
         activation_bytes: the most that a training step is to take besides model data; it may be assigned, too, and
             `MemoryMonitor(device).record_peaks()` assigns what it has measured. None: not known.
+
+    Example:
+        >>> device = EmulatedDevice(10**9)
+        >>> model = ShardedModel(torch.nn.Linear(8, 8), device=device)
+        >>> device.others_bytes = 5 * 10**8  # another process takes half of it
+        >>> MemoryMonitor(device).read().device.others_bytes
+        500000000
     """
 
     counts_tensors = False

@@ -40,6 +40,13 @@ class PositionPeaks(AbstractContextManager["PositionPeaks"]):
 
     Args:
         meter: measures the device.
+
+    Example:
+        >>> with MemoryMonitor("emulated").record_peaks() as peaks:
+        ...     peaks.at("forward")
+        ...     output = torch.zeros(1000).sum()
+        >>> peaks.by_position["forward"] >= 4000
+        True
     """
 
     def __init__(self, meter: PeakMeter) -> None:

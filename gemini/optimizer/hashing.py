@@ -21,6 +21,11 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         optimizer: its states and fp32 masters are part of the hash, its hyperparameters are not.
 
     Raises what `state_dict()` of the two raises, such as GeminiError inside a forward.
+
+    Example:
+        >>> plain = state_hash(module)
+        >>> state_hash(ShardedModel(module)) == plain
+        True
     """
     digest = hashlib.sha256()
     _add(digest, "model", model.state_dict())

@@ -15,7 +15,16 @@ from gemini.placement.sizes import format_bytes
 
 @runtime_checkable
 class PlacementPolicy(Protocol):
-    """What decides on which tier every state of every chunk rests. Any object with a `name` and this `place` is one."""
+    """What decides on which tier every state of every chunk rests. Any object with a `name` and this `place` is one.
+
+    Example:
+        >>> class OnHost:
+        ...     name = "on host"
+        ...     def place(self, demand, budget_bytes):
+        ...         homes = [dict.fromkeys(chunk.home_bytes, Tier.HOST) for chunk in demand.chunks]
+        ...         return slots_for(demand, tuple(homes))
+        >>> model = ShardedModel(torch.nn.Linear(8, 8), device="emulated", tensor_placement_policy=OnHost())
+    """
 
     @property
     def name(self) -> str:
@@ -44,6 +53,12 @@ def slots_for(demand: Demand, homes: tuple[dict[Kind, Tier], ...], kept: Iterabl
         kept: indices of chunks with a slot of their own for good. Their `may_keep_slot` must be true.
 
     Raises nothing.
+
+    Example:
+        >>> demand = model.plan.demand
+        >>> placement = slots_for(demand, tuple(dict.fromkeys(chunk.home_bytes, Tier.HOST) for chunk in demand.chunks))
+        >>> {tier for homes in placement.homes for tier in homes.values()} == {Tier.HOST}
+        True
     """
     without, least = Placement(homes, (0, 0), (0, 0), frozenset(kept)), []
     for kind, minimum in ((Kind.PARAM, demand.min_slots), (Kind.GRAD, demand.min_gradient_slots)):
@@ -71,6 +86,11 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
     inside, which is cheaper than a home and a slot and saves as many fetches: first come chunks that are used first,
     which are longest away between forward and backward. It makes no home whole: after an update it is gathered when it
     is used. `demand` is as given to `PlacementPolicy.place`. Numbers only, so local; raises nothing.
+
+    Example:
+        >>> demand = model.plan.demand
+        >>> homes = tuple(dict.fromkeys(chunk.home_bytes, Tier.HOST) for chunk in demand.chunks)
+        >>> placement = spend_rest(demand, slots_for(demand, homes), budget_bytes=10**9)
     """
     return fill_slots(demand, keep_slots(demand, placement, budget_bytes), budget_bytes)
 
@@ -212,6 +232,10 @@ def check_fits(demand: Demand, placement: Placement, budget_bytes: int | None, p
 
     `demand` is as given to `PlacementPolicy.place`; `policy` is the name that the message blames. Raises BudgetError
     with the bytes that are needed, the bytes that there are, and the argument to change.
+
+    Example:
+        >>> check_fits(model.plan.demand, model.plan.placement, 10**9, policy="mine")
+        >>> check_fits(model.plan.demand, model.plan.placement, None, policy="mine")  # no bound: always
     """
     needed = placement.device_bytes(demand)
     if budget_bytes is not None and needed > budget_bytes:
