@@ -175,54 +175,6 @@ def test_how_gradients_accumulate_is_chosen_once() -> None:
     assert [part for part, text in texts.items() for _ in asking.findall(text)] == ["grads"]
 
 
-def assigned_callbacks(text: str, methods: set[str]) -> list[str]:
-    """Functions that the module `text` assigns onto objects made elsewhere. methods: names of our methods."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if hasattr(node, "target") else []
-        value = getattr(node, "value", None)
-        is_method = isinstance(value, ast.Attribute) and value.attr in methods
-        if not is_method and not isinstance(value, ast.Lambda):
-            continue
-        for target in targets:
-            if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self":
-                found.append(f"{node.lineno} {ast.unparse(node)}")
-    return found
-
-
-def our_methods() -> set[str]:
-    """Names of methods, but for properties and for what is an attribute of some object too."""
-    methods, attributes = set(), set()
-    for path in sources(*PACKAGES):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                attributes.update(ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign))
-                for each in (each for each in node.body if isinstance(each, ast.FunctionDef)):
-                    (attributes if each.decorator_list else methods).add(each.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if ast.unparse(node.value) == "self":
-                    attributes.add(node.attr)
-    return methods - attributes
-
-
-def test_no_object_is_given_a_method_of_another_after_it_was_made() -> None:
-    """Whoever reads a method sees what it calls. What an object needs it is given when it is made."""
-    methods = our_methods()
-    found = [
-        f"{path.relative_to(ROOT)}:{each}"
-        for path in sources(*PACKAGES)
-        for each in assigned_callbacks(path.read_text(), methods)
-    ]
-    assert not found, "\n".join(found)
-
-
-def test_the_rule_about_assigned_methods_sees_what_it_should() -> None:
-    for wrong in ("fetcher.on_touch = self.touch", "self.a.b = lambda: None", "a.b: Any = c.d.touch"):
-        assert assigned_callbacks(wrong, {"touch"}), wrong
-    for right in ("self.touched = other.touch", "a.b = touch", "a.touch = self.count", "touch = self.touch"):
-        assert not assigned_callbacks(right, {"touch"}), right
-
-
 def test_only_one_file_names_streams_and_events_or_waits_for_a_device() -> None:
     """Whoever needs a copy to be done waits for its region, see "Transfers and tickets" in docs/architecture.md."""
     found = [
