@@ -35,7 +35,8 @@ LAYERS = (
 MAX_LINES = 350
 BANNED_NAMES = {"utils.py", "util.py", "common.py", "base.py", "helpers.py", "misc.py"}
 STREAM_WORDS = re.compile(
-    r"\.synchronize\(|\b(Stream|Event)\(|\b(record_event|record_stream|wait_event|current_stream)\b"
+    r"\bsynchronize\b|\.(record|query|stream|elapsed_time)\(|\b(Stream|Event|ExternalStream|StreamContext)\b"
+    r"|\b(record|wait)_(event|stream)\b|\b(current|default|set)_stream\b|\bimport\b.*\bstream\b"
 )
 OPEN_WORDS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|farm|root|home|Users|opt/wheels)/")
@@ -184,6 +185,30 @@ def test_only_one_file_names_streams_and_events_or_waits_for_a_device() -> None:
         if path != ROOT / "gemini/memory/transfer.py" and STREAM_WORDS.search(line)
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("torch.cuda.synchronize()", True),
+        ("wait = torch.cuda.synchronize", True),
+        ("with torch.cuda.stream(s):", True),
+        ("s.wait_stream(t)", True),
+        ("torch.accelerator.set_stream(s)", True),
+        ("e.record()", True),
+        ("e.query()", True),
+        ("s = torch.cuda.Stream(device)", True),
+        ("from torch.cuda import Stream as S", True),
+        ("from torch.cuda import stream as within", True),
+        ("    Event as Mark,", True),
+        ("make = getattr(torch.cuda, 'Event')", True),
+        ("work.wait()", False),
+        ("self.recorder.record_peaks()", False),
+        ("# events that listeners see", False),
+    ],
+)
+def test_the_rule_about_streams_sees_what_it_should(line: str, is_found: bool) -> None:
+    assert bool(STREAM_WORDS.search(line)) == is_found
 
 
 FACTORIES = "empty empty_strided zeros ones full tensor as_tensor asarray scalar_tensor arange linspace logspace eye"
