@@ -67,6 +67,8 @@ def packings(spec: ModelSpec, settings: Settings, world_size: int) -> Iterator[P
 
 def _persistent(spec: ModelSpec, settings: Settings) -> frozenset[str]:
     """The names of weights that stay whole on the device, see `Settings.param_persistence_threshold`."""
+    if not settings.param_persistence_threshold:  # the steady state: no weight is smaller
+        return frozenset()
     found, numel = [], 0
     most = settings.model_persistence_threshold
     for weight in (weight for row in spec.first_uses() for weight in row):

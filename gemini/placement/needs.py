@@ -20,9 +20,11 @@ def uses_of(chunks: Sequence[ChunkFacts], spec: ModelSpec) -> tuple[tuple[int, .
     return tuple(tuple(sorted({places[weight] for weight in operator.weights})) for operator in spec.operators)
 
 
-def _uses_of_slots(chunks: Sequence[ChunkFacts], spec: ModelSpec) -> list[list[int]]:
+def _uses_of_slots(chunks: Sequence[ChunkFacts], spec: ModelSpec) -> Sequence[Sequence[int]]:
     """`uses_of`, without chunks whose parameters are never in a slot."""
-    return [[index for index in own if not chunks[index].persists] for own in uses_of(chunks, spec)]
+    uses = uses_of(chunks, spec)
+    persistent = {chunk.index for chunk in chunks if chunk.persists}  # membership only
+    return [[index for index in own if index not in persistent] for own in uses] if persistent else uses
 
 
 def demand_of(
@@ -67,11 +69,15 @@ def demand_of(
 
 
 def _key_of(chunk: ChunkFacts) -> tuple[object, ...]:
-    """What `_chunk_demand` looks at."""
-    layouts = chunk.layout, chunk.home_layout, chunk.optim_layout
+    """What `_chunk_demand` looks at. The three layouts are of the same elements."""
+    layout = chunk.layout
     return (
-        *((layout.numel, layout.world_size, layout.shard_numel, len(layout.units)) for layout in layouts),
-        chunk.dtypes,
+        layout.numel,
+        len(layout.units),
+        layout.world_size,
+        chunk.home_layout.world_size,
+        chunk.optim_layout.world_size,
+        id(chunk.dtypes),  # chunks of equal dtypes have one object, whose hash takes as long as all the rest
         chunk.itemsize,
         chunk.oversize,
         chunk.lends_home,
@@ -157,17 +163,19 @@ def min_slots(
     enough chunks: a recomputation inside a node, or a function that borrows a parameter, holds one beside them.
     """
     need, now = [0, 0], [0, 0]  # by size; now: of the path that ends at the operator at hand
+    is_oversize = [chunk.oversize for chunk in chunks]
     users: Counter[int] = Counter()  # chunk -> operators on the path that use it
     path: list[Sequence[int]] = []
     for operator, own in zip(operators, uses, strict=True):  # parents first, so a path grows and shrinks at its end
         while len(path) > len(operator.ancestors):
             for index in path.pop():
                 users[index] -= 1
-                now[chunks[index].oversize] -= not users[index]
+                now[is_oversize[index]] -= not users[index]
         path.append(own)
         for index in own:
-            now[chunks[index].oversize] += not users[index]
+            now[is_oversize[index]] += not users[index]
             users[index] += 1
-        need = [max(pair) for pair in zip(need, now, strict=True)]
-    totals = [sum(chunk.oversize is oversize for chunk in chunks) for oversize in (False, True)]
+        if now[0] > need[0] or now[1] > need[1]:
+            need = [max(pair) for pair in zip(need, now, strict=True)]
+    totals = is_oversize.count(False), is_oversize.count(True)
     return min(need[0] + 1, totals[0]), min(need[1], totals[1])

@@ -8,8 +8,11 @@ so that no border cuts an operator; a unit larger than a chunk gets a chunk of i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import attrgetter
 
 from sharding import ALIGNMENT, ParameterSpec, ShardLayout, ShardStrategy, Unit, check_units, lay_out_unit, round_up
 
@@ -39,7 +42,7 @@ class PackedChunk:
         return self.layout.numel * self.itemsize
 
 
-@dataclass
+@dataclass(slots=True)
 class Cut:
     """A chunk to be: which units go into it. `seal` makes a `PackedChunk` of it."""
 
@@ -47,25 +50,8 @@ class Cut:
     itemsize: int
     place: int  # of its first operator
     oversize: bool
-    units: list[list[ParameterSpec]] = field(default_factory=list)
-    end: int = 0  # elements so far, before the payload is rounded up
-    payload_bytes: int = 0
-
-
-@dataclass
-class _Limit:
-    """The most bytes of a regular chunk, and the least more that another cut would take."""
-
-    chunk_bytes: int
-    next_bytes: int | None = None  # with every size below, the same chunks are made
-
-    def holds(self, payload_bytes: int) -> bool:
-        """Whether a regular chunk may be as large as this."""
-        if payload_bytes <= self.chunk_bytes:
-            return True
-        if self.next_bytes is None or payload_bytes < self.next_bytes:
-            self.next_bytes = payload_bytes
-        return False
+    units: list[list[ParameterSpec]]
+    payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +59,29 @@ class _SizedUnit:
     """Parameters that stay together, and what a chunk would have that holds no others."""
 
     specs: list[ParameterSpec]
-    end: int  # elements, before the payload is rounded up
+    place: int  # of the operator
+    numel: int  # from its start to where the next unit of a chunk may start
     payload_bytes: int
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One operator's parameters of one key."""
+class _Line:
+    """Units of one key, laid one after the other into a payload that takes all of them."""
 
-    place: int  # of the operator
-    units: list[_SizedUnit]
+    def __init__(self, rows: Sequence[Sequence[_SizedUnit]]) -> None:
+        """rows: of an operator each."""
+        self.rows = rows
+        self.units = [unit for row in rows for unit in row]
+        self.specs = [unit.specs for unit in self.units]
+        self.starts = [0, *accumulate(unit.numel for unit in self.units)]  # of the units, and the end
+        self.firsts = [0, *accumulate(map(len, rows))]  # the number of each row's first unit, and of all units
+        self.unit_bytes = sorted({unit.payload_bytes for unit in self.units})
+        its = pairwise(self.firsts)
+        # of the rows that a chunk from before might be closed for
+        self.row_numels = sorted({self.starts[end] - self.starts[first] for first, end in its if 0 < first < end - 1})
+
+    def up_to(self, chunk_bytes: int) -> _Line:
+        """Without units that are larger than a chunk."""
+        return _Line([[unit for unit in row if unit.payload_bytes <= chunk_bytes] for row in self.rows])
 
 
 class Packer:
@@ -90,42 +89,36 @@ class Packer:
 
     def __init__(self, operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int) -> None:
         """operators: in the order of the module tree. Raises ValueError if the strategy loses or repeats one."""
-        inputs = [item for operator in operators for item in operator]
         self._spans_chunk = strategy.spans_chunk
         self._unit_alignment = ALIGNMENT if strategy.spans_chunk else world_size * ALIGNMENT
         self._world_size = world_size
         self._quantum = world_size * ALIGNMENT
-        self._groups: list[tuple[Hashable, int, list[_Row]]] = []
+        self._groups: list[tuple[Hashable, int, _Line]] = []
         self.operator_bytes = [sum(item.spec.numel * item.itemsize for item in operator) for operator in operators]
-        for key, itemsize in {item.key: item.itemsize for item in inputs}.items():
+        for key, itemsize in {item.key: item.itemsize for operator in operators for item in operator}.items():
             of_key = [[item.spec for item in operator if item.key == key] for operator in operators]
             places = [place for place, specs in enumerate(of_key) if specs]
             units = _units_by_operator([of_key[place] for place in places], strategy)
             rows = [
-                _Row(place, [self._sized(unit, itemsize) for unit in its])
-                for place, its in zip(places, units, strict=True)
+                [self._sized(unit, place, itemsize) for unit in its] for place, its in zip(places, units, strict=True)
             ]
-            self._groups.append((key, itemsize, rows))
+            self._groups.append((key, itemsize, _Line(rows)))
 
     def cut(self, chunk_bytes: int) -> list[Cut]:
         """Chunks of at most `chunk_bytes`, in order of first use. Each parameter is in exactly one."""
-        return self._cut(_Limit(chunk_bytes))
+        return self._cut(chunk_bytes)[0]
 
     def every_cut(self) -> Iterator[tuple[int, list[Cut]]]:
         """All ways to cut the model into chunks of one size, each with the least size that makes it, least first."""
         size: int | None = 1
         while size is not None:
-            limit = _Limit(size)
-            yield size, self._cut(limit)
-            size = limit.next_bytes
+            cuts, then = self._cut(size)
+            yield size, cuts
+            size = then
 
     def num_units(self) -> int:
         """Of all chunks together, whatever their size."""
-        return sum(len(row.units) for _, _, rows in self._groups for row in rows)
-
-    def _cut(self, limit: _Limit) -> list[Cut]:
-        cuts = [cut for group in self._groups for cut in self._fill(*group, limit)]
-        return sorted(cuts, key=lambda cut: cut.place)  # stable: within an operator in the order of keys
+        return sum(len(line.units) for _, _, line in self._groups)
 
     def seal(self, cuts: Sequence[Cut]) -> tuple[PackedChunk, ...]:
         """The same chunks, with every parameter's place."""
@@ -134,50 +127,61 @@ class Packer:
     def exact_bytes(self) -> set[int]:
         """Payloads that hold one operator or one unit, and no more."""
         sizes: set[int] = set()
-        for _, itemsize, rows in self._groups:
-            for row in rows:
-                sizes.add(itemsize * round_up(self._end_with(0, row.units), self._quantum))
-                sizes.update(unit.payload_bytes for unit in row.units)
+        for _, itemsize, line in self._groups:
+            sizes.update(line.unit_bytes)
+            numels = {line.starts[end] - line.starts[first] for first, end in pairwise(line.firsts)}
+            sizes.update(itemsize * round_up(numel, self._quantum) for numel in numels)
         return sizes
 
-    def _fill(self, key: Hashable, itemsize: int, rows: list[_Row], limit: _Limit) -> list[Cut]:
-        done: list[Cut] = []
-        current: Cut | None = None
-        for row in rows:
-            small = []
-            for unit in row.units:
-                if limit.holds(unit.payload_bytes):
-                    small.append(unit)
-                else:
-                    done.append(Cut(key, itemsize, row.place, True, [unit.specs], unit.end, unit.payload_bytes))
-            if len(small) > 1 and current is not None:
-                fits_into_one = limit.holds(itemsize * round_up(self._end_with(0, small), self._quantum))
-                end = self._end_with(current.end, small)
-                if fits_into_one and not limit.holds(itemsize * round_up(end, self._quantum)):
-                    current = None
-            for unit in small:
-                if current is not None:
-                    end = self._end_with(current.end, (unit,))
-                    payload_bytes = itemsize * round_up(end, self._quantum)
-                    if limit.holds(payload_bytes):
-                        current.units.append(unit.specs)
-                        current.end, current.payload_bytes = end, payload_bytes
-                        continue
-                current = Cut(key, itemsize, row.place, False, [unit.specs], unit.end, unit.payload_bytes)
-                done.append(current)
-        return done
+    def _cut(self, chunk_bytes: int) -> tuple[list[Cut], int | None]:
+        """The chunks, and the least size that makes others. None: no larger one does."""
+        cuts: list[Cut] = []
+        refused: list[int] = []
+        for key, itemsize, line in self._groups:
+            if line.unit_bytes[-1] > chunk_bytes:
+                refused.append(line.unit_bytes[bisect_right(line.unit_bytes, chunk_bytes)])
+                cuts += [
+                    Cut(key, itemsize, unit.place, True, [unit.specs], unit.payload_bytes)
+                    for unit in line.units
+                    if unit.payload_bytes > chunk_bytes
+                ]
+                line = line.up_to(chunk_bytes)
+            found, bytes_refused = self._fill(key, itemsize, line, chunk_bytes)
+            cuts += found
+            refused += bytes_refused
+        # stable: within an operator in the order of keys, and what is oversize first
+        return sorted(cuts, key=attrgetter("place")), min(refused, default=None)
 
-    def _sized(self, unit: list[ParameterSpec], itemsize: int) -> _SizedUnit:
+    def _fill(self, key: Hashable, itemsize: int, line: _Line, chunk_bytes: int) -> tuple[list[Cut], set[int]]:
+        """Chunks of a line without units that are larger, and payloads of larger chunks that might have been made.
+
+        A chunk ends before the first unit that does not fit; before the first one of that unit's operator, if a chunk
+        of its own holds all units of the operator, and this one has units of others.
+        """
+        done: list[Cut] = []
+        starts, firsts, quantum = line.starts, line.firsts, self._quantum
+        num_units, capacity = len(line.units), chunk_bytes // itemsize // quantum * quantum
+        refused = set(line.row_numels[bisect_right(line.row_numels, capacity) :][:1])
+        first = 0
+        while first < num_units:
+            end = bisect_right(starts, starts[first] + capacity, first) - 1
+            if end < num_units:
+                row, too_many = bisect_right(firsts, end), end + 1
+                before, after = firsts[row - 1], firsts[row]
+                if first < before < after - 1 and starts[after] - starts[before] <= capacity:
+                    end, too_many = before, after
+                refused.add(starts[too_many] - starts[first])
+            payload_bytes = itemsize * round_up(starts[end] - starts[first], quantum)
+            done.append(Cut(key, itemsize, line.units[first].place, False, line.specs[first:end], payload_bytes))
+            first = end
+        return done, {itemsize * round_up(numel, quantum) for numel in refused}
+
+    def _sized(self, unit: list[ParameterSpec], place: int, itemsize: int) -> _SizedUnit:
         end = 0
         for spec in unit:
             end = round_up(end, ALIGNMENT) + spec.numel
-        return _SizedUnit(unit, end, itemsize * round_up(end, self._quantum))
-
-    def _end_with(self, end: int, units: Iterable[_SizedUnit]) -> int:
-        """Elements, if these units were added to as many as `end`."""
-        for unit in units:
-            end = round_up(end, self._unit_alignment) + unit.end
-        return end
+        payload_bytes = itemsize * round_up(end, self._quantum)
+        return _SizedUnit(unit, place, round_up(end, self._unit_alignment), payload_bytes)
 
 
 def pack(

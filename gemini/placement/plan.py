@@ -310,8 +310,11 @@ def _placed(
 def hash_of(packing: Packing, placement: Placement, settings: Settings, trained: Sequence[bool]) -> int:
     """32 bits of all that decides the order of collectives."""
     chunks = [(chunk.names, chunk.offsets, chunk.layout) for chunk in packing.chunks]
-    placed = placement.num_slots, placement.homes, sorted(placement.kept)
-    return zlib.crc32(repr((chunks, placed, settings.shared(), tuple(trained))).encode())
+    each = {id(homes): homes for homes in placement.homes}  # which thousands of chunks share
+    words = {key: repr(homes) for key, homes in each.items()}
+    homes = f"({', '.join(words[id(homes)] for homes in placement.homes)}{',' * (len(placement.homes) == 1)})"
+    placed = f"({placement.num_slots}, {homes}, {sorted(placement.kept)})"
+    return zlib.crc32(f"({chunks}, {placed}, {settings.shared()!r}, {tuple(trained)})".encode())
 
 
 def _kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kind]]:

@@ -202,9 +202,11 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
     for count, addition in enumerate(additions, 1):
         rest += addition.num_bytes
         if addition.frees_slot or addition.frees_gradient_slot:
-            params[addition.oversize] -= addition.frees_slot
-            grads[addition.oversize] -= addition.frees_gradient_slot
-            held = slots()
+            size = addition.oversize
+            params[size] -= addition.frees_slot
+            grads[size] -= addition.frees_gradient_slot
+            if params[size] < most_needed[size] or grads[size] < most_gradients[size]:  # else as many slots as before
+                held = slots()
         if rest + held <= budget_bytes:
             most, then = count, (rest, *params, *grads)
     fitting = list(range(most))

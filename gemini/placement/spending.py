@@ -57,16 +57,18 @@ def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int
     kinds = frozenset(_KINDS[step])
     found: dict[tuple[int, int], Addition | None] = {}  # by chunk and homes, which thousands of chunks share
     then: dict[tuple[int, int], dict[Kind, Tier]] = {}
+    for chunk, homes, _ in placement.alike(demand):
+        moving = [kind for kind, tier in homes.items() if kind in kinds and tier is Tier.HOST]
+        if chunk.is_frozen:  # no step reads what it has of a master and optimizer state
+            moving = [kind for kind in moving if kind not in OF_OPTIMIZER]
+        elif step is Step.FROZEN:
+            moving = []
+        key = id(chunk), id(homes)
+        found[key] = _addition(chunk, moving) if moving else None
+        then[key] = {kind: Tier.DEVICE if kind in moving else tier for kind, tier in homes.items()}
+    if not any(found.values()):
+        return placement
     keys = list(zip(map(id, demand.chunks), map(id, placement.homes), strict=True))
-    for key, chunk, homes in zip(keys, demand.chunks, placement.homes, strict=True):
-        if key not in found:
-            moving = [kind for kind, tier in homes.items() if kind in kinds and tier is Tier.HOST]
-            if chunk.is_frozen:  # no step reads what it has of a master and optimizer state
-                moving = [kind for kind in moving if kind not in OF_OPTIMIZER]
-            elif step is Step.FROZEN:
-                moving = []
-            found[key] = _addition(chunk, moving) if moving else None
-            then[key] = {kind: Tier.DEVICE if kind in moving else tier for kind, tier in homes.items()}
     owners = [(index, addition) for index, key in enumerate(keys) if (addition := found[key]) is not None]
     fitting = that_fit(demand, placement, [addition for _, addition in owners], budget_bytes)
     if not fitting:
