@@ -303,7 +303,9 @@ def link_of(parameter: Tensor) -> Link | None:
 
 def any_link_of(tensor: Tensor) -> ParameterLink | None:
     """The link of a parameter that fetches itself, of a model or a build, or of its lazy detach; else None."""
-    return detached_from(tensor).__dict__.get("_gemini") if hasattr(tensor, "__dict__") else None
+    if not getattr(tensor, "__dict__", None):
+        return None  # as of most: wrapping asks thousands of plain parameters
+    return detached_from(tensor).__dict__.get("_gemini")
 
 
 def detached_from(tensor: Tensor) -> Tensor:

@@ -96,6 +96,17 @@ def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = Tru
             write_master(chunk, piece.shard_start, part)
 
 
+def set_all_weights(chunk: Chunk, payload: Tensor) -> None:
+    """As `set_weights` of each of its parameters, from a `payload` (layout.numel,) that is zero between them."""
+    home, layout = ready(chunk.homes[Kind.PARAM]), chunk.home_layout
+    for piece in layout.slices(chunk.rank if layout.world_size > 1 else 0):
+        home[piece.in_shard].copy_(round_as_master(payload[piece.in_payload], chunk.dtype))
+    if Kind.MASTER in chunk.homes:
+        layout = chunk.optim_layout
+        for piece in layout.slices(chunk.rank if layout.world_size > 1 else 0):
+            write_master(chunk, piece.shard_start, payload[piece.in_payload])
+
+
 def follow_edits(chunk: Chunk, start: int, weights: Tensor, before: Tensor | None) -> None:
     """The parameter has `weights` (numel,) from `start` on: the master takes over the elements that were edited.
 

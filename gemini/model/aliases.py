@@ -73,7 +73,7 @@ def tie_aliases(module: nn.Module) -> list[Tie]:
     Raises UnsupportedError with both names for what overlaps otherwise, and has changed nothing then.
     """
     ties: dict[Tensor, _Extent] = {}  # by the parameter that gives way
-    for extents in _by_storage(module):
+    for extents in _shared(module):
         reaching: list[_Extent] = []
         for extent in sorted(extents, key=lambda each: each.start):
             reaching = [each for each in reaching if each.end > extent.start]
@@ -90,7 +90,7 @@ def tie_aliases(module: nn.Module) -> list[Tie]:
             else:
                 reaching.append(extent)
     made: list[Tie] = []
-    for path, owner in module.named_modules():
+    for path, owner in module.named_modules() if ties else ():
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is not None and parameter in ties:
                 kept = ties[parameter]
@@ -111,20 +111,24 @@ def warn_of_ties(ties: Sequence[Tie]) -> None:
         )
 
 
-def _by_storage(module: nn.Module) -> list[list[_Extent]]:
-    """What lies in one storage, in the module's order."""
-    found: dict[tuple[str, int], list[_Extent]] = {}
+def _shared(module: nn.Module) -> list[list[_Extent]]:
+    """What lies in one storage with another, in the module's order."""
+    found: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if built_link_of(tensor) is not None or tensor.layout is not torch.strided or tensor.is_meta:
             continue
         if tensor.numel():
-            start = int(tensor.storage_offset()) * tensor.dtype.itemsize
-            span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            place = str(tensor.device), tensor.untyped_storage().data_ptr()
-            extent = _Extent(name, tensor, start, start + span * tensor.dtype.itemsize)
-            found.setdefault(place, []).append(extent)
+            place = tensor.device, tensor.untyped_storage().data_ptr()
+            found.setdefault(place, []).append((name, tensor))
+    several = [[_extent(*each) for each in its] for its in found.values() if len(its) > 1]
     # buffers may share memory among themselves: they are not moved into chunks
-    return [extents for extents in found.values() if any(each.is_parameter for each in extents)]
+    return [extents for extents in several if any(each.is_parameter for each in extents)]
+
+
+def _extent(name: str, tensor: Tensor) -> _Extent:
+    start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Extent(name, tensor, start, start + span * tensor.dtype.itemsize)
 
 
 def _check_flags(one: _Extent, other: _Extent) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from gemini.model.parametrization import is_parametrized
 from gemini.model.wrappers import is_dtensor
 
 
-def check_module(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Raises TypeError or UnsupportedError; looks at parameters without reading them."""
-    for name, parameter in module.named_parameters():
+def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Parameter]) -> None:
+    """Raises UnsupportedError; looks at a module's parameters without reading them."""
+    for name, parameter in by_name.items():
         if parameter in ignored:
             continue
         if link_of(parameter) is not None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from gemini.building.link import BuiltLink, built_link_of
 from gemini.building.store import BuildStore
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.placeholder import dense_stride, set_data
+from gemini.chunks.placeholder import dense_stride, set_data, unguarded
 from gemini.errors import UnsupportedError
-from gemini.manager.masters import set_weights
+from gemini.manager.masters import set_all_weights, set_weights
 from gemini.memory.freed import Freed
 from gemini.memory.memory import Memory
 from gemini.memory.tier import MemoryTier
@@ -99,13 +99,12 @@ def move_buffers_in(module: nn.Module, communicator: Communicator, device: Memor
             owner._buffers[leaf] = moved
 
 
-def stores_of(module: nn.Module, ranks: tuple[int, ...]) -> list[BuildStore]:
-    """Where the parameters are that were built in a `ZeroInitContext`.
+def stores_of(links: Iterable[BuiltLink], ranks: tuple[int, ...]) -> list[BuildStore]:
+    """Where the parameters are that were built in a `ZeroInitContext`, and have these links.
 
     Raises UnsupportedError if that was on other ranks than these.
     """
-    links = (built_link_of(parameter) for parameter in module.parameters())
-    stores = list(dict.fromkeys(link.store for link in links if link is not None))
+    stores = list(dict.fromkeys(link.store for link in links))
     for built_on in (store.communicator.ranks for store in stores):
         if built_on != ranks:
             raise UnsupportedError(
@@ -162,15 +161,20 @@ def _fill_given(
     payload = torch.zeros(chunk.numel, dtype=dtype, device=device.device)
     originals: dict[int, Original] = {}
     try:
-        for managed in given:
-            managed.view(payload).copy_(managed.parameter.detach())
-            originals[managed.index] = original_of(managed)
-            set_data(managed.parameter, managed.placeholder)
+        with unguarded():
+            for managed in given:
+                parameter = managed.parameter
+                managed.view(payload).copy_(parameter.detach())
+                originals[managed.index] = Original(parameter.dtype, parameter.device, None, "")
+                parameter.data = managed.placeholder
         if communicator.world_size > 1:
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
             moves.received.update(originals)
-        for managed in given:
-            set_weights(managed, payload[managed.in_payload])
+        if chunk.is_fine and len(given) == len(chunk.parameters):
+            set_all_weights(chunk, payload)
+        else:
+            for managed in given:
+                set_weights(managed, payload[managed.in_payload])
         moves.originals |= originals
     except BaseException:
         for managed in given[: len(originals)]:

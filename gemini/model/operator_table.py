@@ -6,7 +6,7 @@ forward, finds the operators again, and has the plan replaced: a compiled module
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
 
@@ -66,7 +66,7 @@ class OperatorTable:
                 root._compiled_call_impl = None
                 raise
         elif root is not self._root or self._looks() != self._looked:
-            if root is not self._root or _compiled_modules(root) != self._compiled:
+            if root is not self._root or _compiled_modules(root.modules()) != self._compiled:
                 self._change(root)
             else:
                 self._look_at(root)
@@ -110,9 +110,10 @@ class OperatorTable:
     def _look_at(self, root: nn.Module) -> None:
         """Remember the module tree as it is."""
         self._root = root
-        self._attributes = [module.__dict__ for module in root.modules()]
-        self._children = [module._modules for module in root.modules() if module._modules]
-        self._compiled = _compiled_modules(root)
+        modules = list(root.modules())
+        self._attributes = [module.__dict__ for module in modules]
+        self._children = [module._modules for module in modules if module._modules]
+        self._compiled = _compiled_modules(modules)
         self._marked = [its for its in self._attributes if "_compiled_call_impl" in its or "forward" in its]
         self._looked = self._looks()
 
@@ -127,6 +128,6 @@ class OperatorTable:
         return list(map(len, self._attributes)), children, marks
 
 
-def _compiled_modules(root: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Modules with their compiled calls, which may be replaced."""
-    return [(module, module._compiled_call_impl) for module in root.modules() if is_compiled(module)]
+def _compiled_modules(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
+    """Those that are compiled, with their compiled calls, which may be replaced."""
+    return [(module, module._compiled_call_impl) for module in modules if is_compiled(module)]

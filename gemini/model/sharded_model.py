@@ -98,8 +98,11 @@ class ShardedModel(PlainView):
         owner, others = type(self).__name__, ("module", "process_group", "settings")
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
         ignored = ignored_in(module, settings)
-        check_module(module, ignored)
-        warn_of_ties(tie_aliases(module))
+        by_name = dict(module.named_parameters())
+        check_module(by_name, ignored)
+        ties = tie_aliases(module)
+        warn_of_ties(ties)
+        by_name = dict(module.named_parameters()) if ties else by_name
         weights = weights_of(module, settings)
         process_group = ranks_of(process_group)
         device_tier, host_tier = choose_tiers(settings.device)
@@ -116,14 +119,14 @@ class ShardedModel(PlainView):
         wrapping = MovingOut(communicator, memory)
         try:
             with communicator.publishing():
-                wrapping.stores = stores_of(module, communicator.ranks)
-                spec, given = model_spec(module, operators, places, weights), settings.shared()
-                built = [name for name, parameter in module.named_parameters() if built_link_of(parameter) is not None]
-                communicator.agree(repr((given, spec, built)).encode(), "the model", describe(given, spec, built))
+                links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
+                built = {name: link for name, link in links if link is not None}
+                wrapping.stores = stores_of(built.values(), communicator.ranks)
+                spec, given = model_spec(by_name, operators, places, weights), settings.shared()
+                communicator.agree(repr((given, spec, [*built])).encode(), "the model", describe(given, spec, [*built]))
                 own = bytes_freed(places, device_tier.device, device), 0
                 free = read_free(settings, own, communicator, device)
                 first, refused = plan_first(spec, settings, communicator.world_size, free)
-                by_name = dict(module.named_parameters())
                 wrapping.chunks = make_chunks(
                     first.packing.chunks, by_name, spec, device_tier.device, communicator.rank
                 )

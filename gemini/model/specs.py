@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -33,14 +33,17 @@ def specs_of(module: nn.Module, settings: Settings, world_size: int) -> ModelSpe
     """
     places: dict[nn.Parameter, int] = {}
     operators = find_operators(module, settings.gathers(world_size), places, ignored_in(module, settings))
-    return model_spec(module, operators, places, weights_of(module, settings))
+    return model_spec(dict(module.named_parameters()), operators, places, weights_of(module, settings))
 
 
 def model_spec(
-    module: nn.Module, operators: Found, places: Iterable[nn.Parameter], weights: ModulePrecision
+    by_name: Mapping[str, nn.Parameter], operators: Found, places: Iterable[nn.Parameter], weights: ModulePrecision
 ) -> ModelSpec:
-    """The specs of a module whose operators and dtypes are known. places: its parameters, in the order of weights."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    """The specs of a module whose operators and dtypes are known.
+
+    by_name: its parameters under their first names. places: in the order of weights.
+    """
+    names = {parameter: name for name, parameter in by_name.items()}
     specs = []
     for each in places:
         dtype = weights.parameters[each]
