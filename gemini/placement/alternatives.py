@@ -1,7 +1,7 @@
-"""What another budget would change of a placement: the next better one, the next worse one, and all that there is.
+"""How another device budget would change a placement: the next larger and the next smaller one that do, and no bound.
 
-A policy is asked with other budgets, for the same chunks. Nothing is assumed of how it answers but that it answers
-alike for alike budgets: a figure here is a budget at which the answer differs from that of one byte before.
+The policy is treated as a black box that is deterministic in the budget. Each reported budget is exact: the policy's
+answer for one byte less differs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ KINDS_IN_WORDS = {
 
 @dataclass(frozen=True)
 class Alternative:
-    """Model data that the device might hold instead, in bytes, and the placement that the policy has for it."""
+    """Another device budget, in bytes, and the placement that the policy makes for it."""
 
     budget_bytes: int
     placement: Placement
 
 
 def all_on_device(demand: Demand, policy: PlacementPolicy) -> Alternative | None:
-    """The least budget that changes nothing any more. None: the policy refuses to place without a budget."""
+    """The least budget beyond which more changes nothing. None: the policy refuses to place without a budget."""
     placement = _place(demand, None, policy)
     return None if placement is None else Alternative(placement.device_bytes(demand), placement)
 
 
 def all_at_rest_on_device(demand: Demand, policy: PlacementPolicy) -> int | None:
-    """Bytes with which no state rests on the host, with the fewest slots. None: the policy never does that."""
+    """The least budget, in bytes, with which no state rests on the host. None: the policy never does that."""
     homes = tuple(dict.fromkeys(chunk.home_bytes, Tier.DEVICE) for chunk in demand.chunks)
     budget_bytes = slots_for(demand, homes).device_bytes(demand)
     placement = _place(demand, budget_bytes, policy)
@@ -44,18 +44,24 @@ def all_at_rest_on_device(demand: Demand, policy: PlacementPolicy) -> int | None
 
 
 def next_better(demand: Demand, now: Placement, budget_bytes: int, policy: PlacementPolicy) -> Alternative | None:
-    """With the fewest bytes more that change something. None: no budget does."""
+    """The placement at the smallest larger budget that changes the placement. None: no larger budget changes it.
+
+    A budget at which the policy returns to `now` between two changes may hide the first of them.
+    """
     everything = all_on_device(demand, policy)
     if everything is None or budget_bytes >= everything.budget_bytes:
         return None
     most = everything.budget_bytes
+    # Invariant: the placement at `same` equals `now`, and the one at `other` differs, unless none below `most` does.
     same, other = budget_bytes, most
     step = min((size for chunk in demand.chunks for size in chunk.home_bytes.values() if size), default=1)
-    while same + step < most:  # what changes next is near, and models have many chunks
+    # Gallop from the current budget: the next change is near, and each placement of a model of many chunks takes time.
+    while same + step < most:
         if _place(demand, same + step, policy) != now:
             other = same + step
             break
         same, step = same + step, 2 * step
+    # Bisect down to the byte.
     while other - same > 1:
         middle = (same + other) // 2
         if _place(demand, middle, policy) == now:
@@ -67,14 +73,14 @@ def next_better(demand: Demand, now: Placement, budget_bytes: int, policy: Place
 
 
 def next_worse(demand: Demand, now: Placement, policy: PlacementPolicy) -> Alternative | None:
-    """With one byte less than it takes. None: there is none, because it is the least."""
+    """The placement with one byte less than `now` takes. None: `now` is the least that the policy accepts."""
     budget_bytes = now.device_bytes(demand) - 1
     placement = _place(demand, budget_bytes, policy)
     return None if placement is None else Alternative(budget_bytes, placement)
 
 
 def difference_in_words(demand: Demand, before: Placement, after: Placement) -> str:
-    """What rests elsewhere, and how many slots there are more or fewer. Bytes are of one rank."""
+    """The states that rest elsewhere and the change in the number of slots, in words. Bytes are of one rank."""
     found = []
     for tier in Tier:
         moves = []
@@ -102,7 +108,7 @@ def difference_in_words(demand: Demand, before: Placement, after: Placement) -> 
 
 
 def _place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> Placement | None:
-    """None: there is none that keeps to the budget, even if a policy of the user's says so."""
+    """The policy's placement. None: it refuses, or a user's policy returned one that exceeds the budget."""
     try:
         placement = place_unbounded(demand, policy) if budget_bytes is None else policy.place(demand, budget_bytes)
     except BudgetError:

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from gemini.settings import Settings
 
 ACTIVATION_FRACTION = 0.3
-"""Of `device_memory`, left to activations and workspace until a step has shown what they need."""
+"""Fraction of `device_memory` left to activations and workspace until a step has measured them."""
 
 MORE_ACTIVATIONS = 0.1
-"""Of the activations that were seen: the next batch may be a little larger."""
+"""Margin added to the measured activations, because the next batch may be slightly larger."""
 
 _SHARES_OF_ACTIVATIONS = (0.0, 0.06, 0.12, 0.18, 0.24, 0.3, 0.36)
-"""Of the device, for which a chunk size is judged before a step has shown its activations."""
+"""Fractions of the device that activations may turn out to need; a chunk size is judged for each of them."""
 
 RESERVE = 0.03
-"""Of the device, left to what an allocator cannot use of it."""
+"""Fraction of the device that is never planned: fragmentation makes it unusable for the allocator."""
 
 
 @dataclass(frozen=True)
 class FreeBytes:
-    """What the tiers of a rank have free, as ranks agreed on it.
+    """The free bytes of one rank's tiers, agreed on by all ranks.
 
     Args:
-        device: bytes, those of parameters that wrapping frees included. None: no bound, or settings name a budget.
-        host: bytes. None: likewise.
-        activations: the most bytes on the device that a step took besides model data. None: no step has shown it.
-        most_activations: before a step has shown it, what the batch at hand takes at most. None: nobody knows.
+        device: free bytes, with those of parameters that wrapping frees. None: no bound, or settings name a budget.
+        host: free bytes, likewise. None: likewise.
+        activations: the peak of non-model bytes that a step has measured on the device. None: not measured yet.
+        most_activations: an upper bound of them for the batch at hand, until a step has measured. None: unknown.
     """
 
     device: int | None = None
@@ -50,7 +50,7 @@ class Budget:
 
     @staticmethod
     def of(settings: Settings, free: FreeBytes) -> Budget:
-        """What `settings` give, and what is free where they do not."""
+        """The budgets that `settings` name; for a tier without one, what is free there."""
         device = settings.budget_bytes("model_data_memory")
         if device is None:
             whole = _whole(settings, free)
@@ -59,15 +59,15 @@ class Budget:
         return Budget(device, free.host if host is None else host)
 
     def wider(self, other: Budget) -> Budget:
-        """What keeps to one of the two keeps to this."""
+        """The larger of the two budgets on each tier, so that data within either budget is within this one."""
         return Budget(_greater(self.device, other.device), _greater(self.host, other.host))
 
 
 def later_device_bytes(settings: Settings, free: FreeBytes) -> tuple[int, ...]:
-    """Budgets of the device that may follow when a step has shown its activations, from the largest on.
+    """Sample device budgets that may apply once a step has measured the activations, largest first, in bytes.
 
-    Some of all that there may be. None where the user gave the budget, where there is no bound, or where activations
-    are known.
+    Empty if the user fixed the budget, if there is no bound, or if the activations are already measured: the budget
+    does not change then.
     """
     whole = _whole(settings, free)
     if settings.model_data_memory is not None or whole is None or free.activations is not None:
@@ -76,22 +76,25 @@ def later_device_bytes(settings: Settings, free: FreeBytes) -> tuple[int, ...]:
 
 
 def _whole(settings: Settings, free: FreeBytes) -> int | None:
-    """Of the device, for model data and activations. Others may have a part of what the user allows."""
+    """Device bytes for model data and activations: what the user allows, or less if other processes hold some of it."""
     return _smaller(settings.budget_bytes("device_memory"), free.device)
 
 
 def _left_out(whole: int, free: FreeBytes) -> int:
-    """Of `whole` bytes: what is not for model data."""
+    """The part of `whole` bytes that is withheld from model data."""
     if free.activations is not None:
         return min(whole, int(free.activations * (1 + MORE_ACTIVATIONS) + whole * RESERVE))
     by_default = whole - int(whole * (1 - ACTIVATION_FRACTION))
+    # The bound may be twice the true peak or more. It may only take room from model data: granting room before a step
+    # has measured the peak risks running out of memory in that very step.
     if free.most_activations is None or free.most_activations <= by_default:
-        return by_default  # a bound may be far too large: what it does not need is for a step to show
+        return by_default
     return min(whole, int(free.most_activations + whole * RESERVE))
 
 
 def device_memory_for(model_data_bytes: int) -> int:
-    """The least `device_memory` that leaves so many bytes to model data before a step has shown its activations."""
+    """The least `device_memory` that leaves so many bytes to model data until a step has measured its activations."""
+    # The error message quotes this number as sufficient, so correct the rounding that `_left_out` applies.
     whole = int(model_data_bytes / (1 - ACTIVATION_FRACTION))
     while whole - _left_out(whole, FreeBytes()) < model_data_bytes:
         whole += 1
@@ -99,7 +102,7 @@ def device_memory_for(model_data_bytes: int) -> int:
 
 
 def is_less(one: int | None, other: int | None) -> bool:
-    """Bytes of a budget. None is no bound."""
+    """Whether budget `one` is smaller than `other`, in bytes. None is no bound, which nothing exceeds."""
     return one is not None and (other is None or one < other)
 
 

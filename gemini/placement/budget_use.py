@@ -1,6 +1,6 @@
-"""What a policy makes of a budget: the least it asks for, and whether it leaves much of it empty although it is short.
+"""How well a policy uses a budget: the least that it needs, and whether it leaves much of a short budget empty.
 
-Pure functions of numbers.
+A budget is *short* if states rest on the host and a larger budget would change the placement. Functions of numbers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from gemini.placement.placing import place, place_unbounded
 from gemini.placement.policy import PlacementPolicy
 
 IN_USE = 0.95
-"""Of a budget, which is not enough for everything, the least part that a chunk size makes use of, if one can."""
+"""If the budget cannot hold all states, prefer chunk sizes that use at least this fraction of it."""
 
 
 def least_device_bytes(demand: Demand, policy: PlacementPolicy) -> int | None:
-    """What the policy asks for when there is nothing. None: it refuses without a number, or refuses that, too.
+    """The smallest device budget, in bytes, with which the policy places these chunks.
 
-    It does so where the fewest slots hold more elements than `max_live_parameters` allows.
+    None if there is none to name: a user's policy refuses without a number, or the fewest slots hold more elements
+    than `max_live_parameters` allows, whatever the budget.
     """
+    # A budget of 0 bytes makes the policy refuse. Its error carries the number of bytes that it needs.
     try:
         return policy.place(demand, 0).device_bytes(demand)
     except BudgetError as error:
@@ -32,7 +34,8 @@ def least_device_bytes(demand: Demand, policy: PlacementPolicy) -> int | None:
 
 
 def is_short(demand: Demand, placement: Placement, policy: PlacementPolicy, budget_bytes: int | None) -> bool:
-    """With a larger budget the policy would do otherwise than with this one, of which `placement` came."""
+    """Whether a larger budget would change `placement`, which the policy made for `budget_bytes`."""
+    # More slots alone do not make a budget short: with all states on the device no chunk size is worth looking for.
     if budget_bytes is None or not placement.host_bytes(demand):
         return False
     try:
@@ -42,7 +45,7 @@ def is_short(demand: Demand, placement: Placement, policy: PlacementPolicy, budg
 
 
 def would_leave_much(demand: Demand, policy: PlacementPolicy, budget_bytes: int) -> bool:
-    """`leaves_much` of the placement that would come of a budget; also if the policy would refuse it."""
+    """Whether the policy would leave much of this budget empty, or would refuse it."""
     try:
         placement = policy.place(demand, budget_bytes)
     except BudgetError:
@@ -51,6 +54,6 @@ def would_leave_much(demand: Demand, policy: PlacementPolicy, budget_bytes: int)
 
 
 def leaves_much(demand: Demand, placement: Placement, policy: PlacementPolicy, budget_bytes: int) -> bool:
-    """Much of a budget that is short stays empty with the `placement` that came of it."""
+    """Whether `placement`, made for a short budget, uses less than `IN_USE` of it."""
     is_used = placement.device_bytes(demand) >= IN_USE * budget_bytes
     return not is_used and is_short(demand, placement, policy, budget_bytes)

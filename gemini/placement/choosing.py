@@ -1,4 +1,4 @@
-"""Of the plans that chunk sizes make under the same budgets: which one is taken. Pure functions."""
+"""The choice among plans that differ in their chunk size, made for the same budgets. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from gemini.placement.plan import Plan
 
 _MOST_JUDGED = 24
-"""Plans of which is asked what they would leave of later budgets: each answer takes as long as some placements."""
+"""Check at most this many plans against later budgets. Each check costs several placements."""
 
 
 def best_of(plans: Sequence[Plan], later: Sequence[int]) -> Plan:
-    """The one whose step costs least. Local.
+    """The plan with the cheapest step. Local.
 
-    Sizes come last that leave much of a budget unused, although it is short: the first step's, or one that may come
-    `later`, as chunks keep their size.
+    Plans that leave much of a short budget unused rank last. Of the cheapest plans the first one is taken that does so
+    under the fewest budgets in `later`, because the chunk size is fixed when the model is wrapped.
 
-    plans: with which training fits, the last of which may be one that has all it wants. At least one. later: bytes of
-    the device.
+    plans: at least one, each with room to train. later: device budgets in bytes that may apply after the first step.
     """
     if len(plans) == 1:
         return plans[0]
-    cheapest = sorted(plans, key=_cost)[:_MOST_JUDGED]  # of equal ones the first
+    # The sort is stable, so among equal costs the size that the search ranked first stays first on every rank.
+    cheapest = sorted(plans, key=_cost)[:_MOST_JUDGED]
     left = []
     for plan in cheapest:
         left.append(_num_left(plan, later))
@@ -37,7 +37,7 @@ def best_of(plans: Sequence[Plan], later: Sequence[int]) -> Plan:
 
 
 def is_short(plan: Plan) -> bool:
-    """With a larger budget the policy would do otherwise."""
+    """Whether a larger device budget would change the plan's placement."""
     return budget_use.is_short(plan.demand, plan.placement, plan.settings.policy, plan.budget.device)
 
 
@@ -48,7 +48,7 @@ def _cost(plan: Plan) -> tuple[bool, int]:
 
 
 def _num_left(plan: Plan, later: Sequence[int]) -> int:
-    """Of later budgets: how many it would leave much of."""
+    """The number of `later` budgets of which this plan's chunks would leave much unused."""
     if not is_short(plan):
         return 0
     return sum(would_leave_much(plan.demand, plan.settings.policy, each) for each in later)

@@ -13,9 +13,9 @@ from gemini.settings import Settings
 from sharding import ParameterSpec, ShardLayout, Unit, resolve_strategy
 
 FINE_COUNT = 32
-"""Parameters that a chunk has at least for calls that are saved to be worth other ways."""
+"""A chunk needs at least this many parameters before the batched code path pays off."""
 FINE_NUMEL = 4096
-"""Elements that its parameters have at most, on average, for calls to cost more than what they move."""
+"""Above this mean parameter size, copying data costs more than the Python calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class ChunkFacts(PackedChunk):
     dtypes: ChunkDtypes
     lends_home: bool  # the parameter home may hold the reduced gradient between backward and step
     splits_master: bool  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
-    is_fine: bool  # of so many small parameters that what is done for each of them decides its speed
-    is_chosen: bool  # data decides which of its weights are used, on every rank its own
+    is_fine: bool  # so many small parameters that the Python calls for each of them decide the speed
+    is_chosen: bool  # each rank's data decides which of the weights that rank uses
     persists: bool  # of weights that stay whole on the device of every rank
 
     @property
@@ -40,7 +40,7 @@ class ChunkFacts(PackedChunk):
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model is cut into chunks, and what the search for the chunk size says of it."""
+    """How a model is cut into chunks, and the costs that the search for the chunk size found."""
 
     chunks: tuple[ChunkFacts, ...]
     chunk_bytes: int
@@ -48,7 +48,7 @@ class Packing:
 
 
 def packings(spec: ModelSpec, settings: Settings, world_size: int) -> Iterator[Packing]:
-    """With the chunk size that `settings` give, or with all that are worth a try, the cheapest first.
+    """The packing with the chunk size in `settings`, or the packings of all candidate sizes, cheapest first.
 
     Raises ValueError if the shard strategy loses or repeats a weight.
     """
@@ -59,6 +59,7 @@ def packings(spec: ModelSpec, settings: Settings, world_size: int) -> Iterator[P
         for found, cuts in candidates(packer, world_size):
             yield Packing(_facts_of(packer.seal(cuts), spec, settings, persistent), found.chunk_bytes, found)
         return
+    # The user gives `chunk_size` in elements. Convert it with the element size of most parameters.
     itemsizes = [item.itemsize for row in inputs for item in row]
     chunk_bytes = settings.chunk_size * max(sorted(set(itemsizes)), key=itemsizes.count)
     facts = _facts_of(packer.seal(packer.cut(chunk_bytes)), spec, settings, persistent)
@@ -94,6 +95,7 @@ def _facts_of(
     for index, packed in enumerate(packed_chunks):
         layout = packed.layout
         dtypes = dtypes_of[by_name[packed.names[0]].dtype]
+        # Persistence and dtype are part of the packing key, so the first weight speaks for all of the chunk.
         persists = packed.names[0] in persistent
         home_layout = layout if settings.stage == 3 and not persists else whole_layout(layout)
         optim_layout = layout if settings.stage >= 1 else home_layout

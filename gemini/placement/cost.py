@@ -1,16 +1,17 @@
-"""The cost model: seconds of a step from bytes, FLOPs and rates. Everything that it gives is *modelled*, not measured.
+"""The cost model: seconds of a step from bytes, FLOPs and rates. All of its figures are *modelled*, not measured.
 
-Each part of a step takes its bytes by its rate. Two sums bound what a run may take: with nothing beside anything else
-(`seconds`, which is how copies and kernels of one stream run), and with everything hidden behind what takes longest
-(`least_seconds`, which no schedule beats). Launch times of kernels and the Python around them are not in it.
+Each part of a step takes its bytes divided by its rate. Two sums bound the time of a run: nothing overlaps (`seconds`,
+as copies and kernels on one stream run), or everything hides behind the resource that is busy longest
+(`least_seconds`, which no schedule beats). Kernel launches and the Python around them are not modelled.
 
 Between ranks, N of them, r on a node, of a payload of B bytes:
 
     an all-gather, by rings over all nodes   B (N-1)/N / link inside a node;  B (N-1)/N / (r x network) between nodes
     an exchange, every rank with every other B (r-1)/N / link;                B (N-r)/N / network
 
-the slower of the two counts, since both run at once (Thakur, Rabenseifner and Gropp 2005 for the rings). An exchange
-sends from each rank what each other one sums up: over the network a ring would send r times less.
+The slower of the two counts, because both run at once (Thakur, Rabenseifner and Gropp 2005 for the rings). In an
+exchange every rank sends each other rank the part that the other one sums: over the network a ring would send r times
+less.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from gemini.placement.rates import Rates
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many there are, and on how many nodes.
+    """The number of ranks and their distribution over nodes.
 
     Args:
-        count: all of them.
-        per_node: on each node, evenly.
+        count: ranks in all.
+        per_node: ranks on each node, which fill the nodes evenly.
     """
 
     count: int
@@ -46,7 +47,7 @@ class Ranks:
 
     @property
     def on_a_node(self) -> int:
-        """Those that share one node."""
+        """Ranks that share one node."""
         return min(self.count, self.per_node)
 
     @property
@@ -57,14 +58,14 @@ class Ranks:
 
 @dataclass(frozen=True)
 class ModelledStep:
-    """Seconds of one step, modelled.
+    """The modelled seconds of one step.
 
     Args:
         parts: seconds by part: "forward and backward", "host to device", "device to host", "gathers", "exchanges",
-            "update on the device", "update on the host". None: a rate that it takes is not known.
-        flops: of one rank's batch, forward and backward.
-        model_flops: of them, those that are not computed again.
-        peak_flops_per_s: of the device, in the dtype of the weights.
+            "update on the device", "update on the host". None: a rate that the part needs is unknown.
+        flops: FLOPs of one rank's batch, forward and backward, recomputation included.
+        model_flops: the same without recomputation.
+        peak_flops_per_s: peak rate of the device in the dtype of the weights.
     """
 
     parts: Mapping[str, float | None]
@@ -74,17 +75,17 @@ class ModelledStep:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Parts that are not in the sums."""
+        """Parts whose rate is unknown, which the sums leave out."""
         return tuple(name for name, seconds in self.parts.items() if seconds is None)
 
     @property
     def seconds(self) -> float:
-        """With nothing beside anything else."""
+        """The time of a step in which nothing overlaps."""
         return sum(seconds or 0.0 for seconds in self.parts.values())
 
     @property
     def least_seconds(self) -> float:
-        """With everything hidden behind what takes longest."""
+        """The time of a step in which everything overlaps: that of the resource that is busy longest."""
         busy = {
             resource: sum(self.parts[part] or 0.0 for part in parts if part in self.parts)
             for resource, parts in _RESOURCES.items()
@@ -117,15 +118,15 @@ _RESOURCES = {
 def modelled_step(
     moves: Moves, forward_flops: float, computed_again_flops: float, dtype: str, rates: Rates, ranks: Ranks
 ) -> ModelledStep:
-    """What a step takes by these rates. A pure function: local.
+    """The time of a step by these rates. A pure function: local.
 
     Args:
-        moves: of one rank.
-        forward_flops: of one rank's batch. The backward takes twice as many.
-        computed_again_flops: of the forward, because of activation checkpointing.
-        dtype: of matrix products, as in `rates.flops_per_s`.
-        rates: of one rank.
-        ranks: how many, and where.
+        moves: bytes that one rank moves and updates.
+        forward_flops: FLOPs of the forward of one rank's batch. The backward takes twice as many.
+        computed_again_flops: FLOPs of the forward that activation checkpointing runs again.
+        dtype: dtype of matrix products, a key of `rates.flops_per_s`.
+        rates: rates of one rank.
+        ranks: the number of ranks and nodes.
 
     Raises ValueError if the rates have none for the dtype.
     """
@@ -149,27 +150,30 @@ def modelled_step(
 
 
 def all_gather_seconds(payload_bytes: int, ranks: Ranks, rates: Rates) -> float | None:
-    """By rings that go through all ranks of a node before the next, one for each network adapter of a node."""
+    """Seconds of an all-gather by rings, one for each network adapter of a node. None: a rate is unknown.
+
+    Each ring passes through all ranks of a node before it goes on to the next node.
+    """
     received = payload_bytes * (ranks.count - 1) / ranks.count
     between = None if rates.network_bytes_per_s is None else rates.network_bytes_per_s * ranks.on_a_node
     return _slower(received, rates.node_bytes_per_s, received if ranks.num_nodes > 1 else 0, between)
 
 
 def exchange_seconds(payload_bytes: int, ranks: Ranks, rates: Rates) -> float | None:
-    """Every rank sends each other one its part, which then is added up where it arrives."""
+    """Seconds of an exchange, in which every rank sends each other rank its part. None: a rate is unknown."""
     inside = payload_bytes * (ranks.on_a_node - 1) / ranks.count
     outside = payload_bytes * (ranks.count - ranks.on_a_node) / ranks.count
     return _slower(inside, rates.node_bytes_per_s, outside, rates.network_bytes_per_s)
 
 
 def _slower(inside: float, node: float | None, outside: float, network: float | None) -> float | None:
-    """None where bytes travel at a rate that is not known."""
+    """The slower of the two ways. None where bytes travel at an unknown rate."""
     if not inside and not outside:
         return 0.0
     if outside and network is None:
         return None
     if inside and node is None and not outside:
         return None
-    # what was measured over nodes has the way inside of them in it
+    # A rate measured between nodes includes the way inside them, so an unknown rate of the node adds nothing.
     within = inside / node if node is not None else 0.0
     return max(within, outside / network if network is not None else 0.0)

@@ -1,4 +1,4 @@
-"""Dtypes as planning sees them: a name and a number of bytes. No tensor and no torch."""
+"""Dtypes for planning: a name and a number of bytes. No tensor and no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Dtype:
 
     @property
     def is_half(self) -> bool:
-        """Weights of this dtype have fp32 masters."""
+        """Whether weights of this dtype have fp32 masters."""
         return self.name in ("float16", "bfloat16")
 
 
@@ -23,15 +23,15 @@ FLOAT32 = Dtype("float32", 4)
 
 @dataclass(frozen=True)
 class ChunkDtypes:
-    """Of one chunk's weights, and of their gradients."""
+    """The dtypes of one chunk's weights and of their gradients."""
 
     weight: Dtype
-    travel: Dtype  # of gradients between ranks
-    rest: Dtype  # of the reduced gradient
-    sums: Dtype  # between ranks, of several unreduced gradients that a rank has added up
+    travel: Dtype  # a gradient on its way between ranks
+    rest: Dtype  # the reduced gradient
+    sums: Dtype  # on its way between ranks: the sum of several gradients that a rank has not reduced yet
     widens: bool  # the reduced gradient becomes fp32 when a second micro-batch is added
 
     @property
     def narrows(self) -> bool:
-        """A gradient is rounded when it comes to rest."""
+        """Whether a gradient is rounded when it comes to rest."""
         return self.rest.is_half and self.rest != self.weight

@@ -1,8 +1,8 @@
-"""Which chunk leaves when another needs its slot: the order of `NextUse`, over the chunks that nothing uses now.
+"""Which chunk leaves when another needs its slot: the first in the order of `NextUse` that is not in use.
 
-A heap of (rank, chunk) for each size of slots. A chunk is put into it when its rank or its pins have changed, and what
-the heap has of a chunk from before is thrown away when it comes to the top. So a fetch costs the logarithm of the
-number of slots, and not their number. The run asks it, and so does the prediction of a run.
+Each size of slots has a heap of (rank, chunk) with lazy deletion: a chunk is pushed when its rank or its pins have
+changed, and outdated entries are dropped when they reach the top. A fetch then costs the logarithm of the number of
+slots instead of their number. The run and the prediction of a run use the same queue.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from gemini.placement.next_use import NextUse
 
 
 class EvictionQueue:
-    """Of the chunks of one size of slots, by index. What it names follows from touches and pins alone."""
+    """The chunks in slots of one size, by index. Its answers follow from touches and pins alone, alike on all ranks."""
 
     def __init__(self, next_use: NextUse, may_leave: Callable[[int], bool]) -> None:
-        """may_leave: a chunk is in a slot of this size, and nothing uses it now."""
+        """may_leave: whether a chunk is in a slot of this size and not in use."""
         self._next_use = next_use
         self._may_leave = may_leave
         self._heap: list[tuple[int, int]] = []  # (rank, chunk)
-        self._epoch = -1  # of `NextUse`, whose ranks the heap has
+        self._epoch = -1  # the epoch of `NextUse` in which the heap's ranks hold
         self._changed: dict[int, None] = {}  # touched, unpinned or arrived since the heap was last used
 
     def note(self, chunk: int) -> None:
@@ -29,11 +29,13 @@ class EvictionQueue:
         self._changed[chunk] = None
 
     def first(self, num_slots: int, inside: Callable[[], Iterable[int]]) -> int | None:
-        """The chunk that leaves next; None while all are in use. It is named again until it has left.
+        """The chunk to evict; None while all are in use. The same chunk is returned until it has left.
 
-        num_slots, inside: the slots, and the chunks in them, of which some may be in use.
+        num_slots: slots of this size. inside: the chunks in them, some of which may be in use.
         """
         heap, next_use, may_leave = self._heap, self._next_use, self._may_leave
+        # Another epoch may change every rank, so rebuild. Rebuild as well when outdated entries outnumber the slots:
+        # otherwise the heap would grow with every touch.
         if self._epoch != next_use.epoch or len(heap) + len(self._changed) > 16 + 2 * num_slots:
             heap[:] = [(next_use.rank(chunk), chunk) for chunk in inside() if may_leave(chunk)]
             heapify(heap)
@@ -43,6 +45,7 @@ class EvictionQueue:
                 if may_leave(chunk):
                     heappush(heap, (next_use.rank(chunk), chunk))
         self._changed.clear()
+        # Drop entries of chunks that have left, are in use, or were touched since they were pushed.
         while heap:
             rank, chunk = heap[0]
             if may_leave(chunk) and rank == next_use.rank(chunk):

@@ -1,6 +1,6 @@
 """A plan in words: what was chosen and why, what moves in a step, the minimum and what would lower it.
 
-Numbers in, plain sentences out, one to a line. Byte counts are exact and of one rank.
+Each function takes numbers and yields sentences, one per line. Byte counts are exact and of one rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _NAMES = {
 def chunks_in_words(
     packing: Packing, stage: int, world_size: int, policy: str, infers: bool, is_first: bool
 ) -> Iterator[str]:
-    """What is cut into how many chunks, and why they have this size. is_first: for the budgets of this plan."""
+    """The number of chunks, their size, and the reason for that size.
+
+    is_first: the size was searched for the budgets of this plan, not for earlier ones.
+    """
     num_weights = sum(len(chunk.names) for chunk in packing.chunks)
     num_oversize = sum(chunk.oversize for chunk in packing.chunks)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -64,7 +67,7 @@ def chunks_in_words(
 
 
 def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Iterator[str]:
-    """What lies where, in bytes."""
+    """The bytes at rest on each tier, the slots, and the totals beside the budgets."""
     for tier in Tier:
         rest = {kind: _at_rest(demand, placement, kind, tier) for kind in Kind}
         found = [f"{words} {_bytes(rest[kind])}" for kind, words in KINDS_IN_WORDS.items() if rest[kind]]
@@ -91,12 +94,13 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Ite
 
 
 def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers: bool) -> Iterator[str]:
-    """What travels in each micro-batch, and once in a step; or in each forward without gradients."""
+    """What travels in each micro-batch and once in a step, or in each forward without gradients."""
     chunks = list(zip(demand.chunks, placement.homes, strict=True))
     from_host = [chunk for chunk, homes in chunks if homes[Kind.PARAM] is Tier.HOST]
     gathered = [chunk for chunk, _ in chunks if chunk.needs_slot]
     trained = [chunk for chunk, homes in chunks if Kind.GRAD in homes]
     grads = _at_rest(demand, placement, Kind.GRAD, Tier.HOST)
+    # Weights travel to the update and back where they rest on another tier than the optimizer state.
     apart = [homes for _, homes in chunks if homes.get(Kind.OPTIM, homes[Kind.PARAM]) is not homes[Kind.PARAM]]
     found = []
     if from_host:
@@ -118,9 +122,9 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers
 
 
 def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -> Iterator[str]:
-    """How many bytes that is in a step, exactly: see `Plan.predicted` for what is expected of it.
+    """The exact bytes of a predicted step. `Plan.predicted` says which assumptions make it exact.
 
-    micro_batches: that it was predicted for. infers: it is of a forward without gradients.
+    micro_batches: the number that the step was predicted with. infers: `predicted` is a forward without gradients.
     """
     step = f"a step of {micro_batches} micro-batches" if micro_batches > 1 else "a step"
     step = "a forward" if infers else step
@@ -138,7 +142,7 @@ def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -
 
 
 def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy) -> Iterator[str]:
-    """What more bytes for model data on the device would change, and what fewer would, with these chunks."""
+    """What a larger and a smaller device budget would change, with these chunks."""
     held, there = placement.device_bytes(demand), budget.device
     everything = all_on_device(demand, policy)
     most = None if everything is None else everything.budget_bytes
@@ -166,7 +170,10 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
 
 
 def other_choices(settings: Settings, is_first: bool) -> Iterator[tuple[str, Settings]]:
-    """What may lower the minimum, in words, and the settings then. Chunks that exist change only by wrapping again."""
+    """Changes of settings that may lower the minimum: each in words, with the settings that result.
+
+    Existing chunks keep their size, so after wrapping each change means to wrap the model again.
+    """
     again = "" if is_first else "Wrapping again with "
     if not is_first:
         yield "Wrapping again", settings
@@ -179,10 +186,10 @@ def other_choices(settings: Settings, is_first: bool) -> Iterator[tuple[str, Set
 def minimum_in_words(
     minimum: int | None, others: Mapping[str, int | None], largest: tuple[str, int], infers: bool, is_first: bool
 ) -> Iterator[str]:
-    """The least that the device must hold.
+    """The least model data that the device must hold, in bytes, and what would lower it.
 
-    others: the same with what the key names. largest: an operator, and its bytes in slots. is_first: another chunk size
-    could still be chosen.
+    others: the minimum after each change of `other_choices`. largest: the operator with the most bytes in slots, and
+    these bytes. is_first: the chunk size can still change.
     """
     if minimum is None:
         yield "The policy does not say what its minimum is."
@@ -210,6 +217,6 @@ def _at_rest(demand: Demand, placement: Placement, kind: Kind, tier: Tier) -> in
 
 
 def _bytes(num_bytes: int) -> str:
-    """Exact, and readable where that is longer than a glance."""
+    """The exact number of bytes, with a rounded one in brackets where the exact one is hard to read."""
     short = format_bytes(num_bytes)
     return f"{num_bytes} bytes" if short == f"{num_bytes} B" else f"{num_bytes} bytes ({short})"

@@ -1,4 +1,4 @@
-"""When free memory has changed enough for another plan, and what that plan may take. Pure functions of numbers.
+"""When free memory has changed enough for another plan, and the budget of that plan. Pure functions of numbers.
 
 A reading moves by a little at every step. A model that followed each of them would do nothing but move, so that
 what is free has to change by more than a step of `_MARGIN` before states move in, and states that leave make room for
@@ -15,11 +15,11 @@ from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
 
 _MARGIN = 0.02
-"""Of the budget."""
+"""Fraction of the budget by which a reading may fluctuate without an effect."""
 _SHRINK = 0.2
-"""Of model data on the device, given up at least when the device runs out of memory."""
+"""Fraction of the model data on the device that is at least given up after an out-of-memory step."""
 _CALM_STEPS = 100
-"""Without a shortage, before model data may take again what a first shortage took from it; twice as many after each."""
+"""Steps without a shortage before model data may grow again after the first one. Each further shortage doubles them."""
 
 
 def budget_to_follow(plan: Plan, now: Budget, is_first: bool = False) -> Budget | None:
@@ -32,24 +32,26 @@ def budget_to_follow(plan: Plan, now: Budget, is_first: bool = False) -> Budget 
     before, room = plan.budget.device, now.device
     if before is not None and _wants_more(plan, before) and (room is None or room > before * (1 + 2 * margin)):
         return now
+    # Shrink, but only if the room is less than the plan takes: an unused part of the budget may disappear unnoticed.
     if room is None or room >= plan.device_bytes:
         return None
     return _less(plan, now, int(room * (1 - margin)))
 
 
 def budget_for_bound(plan: Plan, now: Budget) -> Budget | None:
-    """The budget of the plan to come, where an upper bound of activations leaves less than the plan takes. Else None.
+    """Return the next plan's budget if an upper bound of the activations leaves less than the plan takes, else None.
 
-    now: what is left beside the bound. Nothing grows by a bound, and nothing is refused: where the chunks need more
-    than is left, the step may fit nevertheless.
+    now: the room that is left beside the bound. A bound may be far above the real peak, so it never lets the budget
+    grow, and it never refuses: if the chunks need more than is left, the step may fit nevertheless.
     """
     return None if now.device is None else _less(plan, now, now.device)
 
 
 def budget_after_shortage(plan: Plan, now: Budget) -> Budget | None:
-    """The budget of the plan to come, after the device ran out of memory in a step. None: it cannot be less.
+    """Return the reduced budget after an out-of-memory step, or None if the plan is already at its minimum.
 
-    now: what free memory asks for, as far as it is known: less than what the failed step wanted to take.
+    now: the budget that free memory allows, as far as it is known. The failed step wanted more than was measured, so
+    the budget shrinks by `_SHRINK` even where `now` would allow more.
     """
     less = int(plan.device_bytes * (1 - _SHRINK))
     if now.device is not None:
@@ -58,31 +60,34 @@ def budget_after_shortage(plan: Plan, now: Budget) -> Budget | None:
 
 
 def _less(plan: Plan, now: Budget, num_bytes: int) -> Budget | None:
-    """So much for the device, but not less than the chunks need. None if the plan takes no more."""
+    """A device budget of `num_bytes`, or the chunks' minimum if that is more. None if the plan takes no more anyway."""
     less = max(num_bytes, plan.packed_minimum_bytes or 0)
     return replace(now, device=less) if less < plan.device_bytes else None
 
 
 class ShortageCap:
-    """What model data may take at most since the device ran out of memory. Counts steps, which are all ranks'."""
+    """The upper bound of model data after the device ran out of memory. It counts steps, which all ranks share.
+
+    Without the cap the model would grow back at the next reading and run out of memory in the same way.
+    """
 
     def __init__(self) -> None:
         self._most: int | None = None
         self._calm = 0
-        self._needed = _CALM_STEPS // 2
+        self._needed = _CALM_STEPS // 2  # `set` doubles it
 
     def set(self, most: int | None) -> None:
-        """A shortage has left so many bytes to model data."""
+        """A shortage has reduced model data to `most` bytes."""
         self._most, self._calm, self._needed = most, 0, 2 * self._needed
 
     def step(self) -> None:
-        """A step went well."""
+        """A step ended without a shortage."""
         self._calm += 1
         if self._calm >= self._needed:
             self._most = None
 
     def bound(self, budget: Budget) -> Budget:
-        """`budget`, within the cap."""
+        """`budget`, limited to the cap."""
         if self._most is None:
             return budget
         return replace(budget, device=self._most if budget.device is None else min(budget.device, self._most))
@@ -96,7 +101,7 @@ def followed_in_words(
     peak: str | None = None,
     room: int | None = None,
 ) -> str:
-    """One line: what the device has room for now, and how many states have moved.
+    """One line: the room on the device now, and the number of states that have moved.
 
     activations: bytes that a step was seen to take besides model data. is_short: the device ran out of memory. peak:
     the event of a step with the most activations on rank 0, which tells the line. None: no step was recorded. room:
@@ -114,7 +119,7 @@ def followed_in_words(
 
 
 def bounded_in_words(before: Plan, after: Plan, most_activations: int) -> str:
-    """One line: for which bound of activations model data has made room, and how many states have moved."""
+    """One line: the bound of activations that model data has made room for, and how many states have moved."""
     budgets = [_in_words(plan.budget.device) for plan in (before, after)]
     return (
         f"this batch takes up to {format_bytes(most_activations)} of activations, by an estimate from the sizes of the "
@@ -124,7 +129,7 @@ def bounded_in_words(before: Plan, after: Plan, most_activations: int) -> str:
 
 
 def micro_batches_in_words(before: Plan, after: Plan) -> str:
-    """One line: how many micro-batches steps have been seen to have, and how many states have moved."""
+    """One line: the number of micro-batches that steps turned out to have, and how many states have moved."""
     was, now = (plan.demand.micro_batches for plan in (before, after))
     return f"steps have {now} micro-batches, and the plan was for {was}: {_moved_in_words(before, after)}"
 
@@ -140,7 +145,7 @@ def _moved_in_words(before: Plan, after: Plan) -> str:
 
 
 def peak_in_words(plan: Plan, peak: str | None) -> str:
-    """Where rank 0 has the most activations, for a line that rank 0 tells. Nothing if that is not known."""
+    """The event with the most activations on rank 0, for a line that rank 0 prints. Empty if it is unknown."""
     return "" if peak is None else f" (the most at {peak}{' on rank 0' if plan.world_size > 1 else ''})"
 
 
@@ -149,5 +154,5 @@ def _in_words(num_bytes: int | None) -> str:
 
 
 def _wants_more(plan: Plan, budget_bytes: int) -> bool:
-    """More memory would let states or slots onto the device: it is nearly full, or something rests elsewhere."""
+    """Whether the plan could use more memory: states rest on the host, or the budget is nearly used up by slots."""
     return plan.host_bytes > 0 or plan.device_bytes > budget_bytes * (1 - 2 * _MARGIN)

@@ -1,4 +1,4 @@
-"""The two plans of a model that nothing has trained yet: for training, and for inference."""
+"""The first plan of a model: for training if that fits, else for inference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini.settings import Settings
 def plan_first(
     spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes
 ) -> tuple[Plan, BudgetError | None]:
-    """The plan that a model is wrapped with: `plan_model`'s or, where training is refused, one for inference and why.
+    """The plan that a model is wrapped with: for training, or for inference together with the refusal of training.
 
     Raises BudgetError where neither fits: of the two refusals the one that asks for less, which is enough to wrap.
     """
@@ -20,6 +20,7 @@ def plan_first(
         return plan_model(spec, settings, world_size, free), None
     except BudgetError as error:
         refused = error
+    # A model without trainable weights was planned as if for inference already: the same refusal would come again.
     if any(weight.trainable for weight in spec.weights):
         try:
             return plan_inference(spec, settings, world_size, free), refused
@@ -30,7 +31,7 @@ def plan_first(
 
 
 def are_alike(before: Plan, after: Plan) -> bool:
-    """`after`, for inference, has what it needs in the places where `before` has it, and the same slots."""
+    """Whether all states of `after`, for inference, rest where they do in `before`, with the same parameter slots."""
     one, other = before.placement, after.placement
     pairs = zip(one.homes, other.homes, strict=True)
     stays = all(its[kind] is homes.get(kind) for homes, its in pairs for kind in its)

@@ -1,8 +1,8 @@
-"""Bytes over the link between the tiers in a step, in closed form: quick enough to compare placements by.
+"""Bytes over the link between the tiers in a step, in closed form: fast enough to compare placements.
 
-`predict.py` counts the same exactly, by following every fetch. Here each fetch of a pass is a payload whose parameters
-rest on the host, less those that a slot still has at the turn from a forward to its backward, and from a backward to
-the next micro-batch: the last users of a pool, and the first. Weights are taken to be read in every backward.
+`predict.py` counts the same bytes exactly, by following every fetch. Here each pass fetches all payloads whose
+parameters rest on the host, except those still in a slot at a turn: a backward begins with the last users of the pool
+in their slots, and the next micro-batch with the first ones. Every backward is assumed to read all weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
 
 
 def link_bytes(demand: Demand, placement: Placement) -> int:
-    """Both directions together, on one rank. A pure function: local."""
+    """Bytes in both directions together, on one rank. A pure function: local."""
+    # A chunk that is gathered from device shards moves no byte over the link, but occupies a slot: count it as 0.
     fetched: tuple[list[int], list[int]] = [], []  # by size of slots: what a fetch of each user of the pool moves
     for index, (chunk, homes) in enumerate(zip(demand.chunks, placement.homes, strict=True)):
         if homes[Kind.PARAM] is Tier.HOST:
@@ -31,9 +32,9 @@ def link_bytes(demand: Demand, placement: Placement) -> int:
 
 
 def _at_rest(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
-    """What gradients and the update move of a chunk that is trained."""
+    """The bytes that gradients and the update move for a trained chunk."""
     link, param, at = chunk.link, homes[Kind.PARAM], homes.get(Kind.OPTIM, homes[Kind.PARAM])
-    grad = homes[Kind.GRAD] if chunk.home_bytes[Kind.GRAD] else param  # without a home it takes that of the parameters
+    grad = homes[Kind.GRAD] if chunk.home_bytes[Kind.GRAD] else param  # without a home it rests in the parameters'
     num_bytes = 0
     if param is not at:
         num_bytes += link.read + link.written

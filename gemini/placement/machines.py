@@ -1,7 +1,7 @@
-"""Published figures of machines that many know, for plans of clusters that are not at hand. Nothing here is measured.
+"""Published figures of well-known machines, to plan for clusters that are not at hand. Nothing here is measured.
 
-Published figures are peaks. Real kernels, links and collectives reach a part of them, so that modelled times are a
-floor and utilisations a ceiling. What nobody publishes is left out: the time that launches of collectives take.
+Published figures are peaks. Real kernels, links and collectives reach a part of them, so modelled times are a floor
+and utilisations a ceiling. Launch times of collectives are not published, and count as 0.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from gemini.placement.rates import Rates
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One node, as its maker describes it.
+    """One node, by the figures of its maker.
 
     Args:
-        name: as on the command line.
-        ranks_per_node: its devices, one for each rank.
+        name: the name on the command line.
+        ranks_per_node: the number of devices, one for each rank.
         device_bytes: memory of each device.
-        host_bytes: memory of the node, for all of its ranks.
-        rates: of one rank; what a node has in common is divided by its ranks.
-        source: where the figures stand.
+        host_bytes: memory of the node, shared by all of its ranks.
+        rates: rates of one rank. A rate that the node's ranks share is divided by their number.
+        source: the documents with the figures.
     """
 
     name: str
@@ -45,16 +45,16 @@ def _dgx(
     network: float,
     source: str,
 ) -> Machine:
-    """A node of eight; bandwidths in bytes a second and one direction, `host_memory` of the whole node."""
+    """A node of eight devices. Bandwidths: bytes per second in one direction; `host_memory` is of the whole node."""
     rates = Rates(
         source=f"published figures of {name}, which are peaks",
-        # weights of 32 bits: TF32, which torch uses if it is allowed to
+        # fp32 weights: the rate of TF32, which torch uses if `allow_tf32` is set.
         flops_per_s={"bfloat16": matrix_flops, "float16": matrix_flops, "float32": tf32_flops},
         device_memory_bytes_per_s=device_memory,
         host_memory_bytes_per_s=host_memory / 8,
         to_device_bytes_per_s=pcie,
         to_host_bytes_per_s=pcie,
-        device_update_bytes_per_s=device_memory,  # Adam is bound by memory
+        device_update_bytes_per_s=device_memory,  # Adam is memory-bound
         host_update_bytes_per_s=host_memory / 8,
         node_bytes_per_s=nvlink,
         network_bytes_per_s=network,
@@ -114,4 +114,4 @@ MACHINES = {
         ),
     )
 }
-"""By name. Of a link the figure of one direction is used, which is half of what is published for both."""
+"""Machines by name. Links have the rate of one direction: half of the figure that is published for both."""

@@ -1,4 +1,4 @@
-"""What a step moves and what its update touches, as the cost model counts it: of the plan's prediction, by resource."""
+"""The bytes that a step moves and updates, by resource: the input of the cost model, from a plan's prediction."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Moves:
     """Bytes of one rank in a step.
 
     Args:
-        to_device_bytes: over the link from the host.
-        to_host_bytes: over the link to the host.
-        gathered_bytes: of payloads that all ranks' shards are gathered into.
-        num_gathers: how many collectives that takes.
-        exchanged_bytes: of payloads of gradients that ranks exchange, in the dtype in which they travel.
-        num_exchanges: how many collectives that takes.
-        device_update_bytes: that the optimizer's update reads and writes on the device.
+        to_device_bytes: bytes over the link from the host.
+        to_host_bytes: bytes over the link to the host.
+        gathered_bytes: bytes of the payloads that are gathered from all ranks.
+        num_gathers: the number of these gathers.
+        exchanged_bytes: bytes of the gradient payloads that ranks exchange, in the dtype in which they travel.
+        num_exchanges: the number of these exchanges.
+        device_update_bytes: bytes that the optimizer's update reads and writes on the device.
         host_update_bytes: the same on the host.
     """
 
@@ -40,9 +40,9 @@ class Moves:
 
 
 def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
-    """Of every training step in which all that is trained gets a gradient. Pure: local.
+    """The moves of a training step in which every trained weight gets a gradient. Pure: local.
 
-    predicted: of a step; None: `plan.predicted`.
+    predicted: the prediction of that step. None: `plan.predicted`.
     """
     predicted = predicted or plan.predicted
     links = predicted.bytes_by_link
@@ -50,7 +50,7 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
     gathers = [found for what, found in predicted.exchanged.items() if what is not Exchange.REDUCE]
     updated = {Tier.DEVICE: 0, Tier.HOST: 0}
     for facts, homes in zip(plan.packing.chunks, plan.placement.homes, strict=True):
-        if Kind.GRAD in homes:  # what is frozen is not updated
+        if Kind.GRAD in homes:  # frozen chunks have no gradient and are not updated
             updated[homes[Kind.OPTIM]] += update_bytes(facts)
     return Moves(
         to_device_bytes=links.get("host->device", 0),
@@ -65,10 +65,10 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
 
 
 def update_bytes(facts: ChunkFacts) -> int:
-    """That Adam reads and writes of a chunk on one rank: 26 a parameter with split masters, 28 in fp32."""
+    """Bytes that Adam reads and writes for a chunk on one rank: 26 per parameter with split masters, 28 in fp32."""
     dtypes = facts.dtypes
     states = 2 * OPTIM_STATES * max(4, dtypes.weight.itemsize)
     master = 2 * facts.master_itemsize if dtypes.weight.is_half else 0
-    # the weight is written; it is read where it is the master, or the upper half of one
+    # The update writes the weight. It reads the weight only where that is the master or the upper half of a split one.
     weight = dtypes.weight.itemsize * (1 if dtypes.weight.is_half and not facts.splits_master else 2)
     return facts.optim_layout.shard_numel * (states + master + weight + dtypes.rest.itemsize)

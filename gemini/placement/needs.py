@@ -1,4 +1,4 @@
-"""What chunks ask of memory on one rank: bytes of each state, slots, scratch. From facts to a `Demand`."""
+"""The memory that chunks need on one rank: bytes of each state, slots, scratch. Turns facts into a `Demand`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def demand_of(
     micro_batches: int = 1,
     max_host_bytes: int | None = None,
 ) -> Demand:
-    """What the chunks need. trained: of every weight, in order of chunks. kept: states that frozen chunks have.
+    """The demand of these chunks.
 
-    micro_batches: of a step, whose gradients are added up. max_host_bytes: the budget of the host. None: no bound.
+    trained: for each weight, in the order of the chunks. kept: the states that frozen chunks still have, by chunk
+    index. micro_batches: per step, whose gradients are added up. max_host_bytes: budget of the host. None: no bound.
     """
+    # One trained weight makes its chunk a trained one: gradient and optimizer state are allocated per chunk.
     flags = iter(trained)
     trainable = [chunk for chunk in chunks if any(list(islice(flags, len(chunk.names))))]
     indices = {chunk.index for chunk in trainable}  # membership only
-    demands: dict[tuple[object, ...], ChunkDemand] = {}  # which nobody writes to: equal chunks share one
+    # Equal chunks share one object, so nobody may write to it. `Placement.alike` groups chunks by this identity.
+    demands: dict[tuple[object, ...], ChunkDemand] = {}
     of_chunks = []
     for chunk in chunks:
         is_trained, has = chunk.index in indices, kept.get(chunk.index, frozenset())
@@ -59,7 +62,8 @@ def demand_of(
         (_largest(chunks), _largest(chunks, oversize=True)),
         min_slots(chunks, spec.operators, _uses_of_slots(chunks, spec)),
         (_largest(trainable), _largest(trainable, oversize=True)),
-        (2, 1),  # or as many as there are users: a chunk without elements is one
+        # `slots_for` lowers these to the number of users. A chunk without elements counts as a user.
+        (2, 1),
         scratch_bytes(trainable, stage, world_size),
         (_largest_numel(chunks), _largest_numel(chunks, oversize=True)),
         max_live_numel,
@@ -93,6 +97,7 @@ def _chunk_demand(
     home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * dtypes.weight.itemsize}
     if is_trained:
         home_bytes[Kind.GRAD] = _gradient_home_numel(chunk, stage) * dtypes.rest.itemsize
+        # From the second micro-batch on the sum is kept in fp32, in addition to the 16-bit home.
         if micro_batches > 1 and dtypes.widens and not chunk.lends_home:
             home_bytes[Kind.GRAD] += FLOAT32.itemsize * optim_numel
     if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
@@ -118,14 +123,15 @@ def _chunk_demand(
 
 
 def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: int) -> LinkBytes:
-    """What crosses the link in a step, as far as states of the chunk rest on two tiers: as `simulate.py` counts it."""
+    """The bytes that cross the link in a step if the chunk's states rest on two tiers, as `simulate.py` counts them."""
     dtypes, numel = chunk.dtypes, chunk.optim_layout.shard_numel
     updated = dtypes.weight.itemsize * numel
     is_wide = micro_batches > 1 and dtypes.widens
     arriving = dtypes.weight if world_size == 1 and not dtypes.narrows else dtypes.rest
     reduced = micro_batches * arriving.itemsize * (chunk.layout.numel if stage == 0 else chunk.layout.shard_numel)
     if world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight:
-        reduced += (micro_batches - 1) * updated  # a sum that one rank resumes comes to the device for it
+        # One rank resumes its fp32 sum, so each further micro-batch first brings the sum to the device.
+        reduced += (micro_batches - 1) * updated
     return LinkBytes(
         read=0 if dtypes.weight.is_half and not chunk.splits_master else updated,
         written=updated,
@@ -136,12 +142,14 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
 
 
 def _gradient_home_numel(chunk: ChunkFacts, stage: int) -> int:
-    """Elements of a gradient's own home: whole at stages 0 and 1, else this rank's shard; none in a shared one."""
+    """Elements of the gradient's own home: the whole payload at stages 0 and 1, else this rank's shard."""
+    # The reduced gradient takes the memory of the parameters, and needs none of its own.
     if chunk.lends_home:
         return 0
     optim_numel = chunk.optim_layout.shard_numel
     if stage >= 2 or chunk.layout.world_size == 1 or chunk.dtypes.rest != chunk.dtypes.weight:
         return optim_numel
+    # With several units this rank's part of a whole gradient is in pieces, and the update needs it in one: hence both.
     several_units = stage == 1 and len(chunk.layout.units) > 1
     return chunk.layout.numel + (optim_numel if several_units else 0)
 
@@ -157,16 +165,19 @@ def _largest_numel(chunks: Sequence[ChunkFacts], oversize: bool = False) -> int:
 def min_slots(
     chunks: Sequence[ChunkFacts], operators: Sequence[OperatorSpec], uses: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
-    """Slots of both sizes that the busiest moment needs before there is a trace.
+    """The number of slots of both sizes that the busiest moment needs, as far as is known without a trace.
 
-    The largest union of the chunks of all operators on one path of the module tree, and one more where there are
-    enough chunks: a recomputation inside a node, or a function that borrows a parameter, holds one beside them.
+    That is the largest union of the chunks of all operators on one path of the module tree, and one more regular slot
+    if there are enough chunks: a recomputation inside an autograd node, or a function that uses another operator's
+    parameter, holds one chunk beside them.
     """
     need, now = [0, 0], [0, 0]  # by size; now: of the path that ends at the operator at hand
     is_oversize = [chunk.oversize for chunk in chunks]
     users: Counter[int] = Counter()  # chunk -> operators on the path that use it
     path: list[Sequence[int]] = []
-    for operator, own in zip(operators, uses, strict=True):  # parents first, so a path grows and shrinks at its end
+    # Parents come before children, so the path changes only at its end. Counting what enters and leaves keeps this
+    # linear; a union per operator would be quadratic in the depth.
+    for operator, own in zip(operators, uses, strict=True):
         while len(path) > len(operator.ancestors):
             for index in path.pop():
                 users[index] -= 1

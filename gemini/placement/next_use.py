@@ -1,11 +1,11 @@
 """Which chunk is used at which moment, and which chunk should leave: eviction by next use (Belady, 1966).
 
 A pass is the sequence of chunk touches of one forward and its backward, or of a forward alone. The trace of earlier
-passes of its kind predicts it. Touches are found in the trace by their event (see trace.py), so that a pass may leave
-some out: the trace goes on behind them. What the trace lacks is added to it when the pass ends, and what the last
-passes have all left out is dropped. Where a pass has little in common with the trace, the rest of it evicts the least
-recently used chunk; where it has much in another order, it is the new trace. Everything here follows from the sequence
-of touches alone, which is equal on all ranks, so all ranks evict the same chunk.
+passes of the same kind predicts it. Touches are found in the trace by their event (see trace.py), so a pass may leave
+some out: the prediction continues behind them. When the pass ends, touches that were new are added to the trace, and
+touches that the last eight passes all left out are dropped. If a pass has little in common with the trace, the rest of
+it evicts the least recently used chunk; if much of it came in another order, it becomes the new trace. All of this
+follows from the sequence of touches alone, which is equal on all ranks, so all ranks evict the same chunk.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 from gemini.placement.trace import Counts, Events, PassKind, Touch, merged
 
 _MISSES = 8
-"""Passes in a row that leave out a touch before it is dropped: an expert may be idle for some batches."""
+"""A touch is dropped from the trace after so many passes in a row without it. Experts may be idle for some batches."""
 
 _MOST_STRAYS = 0.25
-"""Of the touches in the trace: how many, as a part, a pass may have beside them or in another order.
+"""Fraction of the trace's touches that a pass may deviate by.
 
-Of those beside them: to be predicted on. Of those in another order: for the trace to be kept.
+With more unexpected touches the pass is predicted no further; with more touches in another order the trace is replaced.
 """
 
 
@@ -35,7 +35,7 @@ class _Record:
         self._misses: dict[Touch, int] = {}  # passes in a row that left out a touch
 
     def take(self, touches: Sequence[Touch]) -> None:
-        """The trace from now on."""
+        """Replace the trace by `touches`."""
         self.touches = list(touches)
         self.place = {touch: at for at, touch in enumerate(self.touches)}
         self.uses = {}
@@ -44,65 +44,68 @@ class _Record:
 
     @property
     def most_strays(self) -> float:
-        """See `_MOST_STRAYS`."""
+        """The number of touches that a pass may deviate by, see `_MOST_STRAYS`."""
         return _MOST_STRAYS * len(self.touches)
 
     def learn(self, passed: dict[Touch, None], strays: bool) -> None:
-        """A pass ended that had touches which the trace lacks, or lacked some of the trace."""
+        """Follow a pass that had touches which the trace lacks (`strays`), or left out some of the trace."""
         touches = merged(self.touches, list(passed)) if strays else self.touches
         left_out = [touch for touch in touches if touch not in passed]
         self._misses = {touch: self._misses.get(touch, 0) + 1 for touch in left_out}
         if any(count >= _MISSES for count in self._misses.values()):
             touches = [touch for touch in touches if self._misses.get(touch, 0) < _MISSES]
+        # Keep the very same object if nothing changed: `places` tells a new trace by its identity.
         if touches is not self.touches:
             self.take(touches)
 
     def forget_misses(self) -> None:
-        """A pass had all touches of the trace."""
+        """Follow a pass that had all touches of the trace."""
         self._misses.clear()
 
 
 class _Pass:
-    """A pass that runs."""
+    """The state of a running pass."""
 
     def __init__(self, kind: PassKind, record: _Record, outside: Counts | None) -> None:
         self.kind = kind
         self.record = record
-        self.outside = outside  # counts of events of the pass around it
+        self.outside = outside  # event counts of the pass around this one
         self.passed: dict[Touch, None] = {}
-        self.position = 0  # in the trace: behind the last touch that was expected
+        self.position = 0  # place in the trace behind the last expected touch
         self.num_strays = 0  # touches that were not expected where they came
-        self.num_disordered = 0  # of these: what the trace has earlier
+        self.num_disordered = 0  # strays that the trace has at an earlier place
         self.leaves_out = False  # the trace has touches before `position` that did not come
-        self.follows = bool(record.touches)  # it is predicted
-        self.is_broken = False  # one of its forwards failed
+        self.follows = bool(record.touches)  # the trace predicts this pass
+        self.is_broken = False  # a forward of this pass failed
 
 
 TOUCHES_AHEAD = 8
-"""Expected touches among which ranks look for what to gather ahead, for each payload that may be on its way at once: a
-gather of some ms is over by then, and its slot does not stand idle for long."""
+"""How many expected touches ranks look ahead for the next gather, for each payload that may be on its way at once.
+
+Far enough for a gather of some ms to end in time, near enough that its slot is not idle for long.
+"""
 
 
 class NextUse:
-    """Touches of the running pass against the trace of its kind. Positions are places in the trace."""
+    """Follows the touches of the running pass in the trace of its kind. Positions are places in that trace."""
 
     def __init__(self, events: Events) -> None:
-        """events: of the model whose chunks are touched; a touch belongs to the last one."""
-        self.epoch = 0  # while it is the same, only a touch of a chunk changes the chunk's `rank`
-        self.outdated: Collection[int] = ()  # chunks that an update changes: no slot keeps them for the pass after it
+        """events: the event counter of the model; a touch belongs to its current event."""
+        self.epoch = 0  # within one epoch only a touch of a chunk changes that chunk's `rank`
+        self.outdated: Collection[int] = ()  # chunks that an update changes, so that no slot keeps them for a next pass
         self._events = events
         self.forget()
 
     def forget(self) -> None:
-        """Start again, as at first."""
+        """Drop all traces and counts."""
         self.epoch += 1
         self._events.resume(None)
         self._records = {kind: _Record() for kind in PassKind}
         self._running: list[_Pass] = []  # an evaluation may come between a forward and its backward
         self._last_touch: dict[int, int] = {}  # chunk -> `num_touches` of its last touch
         self.num_touches = 0
-        self._num_backwards = 0  # passes with one since the last update
-        self._expected_backwards = 1  # as many as there were before it
+        self._num_backwards = 0  # passes with a backward since the last update
+        self._expected_backwards = 1  # the number of such passes before the last update
 
     def touch(self, chunk: int) -> None:
         """Record that `chunk` is used now."""
@@ -111,10 +114,12 @@ class NextUse:
         if not self._running:
             return
         now, touch = self._running[-1], Touch(self._events.now, chunk)
-        if touch in now.passed:  # the same function asks again
+        # The same function may ask for a chunk several times. The trace has each touch once.
+        if touch in now.passed:
             return
         now.passed[touch] = None
         place = now.record.place.get(touch, -1)
+        # Not in the trace (-1), or at a place that the pass has gone past: the prediction stays where it is.
         if place < now.position:
             now.num_strays += 1
             now.num_disordered += place >= 0
@@ -122,13 +127,15 @@ class NextUse:
                 now.follows = False
                 self.epoch += 1
             return
-        if place > now.position:  # chunks whose use was left out have another next use by now
+        # The pass has skipped touches, so the skipped chunks have another next use now: all ranks in heaps are stale.
+        if place > now.position:
             now.leaves_out = True
             self.epoch += 1
         now.position = place + 1
 
     def begin_pass(self, kind: PassKind = PassKind.TRAINING) -> None:
-        """A pass starts. One for training ends what an exception has left; an evaluation is inside what runs."""
+        """Begin a pass. An evaluation may run inside another pass; every other kind is outermost."""
+        # Passes that still run then were left by an exception.
         if kind is not PassKind.EVALUATION:
             self._running.clear()
             self._events.resume(None)
@@ -136,9 +143,9 @@ class NextUse:
         self.epoch += 1
 
     def end_pass(self, kind: PassKind = PassKind.TRAINING) -> bool:
-        """The pass ended, and its trace has learned of it. False if it was not predicted up to its end.
+        """End the pass and update its trace. Returns False if the pass was not predicted up to its end.
 
-        Nothing happens if no pass of this kind runs inside all others.
+        Nothing happens if the innermost running pass is of another kind.
         """
         if not self._running or self._running[-1].kind is not kind:
             return False
@@ -157,52 +164,52 @@ class NextUse:
         return now.follows
 
     def drop_pass(self) -> None:
-        """The running pass for training will have no end. Its trace is as before."""
+        """Drop the running passes without an effect on their traces."""
         self._running.clear()
         self._events.resume(None)
         self.epoch += 1
 
     def break_pass(self) -> None:
-        """A forward of the running pass failed, and no other pass will have the touches that it left.
+        """A forward of the running pass failed, so its touches predict no other pass.
 
-        The rest of the pass evicts the least recently used chunk, and the trace learns nothing from it.
+        The rest of the pass evicts the least recently used chunk, and the trace stays as it is.
         """
         for each in self._running:
             each.follows, each.is_broken = False, True
         self.epoch += 1
 
     def touches(self, kind: PassKind) -> Sequence[Touch]:
-        """The trace of passes of a kind."""
+        """The trace of this kind of pass."""
         return self._records[kind].touches
 
     def note_update(self) -> None:
-        """The optimizer updates the weights: as many backwards are expected before the next time."""
+        """The optimizer updates the weights. The next update is expected after the same number of backwards."""
         self._expected_backwards, self._num_backwards = max(1, self._num_backwards), 0
         self.epoch += 1
 
     @property
     def kind(self) -> PassKind | None:
-        """Of the running pass."""
+        """The kind of the running pass. None: no pass runs."""
         return self._running[-1].kind if self._running else None
 
     @property
     def follows(self) -> bool:
-        """The running pass is predicted."""
+        """Whether the trace predicts the running pass."""
         return bool(self._running) and self._running[-1].follows
 
     @property
     def is_in_order(self) -> bool:
-        """All touches of the running pass so far are in the trace, in its order. It may have left out some."""
+        """Whether all touches of the running pass so far are in the trace, in the same order. Some may be left out."""
         return self.follows and not self._running[-1].num_strays
 
     @property
     def position(self) -> int:
-        """The place behind the last touch that the trace has."""
+        """The place in the trace behind the last expected touch."""
         return self._running[-1].position if self._running else 0
 
     @property
     def places(self) -> Mapping[Touch, int]:
-        """Of touches in the trace of the running pass. Another object for another trace."""
+        """The place of each touch in the trace of the running pass. A new trace is a new object."""
         return self._running[-1].record.place if self._running else {}
 
     @property
@@ -211,14 +218,16 @@ class NextUse:
         return self._running[-1].passed.keys() if self._running else ()
 
     def next_use(self, chunk: int) -> int:
-        """Place of the next expected touch of `chunk`; uses of the next pass count on from the end of this one.
+        """The place of the next expected touch of `chunk`. Places of the next pass continue behind those of this one.
 
-        Where an update is expected between the two, chunks that it changes come after all others.
+        If an update is expected before the next pass, chunks that it changes come after all others: their payloads will
+        be outdated by then, so keeping them in slots saves nothing.
         """
         if not self._running:
             return 0
         now = self._running[-1]
         num_touches, uses = len(now.record.touches), now.record.uses.get(chunk)
+        # Never used in a traced pass: beyond every place that the lines below return.
         if not uses:
             return 3 * num_touches
         at = bisect_left(uses, now.position)
@@ -228,15 +237,15 @@ class NextUse:
         return (2 if is_last and chunk in self.outdated else 1) * num_touches + uses[0]
 
     def coming(self, count: int) -> list[int]:
-        """The chunks of the next `count` expected touches; none if the pass is not predicted."""
+        """The chunks of the next `count` expected touches. Empty if the pass is not predicted."""
         if not self.follows:
             return []
         now = self._running[-1]
         return [touch.chunk for touch in now.record.touches[now.position : now.position + count]]
 
     def rank(self, chunk: int) -> int:
-        """The chunk with the smallest is evicted first, of equal ones the first in the model.
+        """The order of eviction: the chunk with the smallest rank leaves first, of equal ones the first in the model.
 
-        That is the one with the farthest next use while the pass is predicted, else the least recently used one.
+        While the pass is predicted that is the chunk with the farthest next use, else the least recently used one.
         """
         return -self.next_use(chunk) if self.follows else self._last_touch.get(chunk, -1)

@@ -1,7 +1,7 @@
-"""The plan of a model whose states leave the device between steps, so that another model may use it.
+"""The plan of a model whose states leave the device between steps, so that another model can use the device.
 
-It is a plan like any other: the same chunks, and homes on the host. Parameters can be read and the model can train
-with it. `replan` leads back to what the policy decides.
+It is an ordinary plan with the same chunks and homes on the host, so parameters can be read and the model can even
+train with it. `replan` returns to the policy's placement.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from gemini.placement.policy import slots_for
 
 
 def offloaded(before: Plan, kinds: Collection[Kind]) -> Plan:
-    """`before` with these states of all chunks on the host, besides those that it has offloaded already.
+    """`before` with these states of all chunks on the host, in addition to those that it has offloaded already.
 
-    Gradients get no homes there: between steps they hold nothing. One that comes nevertheless takes memory then.
+    Gradients get no homes on the host, because between steps they hold nothing. A gradient that arrives nevertheless
+    takes memory at that moment.
     """
     left = before.offloaded | frozenset(kinds)
     demand, placement = before.demand, before.placement
@@ -27,7 +28,8 @@ def offloaded(before: Plan, kinds: Collection[Kind]) -> Plan:
         for chunk_homes in placement.homes
     )
     demand = replace(demand, chunks=tuple(_without_gradients(chunk, left) for chunk in demand.chunks))
-    if Kind.PARAM in left:  # parameters that persist elsewhere need slots, too
+    # Persistent parameters leave the device too. The least slots were computed without them, and they need slots now.
+    if Kind.PARAM in left:
         least = min_slots(before.packing.chunks, before.spec.operators, before.use_order)
         demand = replace(demand, min_slots=least, max_live_numel=None)
     moved = slots_for(demand, homes, () if Kind.PARAM in left else placement.kept)

@@ -1,4 +1,4 @@
-"""Packing: which parameter lies in which chunk, where. Numbers only.
+"""Packing: which chunk contains each parameter, and at which offset. Numbers only.
 
 Operators come in the order in which the module tree lists them. Their parameters are grouped by key (dtype,
 trainable: only equal keys share a chunk), turned into units by the shard strategy, and units are laid one after
@@ -19,7 +19,7 @@ from sharding import ALIGNMENT, ParameterSpec, ShardLayout, ShardStrategy, Unit,
 
 @dataclass(frozen=True)
 class PackingInput:
-    """One parameter, as packing sees it."""
+    """One parameter and what packing needs to know of it."""
 
     spec: ParameterSpec
     key: Hashable  # only parameters of equal key share a chunk
@@ -44,7 +44,7 @@ class PackedChunk:
 
 @dataclass(slots=True)
 class Cut:
-    """A chunk to be: which units go into it. `seal` makes a `PackedChunk` of it."""
+    """A chunk before its parameters have offsets: the units that go into it. `seal` makes a `PackedChunk` of it."""
 
     key: Hashable
     itemsize: int
@@ -56,7 +56,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class _SizedUnit:
-    """Parameters that stay together, and what a chunk would have that holds no others."""
+    """A unit, with the size of a chunk that contains nothing else."""
 
     specs: list[ParameterSpec]
     place: int  # of the operator
@@ -85,7 +85,7 @@ class _Line:
 
 
 class Packer:
-    """Cuts one model into chunks of any size. What does not depend on the size is found once."""
+    """Cuts one model into chunks of any size. Units and their sizes, which do not depend on it, are computed once."""
 
     def __init__(self, operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int) -> None:
         """operators: in the order of the module tree. Raises ValueError if the strategy loses or repeats one."""
@@ -109,7 +109,7 @@ class Packer:
         return self._cut(chunk_bytes)[0]
 
     def every_cut(self) -> Iterator[tuple[int, list[Cut]]]:
-        """All ways to cut the model into chunks of one size, each with the least size that makes it, least first."""
+        """Every distinct way to cut the model, each with the least chunk size that makes it, in ascending order."""
         size: int | None = 1
         while size is not None:
             cuts, then = self._cut(size)
@@ -121,11 +121,11 @@ class Packer:
         return sum(len(line.units) for _, _, line in self._groups)
 
     def seal(self, cuts: Sequence[Cut]) -> tuple[PackedChunk, ...]:
-        """The same chunks, with every parameter's place."""
+        """The same chunks with the offset of every parameter."""
         return tuple(_seal(cut, self._spans_chunk, self._world_size) for cut in cuts)
 
     def exact_bytes(self) -> set[int]:
-        """Payloads that hold one operator or one unit, and no more."""
+        """The bytes of each payload that holds exactly one operator or one unit."""
         sizes: set[int] = set()
         for _, itemsize, line in self._groups:
             sizes.update(line.unit_bytes)
@@ -195,7 +195,7 @@ def pack(
 def _units_by_operator(
     operators: list[list[ParameterSpec]], strategy: ShardStrategy
 ) -> list[list[list[ParameterSpec]]]:
-    """The strategy's units, each at the operator of its first parameter."""
+    """The strategy's units by operator. A unit belongs to the operator of its first parameter."""
     units = strategy.units(operators)
     check_units(strategy, operators, units)
     owner = {spec.name: index for index, operator in enumerate(operators) for spec in operator}
@@ -207,6 +207,7 @@ def _units_by_operator(
 
 
 def _seal(cut: Cut, spans_chunk: bool, world_size: int) -> PackedChunk:
+    # A strategy that spans the chunk divides all of it in one piece, as a single unit.
     units = [[spec for unit in cut.units for spec in unit]] if spans_chunk else cut.units
     names: list[str] = []
     offsets: list[int] = []

@@ -1,7 +1,7 @@
-"""A policy's answer, checked, so that a mistake in a policy of the user's is told before anything moves.
+"""Checks of a policy's answer, so that a mistake in a user's policy raises before any state moves.
 
-Every check is of numbers only, and follows the same order on all ranks. A policy whose answers differ from rank to rank
-is found when ranks compare the hash of their plans.
+The checks look at numbers only and run in the same order on all ranks. A policy whose answers differ between ranks is
+detected when ranks compare the hashes of their plans.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PLACE_ALIKE = (
     "follow from its arguments alone"
 )
 _MAX_RUNS = 20
-"""That are shown of a kind: every rank sends the words to all others."""
+"""At most this many runs of chunks are listed per kind, because every rank sends the text to all others."""
 
 
 def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> Placement:
-    """What the policy says, once it is certain that a training can be carried out with it.
+    """The policy's placement, checked to be one that training can use.
 
-    Raises TypeError or ValueError for what is no placement of these chunks, and BudgetError for one that takes more of
-    the device, or more elements in slots, than it may.
+    Raises TypeError or ValueError if the answer is not a placement of these chunks, and BudgetError if it exceeds the
+    device budget or `max_live_parameters`.
     """
     placement = policy.place(demand, budget_bytes)
     if not isinstance(placement, Placement):
@@ -56,12 +56,13 @@ def place_unbounded(demand: Demand, policy: PlacementPolicy) -> Placement:
 
 
 def placement_in_words(placement: Placement, budget_bytes: int | None) -> str:
-    """Budget, homes and slots, a line for each kind, by which ranks see how two placements differ."""
+    """Budget, slots and homes, one line per kind. Ranks compare this text to show how their placements differ."""
     lines = [
         f"model data budget of {budget_bytes} bytes",
         f"{placement.num_slots} slots, {placement.num_gradient_slots} gradient slots",
     ]
     for kind in Kind:
+        # Chunks are many and placements regular: list runs of chunks on one tier.
         runs, end = [], 0
         for tier, its in groupby(homes.get(kind) for homes in placement.homes):
             start, end = end, end + len(list(its))
@@ -78,11 +79,11 @@ def _named(policy: PlacementPolicy) -> str:
 
 
 def _problems(demand: Demand, placement: Placement) -> Iterator[str]:
-    """What is wrong, in words."""
+    """Everything that is wrong with the placement, as ends of sentences whose subject is the policy."""
     homes, num_chunks = placement.homes, len(demand.chunks)
     if len(homes) != num_chunks:
         yield f"gave homes of {len(homes)} chunks, and the model has {num_chunks}: one for each of demand.chunks"
-        return
+        return  # the checks below pair homes with chunks
     for index, (chunk, its) in enumerate(zip(demand.chunks, homes, strict=True)):
         yield from _problems_of(index, chunk, its)
     for index in sorted(placement.kept):

@@ -1,11 +1,11 @@
-"""The plan of a model: how it is cut into chunks, where their states rest, and what the least budget is.
+"""The plan of a model: how it is cut into chunks, where their states rest, and the least budget.
 
 `plan_model` is a pure function: the same specs, settings, number of ranks and free bytes give the same plan, in any
-process. It reads no memory and asks no other rank. `ShardedModel` carries out the plan that it makes of its module,
-`estimate_memory` adds up the plan's bytes, and a change of what is trained follows from `replan`.
+process. It reads no memory and asks no other rank. `ShardedModel` carries out the plan of its module, `estimate_memory`
+adds up the plan's bytes, and `replan` follows a change of what is trained.
 
-Without a chunk size from the user the one is taken with which a step costs least under the budgets (`chunk_size.py`),
-so that what fits with some size is never refused.
+If the user names no chunk size, all candidate sizes are tried and the one with the cheapest step is chosen
+(`chunk_size.py`, `choosing.py`). A model is refused only if no size fits.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from gemini.settings import Settings
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided for a model: one value for all ranks. A change of what is trained makes another plan.
+    """All decisions for a model, as one value, equal on all ranks. Another set of trained weights has another plan.
 
-    `model.plan` and `estimate_memory(...).plan` are plans; nobody else makes one by hand.
+    `plan_model`, `plan_inference` and `replan` make plans; `model.plan` and `estimate_memory(...).plan` show them.
 
     Args:
-        spec: the model as planning sees it.
+        spec: the description of the model.
         settings: what the user chose.
         world_size: the number of ranks.
         budget: model data that a rank's device and host may hold, in bytes.
@@ -48,10 +48,10 @@ class Plan:
         trained: whether each weight is trained, in the order of the chunks.
         demand: the bytes that each chunk needs on one rank.
         placement: the tier of each state of each chunk, and the number of slots.
-        hash: 32 bits of all that decides the order of collectives, which ranks compare.
-        is_first: made for wrapping, so that another chunk size could still be chosen.
-        offloaded: states that rest on the host until the model is used again, whatever the policy says.
-        infers: as if all weights were frozen; another plan comes in force when training begins.
+        hash: a 32-bit hash of everything that decides the order of collectives, which ranks compare.
+        is_first: the plan was made for wrapping, when the chunk size could still be chosen.
+        offloaded: states that rest on the host until the model is used again, against the policy.
+        infers: the plan treats all weights as frozen. Another plan replaces it when training begins.
     """
 
     spec: ModelSpec
@@ -94,10 +94,10 @@ class Plan:
 
     @cached_property
     def minimum_bytes(self) -> int | None:
-        """The least `model_data_memory` with which there is a plan, on a host that has room for the rest.
+        """The least `model_data_memory` with which there is a plan, given a host with room for the rest.
 
-        Of any chunk size where the settings leave it open; for chunks that exist already, with those. None if the
-        policy is the user's and refuses without a number.
+        The minimum over all chunk sizes, unless the settings name one or the chunks exist already. None if a user's
+        policy refuses without saying what it needs.
         """
         if self.is_first:
             return _minimum_bytes(self.spec, self.settings, self.world_size, self.infers)
@@ -110,21 +110,19 @@ class Plan:
 
     @cached_property
     def predicted(self) -> Predicted:
-        """What each training step moves and holds, in bytes: made when it is asked for.
+        """The bytes that each training step moves and holds; of a plan for inference, those of each forward.
 
-        A step has as many micro-batches as the plan is for: `gradient_accumulation_steps` of the settings, else what
-        steps have shown, at first one.
-
-        Of a plan for inference: what each forward does. Exact for the first rank of a model whose operators run once
-        each, in order, and whose backward reads all weights behind the first operator that is trained.
-        `gemini.placement.predict` takes a recorded schedule.
+        A step has `gradient_accumulation_steps` micro-batches, or as many as earlier steps have shown, at first one.
+        Exact for rank 0 of a model whose operators run once each, in order, and whose backward reads all weights behind
+        the first trained operator. `gemini.placement.predict` takes a recorded schedule for other models.
         """
         return predict_inference(self) if self.infers else predict(self)
 
     def explain(self) -> str:
-        """What was chosen and why, what lies where and moves in a step, what another budget would change, the minimum.
+        """The plan in sentences, one per line, with bytes of one rank.
 
-        In plain sentences, one to a line, with bytes of one rank.
+        They tell what was chosen and why, where states rest, what a step moves, what another budget would change, and
+        the minimum.
         """
         settings, demand = self.settings, self.demand
         if not demand.chunks:
@@ -160,12 +158,12 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
     """The plan of each of `world_size` ranks. A pure function: local, and equal for equal arguments.
 
     Args:
-        spec: of the module, from `specs_of`.
-        settings: those that `spec` was made with.
+        spec: the module's description, from `specs_of`.
+        settings: the settings that `spec` was made with.
         world_size: the number of ranks.
-        free: what is free where `settings` name no budget. None: no bound there.
+        free: free bytes of the tiers for which `settings` name no budget. None: no bound there.
 
-    Raises BudgetError with the bytes that are needed: the least over all chunk sizes, if those are searched. Raises
+    Raises BudgetError with the needed bytes, which are the least over all chunk sizes if those are searched. Raises
     ValueError if the shard strategy loses or repeats a parameter.
 
     Example:
@@ -203,7 +201,7 @@ def plan_packed(packed: Packed, settings: Settings, free: FreeBytes | None = Non
             placed.append(plan)
             if is_short(plan):
                 continue
-            break  # of the sizes with which everything fits the first is the cheapest
+            break  # sizes come in order of cost, so no later size with which everything fits is cheaper
         if has_host_room(plan, WRAPPED_KINDS):
             trains = trains or plan
         infers = infers or plan
@@ -215,13 +213,14 @@ def plan_packed(packed: Packed, settings: Settings, free: FreeBytes | None = Non
         trains = trains or best
     if trains is not None:  # with an optimizer that keeps less than Adam does
         return trains
-    if infers is not None:  # there is no room to train it: that is refused when an optimizer or a backward comes
+    # Without room to train the model may be meant for inference. An optimizer or a backward raises the refusal.
+    if infers is not None:
         return infers
     raise _refusal(refused, spec, settings, free) from None
 
 
 def plan_inference(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
-    """As `plan_model`, for a model that only infers. Raises BudgetError if even that does not fit."""
+    """Like `plan_model`, for a model that only infers. Raises BudgetError if even that does not fit."""
     budget = Budget.of(settings, free or FreeBytes())
     refused: list[BudgetError] = []
     for packing in packings(spec, settings, world_size):
@@ -241,13 +240,13 @@ def _refusal(refused: list[BudgetError], spec: ModelSpec, settings: Settings, fr
 
 
 class PlanChanges(TypedDict, total=False):
-    """What a plan for the same chunks is made of, where it differs from the plan before."""
+    """The arguments of `replan` that may differ from the plan before."""
 
     operators: tuple[OperatorSpec, ...]
     settings: Settings
     budget: Budget
     infers: bool
-    micro_batches: int  # of a step, unless the settings say how many
+    micro_batches: int  # per step, if the settings do not fix the number
 
 
 def replan(
@@ -256,11 +255,11 @@ def replan(
     kept: Mapping[int, frozenset[Kind]],
     **changes: Unpack[PlanChanges],
 ) -> Plan:
-    """The plan for the same chunks, when other weights are trained, operators or budgets change, or training begins.
+    """The plan for the same chunks after trained weights, operators or budgets change, or training begins. Local.
 
-    trained: of every weight, in the order of the chunks. kept: states that chunks still have, by chunk index, of which
-    those count that are frozen, or all where the model only infers.
-    Raises BudgetError; room on the host is the business of those who know what is there by now.
+    trained: for each weight, in the order of the chunks. kept: states that frozen chunks still have, by chunk index; of
+    all chunks if the model only infers.
+    Raises BudgetError if the device budget is too small. The caller checks the room on the host.
     """
     spec = before.spec
     if "operators" in changes:
@@ -308,7 +307,7 @@ def _placed(
 
 
 def hash_of(packing: Packing, placement: Placement, settings: Settings, trained: Sequence[bool]) -> int:
-    """32 bits of all that decides the order of collectives."""
+    """A 32-bit hash of everything that decides the order of collectives."""
     chunks = [(chunk.names, chunk.offsets, chunk.layout) for chunk in packing.chunks]
     each = {id(homes): homes for homes in placement.homes}  # which thousands of chunks share
     words = {key: repr(homes) for key, homes in each.items()}
@@ -318,14 +317,14 @@ def hash_of(packing: Packing, placement: Placement, settings: Settings, trained:
 
 
 def _kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kind]]:
-    """Chunks whose masters hold more than their 16-bit weights: these are there from the start."""
+    """The masters that even inference must keep: those that hold more than the 16-bit weights rounded from them."""
     exact = {weight.name for weight in spec.weights if weight.trainable and weight.is_rounded}  # membership only
     masters = frozenset((Kind.MASTER,))
     return {chunk.index: masters for chunk in packing.chunks if not exact.isdisjoint(chunk.names)}
 
 
 def _minimum_bytes(spec: ModelSpec, settings: Settings, world_size: int, infers: bool) -> int | None:
-    """The least that the device needs with any chunk size that may be chosen."""
+    """The least bytes that the device needs, over all chunk sizes that may be chosen."""
     found = []
     for packing in packings(spec, settings, world_size):
         trained, kept = trained_at_first(spec, packing), {}

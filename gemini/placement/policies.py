@@ -1,12 +1,12 @@
 """The built-in placement policies: from a model's demand and a budget to every state's home. Pure functions of numbers.
 
 `cpu`     all states rest on the host; the device holds only slots.
-`cuda`    all states rest on the device, as many slots as the budget allows.
-`auto`    of some orders in which chunks, parts of them and slots may take the budget, the one that moves fewest bytes
-          over the link in a step.
-`static`  fractions of the bytes, which the user chooses.
+`cuda`    all states rest on the device, with as many slots as the budget allows.
+`auto`    spends the budget on chunks, parts of them and slots in several orders, and takes the result that moves the
+          fewest bytes over the link in a step.
+`static`  the user chooses the fractions of bytes that rest on the host.
 
-Masters and optimizer state of frozen chunks, which no step reads, stay on the device only where everything fits there.
+Masters and optimizer state of frozen chunks, which no step reads, stay on the device only if everything fits there.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,23 +24,24 @@ _WAYS = (
     (Step.PARAMS, Step.UPDATED, Step.KEPT, Step.UPDATED, Step.SLOTS, Step.GRADS),
     (Step.PARAMS, Step.GRADS, Step.STATE, Step.KEPT, Step.STATE, Step.SLOTS),
 )
-"""Orders in which `auto` may spend what frozen parameters leave of a budget; it takes the one that moves least.
+"""Orders in which `auto` tries to spend what frozen parameters leave of the budget. It takes the one with fewest bytes.
 
-A whole chunk on the device moves nothing. On one rank a slot more is worth more for its bytes, until each chunk on the
-host has one: it saves a fetch for every turn of a pass. Gradients alone are worth their bytes where micro-batches are
-added up, parameters alone where updates do not read them (whole masters) or micro-batches are many. With all parameters
-and gradients on the device no slot is needed, which counts where one chunk is larger than all others together.
+A whole chunk on the device moves nothing. On one rank another slot saves more per byte, until each chunk on the host
+has one: it saves a fetch at every turn of a pass. Gradients alone pay off with several micro-batches. Parameters alone
+pay off where updates do not read them (whole masters), or with many micro-batches. With all parameters and gradients on
+the device no slot is needed, which matters if one chunk is larger than all others together.
 """
 _THEN = (Step.GRADS, Step.PARAMS, Step.KEPT, Step.SLOTS)
-"""Of what is left after the best one: moved in unless it makes more bytes travel."""
+"""How to spend what the best order leaves, unless it makes more bytes travel."""
 _AT_LAST = (Step.WHOLE, Step.KEPT, Step.SLOTS)
-"""Likewise, after what has moved in then: the last to need slots may have freed more than they take."""
+"""Likewise, after `_THEN`: when the last user of a slot moves in, the slot's bytes become free."""
 
 
 def _all_on(demand: Demand, tier: Tier) -> tuple[dict[Kind, Tier], ...]:
-    """All homes there, but for parameters that persist on the device."""
+    """Homes of all states on one tier, except for persistent parameters, which rest on the device."""
+    # Equal chunks share one homes dict, so nobody may write to it. `Placement.alike` groups chunks by this identity.
     each = {id(chunk): chunk for chunk in demand.chunks}
-    homes = {  # which nobody writes to, so that thousands of equal chunks share a few
+    homes = {
         key: {kind: Tier.DEVICE if chunk.persists and kind is Kind.PARAM else tier for kind in chunk.home_bytes}
         for key, chunk in each.items()
     }
@@ -48,7 +49,7 @@ def _all_on(demand: Demand, tier: Tier) -> tuple[dict[Kind, Tier], ...]:
 
 
 def _frozen_state_on_host(demand: Demand, homes: tuple[dict[Kind, Tier], ...]) -> tuple[dict[Kind, Tier], ...]:
-    """`homes`, but for masters and optimizer state of frozen chunks: they rest on the host."""
+    """`homes` with masters and optimizer state of frozen chunks on the host."""
     on_host = dict.fromkeys((Kind.MASTER, Kind.OPTIM), Tier.HOST)
     return tuple(
         {kind: on_host.get(kind, tier) if chunk.is_frozen else tier for kind, tier in home.items()}
@@ -57,24 +58,24 @@ def _frozen_state_on_host(demand: Demand, homes: tuple[dict[Kind, Tier], ...]) -
 
 
 class CpuPolicy:
-    """Everything rests on the host."""
+    """All states rest on the host."""
 
     name = "cpu"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        """Raises BudgetError where that does not fit."""
+        """See `PlacementPolicy.place`. Raises BudgetError if the least slots do not fit."""
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
         check_fits(demand, placement, budget_bytes, self.name)
         return spend_rest(demand, placement, budget_bytes)
 
 
 class CudaPolicy:
-    """Everything rests on the device; where that is full, the state of frozen chunks rests on the host."""
+    """All states rest on the device. If they do not fit, masters and moments of frozen chunks rest on the host."""
 
     name = "cuda"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        """Raises BudgetError where that does not fit."""
+        """See `PlacementPolicy.place`. Raises BudgetError if even that does not fit."""
         placement = slots_for(demand, _all_on(demand, Tier.DEVICE))
         if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
             placement = slots_for(demand, _frozen_state_on_host(demand, placement.homes))
@@ -83,9 +84,9 @@ class CudaPolicy:
 
 
 FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
-"""Arguments of `StaticPolicy`."""
+"""The arguments of `StaticPolicy`."""
 MARGIN = "gpu_margin_mem_ratio"
-"""An argument of `AutoPolicy`."""
+"""The argument of `AutoPolicy`."""
 
 
 def check_fraction(name: str, value: object) -> float:
@@ -98,7 +99,10 @@ def check_fraction(name: str, value: object) -> float:
 
 
 def _cost(demand: Demand, placement: Placement) -> tuple[int, int]:
-    """Bytes that the host has no room for, which would have training refused, and then bytes over the link."""
+    """The cost by which placements are compared: bytes beyond the host's budget, then bytes over the link.
+
+    Bytes beyond the host's budget come first, because with any of them training is refused.
+    """
     most = demand.max_host_bytes
     beyond = 0 if most is None else max(0, placement.host_bytes(demand) - most)
     return beyond, link_bytes(demand, placement)
@@ -108,11 +112,11 @@ def _cost(demand: Demand, placement: Placement) -> tuple[int, int]:
 class AutoPolicy:
     """Moves states onto the device while the budget lasts, so that the fewest bytes cross the link in a step.
 
-    A placement that the host has room for comes before one that it has not.
+    Placements that fit the host's budget come before those that do not.
 
     Args:
-        gpu_margin_mem_ratio: of what parameters, gradients and the least slots leave of the budget: the fraction that
-            masters and optimizer state may take, as Colossal-AI's; parameters come first then, gradients second.
+        gpu_margin_mem_ratio: the fraction that masters and optimizer state may take of what parameters, gradients and
+            the least slots leave of the budget, as in Colossal-AI. Parameters then move in first, gradients second.
             Without a budget any ratio above 0 is all. None: no such bound.
     """
 
@@ -120,28 +124,31 @@ class AutoPolicy:
 
     @property
     def name(self) -> str:
-        """With the ratio, so that plans of ranks that chose others differ."""
+        """The name with the ratio, so that ranks with different ratios have different plan hashes."""
         ratio = self.gpu_margin_mem_ratio
         return "auto" if ratio is None else f"auto({MARGIN}={ratio})"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        """Raises BudgetError where the least slots do not fit."""
+        """See `PlacementPolicy.place`. Raises BudgetError if the least slots do not fit."""
         everything = CudaPolicy().place(demand, None)
         is_bounded = self.gpu_margin_mem_ratio is not None
         if not is_bounded and (budget_bytes is None or everything.device_bytes(demand) <= budget_bytes):
             return everything
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
-        least = min(placement, everything, key=lambda each: each.device_bytes(demand))  # a tiny model needs no slots
+        # The slots of a tiny model may take more than all of its states. Refuse only if neither fits.
+        least = min(placement, everything, key=lambda each: each.device_bytes(demand))
         check_fits(demand, least, budget_bytes, self.name)
         if is_bounded:
             placement = spend(demand, placement, budget_bytes, (Step.PARAMS, Step.GRADS))
             placement = spend(demand, placement, self._margin(demand, placement, budget_bytes), (Step.STATE,))
             return spend(demand, placement, budget_bytes, (Step.KEPT, Step.SLOTS))
+        # Frozen parameters first: no update ever takes them to the host, so each of their bytes saves fetches only.
         placement = spend(demand, placement, budget_bytes, (Step.FROZEN,))
         ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
         costs = [_cost(demand, each) for each in ways]
         cost = min(costs)
         best = ways[costs.index(cost)]  # of equal ones the first
+        # Fill what the best order has left.
         for steps in (_THEN, _AT_LAST):
             fuller = spend(demand, best, budget_bytes, steps)
             if (its := _cost(demand, fuller)) <= cost:
@@ -149,7 +156,7 @@ class AutoPolicy:
         return best
 
     def _margin(self, demand: Demand, placement: Placement, budget_bytes: int | None) -> int | None:
-        """What the device may hold once masters and optimizer state have joined `placement`. None: no bound."""
+        """The bytes that the device may hold once masters and optimizer state have joined. None: no bound."""
         ratio = self.gpu_margin_mem_ratio
         if ratio is None:
             return budget_bytes
@@ -161,17 +168,18 @@ class AutoPolicy:
 
 @dataclass(frozen=True)
 class StaticPolicy:
-    """Fractions of the bytes rest where the user says, as Colossal-AI's `placement_policy="static"`.
+    """Places fractions of the bytes where the user says, like Colossal-AI's `placement_policy="static"`.
 
-    What leaves, or is sharded between uses, are whole chunks, from the last one in order of first use on: the fewest
-    that make up the fraction. Slots are as many as the budget leaves room for, and as few as work without a budget. A
-    pure function of numbers: local.
+    Whole chunks are offloaded, or sharded between uses: the fewest that make up the fraction, counted from the chunk
+    whose first use is last. There are as many slots as the budget has room for; without a budget the fewest that work.
+    A pure function of numbers: local.
 
     Args:
-        shard_param_frac: of the parameters, given up between uses on several ranks at stage 3. The rest is kept whole
-            on every device: 1.0 is ZeRO-3, 0.0 keeps all, as ZeRO-2.
-        offload_optim_frac: of the optimizer state, with masters and gradients, on the host, where the update runs then.
-        offload_param_frac: of the parameters, on the host. What is kept whole is not offloaded.
+        shard_param_frac: the fraction of the parameters that is resharded after use, on several ranks at stage 3. The
+            rest stays whole on every device: 1.0 is ZeRO-3, 0.0 keeps everything whole, as ZeRO-2.
+        offload_optim_frac: the fraction of the optimizer state that rests, with its masters and gradients, on the host.
+            Its update runs there.
+        offload_param_frac: the fraction of the parameters that rests on the host. Those kept whole are not offloaded.
 
     Raises TypeError or ValueError for what is not a number from 0 to 1.
 
@@ -190,11 +198,12 @@ class StaticPolicy:
 
     @property
     def name(self) -> str:
-        """With the fractions, so that plans of ranks that chose others differ."""
+        """The name with the fractions, so that ranks with different fractions have different plan hashes."""
         return f"static({', '.join(f'{name}={getattr(self, name)}' for name in FRACTIONS)})"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        """Raises BudgetError where the fractions do not fit into the budget."""
+        """See `PlacementPolicy.place`. Raises BudgetError if the fractions do not fit into the budget."""
+        # Choose what is resharded, then what is offloaded of the rest.
         whole = [chunk.payload_bytes if chunk.may_keep_slot else 0 for chunk in demand.chunks]
         given_up = _last_of(whole, self.shard_param_frac)
         kept_whole = [chunk.persists or bool(whole[i] and i not in given_up) for i, chunk in _counted(demand)]
@@ -206,6 +215,7 @@ class StaticPolicy:
             {kind: Tier.HOST if i in on_host[kind] else Tier.DEVICE for kind in chunk.home_bytes}
             for i, chunk in _counted(demand)
         )
+        # A chunk that stays whole keeps its slot.
         placement = slots_for(demand, homes)
         kept = [index for index in keepable(demand, placement) if index not in given_up]
         placement = slots_for(demand, homes, kept)
@@ -222,7 +232,7 @@ def _bytes(chunk: ChunkDemand, kind: Kind) -> int:
 
 
 def _last_of(num_bytes: Sequence[int], fraction: float) -> frozenset[int]:
-    """The fewest indices from the end on whose bytes are at least this fraction of all."""
+    """The fewest indices, counted from the end, whose bytes make up at least this fraction of the sum."""
     wanted, chosen = fraction * sum(num_bytes), set[int]()
     for index in reversed(range(len(num_bytes))):
         if wanted <= 0:

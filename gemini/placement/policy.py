@@ -1,4 +1,4 @@
-"""What a placement policy is, and what every one needs: slots for the homes that it chose, and a check of the budget.
+"""The interface of placement policies, and the functions that they share: the slots for given homes, the budget check.
 
 A policy decides on which tier every state of every chunk rests. `policies.py` has the built-in ones; a user's own is
 any object with a `name` and a `place` method. Pure functions of numbers.
@@ -68,19 +68,21 @@ def slots_for(demand: Demand, homes: tuple[dict[Kind, Tier], ...], kept: Iterabl
 
 
 def _num_users(demand: Demand, placement: Placement, kind: Kind) -> tuple[int, int]:
-    """Chunks that take slots of the pools: of the regular and of the oversize one."""
+    """The number of chunks that take slots of the regular and of the oversize pool."""
     users = [0, 0]
     for chunk, home, count in placement.alike(demand):
         if kind in chunk.home_bytes and (chunk.needs_slot_of(kind) or home[kind] is not Tier.DEVICE):
             users[chunk.oversize] += count
     if kind is Kind.PARAM:
-        for index in placement.kept:  # with their parameters on the device
+        # A chunk with a slot of its own takes none of the pool. Its parameters rest on the device, so it was counted
+        # above only if it needs a slot there.
+        for index in placement.kept:
             users[demand.chunks[index].oversize] -= demand.chunks[index].needs_slot
     return users[0], users[1]
 
 
 def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
-    """`placement` with more slots, out of what `budget_bytes` leaves: first kept ones, then slots for all chunks.
+    """`placement` with the slots that the rest of `budget_bytes` pays for: first kept slots, then slots for all chunks.
 
     More slots save fetches; there are never more than chunks that use them. A kept slot has its chunk's parameter home
     inside, which is cheaper than a home and a slot and saves as many fetches: first come chunks that are used first,
@@ -96,7 +98,7 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
 
 
 def keep_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
-    """The first part of `spend_rest`."""
+    """`placement` with as many kept slots as fit: the first part of `spend_rest`."""
     sharded = _live_prefix(demand, placement, [i for i in keepable(demand, placement) if i not in placement.kept])
     each = {id(chunk): chunk for chunk in (demand.chunks[index] for index in sharded)}
     around_each = {
@@ -112,7 +114,10 @@ def keep_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -
 
 
 def more_slots(demand: Demand, before: Placement, after: Placement) -> Placement:
-    """`after`, which has the fewest slots, with as many as `before` has, as far as there are users for them."""
+    """`after` with the slots that `before` had, as far as there are users. `after` has the fewest slots for its homes.
+
+    Slots that an earlier purchase paid for must not be lost when a later one recomputes the fewest.
+    """
     if all(had <= has for had, has in zip(before.num_slots, after.num_slots, strict=True)):
         return after
     users = _num_users(demand, after, Kind.PARAM)
@@ -123,7 +128,11 @@ def more_slots(demand: Demand, before: Placement, after: Placement) -> Placement
 
 
 def _live_prefix(demand: Demand, placement: Placement, indices: list[int]) -> list[int]:
-    """The longest prefix of chunks that may keep their slots beside what slots of the pool hold."""
+    """The longest prefix of chunks that may keep their slots within `max_live_parameters`.
+
+    What the fewest slots of the pool hold for the remaining chunks counts too, so a longer prefix may fit where a
+    shorter one does not.
+    """
     if demand.max_live_numel is None:
         return indices
     users, most, kept = list(_num_users(demand, replace(placement, kept=frozenset()), Kind.PARAM)), 0, 0
@@ -149,7 +158,8 @@ def keepable(demand: Demand, placement: Placement) -> list[int]:
 def fill_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
     """`placement` with as many more slots for all chunks as the bounds allow. Numbers only, so local."""
     users = _num_users(demand, placement, Kind.PARAM)
-    for oversize in (True, False):  # oversize ones first: they are the scarcest
+    # Oversize slots first: they are the scarcest.
+    for oversize in (True, False):
         wanted = users[oversize] - placement.num_slots[oversize]
         if budget_bytes is not None and demand.slot_bytes[oversize]:
             spare = budget_bytes - placement.device_bytes(demand)
@@ -165,20 +175,21 @@ def fill_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -
 
 @dataclass(frozen=True)
 class Addition:
-    """What one chunk more adds to the device, in a search for how many chunks fit."""
+    """The effect of one more chunk on the device, in the search for chunks that fit."""
 
     num_bytes: int
     oversize: bool = False
-    frees_slot: bool = False  # its parameters do not take slots of the pool any more
-    frees_gradient_slot: bool = False  # likewise
+    frees_slot: bool = False  # its parameters no longer use slots of the pool
+    frees_gradient_slot: bool = False  # likewise for its gradient
 
 
 def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], budget_bytes: int | None) -> list[int]:
-    """Which of `additions`, by number, fit after `start`. What `start` has beyond the fewest slots stays.
+    """The indices of the `additions` that fit after `start`. What `start` has beyond the fewest slots stays.
 
-    The longest prefix; and then, in order, each one for which there is still room: a chunk that is larger than what is
-    left, such as an embedding, keeps no smaller one out. Two passes over numbers, because models have many thousand
-    chunks: more may fit where fewer do not, when the last user of a slot is gone. Equal chunks share one `Addition`.
+    First the longest prefix that fits, then each later addition for which there is still room, so that one large chunk
+    such as an embedding keeps no smaller one out. The prefix is tried to its end: more additions may fit where fewer do
+    not, because a slot disappears with its last user. Linear, since models have many thousand chunks. Equal chunks
+    share one `Addition`.
     """
     if not additions or budget_bytes is None:
         return list(range(len(additions)))
@@ -188,7 +199,7 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
     most_needed, most_gradients = demand.min_slots, demand.min_gradient_slots
 
     def slots() -> int:
-        """Bytes of the fewest slots for those that still use them."""
+        """Bytes of the fewest slots for the remaining users."""
         return (
             min(most_needed[0], params[0]) * sizes[0]
             + min(most_needed[1], params[1]) * sizes[1]
@@ -196,6 +207,7 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
             + min(most_gradients[1], grads[1]) * gradient_sizes[1]
         )
 
+    # The longest prefix, with the state that it leaves.
     held = slots()
     most, rest = 0, start.device_bytes(demand) - held
     then = rest, *params, *grads
@@ -209,9 +221,10 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
                 held = slots()
         if rest + held <= budget_bytes:
             most, then = count, (rest, *params, *grads)
+    # Single additions behind the prefix.
     fitting = list(range(most))
     rest, params[0], params[1], grads[0], grads[1] = then
-    refused: set[int] = set()  # ids of additions, since one has fitted: what did not fit does not fit again
+    refused: set[int] = set()  # ids of additions that did not fit, until the state changes: no need to try an equal one
     for number in range(most, len(additions)):
         addition = additions[number]
         if id(addition) in refused:

@@ -1,4 +1,4 @@
-"""What a step of a plan moves and holds, known before any of it has happened: bytes, exactly."""
+"""Predictions: the exact bytes that a step of a plan moves and holds, before anything has run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Predicted:
     Args:
         copies: bytes that cross the link between the tiers, by link ("host->device", "device->host") and purpose.
         exchanged: launches and bytes of model data by what ranks exchange: a payload that is filled, or sent, counts
-            with all of its bytes. What ranks only compare is not in it.
-        device_peak: bytes of model data on the device at most.
-        host_peak: bytes of model data on the host at most.
+            with all of its bytes. Tags and flags are not counted.
+        device_peak: peak bytes of model data on the device.
+        host_peak: peak bytes of model data on the host.
     """
 
     copies: Mapping[tuple[str, Purpose], int]
@@ -44,17 +44,17 @@ class Predicted:
 def predict_steps(
     plan: Plan, num_steps: int, *, schedule: Schedule | None = None, micro_batches: int | None = None, rank: int = 0
 ) -> list[Predicted]:
-    """The first steps after a model was wrapped. A pure function: local.
+    """Predict the first steps after a model was wrapped. A pure function: local.
 
-    The first one differs from the others where the order of uses is not known yet: chunks leave in the order of their
-    last use, nothing is gathered ahead, and ranks find out which gradients to expect.
+    The first step differs from later ones because there is no trace yet: the least recently used chunk is evicted,
+    nothing is gathered ahead, and ranks find out which gradients to expect.
 
     Args:
-        plan: in force all the time.
-        num_steps: how many.
-        schedule: what a micro-batch does. None: as `Schedule.expected` of the model.
-        micro_batches: backwards a step. None: as many as the plan is for.
-        rank: the one that is looked at.
+        plan: the plan of all these steps.
+        num_steps: the number of steps.
+        schedule: the schedule of each micro-batch. None: `Schedule.expected` of the model.
+        micro_batches: backwards per step. None: as many as the plan is for.
+        rank: the rank whose bytes are counted.
     """
     simulation = Simulation(plan, schedule or expected_schedule(plan), rank)
     return [_step(simulation, plan, micro_batches) for _ in range(num_steps)]
@@ -63,7 +63,8 @@ def predict_steps(
 def predict(
     plan: Plan, *, schedule: Schedule | None = None, micro_batches: int | None = None, rank: int = 0
 ) -> Predicted:
-    """A step like all that follow, as for `predict_steps`. A pure function: local."""
+    """Predict the step that repeats, with the arguments of `predict_steps`. A pure function: local."""
+    # Simulate until a step ends in the state in which it began.
     simulation = Simulation(plan, schedule or expected_schedule(plan), rank)
     for _ in range(_MOST_STEPS):
         before = simulation.state
@@ -74,9 +75,9 @@ def predict(
 
 
 def expected_schedule(plan: Plan, recomputed: Sequence[str] = ()) -> Schedule:
-    """As `Schedule.expected` of the model and these modules, with gradients of what the plan trains.
+    """`Schedule.expected` of the model and these modules, with the weights that the plan trains. Pure: local.
 
-    That may be other weights than when the model was wrapped. A pure function: local.
+    They may differ from those that were trainable when the model was wrapped, which `plan.spec` records.
     """
     names = (name for chunk in plan.packing.chunks for name in chunk.names)
     trained = dict(zip(names, plan.trained, strict=True))
@@ -85,17 +86,17 @@ def expected_schedule(plan: Plan, recomputed: Sequence[str] = ()) -> Schedule:
 
 
 _MOST_STEPS = 4
-"""The first step finds the order of uses, the second begins with what that left in the slots."""
+"""Simulated until a step repeats: the first has no trace, the second begins with what the first left in the slots."""
 
 
 def predict_forwards(plan: Plan, num_forwards: int, *, schedule: Schedule | None = None) -> list[Predicted]:
-    """The first forwards without gradients after a model was wrapped, one after the other. A pure function: local.
+    """Predict the first forwards without gradients after a model was wrapped. A pure function: local.
 
-    Which chunks one finds in the slots depends on where the one before has left it: they need not be alike.
+    Each forward begins with the chunks that the one before has left in the slots, so they may differ.
 
     Args:
-        plan: in force all the time.
-        num_forwards: how many.
+        plan: the plan of all these forwards.
+        num_forwards: the number of forwards.
         schedule: as for `predict_steps`; only its forward counts.
     """
     simulation = Simulation(plan, schedule or expected_schedule(plan))
@@ -103,7 +104,7 @@ def predict_forwards(plan: Plan, num_forwards: int, *, schedule: Schedule | None
 
 
 def predict_inference(plan: Plan, *, schedule: Schedule | None = None) -> Predicted:
-    """A forward without gradients like those that follow, as for `predict_forwards`. A pure function: local."""
+    """Predict a forward without gradients, with the arguments of `predict_forwards`. A pure function: local."""
     return predict_forwards(plan, _MOST_STEPS, schedule=schedule)[-1]
 
 

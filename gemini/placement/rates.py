@@ -1,7 +1,7 @@
-"""Rates: what a machine moves and computes in a second. Numbers that somebody measured or published; pure.
+"""Rates: the bytes that a machine moves and the FLOPs that it computes per second, measured or published. Pure numbers.
 
-`gemini/monitor/rates.py` measures them here, `gemini/placement/machines.py` has published ones, and a JSON file of
-`Rates.to_json` has one's own. Only modelled seconds follow from them: no plan and no result does.
+`gemini/monitor/rates.py` measures the rates of this machine, `gemini/placement/machines.py` has published ones, and a
+JSON file may have others (`Rates.to_json`). Only modelled seconds depend on them: no plan and no result does.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _MAY_BE_UNKNOWN = ("node_bytes_per_s", "network_bytes_per_s")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one rank, all of them with no other rank at work but for the exchanges between ranks.
+    """The rates of one rank. Except for those between ranks, each holds while no other rank is busy.
 
     Args:
-        source: who says so: "measured on ..." or "published by ...".
-        flops_per_s: of matrix products on the device, by the dtype's name.
+        source: the origin of the figures: "measured on ..." or "published by ...".
+        flops_per_s: rate of matrix products on the device, by the dtype's name.
         device_memory_bytes_per_s: bytes read and written on the device.
         host_memory_bytes_per_s: the same in host memory.
         to_device_bytes_per_s: over the link from the host.
         to_host_bytes_per_s: over the link to the host.
         device_update_bytes_per_s: bytes that Adam's update reads and writes on the device.
-        host_update_bytes_per_s: the same in host memory, with the share of the cores that a rank has.
-        node_bytes_per_s: that a rank can send to ranks of its node. None: not known.
-        network_bytes_per_s: that a rank can send to other nodes. None: not known.
-        collective_s: seconds that the launch of a collective takes besides its bytes.
+        host_update_bytes_per_s: the same in host memory, with one rank's share of the cores.
+        node_bytes_per_s: rate at which a rank sends to ranks of its node. None: unknown.
+        network_bytes_per_s: rate at which a rank sends to other nodes. None: unknown.
+        collective_s: seconds that a collective takes in addition to the time of its bytes.
 
     Raises ValueError for a number that is not positive and finite; `collective_s` may be 0.
     """
@@ -59,12 +59,12 @@ class Rates:
                 _check(each.name, value, may_be_zero=each.name == "collective_s")
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """The JSON object that `from_json` reads."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"flops_per_s": dict(self.flops_per_s)}
 
     @staticmethod
     def from_json(found: object) -> Rates:
-        """Rates from a JSON object. Raises ValueError for what `to_json` would not have written."""
+        """Rates from a JSON object. Raises ValueError for an object that `to_json` would not have written."""
         names = [each.name for each in fields(Rates)]
         if not isinstance(found, dict):
             raise ValueError(f"rates are an object with the keys {', '.join(names)}, found {type(found).__name__}")

@@ -1,4 +1,4 @@
-"""Refusals of a plan, in words: which one is told where no chunk size fits, and what would help besides a budget."""
+"""Refusals of a plan: which one is raised if no chunk size fits, and what its message advises besides a budget."""
 
 from __future__ import annotations
 
@@ -46,27 +46,30 @@ def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, is_by_defau
 
 
 def least_of(refused: list[BudgetError], is_searched: bool) -> BudgetError:
-    """The refusal that asks for least, over all chunk sizes; the host's least where some sizes fit the device."""
+    """The refusal of the chunk size that needs the least. Refusals by the host come before those by the device."""
     known = [(error.needed_bytes, error) for error in refused if error.needed_bytes is not None]
     live = [(error.needed_numel, error) for error in refused if error.needed_numel is not None]
-    if live:  # sizes that keep to the budgets
+    # Sizes within the budgets that exceed only `max_live_parameters`: more memory would not help.
+    if live:
         return _smaller_chunks(min(live, key=lambda one: one[0])[1], len(refused), is_searched)
-    if not known:  # a policy of the user's, with words of its own
+    # A user's policy that does not say what it needs: pass its own message on.
+    if not known:
         return refused[0]
+    # A refusal by the host means that this size fits the device, so more host memory is all that is missing.
     on_host = [(needed, error) for needed, error in known if error.tier == "host"]
     _, error = min(on_host or known, key=lambda one: one[0])
     return error if on_host else _smaller_chunks(error, len(refused), is_searched)
 
 
 def _smaller_chunks(error: BudgetError, num_tried: int, is_searched: bool) -> BudgetError:
-    """The refusal, with what the chunk size has to do with it."""
+    """The refusal with a sentence about the chunk size."""
     tried = f". {num_tried} chunk sizes were tried: none needs less"
     advice = tried if is_searched else ", or make chunk_size= smaller"
     return error.reworded(f"{error}{advice}")
 
 
 def has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
-    """The host's budget allows what the plan has there of these states. Local; raises nothing."""
+    """Whether the plan's bytes of these states on the host fit into the host's budget. Local; raises nothing."""
     return plan.budget.host is None or plan.placement.host_bytes(plan.demand, kinds) <= plan.budget.host
 
 
@@ -111,7 +114,7 @@ def check_host_room_for_steps(plan: Plan, held_bytes: int | None = None) -> None
 
 
 def check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
-    """Raises BudgetError if the host's budget does not allow what the plan has there of these states."""
+    """Raises BudgetError if the plan's bytes of these states on the host do not fit into the host's budget."""
     if not has_host_room(plan, kinds):
         needed = plan.placement.host_bytes(plan.demand, kinds)
         in_all = "" if plan.infers else f", and training needs {plan.host_bytes} bytes there in all"

@@ -1,8 +1,8 @@
-"""What one micro-batch does with a model's weights, in order: the operators that run, what backward reads, gradients.
+"""The schedule of one micro-batch: which operators run, which weights backward reads, and when gradients are made.
 
-A schedule knows weights and operators by their places in `ModelSpec`, and neither chunks nor ranks: one schedule serves
-every plan of a model. `Schedule.expected` derives one from the module tree, before anything has run; a dry run of the
-plain module records the true one, with its recomputations, tied weights and operators that are skipped.
+A schedule refers to weights and operators by their places in `ModelSpec` and knows neither chunks nor ranks, so one
+schedule serves every plan of a model. `Schedule.expected` derives it from the module tree, before anything has run. A
+dry run of the plain module records the true one, with recomputations, tied weights and skipped operators.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from gemini.placement.specs import ModelSpec
 
 
 class Act(Enum):
-    """What happens at a moment.
+    """The kind of a moment.
 
-    BEGIN: the model is called again, before the backward of its calls so far.
-    ENTER, LEAVE: an operator's forward begins, and ends; also one that backward runs again.
+    BEGIN: the model is called once more before the backward of its earlier calls.
+    ENTER, LEAVE: an operator's forward begins and ends, recomputed forwards included.
     READ: an autograd node reads a weight that it has saved.
     GRADIENT: autograd has made a weight's gradient.
     """
@@ -32,13 +32,13 @@ class Act(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One of them.
+    """One moment of a schedule.
 
     Args:
-        act: what happens.
-        which: an operator for BEGIN, ENTER and LEAVE, else a weight: its place in `ModelSpec`.
-        task: how many backwards are running inside each other, less one; -1 in a forward.
-        node: of that backward: a number that is another for another autograd node.
+        act: the kind.
+        which: place in `ModelSpec` of an operator for BEGIN, ENTER and LEAVE, of a weight for READ and GRADIENT.
+        task: nesting depth of the running backward, from 0; -1 in a forward.
+        node: a number that identifies the autograd node of that backward.
         operator: for READ, the operator in whose forward the weight was saved.
     """
 
@@ -51,14 +51,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One forward and its backward, alike on all ranks and in every micro-batch."""
+    """One forward and its backward, the same on all ranks and in every micro-batch."""
 
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
 
     @staticmethod
     def expected(spec: ModelSpec, recomputed: Sequence[str] = ()) -> Schedule:
-        """That of a model whose operators run in the order of the module tree, and backward in the reverse.
+        """The schedule of a model whose operators run in the order of the module tree, and backward in reverse.
 
         Backward reads what operators have behind the first one that is trained: its input, and that of all before it,
         needs no gradient. An operator with several weights uses them in their order, as fused experts do, so that the
@@ -76,6 +76,7 @@ class Schedule:
         inside = _operators_inside(spec, recomputed)
         backward: list[Moment] = []
         for index, operator in reversed(list(enumerate(spec.operators))):
+            # Backward reaches the last operator of a checkpointed module first, and runs the module's forward again.
             block = inside.get(index, [])
             if block and index == block[-1] >= first_trained:
                 backward += _forward(spec, block, task=0, node=index)
@@ -88,7 +89,7 @@ class Schedule:
 
 
 def _forward(spec: ModelSpec, indices: Iterable[int], task: int = -1, node: int = -1) -> list[Moment]:
-    """These operators run, parents first, each inside those of them that are around it."""
+    """The ENTER and LEAVE moments of these operators, parents first. An operator leaves after those inside it."""
     moments: list[Moment] = []
     path: list[int] = []
     for index in indices:
@@ -100,7 +101,7 @@ def _forward(spec: ModelSpec, indices: Iterable[int], task: int = -1, node: int 
 
 
 def _operators_inside(spec: ModelSpec, names: Sequence[str]) -> dict[int, list[int]]:
-    """Of each operator that is one of these modules or inside one, all that are in the same."""
+    """For each operator in one of the named modules, all operators in the same module."""
     wanted, groups = frozenset(names), dict[str, list[int]]()
     found: dict[int, list[int]] = {}
     for index, operator in enumerate(spec.operators):

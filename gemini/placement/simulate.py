@@ -1,8 +1,8 @@
-"""A step of a model, simulated from its plan: every fetch, eviction, reduction and update, in numbers. Pure.
+"""The simulation of a model's steps from its plan: every fetch, eviction, reduction and update, in numbers. Pure.
 
-`Simulation` follows a schedule as `manager/step.py` follows the hooks: it asks the same `NextUse` and the same
-`EvictionQueue` which payload leaves, gathers as far ahead, opens and spills gradients by the same rules, and updates
-each chunk where its state lies. A test compares both, byte by byte, in many random cases.
+`Simulation` follows a schedule as `manager/step.py` follows the hooks. It evicts by the same `NextUse` and
+`EvictionQueue`, gathers equally far ahead, opens and spills gradients by the same rules, and updates each chunk where
+its state rests. `tests/features/test_plan_is_the_run.py` compares both, byte by byte, in many random cases.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Simulation:
     """One model on one rank, from the moment when it was wrapped.
 
     Args:
-        plan: in force all the time.
-        schedule: of every micro-batch.
-        rank: of the one that is looked at. It matters where a chunk is updated in part only.
+        plan: the plan of all simulated steps.
+        schedule: the schedule of every micro-batch.
+        rank: the simulated rank. Ranks differ where a chunk is updated only in part.
     """
 
     def __init__(self, plan: Plan, schedule: Schedule, rank: int = 0) -> None:
@@ -45,15 +45,15 @@ class Simulation:
         self._chunk_of = [chunk_of[weight.name] for weight in plan.spec.weights]
         self._num_updates = 0
         self._in_backward = False
-        self._nodes: dict[int, tuple[int, list[int]]] = {}  # by task: the node that runs, and what it has pinned
+        self._nodes: dict[int, tuple[int, list[int]]] = {}  # by task: the running node, and the chunks that it pins
 
     @property
     def state(self) -> tuple[Hashable, ...]:
-        """Two steps that begin with the same one are alike."""
+        """Everything that the next step depends on: steps that begin in equal states are equal."""
         return self._num_updates > 0, self.payloads.state, self.homes.state
 
     def micro_batch(self, backward: int) -> None:
-        """A forward and its backward, which is number `backward` since the last step."""
+        """Simulate a forward and its backward. backward: the number of that backward since the last step, from 1."""
         self._begin_forward()
         self.payloads.next_use.begin_pass(PassKind.TRAINING)
         self._enter()
@@ -70,7 +70,7 @@ class Simulation:
         self.payloads.next_use.end_pass(PassKind.TRAINING)
 
     def infer(self) -> None:
-        """A forward without gradients."""
+        """Simulate a forward without gradients."""
         self._begin_forward()
         self.payloads.next_use.begin_pass(PassKind.EVALUATION)
         self._enter()
@@ -79,10 +79,11 @@ class Simulation:
         self.payloads.next_use.end_pass(PassKind.EVALUATION)
 
     def update(self) -> None:
-        """The optimizer's step: Adam's."""
+        """Simulate a step of Adam."""
         self._num_updates += 1
         self.payloads.next_use.note_update()
         self.payloads.finish_ahead()
+        # Every payload is stale after the update, so all slots are free while it runs.
         for chunk in self.gradients.of:
             self.payloads.release(chunk)
         for chunk, gradient in self.gradients.of.items():
@@ -90,9 +91,11 @@ class Simulation:
                 continue
             self.payloads.release(chunk)
             if self._num_updated(chunk, gradient.got):
+                # The update writes the new weights into their home, so nothing is left to restore there.
                 self._update(chunk)
                 self.homes.lent.discard(chunk)
             self.homes.restore(chunk)
+            # Each rank holds the weights whole and has updated only its part.
             if self._facts[chunk].home_layout.world_size < self._facts[chunk].optim_layout.world_size:
                 self._make_whole(chunk)
         for chunk in self.gradients.of:
@@ -110,6 +113,7 @@ class Simulation:
 
     def _do(self, moment: Moment) -> None:
         payloads = self.payloads
+        # Gradients arrive in any case. If everything is resident, nothing else happens inside a pass.
         if moment.act is Act.GRADIENT:
             self.gradients.arrive(self._chunk_of[moment.which], moment.which)
         elif payloads.is_resident:
@@ -130,6 +134,7 @@ class Simulation:
 
     def _read(self, moment: Moment) -> None:
         chunk = self._chunk_of[moment.which]
+        # A payload whose home is the device is there already, unless the home holds the chunk's gradient.
         if self.payloads.at_home[chunk] and chunk not in self.homes.lent:
             return
         self.payloads.events.reach(moment.which, Phase.BACKWARD)
@@ -140,7 +145,7 @@ class Simulation:
         self._gather_ahead()
 
     def _follow(self, moment: Moment) -> None:
-        """Pins of the node before the one that runs now, and of tasks inside it, are lifted."""
+        """Unpin the chunks of the node that ran before this moment's node, and of tasks nested in it."""
         if moment.task < 0 or not self._nodes:
             return
         if moment.task not in self._nodes or self._nodes[moment.task][0] != moment.node:
@@ -157,6 +162,7 @@ class Simulation:
         if payloads.at_home[chunk]:
             return
         payloads.next_use.touch(chunk)
+        # Reductions that are due may take the home of this chunk's parameters for a gradient.
         if self._in_backward:
             self.gradients.before_touch()
             if not payloads.is_there(chunk):
@@ -171,7 +177,7 @@ class Simulation:
     # -- an update
 
     def _num_updated(self, chunk: int, weights: set[int]) -> int:
-        """Elements of the chunk that this rank updates, or all that it has if every weight has a gradient."""
+        """The number of elements of the chunk that this rank updates: those of weights with a gradient."""
         facts = self._facts[chunk]
         if len(weights) == len(facts.names):
             return facts.optim_layout.shard_numel
@@ -182,7 +188,7 @@ class Simulation:
         return sum(piece.numel for its in pieces for piece in its)
 
     def _update(self, chunk: int) -> None:
-        """What the update reads and writes comes to where the optimizer state is, and goes home."""
+        """Copy what the update reads to the tier of the optimizer state, and what it writes back home."""
         facts, homes, traffic = self._facts[chunk], self._plan.placement.homes[chunk], self.traffic
         at, numel = homes[Kind.OPTIM], facts.optim_layout.shard_numel
         has_master = Kind.MASTER in homes
@@ -197,7 +203,7 @@ class Simulation:
         traffic.copy(self.homes.tier_of(chunk), at, self.homes.num_bytes(chunk), Purpose.UPDATE)
 
     def _make_whole(self, chunk: int) -> None:
-        """Weights that each rank keeps whole and has updated in part are whole again."""
+        """Gather the updated parts of weights that every rank holds whole."""
         facts, home = self._facts[chunk], self._plan.placement.homes[chunk][Kind.PARAM]
         if home is Tier.HOST:
             self.payloads.open_own_part(chunk)

@@ -1,7 +1,7 @@
 """Gradients of a simulated run: open in slots, spilled, reduced. No tensor, no device, no other rank.
 
-What `manager/accumulate.py`, `reduce.py`, `grad_memory.py` and `arrivals.py` do to memory is done to numbers here, for
-ranks that all take one way.
+This is the arithmetic of `manager/accumulate.py`, `reduce.py`, `grad_memory.py` and `arrivals.py`, for ranks that all
+get the same gradients in the same order. A change of the rules there needs the same change here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gemini.placement.traffic import Exchange, Purpose, Traffic
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
 
-_MAX_WAITING = 2  # chunks of many small parameters whose gradients wait in `.grad`: as in manager/arrivals.py
+_MAX_WAITING = 2  # fine chunks whose gradients may wait in `.grad`: `MAX_WAITING` of manager/arrivals.py
 
 
 class Gradients:
-    """Of all trainable chunks of a plan, by index."""
+    """The gradients of all trainable chunks of a plan, by index."""
 
     def __init__(self, plan: Plan, payloads: Payloads, traffic: Traffic) -> None:
         stage, chunks = plan.settings.stage, plan.packing.chunks
@@ -33,7 +33,7 @@ class Gradients:
         self._num_slots = plan.placement.num_gradient_slots
         self._traffic = traffic
         self.of: dict[int, Gradient] = {}
-        self._whole: set[int] = set()  # whose homes can be written to as payloads: none that were taken later
+        self._whole: set[int] = set()  # chunks whose planned gradient home autograd can write to like a payload
         for index, chunk in enumerate(plan.demand.chunks):
             if Kind.GRAD in chunk.home_bytes:
                 has_home = chunk.home_bytes[Kind.GRAD] > 0 or not (
@@ -48,16 +48,16 @@ class Gradients:
                     self._whole.add(index)
         self.homes = Homes(plan, self.of, payloads, traffic)
         self._gathers_in_backward = stage == 3 and not self._is_alone and not payloads.is_resident
-        self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # of the gradient slots, by size
-        self._in_flight: int | None = None
-        self._order = list(reversed(self.of))  # of reductions, where backward gathers nothing
-        self._at_touch: dict[int, list[int]] | None = None  # of reductions, where it does; None: not recorded yet
+        self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # chunks in gradient slots, by size
+        self._in_flight: int | None = None  # the chunk whose reduction was launched and not finished
+        self._order = list(reversed(self.of))  # order of reductions, if backward gathers nothing
+        self._at_touch: dict[int, list[int]] | None = None  # reductions by touch, if it gathers; None: not recorded yet
         self._begin()
 
     # -- a backward
 
     def begin_backward(self, backward: int) -> None:
-        """Backward number `backward` since the last step."""
+        """Begin backward number `backward` since the last step."""
         self._begin()
         self._backward = backward
 
@@ -66,7 +66,7 @@ class Gradients:
         self._waiting: dict[int, list[int]] = {}
         self._reduced: set[int] = set()
         self._fired: list[int] = []  # in order of completion
-        self._complete: set[int] = set()  # open ones with all that they expect
+        self._complete: set[int] = set()  # open chunks with all expected gradients
         self._last_fire: dict[int, int] = {}
         self._next_in_order = 0
         self._num_touches = 0
@@ -75,6 +75,7 @@ class Gradients:
     def arrive(self, chunk: int, weight: int) -> None:
         """Autograd has made the gradient of a weight of the chunk."""
         gradient, waiting = self.of[chunk], self._waiting
+        # Gradients of a fine chunk wait until all of them can be copied by one call.
         if not self._facts[chunk].is_fine or (chunk not in waiting and not self._may_wait(chunk)):
             self._take(chunk, [weight])
             return
@@ -85,7 +86,7 @@ class Gradients:
             self._collect(chunk)
 
     def before_touch(self) -> None:
-        """A chunk that can leave is about to be used in the backward: reduce what is due."""
+        """Reduce the chunks that are due, before the backward uses a chunk that can leave its slot."""
         if self._gathers_in_backward:
             if self._at_touch is None:
                 due = sorted(self._complete)
@@ -97,9 +98,10 @@ class Gradients:
         self._num_touches += 1
 
     def end_backward(self) -> None:
-        """What is open is reduced."""
+        """Reduce all open gradients."""
         for chunk in list(self._waiting):
             self._collect(chunk)
+        # One rank agrees with nobody and expects in the next backward what came in this one.
         if self._is_alone:
             for chunk, gradient in self.of.items():
                 if gradient.state == "at home":
@@ -110,6 +112,8 @@ class Gradients:
                     self._reduce(chunk)
                 self._expect_less(gradient)
             return
+        # Several ranks: the rest of the known order, then all that is still open. If the backward deviated from the
+        # order, the ranks agree on another one.
         if self._gathers_in_backward:
             is_off = self._is_off or self._at_touch is None
         else:
@@ -123,11 +127,12 @@ class Gradients:
             self._agree()
 
     def _agree(self) -> None:
-        """The next backward is expected to be as this one."""
+        """Expect of the next backward what this one did."""
         self._at_touch, self._order = {}, list(self._fired)
         for chunk in sorted(self._last_fire, reverse=True):
             self._at_touch.setdefault(self._last_fire[chunk], []).append(chunk)
         for chunk, gradient in self.of.items():
+            # Ranks with other data may use other weights of a chosen chunk, so all of its weights stay expected.
             if not self._facts[chunk].is_chosen:
                 self._expect_less(gradient)
 
@@ -136,7 +141,7 @@ class Gradients:
             gradient.expected = max(1, len(gradient.got))
 
     def forget(self) -> None:
-        """A step used the gradients."""
+        """Drop all gradients after a step used them."""
         for gradient in self.of.values():
             gradient.is_reduced = gradient.is_wide = False
             gradient.got = set()
@@ -158,6 +163,7 @@ class Gradients:
     def _take(self, chunk: int, weights: Sequence[int]) -> None:
         gradient = self.of[chunk]
         if not gradient.is_open or gradient.state == "spilled":
+            # The reduction in flight occupies a slot. Finish it if this gradient needs that slot, or is that gradient.
             if not self._is_alone and self._in_flight is not None:
                 if gradient.state == "reducing" or self._lacks_slot(chunk):
                     self._finish()
@@ -171,6 +177,7 @@ class Gradients:
             self._complete.add(chunk)
         else:
             self._complete.discard(chunk)
+        # A gradient after the chunk's reduction is a second piece: the recorded points are too early.
         if chunk in self._reduced:
             self._is_off = gradient.in_pieces = True
         elif len(gradient.fired) == gradient.expected:
@@ -183,6 +190,7 @@ class Gradients:
                 self._reduce(chunk)
             return
         self._fired.append(chunk)
+        # Reduce in the agreed order only: a chunk that completes early waits for those before it.
         while not self._gathers_in_backward and self._next_in_order < len(self._order):
             following = self._order[self._next_in_order]
             if not self.of[following].is_open or len(self.of[following].fired) != self.of[following].expected:
@@ -200,6 +208,7 @@ class Gradients:
         gradient = self.of[chunk]
         if not self._is_alone or not gradient.is_reduced or gradient.is_wide:
             return False
+        # In 16 bits only pieces of one backward resume the sum, as autograd adds them. Micro-batches add in fp32.
         dtypes = self._facts[chunk].dtypes
         in_full = dtypes.weight.itemsize >= 4 and dtypes.rest == dtypes.weight
         return in_full or gradient.first_backward == self._backward
@@ -232,6 +241,8 @@ class Gradients:
     def _take_slot(self, chunk: int) -> None:
         size = self._facts[chunk].oversize
         inside = self._inside[size]
+        # Spill complete gradients first, because they only wait for their turn. Of the others spill the first chunk of
+        # the model: backward reaches it last.
         if len(inside) >= self._num_slots[size]:
             victim = max(inside, key=lambda i: (len(self.of[i].fired) == self.of[i].expected, -i))
             num_bytes = self._facts[victim].payload_bytes
@@ -264,6 +275,7 @@ class Gradients:
         self._traffic.exchange(Exchange.REDUCE, facts.layout.numel * facts.dtypes.travel.itemsize)
         self.of[chunk].state = "reducing"
         self._in_flight = chunk
+        # At stage 0 the reduced shards are gathered at once, so nothing stays in flight.
         if self._stage == 0:
             self._finish()
 

@@ -1,6 +1,6 @@
-"""Reduced gradients of a simulated run: where they rest, and what crosses a link when they come and go.
+"""Reduced gradients of a simulated run: where they rest, and the bytes that cross a link when they move.
 
-What `manager/grad_homes.py` does to memory is done to numbers here; its notes say why.
+This is the arithmetic of `manager/grad_homes.py`, whose notes give the reasons.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gradient:
-    """One trainable chunk's gradient on this rank, in numbers. See chunks/gradient.py."""
+    """The numbers of one trainable chunk's gradient on this rank: those of `ChunkGradient` in chunks/gradient.py."""
 
-    home: Tier | None  # its own; None: it rests in the parameter home
-    expected: int
+    home: Tier | None  # tier of its own home; None: it rests in the parameter home
+    expected: int  # weights whose gradients complete the chunk
     state: str = "closed"  # or "at home", "in slot", "spilled", "reducing"
     is_sum: bool = False  # the open payload began with the reduced gradient
-    fired: set[int] = field(default_factory=set)  # weights that the open payload has gradients of
+    fired: set[int] = field(default_factory=set)  # weights whose gradients are in the open payload
     got: set[int] = field(default_factory=set)  # weights with a gradient since the last step
     is_reduced: bool = False
     is_wide: bool = False  # the reduced gradient is in fp32 beside its home
-    wide: Tier | None = None  # where the room for that is, once it was taken
-    first_backward: int = 0
-    in_pieces: bool = False
+    wide: Tier | None = None  # tier of the fp32 memory, once it was allocated
+    first_backward: int = 0  # the backward of this step that was reduced first
+    in_pieces: bool = False  # a gradient came more than once in a backward
 
     @property
     def is_open(self) -> bool:
@@ -49,29 +49,29 @@ class Homes:
         self._payloads = payloads
         self._traffic = traffic
         self._free = None if plan.budget.device is None else plan.budget.device - plan.device_bytes
-        self._held = {Tier.DEVICE: 0, Tier.HOST: 0}  # bytes that the plan has not counted
-        self._peaks = dict(self._held)  # of them
+        self._held = {Tier.DEVICE: 0, Tier.HOST: 0}  # bytes in use that the plan has not counted
+        self._peaks = dict(self._held)  # their peaks
         self.lent: set[int] = set()  # chunks whose parameter home holds the gradient
-        self._gathers: dict[int, int] = {}
-        self._used_after: set[int] = set()
+        self._gathers: dict[int, int] = {}  # gathers of chunks with kept slots at their last reduction
+        self._used_after: set[int] = set()  # chunks that were gathered after their reduction in some step
 
     @property
     def state(self) -> Hashable:
-        """What earlier steps have made of the homes."""
+        """The part of the state that lasts from step to step."""
         return frozenset(self._used_after), tuple(self._held.items())
 
     def hold(self, tier: Tier, num_bytes: int) -> None:
-        """So many bytes are taken that the plan has not counted, or given back if negative."""
+        """Count bytes that the plan does not have: allocated, or freed if negative."""
         self._held[tier] += num_bytes
         self._peaks[tier] = max(self._peaks[tier], self._held[tier])
 
     def take_peaks(self) -> dict[Tier, int]:
-        """The most such bytes since the last time that this was asked."""
+        """The peak of such bytes since the last call."""
         peaks, self._peaks = self._peaks, dict(self._held)
         return peaks
 
     def tier_of(self, chunk: int) -> Tier:
-        """Where the reduced gradient is."""
+        """The tier on which the reduced gradient is."""
         gradient = self._gradients[chunk]
         if gradient.is_wide:
             assert gradient.wide is not None
@@ -79,17 +79,21 @@ class Homes:
         return self._resting(chunk)
 
     def num_bytes(self, chunk: int) -> int:
-        """Of the reduced gradient, as far as this rank steps it."""
+        """Bytes of the part of the reduced gradient that this rank updates with."""
         facts = self._facts[chunk]
         itemsize = FLOAT32.itemsize if self._gradients[chunk].is_wide else facts.dtypes.rest.itemsize
         return facts.optim_layout.shard_numel * itemsize
 
     def merge(self, chunk: int, source: Dtype, numel: int, backward: int) -> None:
-        """What was reduced of backward number `backward`, on the device, is set or added."""
+        """Set or add what backward number `backward` has reduced on the device.
+
+        source: the dtype of those `numel` elements.
+        """
         gradient = self._gradients[chunk]
         is_first = not gradient.is_reduced
         if not is_first and gradient.first_backward != backward:
             self._widen(chunk)
+        # A wide sum has memory of its own, so the parameter home is free for the parameters again.
         if gradient.is_wide:
             self.restore(chunk)
         elif is_first:
@@ -98,7 +102,7 @@ class Homes:
         self._traffic.copy(Tier.DEVICE, self.tier_of(chunk), numel * source.itemsize, Purpose.GRADIENT)
 
     def reclaim(self, chunk: int) -> None:
-        """The parameters are needed before the step: the gradient leaves their home, if it is there."""
+        """Move the gradient out of the parameter home, because the parameters are needed before the step."""
         if chunk in self.lent:
             lent = self._resting(chunk)
             self._take_home(chunk)
@@ -106,16 +110,17 @@ class Homes:
             self.restore(chunk)
 
     def restore(self, chunk: int) -> None:
-        """The parameters are made of the master again, in a home that held the gradient until now."""
+        """Recreate the parameters from the master, in the home that held the gradient until now."""
         if chunk not in self.lent:
             return
         numel, tiers = self._facts[chunk].optim_layout.shard_numel, self._tiers[chunk]
+        # Rounding runs on the device: towards the host the fp32 master crosses the link.
         dtype = FLOAT32 if tiers[Kind.PARAM] is Tier.HOST else self._facts[chunk].dtypes.weight
         self._traffic.copy(tiers[Kind.MASTER], tiers[Kind.PARAM], numel * dtype.itemsize, Purpose.UPDATE)
         self.lent.discard(chunk)
 
     def before_reduction(self, chunk: int) -> None:
-        """A kept slot whose home will be lent is left, unless the chunk is used after its reduction."""
+        """Release a kept slot whose home will be lent, unless the chunk is used after its reduction."""
         payloads = self._payloads
         if not self._facts[chunk].lends_home or not payloads.is_kept(chunk):
             return
@@ -127,7 +132,7 @@ class Homes:
             payloads.release(chunk)
 
     def end_step(self) -> None:
-        """What is reduced from now on is of another step."""
+        """Begin another step: reductions from now on belong to it."""
         for chunk in self._gradients:
             if self._facts[chunk].lends_home:
                 self._note_gather(chunk)
@@ -171,7 +176,7 @@ class Homes:
         self._gradients[chunk].home = self._take(self._resting(chunk), self.num_bytes(chunk))
 
     def _take(self, tier: Tier, num_bytes: int) -> Tier:
-        """Where room is taken for good: on this tier, or on the host where the device is full."""
+        """Allocate bytes for good on this tier, or on the host if the device is full. Returns the tier."""
         if tier is Tier.DEVICE and self._free is not None:
             if self._free < num_bytes:
                 tier = Tier.HOST

@@ -1,6 +1,6 @@
 """The payloads of a simulated run: which ones are in slots, which come and which leave. No tensor, no device.
 
-What `manager/params.py` does to memory is done to numbers here, with the same `NextUse` and the same `EvictionQueue`.
+This is the arithmetic of `manager/params.py`, with the same `NextUse` and `EvictionQueue`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Payloads:
-    """Of all chunks of a plan, by index."""
+    """The payloads of all chunks of a plan, by index."""
 
     def __init__(self, plan: Plan, traffic: Traffic) -> None:
         self._facts = plan.packing.chunks
@@ -29,6 +29,8 @@ class Payloads:
         self._traffic = traffic
         whole = [chunk.home_layout.world_size == 1 for chunk in self._facts]
         self.at_home = [is_whole and tier is Tier.DEVICE for is_whole, tier in zip(whole, self._tiers, strict=True)]
+        # The model is resident if no payload ever leaves: it is at home and the home is not lent, or it is a fine chunk
+        # that keeps its slot and is gathered once after each update.
         for_good = [
             at_home and not (facts.lends_home and chunk.is_frozen is False)
             for at_home, facts, chunk in zip(self.at_home, self._facts, plan.demand.chunks, strict=True)
@@ -42,14 +44,14 @@ class Payloads:
         self.pins = [0] * len(self._facts)
         self.num_gathers = [0] * len(self._facts)
         self._gathered: set[int] = set()
-        self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # of the pools' slots, by size
+        self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # chunks in slots of the pools, by size
         self._queues = EvictionQueue(self.next_use, self._may_leave), EvictionQueue(self.next_use, self._may_leave)
         self.max_prefetch = 0 if all(whole) else plan.settings.max_prefetch
-        self._ahead: dict[int, None] = {}  # on their way, in slots of their own or in those of a pool
+        self._ahead: dict[int, None] = {}  # chunks on their way, into kept slots or slots of a pool
 
     @property
     def state(self) -> Hashable:
-        """What is in slots between two steps."""
+        """The chunks that are in slots between two steps."""
         return frozenset(self._gathered)
 
     def is_there(self, chunk: int) -> bool:
@@ -65,7 +67,7 @@ class Payloads:
         return chunk in self._kept
 
     def gather_stale(self) -> None:
-        """The model's forward begins: chunks that stay until the next update are there from now on."""
+        """Gather all chunks that stay until the next update, as the model's forward begins."""
         for chunk in self._stay:
             if chunk not in self._gathered:
                 self.next_use.touch(chunk)
@@ -73,7 +75,7 @@ class Payloads:
                 self._arrive(chunk)
 
     def fetch(self, chunk: int) -> None:
-        """A chunk that can leave is used, and was touched."""
+        """Bring a chunk that can leave into a slot, after it was touched."""
         self._queue(chunk).note(chunk)
         if chunk in self._gathered:
             return
@@ -86,7 +88,7 @@ class Payloads:
         self._arrive(chunk)
 
     def open_own_part(self, chunk: int) -> None:
-        """A released chunk that each rank holds whole and has updated in part: this rank's part comes into a slot."""
+        """Copy this rank's updated part into a slot. Each rank holds the chunk whole and has updated only a part."""
         self.next_use.touch(chunk)
         found = self._find_slot(chunk)
         assert found, f"chunk {chunk} finds no slot that is not in use"
@@ -97,13 +99,14 @@ class Payloads:
         self._arrive(chunk)
 
     def to_gather(self) -> Iterator[int]:
-        """What comes next, one chunk after the other, as far as a slot is free for it by then, on several ranks.
+        """The chunks to gather ahead, as long as a slot is free for the next one. Nothing on one rank.
 
-        Each starts with `gather_ahead` before the one after it is asked for.
+        The caller starts each with `gather_ahead` before it asks for the next, which changes the free slots.
         """
         if not self.max_prefetch:
             return
         coming = self.next_use.coming(self.max_prefetch * TOUCHES_AHEAD)
+        # A gather whose chunk is no longer expected still occupies its slot. Finish it, so that the chunk can leave.
         for chunk in [each for each in self._ahead if each not in coming]:
             self._finish(chunk)
         for chunk in coming:
@@ -116,12 +119,12 @@ class Payloads:
             yield chunk
 
     def gather_ahead(self, chunk: int) -> None:
-        """What `to_gather` came to starts."""
+        """Start the gather of a chunk that `to_gather` has returned."""
         self._ahead[chunk] = None
         self._depart(chunk)
 
     def finish_ahead(self) -> None:
-        """All that was started ahead has arrived."""
+        """Finish all gathers that were started ahead."""
         for chunk in list(self._ahead):
             self._finish(chunk)
 
@@ -130,17 +133,17 @@ class Payloads:
         self._arrive(chunk)
 
     def pin(self, chunk: int) -> None:
-        """Something uses the chunk from now on."""
+        """Count one more use of the chunk, which cannot leave meanwhile."""
         self.pins[chunk] += 1
 
     def unpin(self, chunks: Sequence[int]) -> None:
-        """One thing less uses each of these."""
+        """Count one use less of each of these chunks."""
         for chunk in chunks:
             self._queue(chunk).note(chunk)
             self.pins[chunk] -= 1
 
     def release(self, chunk: int) -> None:
-        """The chunk leaves its slot, if it is in one: what is there is stale, or another one needs it."""
+        """Take the chunk out of its slot, if it is in one, because it is stale or another chunk needs the slot."""
         self._gathered.discard(chunk)
         self._inside[self._facts[chunk].oversize].pop(chunk, None)
 
@@ -151,7 +154,7 @@ class Payloads:
         return chunk in self._gathered and not self.pins[chunk] and chunk not in self._kept
 
     def _find_slot(self, chunk: int, ahead: bool = False) -> bool:
-        """Make a slot free for the chunk. ahead: not if that evicts something that is used before the chunk is."""
+        """Make a slot free for the chunk, and return whether there is one. ahead: evict only what is used later."""
         if chunk in self._kept:
             return True
         size = self._facts[chunk].oversize
@@ -159,6 +162,7 @@ class Payloads:
         if len(inside) + self._num_coming(size) < self._num_slots[size]:
             return True
         victim = self._queues[size].first(self._num_slots[size], lambda: inside)
+        # Gathers on their way may occupy the last slots. Once finished, they can be evicted.
         if victim is None and not ahead:
             self.finish_ahead()
             victim = self._queues[size].first(self._num_slots[size], lambda: inside)
@@ -170,11 +174,11 @@ class Payloads:
         return True
 
     def _num_coming(self, size: bool) -> int:
-        """Into slots of a pool."""
+        """The number of gathers on their way into slots of this pool."""
         return sum(chunk not in self._kept and self._facts[chunk].oversize is size for chunk in self._ahead)
 
     def _depart(self, chunk: int) -> None:
-        """The bytes that the chunk's payload is made of start to move."""
+        """Count the bytes of the chunk's fetch, which starts now."""
         facts = self._facts[chunk]
         itemsize = facts.dtypes.weight.itemsize
         self.num_gathers[chunk] += 1

@@ -1,4 +1,4 @@
-"""Byte sizes as users write and read them: "2GB" is 2 * 10**9, "2GiB" is 2 * 2**30, a bare "2G" is refused."""
+"""Byte sizes in text: "2GB" is 2 * 10**9, "2GiB" is 2 * 2**30, and a bare "2G" is refused as ambiguous."""
 
 import re
 
@@ -27,7 +27,7 @@ def parse_bytes(value: int | float | str | None, name: str) -> int | None:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` for people: exact below 10 KiB, else three digits and a binary unit."""
+    """`num_bytes` for display: exact below 10 KiB, else four significant digits and a binary unit."""
     if abs(num_bytes) < 10 * 2**10:
         return f"{num_bytes} B"
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):

@@ -1,4 +1,4 @@
-"""Specs: a model as planning sees it. Names, shapes, dtypes and operators; no module and no tensor."""
+"""Specs: the description of a model for planning. Names, shapes, dtypes and operators; no module and no tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gemini.placement.dtypes import Dtype
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One distinct parameter; tied parameters are one."""
+    """One distinct parameter. Tied parameters are one `WeightSpec`."""
 
     name: str  # the first of its names
     shape: tuple[int, ...]
     dtype: Dtype  # in its chunk
     trainable: bool  # its `requires_grad` when the model is wrapped
-    is_rounded: bool = False  # in 16 bits in its chunk, and given in another dtype: its fp32 master holds more
+    is_rounded: bool = False  # given in another dtype than its chunk's 16 bits: the fp32 master holds more than it
 
     @property
     def numel(self) -> int:
@@ -31,7 +31,7 @@ class OperatorSpec:
     name: str
     weights: tuple[int, ...]  # places in `ModelSpec.weights`; a tied weight is in every operator that uses it
     ancestors: tuple[int, ...]  # places in `ModelSpec.operators` of those on the call stack around this one
-    is_chosen: bool = False  # data decides whether it is used, on every rank its own
+    is_chosen: bool = False  # each rank's data decides whether that rank uses it
     edits_weights: bool = False  # its forward may write to its weights
     routes: bool = False  # ranks may use different parts of it
     is_compiled: bool = False
@@ -39,13 +39,13 @@ class OperatorSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """All operators, parents before children, and all weights, in order of their first operator."""
+    """All operators, parents before children, and all weights in order of their first operator."""
 
     weights: tuple[WeightSpec, ...]
     operators: tuple[OperatorSpec, ...]
 
     def first_uses(self) -> list[list[WeightSpec]]:
-        """Every weight once: row by row, those that an operator is the first to use."""
+        """For each operator the weights that it is the first to use. Every weight is in exactly one row."""
         taken: set[int] = set()  # membership only
         rows = []
         for operator in self.operators:

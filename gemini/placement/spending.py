@@ -1,8 +1,8 @@
-"""What a budget is spent on, step by step: states move onto the device, chunks keep their slots, slots are added.
+"""Spends a device budget step by step: states move onto the device, chunks keep their slots, slots are added.
 
-The order decides how many bytes cross the link. An update reads and writes parameters, gradient, master and moments: a
-chunk with all of them on the device moves nothing, and one with its parameters alone there moves them to the update and
-back, which is as much as two fetches. Numbers only.
+The order of steps decides how many bytes cross the link. An update reads and writes parameters, gradient, master and
+moments. A chunk with all of them on the device moves nothing; one with only its parameters there moves them to the
+update and back, which is as much as two fetches. Numbers only.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
 from gemini.placement.policy import Addition, fill_slots, keep_slots, more_slots, slots_for, that_fit
 
 OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
-"""An update reads master and moments, so that one of them alone on the device would only travel."""
+"""States that move together: an update needs both, so one of them alone on the device would travel in every step."""
 
 
 class Step(Enum):
-    """One purchase: chunks in order of first use, each one whose bytes fit."""
+    """One kind of purchase. It is made for chunks in order of first use, for each one that still fits."""
 
     FROZEN = "parameters of chunks that are not trained, which no update takes to the host"
     PARAMS = "parameters"
@@ -41,7 +41,7 @@ _KINDS = {
 
 
 def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps: Sequence[Step]) -> Placement:
-    """`placement` with more on the device, as far as the budget lasts, in this order."""
+    """`placement` with more on the device: these steps in order, each as far as the budget lasts."""
     for step in steps:
         if step is Step.SLOTS:
             placement = fill_slots(demand, placement, budget_bytes)
@@ -53,8 +53,9 @@ def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps:
 
 
 def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int | None) -> Placement:
-    """The first chunks of which these kinds fit, all of a chunk's together, and the later ones that fit besides."""
+    """Move this step's kinds of states onto the device, all of a chunk together, for the chunks that fit."""
     kinds = frozenset(_KINDS[step])
+    # The result depends on the pair (chunk, homes) alone: compute it once per distinct pair of objects.
     found: dict[tuple[int, int], Addition | None] = {}  # by chunk and homes, which thousands of chunks share
     then: dict[tuple[int, int], dict[Kind, Tier]] = {}
     for chunk, homes, _ in placement.alike(demand):
@@ -73,6 +74,7 @@ def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int
     fitting = that_fit(demand, placement, [addition for _, addition in owners], budget_bytes)
     if not fitting:
         return placement
+    # Write only to the copies in `then`: `placement` shares its homes among chunks.
     after = list(placement.homes)
     for number in fitting:
         index, _ = owners[number]

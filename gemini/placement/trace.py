@@ -1,9 +1,9 @@
-"""What a pass over a model is, in numbers: which chunks it touches at which event, in which order.
+"""The trace of a pass over a model, in numbers: which chunks it touches at which event, in which order.
 
-An event is an operator that begins a phase, and a number of the operator's own: how often it began that phase before in
-the running pass. A backward counts down from the operator's forwards, as it goes through them in reverse, so that both
-events of one call have one number. It is never a running index: what a pass leaves out, or does besides, shifts no
-other event. So a trace of one pass predicts passes with other lengths, idle experts and frozen parts.
+An event names an operator, the phase that it begins, and its *occurrence*: how often this operator began this phase
+before in the running pass. A backward goes through the forwards in reverse, so it counts down from their number, and
+both events of one call have the same occurrence. Events have no running index: what a pass leaves out or adds shifts no
+other event. Therefore the trace of one pass predicts passes with other lengths, idle experts and frozen parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Phase(IntEnum):
-    """What an operator is doing at a position."""
+    """What an operator does at a position."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -29,19 +29,19 @@ _IN_REVERSE = Phase.BACKWARD, Phase.RECOMPUTE
 
 
 class PassKind(IntEnum):
-    """What is traced apart, because nothing of one kind says what comes next in another."""
+    """The kinds of passes. Each has a trace of its own, because one kind says nothing about the order of another."""
 
     TRAINING = 0  # a forward with gradients, or several, and the backward
     EVALUATION = 1  # a forward without gradients
-    BACKWARD = 2  # one that follows no forward of the model, such as the second one through a graph
+    BACKWARD = 2  # a backward that follows no forward of the model, such as the second one through a graph
 
 
 class StepEvent(NamedTuple):
-    """An operator, by its place in the table of positions, begins a phase."""
+    """An operator begins a phase. `operator` is its place in the table of positions."""
 
     operator: int
     phase: Phase
-    occurrence: int  # of the operator's call in the running pass, from 0; below it for what comes after all calls
+    occurrence: int  # of this event in the running pass, from 0; negative for backwards beyond the pass's forwards
 
 
 class Touch(NamedTuple):
@@ -52,11 +52,11 @@ class Touch(NamedTuple):
 
 
 Counts = dict[tuple[int, Phase], int]
-"""Events of a pass so far, by operator and phase."""
+"""The number of events of a pass so far, by operator and phase."""
 
 
 class Events:
-    """Counts the events of the running pass. `now` is the last one; outside of passes all have number 0."""
+    """Counts the events of the running pass. `now` is the latest event. Outside of passes every occurrence is 0."""
 
     def __init__(self) -> None:
         self.now = StepEvent(0, Phase.FORWARD, 0)
@@ -74,24 +74,24 @@ class Events:
         self.now = StepEvent(operator, phase, count)
 
     def begin(self) -> Counts | None:
-        """A pass begins. Returns the counts of the one outside it, for `resume`."""
+        """Begin a pass. Returns the counts of the pass around it, for `resume`."""
         outside, self._counts = self._counts, {}
         return outside
 
     def resume(self, outside: Counts | None) -> None:
-        """The pass is over, and the one outside it goes on, if there is one."""
+        """End the pass and continue with the counts of the one around it. None: there is none."""
         self._counts = outside
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the training passes of a model did, on this rank: `model.chunk_manager.trace`.
+    """The trace of a model's training passes on this rank: `model.chunk_manager.trace`.
 
     Args:
-        operators: the model's, by the number that events name them with; number 0 is the model itself.
-        touches: which chunk is used at which event, in order. With several ranks none of chunks that stay.
-        non_model_bytes: by event, the most bytes of activations and workspace beside the model data, up to the next
-            event. Empty where none were recorded, see `ChunkManager.recorder`.
+        operators: names of the operators, in the numbering of events; number 0 is the model itself.
+        touches: which chunk is used at which event, in order. Several ranks do not record chunks that stay.
+        non_model_bytes: the peak of activations and workspace between each event and the next. Empty if it was not
+            recorded, see `ChunkManager.recorder`.
     """
 
     operators: tuple[str, ...]
@@ -100,7 +100,7 @@ class Trace:
 
     @property
     def peak(self) -> tuple[StepEvent, int] | None:
-        """The event with the most non-model bytes, and these. None without any."""
+        """The event with the most non-model bytes, and that number. None if nothing was recorded."""
         return max(self.non_model_bytes.items(), key=lambda pair: pair[1], default=None)
 
     def describe(self, event: StepEvent) -> str:
@@ -111,11 +111,12 @@ class Trace:
 
 
 def merged(expected: Sequence[Touch], passed: Sequence[Touch]) -> list[Touch]:
-    """Both sequences in one. `passed` is a part of it, in order, and what `passed` lacks stays where it was.
+    """Merge two sequences: `passed` is a subsequence of the result, and touches that it lacks stay where they were.
 
-    A touch of `passed` that `expected` lacks comes right after the touch before it. One that comes earlier or later in
+    A touch of `passed` that `expected` lacks comes right after the touch before it. A touch at another place in
     `passed` than in `expected` moves to where `passed` has it. Neither sequence has a touch twice.
     """
+    # Find the touches that both sequences have in the same order. They anchor the merge.
     place = {touch: at for at, touch in enumerate(expected)}
     at = 0
     in_order = set()  # membership only
@@ -124,6 +125,7 @@ def merged(expected: Sequence[Touch], passed: Sequence[Touch]) -> list[Touch]:
             at = place[touch] + 1
             in_order.add(touch)
     others = set(passed) - in_order  # membership only
+    # Before each anchor insert what `expected` has there, except for touches that move.
     at = 0
     both: list[Touch] = []
     for touch in passed:

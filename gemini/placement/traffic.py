@@ -1,4 +1,4 @@
-"""What crosses links and what ranks exchange in a step: bytes by purpose, before any of it is moved."""
+"""Counts the bytes that cross the links and that ranks exchange in a step, by purpose, without moving any."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gemini.placement.demand import Tier
 class Purpose(StrEnum):
     """Why bytes cross the link between the tiers.
 
-    PAYLOAD: parameters come into a slot. GRADIENT: a reduced gradient comes to rest, or is continued. SPILL: an open
-    gradient makes room, and comes back. UPDATE: states come to where a chunk is updated, and go home.
+    PAYLOAD: parameters are fetched into a slot. GRADIENT: a reduced gradient comes to rest, or a sum is resumed. SPILL:
+    an open gradient leaves its slot for another one, and comes back. UPDATE: states travel to the update and home.
     """
 
     PAYLOAD = "payload"
@@ -22,10 +22,10 @@ class Purpose(StrEnum):
 
 
 class Exchange(StrEnum):
-    """What ranks exchange of model data.
+    """The collectives on model data.
 
     GATHER: shards of parameters become a payload. REDUCE: gradients become shards of their mean. WHOLE_GRADIENT and
-    WHOLE_WEIGHT: every rank keeps it whole, and has made its part.
+    WHOLE_WEIGHT: every rank computed a part, and all ranks gather the whole.
     """
 
     GATHER = "gather"
@@ -35,20 +35,20 @@ class Exchange(StrEnum):
 
 
 class Traffic:
-    """A tally, of one rank."""
+    """The traffic of one rank, counted."""
 
     def __init__(self) -> None:
         self.copies: Counter[tuple[str, Purpose]] = Counter()  # bytes by link ("host->device") and purpose
         self.launches: Counter[Exchange] = Counter()
-        self.exchanged: Counter[Exchange] = Counter()  # bytes of the payloads that are filled or sent
+        self.exchanged: Counter[Exchange] = Counter()  # bytes of payloads that are filled or sent
 
     def copy(self, source: Tier, target: Tier, num_bytes: int, purpose: Purpose) -> None:
-        """Bytes are copied; within a tier they cross no link."""
+        """Count a copy. A copy within one tier crosses no link and is not counted."""
         if source is not target and num_bytes:
             self.copies[f"{source}->{target}", purpose] += num_bytes
 
     def exchange(self, what: Exchange, num_bytes: int) -> None:
-        """All ranks fill, or send, a payload of so many bytes."""
+        """Count a collective in which all ranks fill, or send, a payload of `num_bytes`."""
         self.launches[what] += 1
         self.exchanged[what] += num_bytes
 
