@@ -1,8 +1,8 @@
 """Parameters and buffers of a module that share memory without being the same object.
 
-`a.weight.data = b.weight.data` makes two parameters of one memory. Wrapped each by itself they would part at the first
-step. Two of the same extent become one parameter under two names, as `a.weight = b.weight` would have made them;
-whatever else overlaps is refused, since no chunk can hold it.
+After `a.weight.data = b.weight.data` two parameters share one memory. In chunks each would have its own copy, and their
+values would diverge at the first step. If both have the same extent, they become one parameter under two names, as
+`a.weight = b.weight` makes them. Any other overlap is refused, because no chunk can represent it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class _Extent(NamedTuple):
         return same and self.is_parameter and other.is_parameter and self.start == other.start
 
     def overlaps(self, other: _Extent) -> bool:
-        """An element belongs to both. Spans may interlock without one, as those of columns do."""
+        """Whether some element belongs to both. Spans may interlock without sharing one, as columns of a matrix do."""
+        # Elements of different sizes may overlap in part: treat any shared span as an overlap.
         if self.tensor.dtype is not other.tensor.dtype:
             return True
+        # Mark the elements of one tensor in a mask of the common span, and look for marks at those of the other.
         itemsize, first = self.tensor.dtype.itemsize, min(self.start, other.start)
         marks = torch.zeros((max(self.end, other.end) - first) // itemsize, dtype=torch.bool, device="cpu")
 
@@ -55,26 +57,27 @@ class _Extent(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """A parameter gave way to another one that has the same memory."""
+    """A parameter that was replaced by another one with the same memory."""
 
     owner: nn.Module
     leaf: str  # its name in its owner
     parameter: nn.Parameter
-    names: tuple[str, str]  # in the model, of the parameter that stayed and of this one
+    names: tuple[str, str]  # names in the model of the parameter that stayed and of the replaced one
 
     def undo(self) -> None:
-        """The owner has its own parameter again."""
+        """Give the owner its own parameter back."""
         setattr(self.owner, self.leaf, self.parameter)
 
 
 def tie_aliases(module: nn.Module) -> list[Tie]:
-    """Make one parameter of those that have the same memory.
+    """Merge parameters that have the same memory into one parameter.
 
-    Raises UnsupportedError with both names for what overlaps otherwise, and has changed nothing then.
+    Raises UnsupportedError with both names for any other overlap. Nothing has changed then.
     """
     ties: dict[Tensor, _Extent] = {}  # by the parameter that gives way
     for extents in _shared(module):
         reaching: list[_Extent] = []
+        # Sweep over the storage: only extents that reach beyond the current start can overlap.
         for extent in sorted(extents, key=lambda each: each.start):
             reaching = [each for each in reaching if each.end > extent.start]
             for other in reaching:
@@ -100,7 +103,7 @@ def tie_aliases(module: nn.Module) -> list[Tie]:
 
 
 def warn_of_ties(ties: Sequence[Tie]) -> None:
-    """Say which trained parameters became one. Called by the constructor that the user calls."""
+    """Warn about trained parameters that became one. `stacklevel` counts from the constructor that the user calls."""
     trained = [tie.names for tie in ties if tie.parameter.requires_grad]
     if trained:
         pairs = ", ".join(f"{one!r} and {other!r}" for one, other in trained)
@@ -117,6 +120,7 @@ def _shared(module: nn.Module) -> list[list[_Extent]]:
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if built_link_of(tensor) is not None or tensor.layout is not torch.strided or tensor.is_meta:
             continue
+        # Tensors without elements share nothing, and all have the same null pointer.
         if tensor.numel():
             place = tensor.device, tensor.untyped_storage().data_ptr()
             found.setdefault(place, []).append((name, tensor))

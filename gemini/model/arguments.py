@@ -1,4 +1,4 @@
-"""The arguments of `ShardedModel`, checked before anything happens."""
+"""Checks of the arguments of `ShardedModel`, before anything has changed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
             continue
         if link_of(parameter) is not None:
             raise UnsupportedError(f"parameter {name!r} already belongs to a ShardedModel: wrap a module once")
+        # Parameters that were built on shards have a class of ours, which the checks below would refuse.
         if built_link_of(parameter) is not None:
             continue
         if hasattr(parameter, LOST):
@@ -44,7 +45,7 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
 def check_wrapped(
     module: nn.Module, managed: Iterable[ManagedParameter], ignored: Collection[nn.Parameter], world_size: int
 ) -> None:
-    """Check that the module has the parameters that were wrapped. Local.
+    """Check that the module still has exactly the parameters that were wrapped. Local.
 
     Raises GeminiError if one was added or replaced since, or moved into a parametrization on several ranks.
     """
@@ -68,9 +69,10 @@ def check_wrapped(
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group that shares the model: the one that is given, else all ranks. None: this process alone. Local.
+    """The process group that shares the model: the given one, else all ranks. None: this process alone. Local.
 
-    Raises TypeError. Warns where ranks were started that have not met: each would train the whole model alone.
+    Raises TypeError. Warns if several ranks were started without a process group: each would train the whole model
+    alone.
     """
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")

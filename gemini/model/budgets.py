@@ -1,7 +1,7 @@
-"""What the machine has free when a model is wrapped, for budgets that the user did not give.
+"""The free memory of the machine when a model is wrapped, for budgets that the user did not give.
 
-A live reading differs from rank to rank by what other processes do meanwhile, and a plan that follows from it would
-differ too. So ranks agree on the least reading of each kind before anything is planned.
+Live readings differ between ranks, because other processes allocate and free meanwhile, and plans made from them would
+differ too. So ranks agree on the least reading of each kind before they plan.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _UNBOUNDED = 2**62  # a reading of a device that has no bound
 
 
 def read_free(settings: Settings, own: tuple[int, int], communicator: Communicator, device: DeviceSource) -> FreeBytes:
-    """What is free for a model where `settings` do not say it, the least over ranks. Collective.
+    """The free bytes of each tier for which `settings` name no budget: the least over all ranks. Collective.
 
-    own: bytes on the device and on the host that are the model's already, or that it gives back, and so count as free.
+    own: bytes on the device and on the host that the model already has or will give back, which count as free.
     Raises nothing of its own. Ranks must have agreed on `settings` before.
     """
+    # Ranks agreed on `settings`, so all of them skip the collective or none does.
     needs_device = settings.model_data_memory is None
     if not needs_device and settings.host_memory is not None:
         return FreeBytes()

@@ -1,8 +1,8 @@
-"""Compiled modules: what `torch.compile` leaves of a module, and how to stay outside of what it traces.
+"""Compiled modules: how to recognise them, and how to keep our hooks outside of what `torch.compile` traces.
 
 [Note: Compiled modules] A compiled module is one operator: all chunks of its parameters are fetched before the
-compiled call and pinned until it returns, so that what is traced, guarded and run are plain parameters. Nothing that
-a guard sees changes when a chunk comes back in another slot: a parameter keeps its class, shape, stride and identity.
+compiled call and pinned until it returns, so the compiler traces, guards and runs plain parameters. A chunk that comes
+back in another slot changes nothing that guards check: a parameter keeps its class, shape, stride and identity.
 Our hooks stand outside of the compiled call. Inside they would be traced: each a graph break, and an error with
 `fullgraph=True`. There are four ways to compile a module:
 
@@ -24,34 +24,35 @@ from torch import nn
 
 _eval_frame: Any = torch._C._dynamo.eval_frame  # importing torch._dynamo itself would take a second
 
-# As hooks of a module: before(module, args) and after(module, args, kwargs, output), which may replace the output.
+# Like hooks of a module: before(module, args), and after(module, args, kwargs, output), which may replace the output.
 Before = Callable[[nn.Module, Any], None]
 After = Callable[[nn.Module, Any, Any, Any], Any]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Calling the module runs a compiled function over all that it contains."""
+    """Whether calling the module runs a compiled function over everything in it."""
     if module._compiled_call_impl is not None:
         return True
+    # `torch.compiler.disable` marks a function like `torch.compile` does, and says so in a second attribute.
     forward = module.forward
     made_by_dynamo = hasattr(forward, "_torchdynamo_orig_callable") or hasattr(module, "_torchdynamo_orig_callable")
     return made_by_dynamo and not getattr(forward, "_torchdynamo_disable", False)
 
 
 def is_mark(name: str) -> bool:
-    """An attribute by which a compiled module is known: who finds it calls what is inside instead of the module."""
+    """Whether other code recognises a compiled module by this attribute. It would call the module inside ours then."""
     return name in ("_orig_mod", "get_compiler_config") or name.startswith("_torchdynamo_")
 
 
 def original_of(module: Any) -> Any:
-    """The module that `torch.compile(module)` was given; anything else itself."""
+    """The module that was passed to `torch.compile(module)`. Any other object is returned as it is."""
     while isinstance(module, nn.Module) and "_orig_mod" in module._modules:
         module = module._modules["_orig_mod"]
     return module
 
 
 def never_traced(function: Callable[..., Any], reason: str) -> None:
-    """The compiler runs this function as it is, and may compile what that calls.
+    """Tell the compiler to run this function uncompiled. It may compile the functions that this one calls.
 
     `torch.compiler.disable(recursive=False)` marks a wrapper in the same way, but imports the compiler.
     """
@@ -62,7 +63,7 @@ def never_traced(function: Callable[..., Any], reason: str) -> None:
 
 
 class CompiledCall:
-    """In the place of a compiled call: the same call with hooks around it, which the compiler does not see."""
+    """Replaces a module's compiled call by the same call with hooks around it, which the compiler does not trace."""
 
     def __init__(self, module: nn.Module) -> None:
         assert module._compiled_call_impl is not None
@@ -71,11 +72,11 @@ class CompiledCall:
         module._compiled_call_impl = self
 
     def add(self, before: Before, after: After) -> None:
-        """Call these outside of all that were added until now. `after` is called with None after an exception, too."""
+        """Add hooks around all earlier ones. `after` is also called after an exception, with None as output."""
         self._call = partial(_call_impl, self._module, self._call, before, after)
 
     def remove(self) -> None:
-        """The module's own compiled call is back, if nobody has put another one in its place."""
+        """Restore the module's own compiled call, unless other code has replaced ours meanwhile."""
         if self._module._compiled_call_impl is self:
             self._module._compiled_call_impl = self._compiled
 
@@ -86,7 +87,7 @@ class CompiledCall:
 def _call_impl(
     self: nn.Module, inner: Callable[..., Any], before: Before, after: After, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Named as torch's, as its first parameter is: by these names `manager/calls.py` finds calls that still run."""
+    """Run the hooks and the call. `manager/calls.py` finds running calls by the names `_call_impl` and `self`."""
     try:
         before(self, args)
         output = inner(*args, **kwargs)
@@ -98,18 +99,18 @@ def _call_impl(
 
 
 class OuterCompiler:
-    """The compiler that was on when the model was called, if it was: it is to see the wrapped module only."""
+    """Keeps an outer compiler off while our own code runs, so that it traces only the wrapped module."""
 
     def __init__(self) -> None:
         self._callback: Any = None
 
     @property
     def is_on(self) -> bool:
-        """The model's call that runs now came from a compiled function."""
+        """Whether the running call of the model came from a compiled function."""
         return self._callback is not None
 
     def outside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`call`, with the compiler off until `inside` is called."""
+        """Run `call` with the compiler off. The `inside` of `compile` turns it on again for the wrapped module."""
         callback = _eval_frame.get_eval_frame_callback()
         if callback is None or callback is False:
             return call(*args, **kwargs)
@@ -124,7 +125,7 @@ class OuterCompiler:
     never_traced(outside, "what moves a model's parameters runs as it is")
 
     def compile(self, module: nn.Module) -> None:
-        """From now on the module is compiled where the model is called from a compiled function."""
+        """From now on compile the module whenever the model is called from a compiled function."""
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             if self._callback is None:
@@ -139,5 +140,5 @@ class OuterCompiler:
 
 
 def _call_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The frame that the compiler finds: it passes over those of torch's own modules."""
+    """A frame of our own for the compiler to start at: it skips the frames of torch's own modules."""
     return module._call_impl(*args, **kwargs)

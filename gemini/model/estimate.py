@@ -1,7 +1,7 @@
-"""What training a model will take on each rank, from its shapes alone: nothing is allocated.
+"""The memory that training a model takes on each rank, from its shapes alone: nothing is allocated.
 
-The same packing and the same policies as `ShardedModel`'s, so that the bytes are those that it takes, with Adam as
-optimizer and one micro-batch a step. Activations are not in it.
+The estimate uses the packing and the policies of `ShardedModel`, so the bytes are exact for Adam and one micro-batch
+per step. Activations are not included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MemoryEstimate:
     num_parameters: int
     device: dict[str, int]
     host: dict[str, int]
-    plan: Plan = field(repr=False)  # that `ShardedModel` would carry out; `plan.explain()` says it in words
+    plan: Plan = field(repr=False)  # the plan that `ShardedModel` would use; `plan.explain()` has it in words
 
     @property
     def device_bytes(self) -> int:
@@ -95,7 +95,7 @@ def estimate_memory(
 
 
 def plan_of(module: nn.Module, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
-    """The plan that `ShardedModel` would make of `module` with so much free. Local.
+    """The plan that `ShardedModel` would make for `module` with these free bytes. Local.
 
     Raises ValueError for settings that the module contradicts, and BudgetError if nothing fits.
     """
@@ -117,7 +117,7 @@ def packed_of(module: nn.Module, settings: Settings, world_size: int) -> Packed:
 
 
 def module_of(model: Any) -> nn.Module:
-    """A module, or what the config of a Hugging Face model makes on "meta". Local.
+    """The given module, or the module that a Hugging Face config describes, built on "meta". Local.
 
     Raises TypeError for what is neither, and UnsupportedError for a module that is wrapped already.
     """
@@ -132,6 +132,7 @@ def module_of(model: Any) -> nn.Module:
         raise TypeError(f"model must be a torch module or a Hugging Face config, found {type(model).__name__}")
     import transformers
 
+    # A config names the class that it was saved from. Without one build a causal language model.
     names = getattr(model, "architectures", None) or ("",)
     build = getattr(transformers, names[0], None) or transformers.AutoModelForCausalLM.from_config
     with torch.device("meta"):

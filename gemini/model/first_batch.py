@@ -1,13 +1,13 @@
-"""What the first batch takes of a device besides model data, at most, before a step has shown it.
+"""An upper bound of the non-model bytes of the first batch, before a step has measured them.
 
-The bound is that of `gemini plan`, for the batch at hand: see `gemini/placement/workload.py` for its formulas. It is
-given only where tokens can be counted and the formulas cover the model: token ids go through an embedding into a list
-of blocks with matrices. Of anything else nobody says anything, and the default part of the device is left.
+The bound is that of `gemini plan`, for the batch at hand: see `gemini/placement/workload.py` for its formulas. It
+exists only if tokens can be counted and the formulas cover the model: token ids pass through an embedding into a list
+of blocks with matrices. For any other model there is no bound, and the default fraction of the device is left free.
 
-Activation checkpointing divides what a step keeps by the number of blocks or so, so a bound that misses it takes far
-too much from model data. Models of transformers, and others with their flag, say that they do it. A model that calls
-`torch.utils.checkpoint` by itself does not say so, and may have less model data on the device than there is room for,
-in its first step.
+Activation checkpointing divides the kept bytes by about the number of blocks, so a bound that misses it takes far too
+much from model data. Models of transformers, and others with the same flag, tell that they checkpoint. A model that
+calls `torch.utils.checkpoint` itself does not, and may have less model data on the device than there is room for, in
+its first step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import nn
 from gemini.model.tensors import tensors_in
 from gemini.model.workload import blocks_of, workload_of
 
-_WRAPPER = "CheckpointWrapper"  # of torch.distributed
-_FLAG = "gradient_checkpointing"  # of modules of transformers and others
+_WRAPPER = "CheckpointWrapper"  # class name in torch.distributed
+_FLAG = "gradient_checkpointing"  # attribute of modules in transformers and other libraries
 
 
 def most_activations(module: nn.Module, inputs: Any) -> int | None:
-    """An upper bound, in bytes, of what one forward of these inputs and its backward take besides model data.
+    """An upper bound, in bytes, of the non-model data of one forward of these inputs and its backward.
 
-    None where it is not known. Reads shapes and dtypes only. Local; raises nothing.
+    None if there is no bound. Reads shapes and dtypes only. Local; raises nothing.
     """
     tokens, blocks = _num_tokens(inputs), list(blocks_of(module).values())
     embeds = any(isinstance(each, nn.Embedding) for each in module.modules())
@@ -40,6 +40,7 @@ def most_activations(module: nn.Module, inputs: Any) -> int | None:
     work = workload_of(module, itemsize, stream_itemsize=stream_itemsize)
     if not work.covers_activations or not work.block_product_elements:
         return None
+    # Activations, the gradients that autograd holds, and under autocast the casts of weights.
     kept = work.activation_bytes(
         tokens, is_checkpointed=_checkpointed(module, blocks), num_without_graph=_num_without_graph(module, blocks)
     )
@@ -47,10 +48,10 @@ def most_activations(module: nn.Module, inputs: Any) -> int | None:
 
 
 def gradient_bytes(module: nn.Module, itemsize: int | None = None) -> int:
-    """Of what autograd holds of gradients before their chunks take them, while all that was kept may still be there.
+    """Bytes of gradients that autograd holds before it passes them on, at the start of backward.
 
-    One whole gradient, and of a tied weight those of two uses and their sum. itemsize: of an element, where weights are
-    to be cast. None: their own. Local; raises nothing.
+    One whole gradient at a time; of a tied weight three: those of two uses, and their sum. itemsize: bytes of an
+    element, if the weights will be cast. None: their own. Local; raises nothing.
     """
     uses = Counter(each for _, each in module.named_parameters(remove_duplicate=False) if each.requires_grad)
     sizes = (each.numel() * (itemsize or each.element_size()) * (3 if count > 1 else 1) for each, count in uses.items())
@@ -58,20 +59,20 @@ def gradient_bytes(module: nn.Module, itemsize: int | None = None) -> int:
 
 
 def _cast_bytes(blocks: list[nn.Module], itemsize: int) -> int:
-    """Of weights that autocast has cast: those of one block, which is computed again, and no others are kept."""
+    """Bytes of weights that autocast has cast: those of the largest block. Casts of the others are not kept."""
     return max(sum(each.numel() for each in block.parameters()) for block in blocks) * itemsize
 
 
 def _num_tokens(inputs: Any) -> int:
-    """Of ids of shape (batch, length): the most, where an encoder and a decoder have their own. 0: there are none."""
+    """The number of token ids of shape (batch, length); the larger one of an encoder and a decoder. 0: no ids."""
     ids = [each for each in tensors_in(inputs) if each.dtype in (torch.int64, torch.int32) and not each.is_nested]
     return max((each.numel() for each in ids if each.dim() == 2), default=0)
 
 
 def _itemsizes(parameters: list[nn.Parameter]) -> tuple[int, int]:
-    """Bytes of an element of what matrices take and make, and of what goes from block to block.
+    """Bytes per element: of inputs and outputs of matrices, and of the residual stream between blocks.
 
-    Those of most weights; under autocast matrix products have its dtype, and sums and norms that of the weights.
+    Both have the dtype of most weights. Under autocast matrix products have its dtype instead.
     """
     counts: Counter[torch.dtype] = Counter()
     for each in parameters:
@@ -82,7 +83,7 @@ def _itemsizes(parameters: list[nn.Parameter]) -> tuple[int, int]:
 
 
 def _checkpointed(module: nn.Module, blocks: list[nn.Module]) -> list[bool]:
-    """Whether each block keeps its input alone, as the block says, or the model where no block has a say."""
+    """For each block whether it is checkpointed, by its own flags, or by the model's flags if no block has one."""
     by_block = [[flag for each in block.modules() if (flag := _flag_of(each)) is not None] for block in blocks]
     if any(by_block):
         return [any(flags) for flags in by_block]
@@ -90,7 +91,7 @@ def _checkpointed(module: nn.Module, blocks: list[nn.Module]) -> list[bool]:
 
 
 def _flag_of(module: nn.Module) -> bool | None:
-    """The module checkpoints activations. None: it has no say."""
+    """Whether the module checkpoints activations. None: it has no flag."""
     if type(module).__name__ == _WRAPPER:
         return True
     flag = getattr(module, _FLAG, None)
@@ -98,7 +99,10 @@ def _flag_of(module: nn.Module) -> bool | None:
 
 
 def _num_without_graph(module: nn.Module, blocks: list[nn.Module]) -> int:
-    """The blocks before everything that is trained, in the order of the module tree."""
+    """The number of blocks before the first trained parameter, in the order of the module tree.
+
+    Their inputs need no gradient, so autograd keeps nothing of them.
+    """
     count = 0
     inside = {each for block in blocks for each in block.modules()}
     for each in module.modules():

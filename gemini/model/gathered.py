@@ -1,4 +1,4 @@
-"""`GatheredParameters`: parameters whole and plain for a while, between steps, to look at or to change."""
+"""`GatheredParameters`: a context in which parameters are whole and plain, between steps, to be read or changed."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class GatheredParameters:
                 raise TypeError(f"params must be parameters or a module, found {type(each).__name__}")
         if fwd_module is not None and not isinstance(fwd_module, nn.Module):
             raise TypeError(f"fwd_module must be a torch module, found {type(fwd_module).__name__}")
+        # Parameters under construction may still be whole: put them onto shards, or they would have no link yet.
         if enabled:
             shard_pending(given)
         links = (any_link_of(each) for each in given) if enabled else ()
@@ -71,6 +72,7 @@ class GatheredParameters:
         by_owner: dict[object, list[ParameterLink]] = {}
         for link in self._links:
             by_owner.setdefault(link.owner, []).append(link)
+        # The inner stack undoes the gathers if a later one, or a copy, fails.
         with ExitStack() as stack:
             for links in by_owner.values():
                 stack.enter_context(links[0].gathered(links))
@@ -82,8 +84,10 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._stack, torch.no_grad():
+            # A write to `.data` replaced the parameter's memory. Copy such values into the payload first.
             for link in self._links:
                 link.adopt_data()
+            # Without a rank whose changes count, ranks may have changed different values: undo all of them.
             pairs = zip(self._links, self._before, strict=True)
             changed = [(link, before) for link, before in pairs if _differs(link, before)]
             if error is not None or self._modifier is None:
@@ -107,4 +111,5 @@ def _differs(link: ParameterLink, before: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's bytes. Comparing values would miss a change of -0.0, and find one in every NaN."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

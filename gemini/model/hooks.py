@@ -1,13 +1,13 @@
-"""Hooks: where the module tree and autograd call `Step`. All are removable, none patches a class.
+"""Hooks: the places where the module tree and autograd call `Step`. All are removable, none patches a class.
 
 [Note: Root hooks] Saved-tensor hooks are pushed at the root's forward, so that functions between operators are
 covered, and again in an operator whenever they are not on top (inside a checkpointed region, under save_on_cpu).
-The end of backward is queued from the root's *outputs*: their hooks run in the outermost graph task, while a
-parameter's gradient may arrive in one that reentrant checkpointing started.
+The end of backward is queued from hooks on the root's *outputs*, because these run in the outermost graph task. A
+parameter's gradient may arrive in an inner task that reentrant checkpointing started.
 
-[Note: Resident models] Where every payload is at home on this rank for good, no operator has hooks inside the root's
-forward, and autograd keeps what it saves as it does in plain PyTorch: its own version counters tell graphs from before
-an update. Parameters become plain at the root, all at once.
+[Note: Resident models] If every payload is at home on this rank for good, operators have no hooks inside the root's
+forward, and autograd saves tensors as in plain PyTorch: its version counters detect graphs from before an update. The
+root makes all parameters plain at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Hooks:
         self._calls: dict[nn.Module, CompiledCall] = {}
 
     def attach(self, root: nn.Module, operators: list[tuple[nn.Module, Operator]]) -> None:
-        """Have the hooks of these operators and of the root, and of no others."""
+        """Install the hooks of these operators and of the root, in place of all earlier ones."""
         self._detach()
         around: list[tuple[nn.Module, Callable[..., None], Callable[..., Any]]] = [
             (module, partial(self._around_operator.before, operator), partial(self._around_operator.after, operator))
@@ -63,11 +63,13 @@ class Hooks:
         ]
         around.append((root, self._around_root.before, self._around_root.after))
         for module, before, after in around:
-            if module._compiled_call_impl is not None:  # the compiler would trace hooks of the module
+            # Module hooks run inside `module.compile()`, where the compiler would trace them. Wrap the call instead.
+            if module._compiled_call_impl is not None:
                 if module not in self._calls:
                     self._calls[module] = CompiledCall(module)
                 self._calls[module].add(before, after)
-            else:  # the root's own hooks are running when the others are lifted
+            else:
+                # The root's hooks lift the operators' hooks while they run themselves, so they stay.
                 self._operators.add(module, before, after, may_lift=module is not root)
 
     def _detach(self) -> None:
@@ -81,7 +83,7 @@ class Hooks:
         self._handles.of_others.extend(handles)  # one by one: where registering fails, those before can be removed
 
     def remove(self) -> None:
-        """The module is called as if it had never been wrapped. Local; raises nothing."""
+        """Remove all hooks: the module runs as if it had never been wrapped. Local; raises nothing."""
         self._detach()
         for handle in self._handles.of_others:
             handle.remove()
@@ -115,8 +117,10 @@ class _AroundOperator:
         if torch.compiler.is_dynamo_compiling():
             return None
         self._step.exit_operator(operator)
+        # Ranks may use different parts of this operator: have backward fetch all of its chunks on every rank.
         if operator.routes and torch.is_grad_enabled() and hooks_are_allowed():
             return reached_by_backward((args, kwargs), output, partial(self._enter_leaf, operator))
+        # The backward of a compiled region reads its weights in one node, so all of its chunks must be there before.
         if operator.is_compiled and self._gathers and torch.is_grad_enabled():
             _call_in_backward(partial(self._enter_leaf, operator), output)
         return None
@@ -153,8 +157,9 @@ class _AroundRoot:
                     step.begin_pass()
         if step.is_resident and step.params.in_step and self._operators.lift():
             call.lifted = self._operators
+        # Autocast's cache would serve casts of a payload that has left its slot.
         call.caches_autocast = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # it would serve the weights of a payload that left its slot
+        torch.set_autocast_cache_enabled(False)
         call.hooks = self._saved_tensors.push() if self._saved_tensors.needed() else None
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -164,7 +169,8 @@ class _AroundRoot:
         recomputing = self._step.is_recomputing()
         if not self._step.end_forward():
             return  # it was refused
-        if error is not None and not recomputing:  # a recomputation may be stopped early by an exception of torch's own
+        # Checkpointing stops a recomputation early with an exception of its own, which is no failure.
+        if error is not None and not recomputing:
             self._step.failures.forward_failed(error)
             return
         if torch.is_grad_enabled() and not recomputing and hooks_are_allowed():
@@ -175,7 +181,7 @@ class _AroundRoot:
 
 
 def _call_in_backward(hook: Callable[[Tensor], None], output: Any) -> None:
-    """Have backward call `hook` when it comes to what a module returned."""
+    """Register `hook` on a module's outputs, so that backward calls it before it enters the module."""
     for tensor in tensors_in(output):
         if tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(hook)

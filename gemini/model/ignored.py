@@ -1,7 +1,7 @@
-"""Parameters that a user keeps out of the chunks: `ignored_parameters` of `Settings`.
+"""Parameters that the user keeps out of the chunks: `ignored_parameters` of `Settings`.
 
-They stay what they are in a plain module: whole, where they are, with their own memory, dtype and `.grad`. No other
-rank is told of them, and no optimizer of ours steps them.
+They stay as in a plain module: whole, on their device, with their own memory, dtype and `.grad`. They are not compared
+or reduced over ranks, and our optimizers do not step them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gemini.settings import Settings
 
 
 def ignored_in(module: nn.Module, settings: Settings) -> frozenset[nn.Parameter]:
-    """The parameters of `module` that `settings` ignore; a tied one if one of its names is ignored. Local.
+    """The parameters of `module` that `settings` ignore. A tied parameter is ignored if one of its names is. Local.
 
-    Raises TypeError for what is no module, ValueError for a name that no parameter has, and UnsupportedError for one
-    that was built on shards.
+    Raises TypeError if `module` is no module, ValueError for a pattern that matches no parameter, and UnsupportedError
+    for a parameter that was built on shards.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, found {type(module).__name__}")
@@ -43,7 +43,7 @@ def ignored_in(module: nn.Module, settings: Settings) -> frozenset[nn.Parameter]
 
 
 def zero_ignored(ignored: Collection[nn.Parameter], set_to_none: bool) -> None:
-    """Their gradients are discarded as those of a plain module. Local."""
+    """Discard the gradients of ignored parameters, as `nn.Module.zero_grad` does. Local."""
     for parameter in ignored:
         if set_to_none or parameter.grad is None:
             parameter.grad = None

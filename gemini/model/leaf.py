@@ -1,10 +1,10 @@
-"""Leaves of which each rank uses other parts: backward must pass through them on every rank, in one order.
+"""Leaves whose parts are used by some ranks only: backward must pass through them on every rank, in the same order.
 
-[Note: Leaves] Backward enters a leaf when the gradient of one of its outputs is there; then all of its chunks are
-fetched, and stay until backward asks for something else. Inside, nodes run in an order of their own, without a
-collective. A rank that used nothing of the leaf would go around it, and around what made its inputs. So every output
-gets a summand that is made of all inputs: -0.0, which changes no bit, and whose backward gives the inputs no gradient
-but lets autograd visit what made them.
+[Note: Leaves] Backward enters a leaf when the gradient of one of its outputs is ready. Then all of its chunks are
+fetched, and they stay until backward needs another chunk. Inside the leaf autograd runs its nodes in any order, without
+a collective. On a rank that used nothing of the leaf autograd would bypass it, and the modules that made its inputs.
+So -0.0, made from all inputs, is added to every output. It changes no bit, and its backward gives the inputs no
+gradient but makes autograd visit the nodes behind them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class _MinusZero(torch.autograd.Function):
 
 
 def reached_by_backward(inputs: Any, output: Any, enter: Callable[[Tensor], None]) -> Any:
-    """`output` made dependent on all `inputs`; `enter` is called when backward comes to it."""
+    """Make `output` depend on all `inputs`, and call `enter` when backward reaches it. See [Note: Leaves]."""
     linked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
 
     def reached(value: Tensor) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
+        # The anchor gives the output a graph even if no input requires a gradient.
         anchor = torch.empty((), dtype=value.dtype, device=value.device, requires_grad=True)
         value = value + _MinusZero.apply(anchor, *linked)
         value.register_hook(enter)

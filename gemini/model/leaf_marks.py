@@ -1,4 +1,4 @@
-"""Which modules choose among their children by data: those that are marked, and those with a list of experts."""
+"""Modules that choose among their children by data: those that the user marks, and those with a list of experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def set_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
 
 
 def unset_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
-    """Undo `set_leaf_module(model, classes)`; or state that modules with a list of experts use all of them.
+    """Undo `set_leaf_module(model, classes)`, or state that modules with a list of experts always use all of them.
 
     The operators of such a module are then fetched one by one. Local, as `set_leaf_module`, with the same `model` and
     `classes`. Returns the modules in the model's order. Raises what `set_leaf_module` raises.
@@ -55,12 +55,12 @@ def unset_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """The user has said whether the module chooses."""
+    """Whether the user has marked or unmarked the module."""
     return hasattr(module, _MARK)
 
 
 def chooses(module: nn.Module) -> bool:
-    """The module chooses among its children by data: it is marked so, or has a list of experts and no mark."""
+    """Whether the module chooses among its children by data: by its mark, else if it has a list of experts."""
     if is_marked(module):
         return bool(getattr(module, _MARK))
     lists = (name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) > 1)

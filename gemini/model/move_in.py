@@ -1,8 +1,8 @@
-"""Moving in: homes are taken and weights move into them, chunk by chunk.
+"""Moving in: allocate homes and move the weights into them, chunk by chunk.
 
-At no time is there more than the homes so far and one chunk, or one operator of a model that was built in a
-`ZeroInitContext`: each parameter's own memory is freed as soon as its values are home. What moves is noted, so that it
-can move out again where wrapping fails (`move_out.py`).
+Each parameter's own memory is freed as soon as its values are in their home, so at no time is there more than the
+homes so far plus one chunk, or one operator of a model that was built in a `ZeroInitContext`. Every move is recorded,
+so that the weights can move out again if wrapping fails (`move_out.py`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Original:
 
     dtype: torch.dtype
     device: torch.device
-    store: BuildStore | None  # of the context in which it was built
-    built_name: str  # there
+    store: BuildStore | None  # the store of the `ZeroInitContext` in which it was built
+    built_name: str  # its name in that store
 
 
 class Moves:
-    """What has moved so far. `originals` are the parameters, by index, whose values are in their chunk's homes only."""
+    """The moves so far. `originals` has the parameters, by index, whose values are only in their chunk's homes."""
 
     def __init__(self) -> None:
         self.originals: dict[int, Original] = {}
@@ -54,11 +54,12 @@ def move_in(
     memory: Memory,
     moves: Moves,
 ) -> None:
-    """Rank 0's weights into every chunk's homes, with what masters hold beyond them. Collective. Raises BudgetError.
+    """Move rank 0's weights into every chunk's homes, and into masters that hold more than the weights. Collective.
 
-    What else training needs is taken when it begins, see manager/training_state.py.
+    Raises BudgetError. Memory that only training needs is allocated when training begins: manager/training_state.py.
     """
     has_master = {chunk.index: any(managed.has_fractions for managed in chunk.parameters) for chunk in chunks}
+    # Reserve all host memory at once: one exactly sized arena instead of one mapping per home.
     needed = 0
     for chunk, homes, its_demand in zip(chunks, placement.homes, demand.chunks, strict=True):
         for kind in (Kind.PARAM, *((Kind.MASTER,) if has_master[chunk.index] else ())):
@@ -84,13 +85,14 @@ def move_in(
 
 @torch.no_grad()
 def move_buffers_in(module: nn.Module, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:
-    """All buffers to the device, with rank 0's values. Collective."""
+    """Move all buffers to the device, with rank 0's values. Collective."""
     for name, buffer in list(module.named_buffers()):
         moved = buffer.to(device.device)
         if communicator.world_size > 1:
             contiguous = moved.contiguous()
             communicator.broadcast_(contiguous, f"buffer {name}")
-            is_dense = dense_stride(moved) == moved.stride()  # else some elements share their memory
+            # Keep the strides, unless elements of the buffer share memory (`expand`): such a tensor cannot be written.
+            is_dense = dense_stride(moved) == moved.stride()
             moved = moved.copy_(contiguous) if is_dense else contiguous
         if moved is not buffer:
             owner_name, _, leaf = name.rpartition(".")
@@ -102,7 +104,7 @@ def move_buffers_in(module: nn.Module, communicator: Communicator, device: Memor
 def stores_of(links: Iterable[BuiltLink], ranks: tuple[int, ...]) -> list[BuildStore]:
     """Where the parameters are that were built in a `ZeroInitContext`, and have these links.
 
-    Raises UnsupportedError if that was on other ranks than these.
+    Raises UnsupportedError if a store was made on other ranks than these.
     """
     stores = list(dict.fromkeys(link.store for link in links))
     for built_on in (store.communicator.ranks for store in stores):
@@ -115,7 +117,8 @@ def stores_of(links: Iterable[BuiltLink], ranks: tuple[int, ...]) -> list[BuildS
 
 
 def close_empty(stores: list[BuildStore], communicator: Communicator) -> None:
-    """Stores that no rank needs any more give their process groups back. Collective."""
+    """Close the stores that no rank needs any more, which frees their process groups. Collective."""
+    # A parameter outside of the wrapped module may still be in a store, on some rank. Only all ranks can close it.
     left = torch.tensor([len(store.links()) for store in stores], dtype=torch.int64, device=communicator.device)
     if stores:
         communicator.all_reduce_max_(left, "parameters left to build")
@@ -126,16 +129,17 @@ def close_empty(stores: list[BuildStore], communicator: Communicator) -> None:
 
 
 def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:
-    """Weights into the chunk's homes: those that were built on shards, then the others. Collective.
+    """Move weights into the chunk's homes: those that were built on shards, then the others. Collective.
 
-    A store keeps its values until every rank has the whole chunk at home. Where a rank fails before that, no rank has
-    let any of them go: if one rank had, it would put the parameter back onto shards, which is collective, by itself.
+    A store keeps its values until every rank has the whole chunk at home, so if a rank fails before that, no rank has
+    dropped any of them. A rank that had would have to put the parameter back onto shards alone, which is collective.
     """
     links = [(managed, built_link_of(managed.parameter)) for managed in chunk.parameters]
     given = [managed for managed, link in links if link is None]
     built = [(managed, link) for managed, link in links if link is not None]
+    # A rank without memory raises here. In the middle of a gather the other ranks would wait for it.
     if built:
-        communicator.wait_for_all("room")  # a rank without room says so here, and not in the middle of a gather
+        communicator.wait_for_all("room")
     for managed, link in built:
         with link.gathered([link]):
             set_weights(managed, managed.laid_out(link.whole()))
@@ -153,10 +157,11 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
 def _fill_given(
     chunk: Chunk, given: list[ManagedParameter], communicator: Communicator, device: MemoryTier, moves: Moves
 ) -> None:
-    """From a payload that rank 0 broadcasts. Collective.
+    """Move weights with memory of their own, from a payload that rank 0 broadcasts. Collective.
 
-    After a failure the parameters that have left their memory get it again, with what the payload has of them.
+    After a failure the parameters whose memory was freed get memory again, with the values in the payload.
     """
+    # A master holds more than a 16-bit weight, so the values travel in fp32 and are rounded at home.
     dtype = torch.float32 if chunk.dtype in HALF_DTYPES else chunk.dtype
     payload = torch.zeros(chunk.numel, dtype=dtype, device=device.device)
     originals: dict[int, Original] = {}
@@ -183,7 +188,7 @@ def _fill_given(
 
 
 def original_of(managed: ManagedParameter) -> Original:
-    """Of a parameter that is about to move."""
+    """The record of a parameter that is about to move."""
     parameter, link = managed.parameter, built_link_of(managed.parameter)
     if link is None:
         return Original(parameter.dtype, parameter.device, None, "")
@@ -192,7 +197,7 @@ def original_of(managed: ManagedParameter) -> Original:
 
 
 def let_go(members: Iterable[ManagedParameter]) -> None:
-    """Parameters whose values have moved leave the stores in which they were built, if they are there. Local."""
+    """Remove parameters whose values have moved from the stores in which they were built, if any. Local."""
     by_chunk: dict[Chunk, list[BuiltLink]] = {}
     for managed in members:
         link = built_link_of(managed.parameter)
@@ -203,6 +208,6 @@ def let_go(members: Iterable[ManagedParameter]) -> None:
 
 
 def restore(managed: ManagedParameter, original: Original, values: Tensor) -> None:
-    """The parameter gets memory of its own again, with `values`, (numel,), in the order of the payload."""
+    """Give the parameter memory of its own again, with `values`: (numel,), in the order of the payload."""
     own = torch.empty_strided(managed.shape, managed.stride, dtype=original.dtype, device=original.device)
     set_data(managed.parameter, own.copy_(managed.shaped(values)))

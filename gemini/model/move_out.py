@@ -1,12 +1,12 @@
-"""Moving out: where wrapping fails half way, the module gets its weights back and is as it was.
+"""Moving out: if wrapping fails half way, the module gets its weights back and is as it was.
 
-Weights that have moved are in the chunks' homes, on several ranks a part on each, so ranks that all caught the failure
-start again together and gather chunk by chunk. Values are then rank 0's, which wrapping had promised. Weights that were
-rounded without a master (frozen ones, wrapped in a narrower dtype) stay rounded.
+Weights that have moved are in the chunks' homes, on several ranks a part on each. All ranks have heard of the failure,
+so they restart together and gather chunk by chunk. The values are then those of rank 0, as wrapping promises. Weights
+that were rounded without a master (frozen ones, wrapped in a narrower dtype) stay rounded.
 
-[Note: Nothing is lost] On several ranks a chunk is broadcast only when every rank has come to it, so all have the
-chunks before. A rank that failed in the middle of a chunk has its values whole, from the payload. It brings its part of
-them home before the others, who may have no more than their parts, gather the chunk from all ranks.
+[Note: Nothing is lost] On several ranks a chunk is broadcast only when every rank has reached it, so every rank has all
+earlier chunks at home. A rank that failed in the middle of a chunk has all of its values in the payload. It brings its
+part home before the ranks gather the chunk, since the other ranks may have nothing but their parts.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
 
 LOST = "_gemini_lost"
-"""Marks a parameter whose values are gone: it must not be wrapped as if its placeholder were weights."""
+"""Marks a parameter whose values are gone. Without the mark its placeholder could be wrapped as if it were weights."""
 
 
 class _LostWeightsError(GeminiError):
-    """A rank failed in the middle of a chunk, and has not received it."""
+    """A rank failed in the middle of a chunk that it had not received yet."""
 
 
 class MovingOut:
     """Undoes a wrapping that failed.
 
-    The wrapping says how far it has come: `stores` before ranks agree on the model, `chunks` before they agree on the
-    plan, so that nothing has moved on any rank while one has no chunks yet.
+    `ShardedModel` sets `stores` before ranks agree on the model, and `chunks` before they agree on the plan. Therefore
+    nothing has moved on any rank as long as one rank has no chunks.
     """
 
     def __init__(self, communicator: Communicator, memory: Memory) -> None:
-        self.stores: list[BuildStore] = []  # where the module was built
+        self.stores: list[BuildStore] = []  # stores of parameters built in a `ZeroInitContext`
         self.chunks: list[Chunk] = []
         self.moves = Moves()
         self.communicator = communicator
@@ -68,8 +68,9 @@ class MovingOut:
             self.communicator.close()
         except Exception as second:
             lost = [managed for managed in self._managed() if managed.index in self.moves.originals]
+            # Mark the same parameters on all ranks, or one rank would wrap the module again and wait for the others.
             if isinstance(second, _LostWeightsError):
-                lost = self._managed()  # on all ranks alike: none may wait for the others to wrap it again
+                lost = self._managed()
             for managed in lost:
                 setattr(managed.parameter, LOST, True)
             if lost:
@@ -84,7 +85,7 @@ class MovingOut:
         return [managed for chunk in self.chunks for managed in chunk.parameters]
 
     def _make_plain(self, managed: ManagedParameter) -> None:
-        """An ordinary parameter, with what it has."""
+        """Make it an ordinary parameter again, with its current data."""
         parameter = managed.parameter
         if any_link_of(parameter) is not None and built_link_of(parameter) is None:
             parameter.__class__ = nn.Parameter
@@ -93,21 +94,23 @@ class MovingOut:
             parameter.requires_grad_(managed.requires_grad)
 
     def _restart(self) -> bool:
-        """Start together with the other ranks. Returns whether anything may have moved. Collective."""
+        """Restart the communicators of all ranks. Returns whether anything may have moved. Collective."""
         if self.communicator.watch is not None:
             self.communicator.restart()
-        self.communicator.plan_hash = 0  # some ranks may have the plan's already
+        # The hash is part of every tag, and only some ranks may have set it.
+        self.communicator.plan_hash = 0
         has_plan, device = bool(self.chunks), self.communicator.device
         planned = torch.tensor([has_plan, not has_plan], dtype=torch.int64, device=device)
         self.communicator.all_reduce_max_(planned, "what was planned")
         some_have, some_lack = planned.tolist()
         may_have_moved = bool(some_have and not some_lack)
-        for store in self.stores if may_have_moved else ():  # else edits may wait there to be brought home
+        # A restart drops edits that a store has not brought home. If nothing has moved, they must stay.
+        for store in self.stores if may_have_moved else ():
             store.restart()
         return may_have_moved
 
     def _give_back(self) -> None:
-        """Every moved parameter gets its values. Collective."""
+        """Give every moved parameter its values back, chunk by chunk. Collective."""
         self._complete()
         moved = self._moved()
         for chunk in self.chunks:
@@ -115,7 +118,7 @@ class MovingOut:
             if not members:
                 continue
             let_go(members)
-            payloads: dict[bool, Tensor] = {}  # by: of the master
+            payloads: dict[bool, Tensor] = {}  # True: gathered from the masters
             for managed in members:
                 original = self.moves.originals[managed.index]
                 exact = Kind.MASTER in chunk.homes and original.dtype is not chunk.dtype
@@ -126,7 +129,7 @@ class MovingOut:
             self._free(chunk)
 
     def _complete(self) -> None:
-        """What this rank has received comes home, as on ranks that did not fail in the middle of the chunk. Local."""
+        """Bring home what this rank has received, as the ranks did that did not fail in this chunk. Local."""
         originals = self.moves.originals
         for managed in self._managed():
             if managed.index in self.moves.received and managed.index not in originals:
@@ -134,7 +137,10 @@ class MovingOut:
                 originals[managed.index] = original_of(managed)
 
     def _moved(self) -> set[int]:
-        """The parameters, by index, whose values are at home on all ranks. Collective."""
+        """The parameters, by index, whose values are at home on all ranks. Collective.
+
+        Raises _LostWeightsError if only some ranks have the values of a parameter.
+        """
         managed, originals = self._managed(), self.moves.originals
         flags = [each.index in originals for each in managed]
         rows = [flags, [not flag for flag in flags]]
@@ -145,13 +151,14 @@ class MovingOut:
             if some_have and not some_lack:
                 moved.add(each.index)
             elif some_have and built_link_of(each.parameter) is not None:
-                originals.pop(each.index, None)  # no rank has let go of it: not all had the chunk at home
+                # Not all ranks had the chunk at home, so its store still has the values.
+                originals.pop(each.index, None)
             elif some_have:
                 raise _LostWeightsError(f"no rank has the whole of {each.name!r}")
         return moved
 
     def _gather(self, chunk: Chunk, of_master: bool) -> Tensor:
-        """(numel,) all weights of a chunk, as fp32 where they are the master's. Collective."""
+        """All weights of a chunk, (numel,): in fp32 from the masters, or as they are. Collective."""
         if of_master:
             part, layout = full_precision(chunk, 0, chunk.optim_numel), chunk.optim_layout
         else:
@@ -165,7 +172,7 @@ class MovingOut:
         return payload
 
     def _done(self, managed: ManagedParameter) -> None:
-        """The parameter is whole. One that was built on shards goes back onto them. Collective then."""
+        """Finish a parameter that is whole again. One that was built on shards goes back onto them: collective."""
         original = self.moves.originals.pop(managed.index)
         if original.store is None or original.store.is_closed:
             return
@@ -176,7 +183,7 @@ class MovingOut:
             link.refuse_backward()
 
     def _free(self, chunk: Chunk) -> None:
-        """Give the chunk's memory back before the next one's weights get theirs."""
+        """Free the chunk's memory before the next chunk's weights get memory of their own."""
         if chunk.own_slot is not None:
             chunk.own_slot.close()
             del chunk.homes[Kind.PARAM]

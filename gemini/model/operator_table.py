@@ -1,7 +1,8 @@
-"""The operator table: a model's operators, each with its hooks, and what changes when modules are compiled.
+"""The operator table: a model's operators with their hooks, updated when modules are compiled.
 
-A module may be compiled after it was wrapped, or not be compiled any more. The table looks for that before every
-forward, finds the operators again, and has the plan replaced: a compiled module needs all of its chunks at once.
+A module may be compiled after it was wrapped, or stop being compiled. The table checks for that before every forward.
+If it has happened, it finds the operators again and replaces the plan: a compiled module needs all of its chunks at
+once.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ class OperatorTable:
         hooks: Hooks,
         ignored: Collection[nn.Parameter],
     ) -> None:
-        """found: the operators of which the plan was made. ignored: parameters that no operator uses."""
+        """found: the operators that the plan was made for. ignored: parameters outside of all operators."""
         self._ignored = ignored
         self._manager = manager
         self._step = manager.step
         self._trainability = trainability
         self._hooks = hooks
         self.compiler = OuterCompiler()
-        # of operators in the table of positions, where the first ones are from the start; those that are none now too
+        # Numbers in the table of positions, which only grows: a module keeps its number while it is no operator.
         self._numbers = {module: place + 1 for place, (module, _) in enumerate(found)}
         self.operators: list[Operator] = []
         self._attach(root, found)
 
     def follow_compilation(self, root: nn.Module) -> None:
-        """Bring the operators in line with what is compiled, if that has changed. Collective then.
+        """Update the operators if the set of compiled modules has changed. Collective then.
 
         Raises GeminiError between the micro-batches of a step, BudgetError if a compiled module's chunks do not fit
         together, DivergenceError if ranks differ; nothing has changed then.
@@ -56,6 +57,7 @@ class OperatorTable:
         step = self._step
         if step.calls.by_thread:
             step.failures.find()
+        # A nested call of the model, or a recomputation in backward, must see the operators that it began with.
         if step.calls.by_thread or step.is_recomputing():
             return
         if self.compiler.is_on and not is_compiled(root):
@@ -72,7 +74,7 @@ class OperatorTable:
                 self._look_at(root)
 
     def _change(self, root: nn.Module) -> None:
-        """Find the operators again and plan for them. Collective."""
+        """Find the operators again and replace the plan. Collective."""
         step, plan = self._step, self._manager.plan
         step.check_idle("compiling a module")
         step.position.set(0, Phase.FORWARD)
@@ -80,6 +82,7 @@ class OperatorTable:
         managed = [each for chunk in step.chunks for each in chunk.parameters]
         places = {each.parameter: by_name[each.name] for each in managed}
         found = find_operators(root, plan.settings.gathers(plan.world_size), places, self._ignored)
+        # Places beyond the known weights were given to parameters that are in no chunk.
         for _, spec in found:
             if any(place >= len(by_name) for place in spec.weights):
                 raise UnsupportedError(
@@ -93,7 +96,7 @@ class OperatorTable:
         self._attach(root, found)
 
     def _attach(self, root: nn.Module, found: Found) -> None:
-        """Hooks on the operators that there are now, and none elsewhere."""
+        """Install hooks on the present operators, and remove all others."""
         hooked = []
         for (module, spec), indices in zip(found, self._manager.plan.use_order, strict=True):
             if module not in self._numbers:
@@ -105,10 +108,10 @@ class OperatorTable:
         self._hooks.attach(root, hooked)
         self._look_at(root)
 
-    # -- what is looked at
+    # -- the fingerprint
 
     def _look_at(self, root: nn.Module) -> None:
-        """Remember the module tree as it is."""
+        """Record the module tree and its fingerprint."""
         self._root = root
         modules = list(root.modules())
         self._attributes = [module.__dict__ for module in modules]
@@ -118,10 +121,10 @@ class OperatorTable:
         self._looked = self._looks()
 
     def _looks(self) -> tuple[list[int], list[Any], list[Any]]:
-        """Something cheap that compiling a module changes.
+        """A cheap fingerprint of the module tree, which changes when a module is compiled.
 
-        `module.compile()` and `module.forward = ...` add an attribute or replace that one, and a child is replaced by
-        `torch.compile(child)`.
+        `module.compile()` and `module.forward = ...` add or replace an attribute, and `torch.compile(child)` replaces a
+        child. The fingerprint has the number of attributes of each module, the children, and these two attributes.
         """
         children = list(chain.from_iterable(map(dict.values, self._children)))
         marks = [(its.get("_compiled_call_impl"), its.get("forward")) for its in self._marked]

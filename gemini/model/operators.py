@@ -1,8 +1,8 @@
-"""Which modules are operators: those that own parameters directly, and leaves, which are fetched whole.
+"""Which modules are operators: modules that own parameters directly, and leaves, which are fetched whole.
 
-A leaf is a module whose children's parameters are used without calling the children (attention and recurrent modules
-of torch, compiled modules), or whose children are chosen by data. Ranks may choose differently, so where parameters
-are gathered such a leaf's are gathered all together, in forward and backward: see leaf.py.
+A leaf is a module that uses its children's parameters without calling the children (attention and recurrent modules
+of torch, compiled modules), or that chooses its children by data. Ranks may choose differently, so if parameters are
+gathered, all parameters of such a leaf are gathered together, in forward and backward: see leaf.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Found = list[tuple[nn.Module, OperatorSpec]]
 def find_operators(
     root: nn.Module, gathers: bool, places: dict[nn.Parameter, int], ignored: Collection[nn.Parameter] = ()
 ) -> Found:
-    """Operators in module order, parents before children. The same module at two places is one operator.
+    """The operators in module order, parents before children. A module at several places is one operator.
 
-    gathers: parameters are gathered from other ranks, so that modules which choose their children are leaves. The
-    root is none by its names alone.
-    places: of parameters, in `ModelSpec.weights`. Those that are not in it get the next ones.
-    ignored: parameters that no operator uses.
+    gathers: whether parameters are gathered from other ranks, which makes modules that choose their children leaves.
+        The root becomes such a leaf only by a mark, not by the names of its children.
+    places: the place of each parameter in `ModelSpec.weights`. New parameters are added with the next places.
+    ignored: parameters outside of all operators.
     """
     found: Found = []
     seen: set[nn.Module] = set()  # membership only
@@ -39,12 +39,14 @@ def find_operators(
         if module in seen:
             return
         seen.add(module)
+        # The hooks of a compiled module stand around it, so it answers for all modules inside.
         compiled = is_compiled(module)
         inside = [each for each in module.modules() if each is not root] if compiled else []
         is_router = (chooses(module) and (module is not root or is_marked(module))) or any(map(chooses, inside))
         is_chosen = is_chosen or is_router
         routes = gathers and is_router
         is_leaf = routes or compiled or isinstance(module, _LEAVES)
+        # Parameters of other modules that the user has registered with this one are fetched with its own.
         external = [parameter for each in (module, *inside) for parameter in external_parameters(each)]
         parameters = [each for each in (*module.parameters(recurse=is_leaf), *external) if each not in ignored]
         if parameters:
@@ -69,9 +71,10 @@ def find_operators(
 
 
 def parameter_places(root: nn.Module) -> list[tuple[str, int]]:
-    """(name in its module, id) of all parameters: another list says that some were added, replaced or renamed.
+    """(name in its module, id) of all parameters. The list changes if a parameter is added, replaced or renamed.
 
-    A fraction of the time of `named_parameters()`, which makes every name. Ids are compared on this rank only.
+    It takes a fraction of the time of `named_parameters()`, which composes every full name. Ids are compared on this
+    rank only.
     """
     found: list[tuple[str, int]] = []
     stack, seen = [root], {id(root)}

@@ -1,9 +1,9 @@
-"""`copy.deepcopy` of a sharded model, of the module in it or of a part of that.
+"""`copy.deepcopy` of a sharded model, of the wrapped module, or of a part of it.
 
-The copy is plain and whole, in host memory, and has nothing of ours in it: hooks of ours would drive the steps of
-the original. A module of a sharded model therefore has a `__reduce_ex__` in its `__dict__`, where `copy.deepcopy` and
-pickle look for one. Not a `__deepcopy__`: nn.Module has none, so a wrapper that hands unknown attributes on to the
-module in it, as peft's do, would be copied by way of that module's.
+The copy is plain and whole, in host memory, without our hooks: copied hooks would drive the steps of the original.
+Therefore each module of a sharded model has a `__reduce_ex__` in its `__dict__`, where `copy.deepcopy` and pickle look
+for it. A `__deepcopy__` would be wrong: `nn.Module` has none, so a wrapper that forwards unknown attributes to its
+inner module, as in peft, would be copied by the inner module's method.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PlainCopies:
             self._modules.append(reference)
 
     def remove(self) -> None:
-        """The modules are copied as any others again."""
+        """Remove our `__reduce_ex__` from all modules, which are then copied like any others."""
         for reference in self._modules:
             module = reference()
             if module is not None:
@@ -48,12 +48,13 @@ class PlainCopies:
     def of(self, module: nn.Module, memo: dict[int, Any]) -> Any:
         """A copy of `module` with whole CPU tensors for parameters and buffers, without our hooks. Collective.
 
-        memo: of the `copy.deepcopy` that is under way; tied parameters stay tied through it.
+        memo: the memo of the running `copy.deepcopy`, which keeps tied parameters tied.
         """
         with self._step.publishing():
             self._step.check_idle("copy.deepcopy()")
             links = {link.managed.index: link for p in module.parameters() if (link := link_of(p)) is not None}
-            for index in sorted(links):  # chunk by chunk
+            # In the order of chunks, which is the same on all ranks and fetches each chunk once.
+            for index in sorted(links):
                 key = id(links[index].managed.parameter)
                 if key not in memo:
                     memo[key] = links[index].copy()
@@ -69,7 +70,7 @@ class PlainCopies:
 
 
 class _Reduces:
-    """A module's `__reduce_ex__`."""
+    """The `__reduce_ex__` of one module."""
 
     def __init__(self, copies: PlainCopies, module: weakref.ref[nn.Module]) -> None:
         self._copies = copies
@@ -81,14 +82,14 @@ class _Reduces:
         return _itself, (_Copied(self._copies, module),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """The module's class has a `__deepcopy__` that copies what the module has."""
+        """Refuse a module class with a `__deepcopy__` of its own, which would copy our hooks with the attributes."""
         raise UnsupportedError(
             "this module copies itself, with hooks of its ShardedModel: copy.deepcopy(model) instead"
         )
 
 
 class _Copied:
-    """Is copied as the plain module: `copy.deepcopy` copies what a `__reduce_ex__` returned, and hands its memo on."""
+    """What `__reduce_ex__` returns. `copy.deepcopy` copies it with its memo, and gets the plain copy of the module."""
 
     def __init__(self, copies: PlainCopies, module: nn.Module) -> None:
         self._copies = copies
@@ -115,9 +116,11 @@ def _leave_out(handles: Handles, memo: dict[int, Any]) -> None:
             hooks = reference()
             if hooks is not None:
                 found.setdefault(id(hooks), (hooks, set()))[1].add(handle.id)
-    found = {key: each for key, each in found.items() if key not in memo}  # else copied with a module before
+    # A dictionary in `memo` was copied with an earlier module already.
+    found = {key: each for key, each in found.items() if key not in memo}
     for key, (hooks, _) in found.items():
         memo[key] = type(hooks)()
-    # a hook of the user's may be a method of a module, which is copied with it: by now nothing of ours is reached
+    # A user's hook may be a method of a module, and copying it copies that module. `memo` has all dictionaries by now,
+    # so none of our hooks is reached.
     for key, (hooks, ours) in found.items():
         memo[key].update({number: copy.deepcopy(hook, memo) for number, hook in hooks.items() if number not in ours})

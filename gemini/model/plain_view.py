@@ -1,4 +1,4 @@
-"""A sharded model as other code sees it: names, state dicts and attributes are those of the module that it wraps."""
+"""The names, state dicts and attributes that a sharded model shows: those of the module that it wraps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gemini.model.wrappers import PREPARED, is_prepared
 
 
 class PlainView(nn.Module):
-    """What a `ShardedModel` answers on behalf of the module that it wraps."""
+    """The part of `ShardedModel` that answers on behalf of the wrapped module."""
 
     module: nn.Module
     chunk_manager: ChunkManager
@@ -31,7 +31,8 @@ class PlainView(nn.Module):
     def _show(self, module: nn.Module) -> None:
         """Answer for `module` from now on."""
         self.module = module
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set  # of those in named_buffers()
+        # torch looks buffers of `named_buffers()` up in this set; names are those of the wrapped module.
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
         if type(self).forward is PlainView.forward:
             self.forward = _with_signature_of(module, self.forward)  # type: ignore[method-assign]
 
@@ -48,13 +49,13 @@ class PlainView(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the wrapped module, under its names. Local: nothing is fetched. Raises nothing."""
+        """The wrapped module's parameters, under its names. Local: nothing is fetched. Raises nothing."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As of the wrapped module, under its names. Local. Raises nothing."""
+        """The wrapped module's buffers, under its names. Local. Raises nothing."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
@@ -109,35 +110,37 @@ class PlainView(nn.Module):
             return load_whole_state_dict(self.module, self._states, self.trainability, state_dict, strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For `torch.distributed.checkpoint.state_dict`: names have no "module." in them, which it goes through."""
+        """Tell `torch.distributed.checkpoint.state_dict` that it passes through `module`, which no name contains."""
         return dict.fromkeys((name for name, _ in self.module.named_children()), "module")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """torch calls it for the parts of a plain module that loads its state dict."""
+        """Load this model as a part of a plain module: torch calls it from that module's `load_state_dict`."""
         with self.chunk_manager.step.publishing():
             load_part(self.module, self._states, self.trainability, state_dict, prefix, *rest[-3:])
 
     def __getattr__(self, name: str) -> Any:
+        # Before `__init__` has set the manager, and for other attributes, this is ordinary forwarding.
         manager = vars(self).get("chunk_manager") if name == PREPARED else None
         if manager is not None and is_prepared(manager.communicator.world_size):
             return True
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Marks of `torch.compile` are not forwarded: other code would call the inner module directly.
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or is_mark(name):
                 raise
             return getattr(module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The plain module, whole, in host memory, without our hooks: casts between dtypes are left out. Collective."""
+        """A copy of the plain module, whole, in host memory, without our hooks and casts. Collective."""
         return self._copies.of(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError("a ShardedModel cannot be pickled: save model.state_dict() instead")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.to()`, `.float()`, `.cuda()` and the like: nothing, where they change nothing. Else UnsupportedError."""
+        """`.to()`, `.float()`, `.cuda()` and the like. Raises UnsupportedError if they would change anything."""
         if not changes_nothing(fn, (*self.module.parameters(), *self.module.buffers())):
             raise UnsupportedError(CONVERSION)
         return self
@@ -148,9 +151,10 @@ class PlainView(nn.Module):
 
 
 def _with_signature_of(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`; `inspect.signature` of it is that of `module.forward`, by which trainers choose inputs."""
+    """`call` with the signature of `module.forward`, by which trainers choose the inputs that they pass."""
 
-    @functools.wraps(module.forward, updated=())  # its attributes are its own, such as marks of torch.compile
+    # Without `updated=()` attributes would be copied too, such as the marks of `torch.compile`.
+    @functools.wraps(module.forward, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Precision: the dtypes of a module's weights in chunks, and casts around modules of another dtype than the rest.
 
-A module whose dtype `ShardedModel(dtype={...})` has chosen gets its floating-point inputs in that dtype, and what it
-returns in that is cast back to the dtype of its first floating-point input; where it has none (an embedding), to the
-model's default. Tensors are found in tuples, lists, dicts and dataclasses.
+A module for which `ShardedModel(dtype={...})` names a dtype gets its floating-point inputs in that dtype. Outputs of
+that dtype are cast back to the dtype of the first floating-point input; without one (an embedding), to the model's
+default. Tensors are found in tuples, lists, dicts and dataclasses.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ _DEFAULT = "*"
 
 
 class ModulePrecision(NamedTuple):
-    """The dtypes of one module's parameters, and the casts around those of its modules that a key chose."""
+    """The dtypes of one module's parameters, and the casts around its modules that a key of `dtype={...}` matches."""
 
     parameters: dict[nn.Parameter, torch.dtype]
     casting: dict[nn.Module, Casting]
 
 
 def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
-    """What every parameter of `module` becomes. Raises ValueError for keys that choose nothing, or two dtypes."""
+    """The dtype of every parameter of `module` in its chunk.
+
+    Raises ValueError if a key matches no module, or if two keys give a tied parameter different dtypes.
+    """
     found = ModulePrecision({}, {})
     names: dict[nn.Parameter, str] = {}
     by_key: dict[type[nn.Module] | str, torch.dtype | None] = (
@@ -41,6 +44,7 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
     unused = dict.fromkeys(by_key)
 
     def visit(each: nn.Module, name: str, dtype: torch.dtype | None) -> None:
+        # The first matching key counts, also for all modules inside, unless a key matches those.
         key = next((key for key in by_key if _chooses(key, each, name)), None)
         if key is not None:
             unused.pop(key, None)
@@ -80,7 +84,7 @@ class Casting:
     def __init__(self, dtype: torch.dtype, default: torch.dtype | None) -> None:
         self._dtype = dtype
         self._default = default
-        self._outside: list[torch.dtype | None] = []  # of running calls, the innermost last
+        self._outside: list[torch.dtype | None] = []  # dtypes to cast back to, one per running call, innermost last
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
         return [
@@ -99,7 +103,7 @@ class Casting:
 
 
 def cast_tensors(values: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
-    """All tensors in `values` that have one of `dtypes`, cast."""
+    """`values` with all tensors of one of `dtypes` cast to `to`."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(to) if tensor.dtype in dtypes else tensor

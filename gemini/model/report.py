@@ -1,4 +1,4 @@
-"""`memory_report()`: where every byte is, as a table."""
+"""`memory_report()`: a table of all bytes that a model holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gemini.placement.sizes import format_bytes
 
 
 def memory_table(memory: Memory, plan: Plan, step: Step) -> str:
-    """Bytes by tier and kind, now and at the peak; slots; traffic over links and between ranks."""
+    """Bytes by tier and kind, now and at the peak; the plan; traffic over links and between ranks."""
     rows = [("tier", "kind", "now", "peak")]
     for tier in (memory.device, memory.host):
         ledger = tier.ledger

@@ -62,21 +62,21 @@ from optim.hyperparameters import refuse_unknown_arguments
 class ShardedModel(PlainView):
     """A module whose training state lies in chunks, sharded over ranks and moved between device and host.
 
-    It is called and trained like the module that it wraps, and answers with the module's names, attributes and state
-    dicts. Where the state rests does not change any result. Sharding follows ZeRO (https://arxiv.org/abs/1910.02054),
-    chunks follow PatrickStar (https://arxiv.org/abs/2108.05818). Collective to create and to call: every rank does both
+    It is called and trained like the module that it wraps, and has the module's names, attributes and state dicts.
+    Where the state rests does not change any result. Sharding follows ZeRO (https://arxiv.org/abs/1910.02054), chunks
+    follow PatrickStar (https://arxiv.org/abs/2108.05818). Creating and calling it is collective: every rank does both
     with equal arguments. Weights and buffers are those of rank 0.
 
     Args:
-        module: on any device. Its own parameter memory is freed. `requires_grad` may change at any time between steps.
+        module: a module on any device. Its parameter memory is freed. `requires_grad` may change between steps.
         shard_strategy: what a unit is, as in `Settings`.
-        process_group: the ranks. None: all of torch.distributed, or one rank where that is not initialized.
+        process_group: the ranks. None: all ranks of torch.distributed, or this process if that is not initialized.
         settings: everything else. None: `Settings()`.
-        options: fields of `Settings`, in place of those that `settings` has.
+        options: fields of `Settings`, which override those of `settings`.
 
     Raises TypeError, ValueError or UnsupportedError for a module or options that cannot be wrapped, BudgetError if the
-    model does not fit into its budgets, and DivergenceError if the ranks' modules or options differ. The module is as
-    it was then.
+    model does not fit into its budgets, and DivergenceError if the ranks' modules or options differ. The module is
+    unchanged then.
 
     Example:
         >>> model = ShardedModel(torch.nn.Linear(8, 8), stage=2, device="emulated")
@@ -137,7 +137,7 @@ class ShardedModel(PlainView):
                 self._show(module)
                 for store in wrapping.stores:
                     store.go_over(communicator)
-                    store.release_all()  # what was edited is home before anything moves
+                    store.release_all()  # brings edits home before anything moves
                 self._build(wrapping, operators, gathers, weights, first, device)
                 if refused is not None:
                     self.chunk_manager.training.refuse(refused)
@@ -159,7 +159,7 @@ class ShardedModel(PlainView):
         plan: Plan,
         device: DeviceSource,
     ) -> None:
-        """Take memory, move the weights in, install hooks."""
+        """Allocate memory, move the weights in, install hooks. Collective."""
         chunks, communicator, memory = wrapping.chunks, wrapping.communicator, wrapping.memory
         move_buffers_in(self.module, communicator, memory.device, wrapping.moves)
         move_in(chunks, plan.placement, plan.demand, communicator, memory, wrapping.moves)
@@ -168,7 +168,7 @@ class ShardedModel(PlainView):
         step = self.chunk_manager.step
         saved_tensors = SavedTensors(step)
         self._managed = [managed for chunk in chunks for managed in chunk.parameters]
-        self._places: list[tuple[str, int]] = []  # of parameters, when they were last checked
+        self._places: list[tuple[str, int]] = []  # places of parameters at their last check
         self.trainability = Trainability(self.chunk_manager)
         for managed in self._managed:
             link = Link(managed, self._states, self.trainability, saved_tensors)
@@ -209,7 +209,7 @@ class ShardedModel(PlainView):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager inside which backwards do not reduce gradients over the ranks. Local, alike on every rank.
+        """Context manager in which backwards do not reduce gradients over the ranks. Local, alike on every rank.
 
         Each rank adds up its whole gradients in host memory, in fp32, which takes 4 bytes per parameter. The next
         backward outside, step, norm or read of `.grad` reduces the sum, and is collective then. The sum travels in fp32
@@ -225,7 +225,7 @@ class ShardedModel(PlainView):
             accumulation.synchronizes = before
 
     def check_parameters(self) -> None:
-        """Check that the module still has the parameters that were wrapped; every step does. Local.
+        """Check that the module still has the wrapped parameters, as every step does. Local.
 
         Raises GeminiError if one was added or replaced since, or moved into a parametrization on several ranks.
         """
@@ -237,12 +237,12 @@ class ShardedModel(PlainView):
 
     @property
     def observer(self) -> Observer:
-        """Is told of every move of a chunk; `model.observer.listen(...)` hears of them."""
+        """The observer of all moves of chunks. `model.observer.listen(...)` registers a listener."""
         return self.chunk_manager.observer
 
     @property
     def operators(self) -> list[Operator]:
-        """The model's operators, in order of registration: what is fetched and released together."""
+        """The model's operators, which are fetched and released as one, in order of registration."""
         return self._table.operators
 
     @property
@@ -252,7 +252,7 @@ class ShardedModel(PlainView):
 
     @property
     def settings(self) -> Settings:
-        """What the user chose; budgets as they were changed last."""
+        """The user's settings, with the budgets as they were last changed."""
         return self.plan.settings
 
     @property
@@ -269,7 +269,7 @@ class ShardedModel(PlainView):
         """Discard all gradients. Local, alike on every rank.
 
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
-            A parameter that the next backwards do not reach is then moved by its moments, as in plain PyTorch.
+            A step then moves a parameter without a new gradient by its moments, as in plain PyTorch.
 
         Raises nothing of its own.
         """
@@ -305,9 +305,9 @@ class ShardedModel(PlainView):
         self.trainability.reload()
 
     def change_budgets(self, **budgets: Unpack[Budgets]) -> None:
-        """Allow the model other bytes between steps: its states move to where they rest under them. Collective.
+        """Change the model's budgets between steps: its states move to where they rest under the new ones. Collective.
 
-        No result changes. Chunks keep their size, so that `model.plan.packed_minimum_bytes` is the least budget.
+        No result changes. Chunks keep their size, so `model.plan.packed_minimum_bytes` is the least budget.
 
         Args:
             budgets: `device_memory`, `model_data_memory` and `host_memory` as in `Settings`; None reads what is free
@@ -336,7 +336,7 @@ class ShardedModel(PlainView):
         return memory_table(self.chunk_manager.memory, self.plan, self.chunk_manager.step)
 
     def close(self) -> None:
-        """Remove all hooks and give slots and process group back. Collective. The model cannot be used afterwards.
+        """Remove all hooks and free slots and process group. Collective. The model cannot be used afterwards.
 
         Raises GeminiError inside a backward.
         """

@@ -1,4 +1,4 @@
-"""From a module to its specs: what planning sees of it. Reads shapes, dtypes and flags; works on "meta" too."""
+"""Describes a module for planning. Reads only shapes, dtypes and flags, so it works on "meta" too."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from optim import HALF_DTYPES
 
 
 def specs_of(module: nn.Module, settings: Settings, world_size: int) -> ModelSpec:
-    """What `plan_model` must know of a module: names, shapes, dtypes and operators. Reads no values; local.
+    """The description of a module for `plan_model`: names, shapes, dtypes and operators. Reads no values; local.
 
     Args:
-        module: on any device, "meta" included.
-        settings: for which the plan will be made; `dtype` and `stage` count here.
+        module: a module on any device, "meta" included.
+        settings: the settings that the plan will be made with; `dtype`, `stage` and `ignored_parameters` count here.
         world_size: the number of ranks.
 
-    Raises ValueError if a key of `dtype={...}` chooses no module, two keys give a tied parameter two dtypes, or
-    `ignored_parameters` names none.
+    Raises ValueError if a key of `dtype={...}` matches no module, two keys give a tied parameter different dtypes, or a
+    pattern of `ignored_parameters` matches no parameter.
 
     Example:
         >>> settings = Settings(stage=2, chunk_size=4096)
@@ -53,7 +53,7 @@ def model_spec(
 
 
 def describe(arguments: Sequence[str], spec: ModelSpec, built: Sequence[str]) -> str:
-    """What ranks must have in common, one line each, so that an error can show the first that differs."""
+    """What must be equal on all ranks, one fact per line, so that an error can show the first difference."""
     compiled = [operator.name for operator in spec.operators if operator.is_compiled]
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""The tensors in what modules are given and return: in containers and dataclasses, to any depth."""
+"""Finds and replaces tensors in inputs and outputs of modules: in containers and dataclasses, to any depth."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """`function` of every tensor in containers that torch knows, and in dataclasses.
+    """Apply `function` to every tensor in containers that torch knows, and in dataclasses.
 
-    Of a dataclass that holds a tensor which changes there is a copy, as there is of a list.
+    Containers are copied. A dataclass is copied only if one of its tensors changes.
     """
 
     def each(leaf: Any) -> Any:
@@ -40,7 +40,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def _map_fields(function: Callable[[Tensor], Tensor], instance: Any) -> Any:
-    """The dataclass instance itself where no tensor in it changes, else a copy, made without its constructor."""
+    """The dataclass instance itself if none of its tensors changes, else a copy that skips the constructor."""
     changed = {}
     for name, value in _fields(instance):
         new = map_tensors(function, value)
@@ -54,7 +54,8 @@ def _map_fields(function: Callable[[Tensor], Tensor], instance: Any) -> Any:
         if is_frozen:
             object.__setattr__(result, name, value)
         else:
-            setattr(result, name, value)  # one that is a mapping too (Hugging Face's outputs) keeps both in step
+            # Outputs of Hugging Face are mappings too. Their `__setattr__` keeps attribute and key in step.
+            setattr(result, name, value)
     return result
 
 
@@ -63,7 +64,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _fields(instance: Any) -> Iterator[tuple[str, Any]]:
-    """Those that have a value: a field that the constructor does not set may have none."""
+    """The fields that have a value. A field that the constructor does not set may have none."""
     for field in dataclasses.fields(instance):
         if hasattr(instance, field.name):
             yield field.name, getattr(instance, field.name)

@@ -1,6 +1,6 @@
-"""From a module to the work that a token is for it: see `gemini/placement/workload.py` for the formulas.
+"""The workload of one token in a module. `gemini/placement/workload.py` explains the formulas.
 
-Reads shapes only, so that a module on "meta" will do.
+Reads only shapes, so a module on "meta" is enough.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from gemini.placement.workload import LOSS_BYTES, Workload
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _STEPWISE = re.compile(r"(New|Fast|Quick|Accurate)GELU(Activation)?")
-"""Activation functions of transformers that are written as several operations, of which each keeps its input."""
-_STEPS_KEPT = 4  # tensors more than a function of one kernel keeps
+"""Activation functions of transformers that are written as several operations, each of which keeps its input."""
+_STEPS_KEPT = 4  # tensors that such a function keeps in addition to those of a single kernel
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
 
 @dataclass
 class _Sum:
-    """Of some modules, for one token."""
+    """Elements that one token is multiplied with in some modules, and bytes of activations that they keep."""
 
     products: float = 0.0
     kept_bytes: float = 0.0
@@ -34,14 +34,13 @@ class _Sum:
 def workload_of(
     module: nn.Module, itemsize: int, experts_per_token: int | None = None, *, stream_itemsize: int | None = None
 ) -> Workload:
-    """What a token is for `module`, with activations of `itemsize` bytes an element. Reads no values; local.
+    """The workload of one token, with activations of `itemsize` bytes per element. Reads no values; local.
 
-    Blocks are the elements of the list of modules that has most parameters. Raises nothing: what is not known is in
-    the notes.
+    Blocks are the elements of the module list with the most parameters. Raises nothing: the notes name what is unknown.
 
-    experts_per_token: of a mixture; None: as the model's config says.
-    stream_itemsize: of an element of what goes from block to block and through norms, which autocast leaves in the
-        dtype of the weights. None: as `itemsize`.
+    experts_per_token: experts that a token is routed to. None: as the model's config says.
+    stream_itemsize: bytes per element of the residual stream and of norms, which autocast leaves in the dtype of the
+        weights. None: `itemsize`.
     """
     stream = itemsize if stream_itemsize is None else stream_itemsize
     config = _text_config(module)
@@ -49,6 +48,7 @@ def workload_of(
     blocks = list(blocks_of(module).values())
     inside = {each for block in blocks for each in block.modules()}
     sums = [_sum_of(block.modules(), itemsize, stream, experts) for block in blocks]
+    # The head counts apart: its output is the logits, of which the loss keeps more copies.
     outer_modules = [each for each in module.modules() if each not in inside]
     head = _head(outer_modules)
     outer = _sum_of((each for each in outer_modules if each is not head), itemsize, stream, experts)
@@ -80,18 +80,19 @@ def workload_of(
 
 
 def _text_config(module: nn.Module) -> Any:
-    """Of the part of the model that tokens go through; None: the module has no config."""
+    """The config of the part of the model that processes tokens. None: the module has no config."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "get_text_config"):
         return config
     try:
         return config.get_text_config()
-    except ValueError:  # it has several, of which transformers takes none by itself
+    except ValueError:
+        # The config has several text parts, and transformers does not choose among them.
         return config
 
 
 class _Experts:
-    """How many of its experts a token is sent to, by the model's config."""
+    """The number of experts that a token is routed to, by the model's config."""
 
     def __init__(self, config: Any, per_token: int | None) -> None:
         self.count = next((getattr(config, name) for name in _NUM_EXPERTS if getattr(config, name, None)), None)
@@ -100,7 +101,7 @@ class _Experts:
         self.is_unknown = False
 
     def share_of(self, num_experts: int) -> float:
-        """Of so many experts, those that a token is sent to."""
+        """The fraction of `num_experts` that a token is routed to. 1 if it is unknown, which the caller reports."""
         if self.chosen is None:
             self.is_unknown = True
             return 1.0
@@ -108,7 +109,7 @@ class _Experts:
 
 
 def blocks_of(root: nn.Module) -> dict[str, nn.Module]:
-    """The model's layers by name: the elements of the list with most parameters that is not inside another. Local."""
+    """The model's layers by name: the elements of the outermost module list with the most parameters. Local."""
     kinds = (nn.ModuleList, nn.Sequential)
     lists = {name: each for name, each in root.named_modules() if isinstance(each, kinds) and len(each) > 1}
     inner = {below for each in lists.values() for below in each.modules() if below is not each}
@@ -120,7 +121,7 @@ def blocks_of(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _head(modules: list[nn.Module]) -> nn.Linear | None:
-    """The last matrix outside of blocks."""
+    """The last matrix outside of the blocks, which makes the logits."""
     found = [each for each in modules if isinstance(each, nn.Linear)]
     return found[-1] if found else None
 
@@ -130,6 +131,7 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, strea
     for module in modules:
         share = shares.get(module, 1.0)
         num_stepwise += _STEPWISE.fullmatch(type(module).__name__) is not None
+        # A token uses only some of the experts in a list.
         if chooses(module):
             lists = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) > 1]
             for each in lists:
@@ -139,11 +141,13 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, strea
             if isinstance(module, nn.Embedding):
                 found.kept_bytes += shape[1] * stream
             elif len(shape) == 3 and (experts.count is None or shape[0] == experts.count):
+                # Experts in one tensor: (experts, in, out) or (experts, out, in). Assume the larger side is the output.
                 used = experts.share_of(shape[0])
                 found.products += numel * used
                 found.kept_bytes += shape[0] * used * (sum(shape[1:]) + max(shape[1:])) * itemsize
             elif len(shape) >= 2:
                 found.products += numel * share
+                # Conv1D of transformers has (in, out), with out as `nf`. Of an unknown module take the larger side.
                 rows = module.out_features if isinstance(module, nn.Linear) else getattr(module, "nf", max(shape))
                 columns, widest = numel // max(1, rows), max(widest, rows)
                 kept = columns + 2 * rows if parameter.requires_grad else 2 * rows
@@ -155,7 +159,7 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, strea
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """One-dimensional weights of matrices are biases, which keep nothing."""
+    """Whether a one-dimensional weight of this module is that of a norm. Other ones are biases, which keep nothing."""
     return "norm" in type(module).__name__.lower()
 
 
@@ -170,7 +174,7 @@ def _attention_width(config: Any, num_blocks: int) -> int:
 
 
 def _input_width(blocks: list[nn.Module]) -> int:
-    """Elements of what goes from block to block: what the first weight of a block is applied to."""
+    """The width of the residual stream: the input width of the first weight of a block."""
     if not blocks:
         return 0
     widths = [

@@ -1,4 +1,4 @@
-"""From the plan's facts to a model's chunks. Nothing is allocated here but the placeholders' few bytes."""
+"""Makes a model's chunks from the facts in its plan. Only the placeholders' few bytes are allocated."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def make_chunks(
     device: torch.device,
     rank: int,
 ) -> list[Chunk]:
-    """Chunks and their parameters' places; no memory yet but the placeholders' few bytes."""
-    uses = enumerate(spec.first_uses(), start=1)  # 0 is the model itself
+    """The chunks, with the place of each parameter in them, and no homes yet. Local."""
+    uses = enumerate(spec.first_uses(), start=1)  # position 0 is the model itself
     first_operator = {weight.name: place for place, weights in uses for weight in weights}
     chunks = []
     placeholder_of = functools.cache(placeholder)

@@ -1,4 +1,4 @@
-"""What is asked before a model is wrapped once more, by trainers or by torch's own wrappers, and what they are told."""
+"""Answers to trainers and to torch's own wrappers that are about to wrap a sharded model once more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemini.access.refusals import cannot_take
 from gemini.errors import UnsupportedError
 
 PREPARED = "_is_accelerate_prepared"
-"""The attribute by which `Accelerator.prepare`, and so `transformers.Trainer`, asks a model; afterwards it sets it."""
+"""The attribute in which `Accelerator.prepare`, and so `transformers.Trainer`, looks up whether a model is prepared."""
 
 _AUTOCAST = (
     "Accelerate's mixed_precision is not applied to a ShardedModel on several ranks: give dtype=torch.bfloat16, or "
@@ -25,10 +25,10 @@ _AUTOCAST = (
 
 
 def is_prepared(world_size: int) -> bool:
-    """Whether `Accelerator.prepare` has nothing to do for a model: launched for ranks it would wrap it in DDP.
+    """Whether to tell `Accelerator.prepare` that the model is prepared. On several ranks it would wrap it in DDP.
 
-    Raises UnsupportedError where it would also have put autocast around the model's forward, and where Accelerate is
-    set to save and load models by another library's functions.
+    Raises UnsupportedError if Accelerate would also put autocast around the model's forward, or is set to save and load
+    models with another library's functions.
     """
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.AcceleratorState._shared_state:
@@ -49,16 +49,17 @@ def is_prepared(world_size: int) -> bool:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether torch has put a parameter of its own sharding there. Nothing is imported for the answer."""
+    """Whether the tensor is a `DTensor`, as `fully_shard` makes them. Does not import DTensor, which takes long."""
     dtensors = sys.modules.get("torch.distributed.tensor")
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
 
 
 @functools.cache
 def refuse_ddp() -> RemovableHandle:
-    """Have torch ask when `DistributedDataParallel` gets its module, in this process and from the first model on.
+    """Register a hook, once per process, that refuses to put a sharded model into `DistributedDataParallel`.
 
-    At that moment it has not touched any parameter; the module may be any that contains a sharded one.
+    The hook runs when DDP registers its module, before it has touched any parameter. The module may contain a sharded
+    model anywhere.
     """
     return register_module_module_registration_hook(_check_ddp)
 
