@@ -1,6 +1,6 @@
-"""What the parameters of a model under construction show, and how writes to them reach the shards.
+"""Binds the parameters of a model under construction to payloads, and brings writes to them to the shards.
 
-Random numbers differ by rank, so what counts is what rank 0 wrote: its values are broadcast before they go home.
+Random numbers differ between ranks, so only rank 0's writes count: its values are broadcast before they go home.
 """
 
 from __future__ import annotations
@@ -23,15 +23,23 @@ from gemini.ranks.communicator import Communicator
 
 
 class BuildBinding(Binding):
-    """Of one context. A payload is memory of its own: a view that outlives its chunk's use keeps what it has seen."""
+    """The binding of one context.
+
+    Each payload has memory of its own, so a view that the user keeps beyond the chunk's use keeps its values.
+    """
 
     def __init__(self, memory: Memory, communicator: Communicator) -> None:
-        self.valid: dict[Chunk, set[int]] = {}  # chunks with a payload -> positions whose values are in it
+        # Chunks with a payload -> positions of the parameters whose values are in it. A parameter that is only
+        # overwritten gathers nothing, so its neighbours' values may be missing.
+        self.valid: dict[Chunk, set[int]] = {}
         super().__init__(self.valid, memory, ReleasedParameter)
         self.communicator = communicator
 
     def show_placeholder(self, managed: ManagedParameter) -> None:
-        """The first one, or another. What autograd has saved of the parameter is stale then: its version says so."""
+        """Let the parameter show a placeholder.
+
+        The version is raised, so that autograd refuses a backward that would read the placeholder as a saved weight.
+        """
         parameter = managed.parameter
         torch.autograd.graph.increment_version(parameter)
         parameter.__class__ = nn.Parameter
@@ -39,20 +47,25 @@ class BuildBinding(Binding):
         parameter.__class__ = self.released_class
 
     def note_left(self, chunk: Chunk) -> None:
-        """All parameters show their placeholders: writes to views of what they were would be lost from now on."""
+        """Record the versions at which the parameters began to show placeholders.
+
+        A higher version later means that the user wrote to a view of the old memory, and that write would be lost.
+        """
         chunk.raw = [managed.parameter for managed in chunk.parameters]
         self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in chunk.versions()]
         chunk.raw = []
 
     def open(self, chunk: Chunk, payload: Tensor) -> None:
-        """The chunk gets a payload, whose content is not there yet, and keeps its parameters until `close`. Local."""
+        """Give the chunk a payload without content, and hold its parameters alive until `close`. Local."""
         here = alive(chunk)
-        self.valid[chunk] = set()  # first: what is interrupted in here is closed with the others
+        # Register it first: if an interrupt comes in the middle, the chunk is closed with the others.
+        self.valid[chunk] = set()
         chunk.parameters, chunk.raw = [each for each, _ in here], [parameter for _, parameter in here]
         is_home = payload is chunk.homes[Kind.PARAM].flat
         left = self._edits_when_left.pop(chunk.index, None)
         if left is not None and not is_home:  # what is written to a view of the home is never lost
             self._edits_when_left[chunk.index] = [left[each.position] for each in chunk.parameters]
+        # The user may have dropped parameters since the last use: number the remaining ones.
         for position, each in enumerate(chunk.parameters):
             each.position = position
         chunk.resident_views = chunk.views_of(payload)
@@ -61,13 +74,13 @@ class BuildBinding(Binding):
             self.fill(chunk)
 
     def fill(self, chunk: Chunk) -> None:
-        """All values are in the payload."""
+        """Record that the payload has the values of all parameters."""
         self.valid[chunk] = set(range(len(chunk.parameters)))
 
     def close(self, chunk: Chunk) -> None:
-        """The parameters show their placeholders, and the payload is whoever's has a view of it. Local.
+        """Let the parameters show placeholders and drop the payload, which lives on if the user has a view. Local.
 
-        An interrupt may have come in the middle of `open`, of `bind`, or of this method.
+        Works from any state that an interrupt in the middle of `open`, `bind` or this method may have left.
         """
         if chunk.payload is not None:
             if not chunk.bound:
@@ -81,7 +94,8 @@ class BuildBinding(Binding):
         self.valid.pop(chunk, None)
 
     def part_with(self, chunk: Chunk, gone: Collection[ManagedParameter]) -> None:
-        """Some parameters leave the chunk, which has no edits. Local; may be interrupted and called again."""
+        """Remove parameters from the chunk, which has no edits. Local; may be interrupted and called again."""
+        # Positions change, so close the chunk and open it again with the same payload.
         payload, is_full = chunk.payload, len(self.valid.get(chunk, ())) == len(chunk.raw)
         if payload is not None:
             self.close(chunk)
@@ -91,16 +105,20 @@ class BuildBinding(Binding):
             self.fill(chunk)
 
     def write_parameter(self, managed: ManagedParameter, payload: Region) -> None:
-        """Rank 0's edits, on all ranks and at home; a write that failed half way is none. Collective."""
+        """Bring rank 0's edits to all ranks and to the shards. Collective.
+
+        A write that failed half way left the values invalid, and is ignored.
+        """
         if managed.position in self.valid[managed.chunk]:
             self.communicator.broadcast_(payload.flat[managed.in_payload], f"values of {managed.name}")
             self.write_home(managed, payload)
 
     def write_home(self, managed: ManagedParameter, payload: Region) -> None:
         super().write_home(managed, payload)
-        wait_on_tier(managed.chunk.homes[Kind.PARAM])  # which is freed whenever its parameters are
+        # The home is freed when the user drops its parameters, which may be before the copy has ended.
+        wait_on_tier(managed.chunk.homes[Kind.PARAM])
 
 
 def alive(chunk: Chunk) -> list[tuple[ManagedParameter, nn.Parameter]]:
-    """The parameters of a chunk that nobody has dropped."""
+    """The parameters of a chunk that still exist: the user may drop some while the model is built."""
     return [(each, parameter) for each in chunk.parameters if (parameter := each.reference()) is not None]

@@ -1,4 +1,4 @@
-"""Arguments that Colossal-AI's `ZeroInitContext` has, or had in some release, and ours has under another name or not.
+"""Arguments of Colossal-AI's `ZeroInitContext`, of any release, which ours has under another name or not at all.
 
 with ZeroInitContext(convert_fp16=True, target_device=0, shard_strategy=TensorShardStrategy(), seed=42): ...
 """
@@ -28,21 +28,22 @@ NAMES = (*_FLAGS, "model_numel_tensor", "seed", "default_dtype", "dp_process_gro
 
 @dataclass(frozen=True)
 class ColossalArguments:
-    """What the arguments with these names ask for, together with ours."""
+    """The values of these arguments, merged with those of our own."""
 
     dtype: torch.dtype | None
     process_group: dist.ProcessGroup | None
     default_dtype: torch.dtype | None = None
     seed: int | None = None
-    num_elements: Tensor | None = None  # of one integer, to which the elements of all parameters are added
+    num_elements: Tensor | None = None  # one integer, to which the number of elements of all parameters is added
 
     @staticmethod
     def of(
         given: Mapping[str, Any], dtype: torch.dtype | None, process_group: dist.ProcessGroup | None
     ) -> ColossalArguments:
-        """given: arguments by a name of `NAMES`. dtype, process_group: those that were given under our names.
+        """Merge `given`, arguments by a name of `NAMES`, with those that were given under our own names.
 
-        Warns of what has no effect. Raises TypeError or ValueError for values that are not valid or say two things.
+        Warns of arguments without effect. Raises TypeError or ValueError for values that are invalid or contradict each
+        other.
         """
         for name in _FLAGS:
             if not isinstance(given.get(name, False), bool):
@@ -72,7 +73,8 @@ class ColossalArguments:
 
     @contextmanager
     def in_force(self, device: torch.device) -> Iterator[None]:
-        """Inside, torch's default dtype and random numbers are as asked for; afterwards both are as before. Local."""
+        """A context with the requested default dtype and random seed. It restores both of torch's. Local."""
+        # `fork_rng` restores the CPU's generator as well, and asks for a device type even without accelerators.
         before, accelerators = torch.get_default_dtype(), [] if device.type == "cpu" else [device]
         kind = device.type if accelerators else "cuda"
         with torch.random.fork_rng(accelerators, enabled=self.seed is not None, device_type=kind):
@@ -85,6 +87,6 @@ class ColossalArguments:
                 torch.set_default_dtype(before)
 
     def count(self, num_elements: int) -> None:
-        """The model has so many more elements. Local."""
+        """Add `num_elements` to the user's tensor, if there is one. Local."""
         if self.num_elements is not None:
             self.num_elements.add_(num_elements)

@@ -1,4 +1,4 @@
-"""Links of parameters whose model is being built in a `ZeroInitContext`."""
+"""Links of parameters whose model is under construction in a `ZeroInitContext`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class BuiltLink(ParameterLink):
-    """The link of a parameter whose model is being built."""
+    """The link of a parameter whose model is under construction."""
 
-    may_be_emptied = True  # and then initialised
+    may_be_emptied = True  # `.data` may be set to memory without values, which are initialised later
 
     def __init__(self, managed: ManagedParameter, store: BuildStore) -> None:
         super().__init__(managed, store)
         self.store = store
-        self.guard: RemovableHandle | None = None  # of the hook that `refuse_backward` registers
+        self.guard: RemovableHandle | None = None  # handle of the hook that `refuse_backward` registers
 
     def fetched(self, links: Sequence[BuiltLink], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
         return self.store.fetched([link.managed for link in links], overwrites)
@@ -40,7 +40,10 @@ class BuiltLink(ParameterLink):
             raise UnsupportedError(f"{name!r} cannot be given a gradient before its model is a ShardedModel")
 
     def refuse_backward(self) -> None:
-        """The context has ended: a backward that reaches the parameter raises, as nothing would take its gradient."""
+        """Make a backward that reaches the parameter raise, now that the context has ended.
+
+        Nothing would take the gradient of a parameter that no `ShardedModel` has.
+        """
         name, parameter = self.managed.name, self.managed.parameter
 
         def refuse(grad: Tensor) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Where the parameters of a model rest while it is built: sharded over the ranks, one chunk an operator.
+"""The store of a model under construction: its parameters rest on shards over the ranks, one chunk per operator.
 
-A chunk is gathered when something uses one of its parameters. What was written is then broadcast by rank 0, as random
-numbers differ by rank, and goes back to the shards when another chunk is used.
+A chunk is gathered when something uses one of its parameters. When another chunk is used, rank 0 broadcasts what was
+written, because random numbers differ between ranks, and the values go back to the shards.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from optim import round_master_
 from sharding import ParameterSpec, ShardLayout, ShardStrategy, backends
 
 _WHOLE = 2**62  # bytes: an operator is one chunk, however large
-_EXTENT_BYTES = 2**26  # of address space for shards; pages that are not touched take no memory
-_SMALL_BYTES = 2**20  # an operator of at most this is broadcast in one piece, for which it is copied
+_EXTENT_BYTES = 2**26  # of address space for shards; untouched pages take no memory
+_SMALL_BYTES = 2**20  # an operator of at most this size is copied into one payload, to broadcast it at once
 
 
 class BuildStore:
-    """The shards of one context's parameters on this rank. Collective to create, and so is every use.
+    """The shards of one context's parameters on this rank. Creating and using it is collective.
 
-    home_of: num_bytes -> the tier where that many bytes of shards are to rest.
+    home_of: maps a number of bytes to the tier where a shard of that size rests.
     """
 
     def __init__(
@@ -70,14 +70,16 @@ class BuildStore:
     # -- in
 
     def shard(self, operator: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Take the parameters of one operator with rank 0's values; their own memory is freed. Collective."""
+        """Put the parameters of one operator onto shards, with rank 0's values. Frees their memory. Collective."""
         self._check_open(operator)
         number = self._position.add(operator)
         self._position.set(number, Phase.BUILD)
+        # A chunk has one dtype and one device.
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in parameters:
             groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
         with self.communicator.publishing(), untracked():
+            # Ranks that build different models would hang in a later broadcast: compare first.
             if self.communicator.world_size > 1:
                 shapes = [(name, tuple(p.shape), p.stride(), str(p.dtype), p.device.type) for name, p in parameters]
                 self.communicator.agree(repr((operator, shapes)).encode(), f"operator {operator} under construction")
@@ -106,7 +108,7 @@ class BuildStore:
         self._freed.note(chunk.payload_bytes)
 
     def _make_chunk(self, dtype: torch.dtype, layout: ShardLayout) -> Chunk:
-        """Of parameters that are neither trained nor updated yet."""
+        """A chunk with a home for its shard. Nothing is trained yet, so it has no other state."""
         chunk = Chunk(
             index=self._num_chunks,
             dtype=dtype,
@@ -130,8 +132,9 @@ class BuildStore:
         return chunk
 
     def _take_rank_0s(self, chunk: Chunk, flats: list[Tensor]) -> None:
-        """home <- rank 0's values of all parameters, which ranks have agreed on. Empties `flats`. Collective."""
+        """Write rank 0's values of all parameters to the home. Empties `flats`, to free tensors early. Collective."""
         communicator = self.communicator
+        # Small operators: one broadcast. Large ones: parameter by parameter, so that no second copy of all is needed.
         if chunk.payload_bytes <= _SMALL_BYTES:
             payload = torch.zeros(chunk.numel, dtype=chunk.dtype, device=communicator.device)
             for managed in chunk.parameters:
@@ -145,7 +148,8 @@ class BuildStore:
             for managed in chunk.parameters:
                 self.binding.show_placeholder(managed)
                 flat = flats.pop(0)
-                if communicator.rank:  # the memory may be the user's: given up, not written to
+                # On other ranks receive into new memory: the parameter's own may be shared with a tensor of the user's.
+                if communicator.rank:
                     del flat
                     flat = torch.empty(managed.numel, dtype=chunk.dtype, device=communicator.device)
                 communicator.broadcast_(flat, None)
@@ -156,13 +160,18 @@ class BuildStore:
 
     @contextmanager
     def fetched(self, wanted: Sequence[ManagedParameter], overwrites: bool = False) -> Iterator[None]:
-        """Inside, the parameters are plain and whole. Collective, unless `overwrites`."""
+        """A context in which the parameters are plain and whole. Collective, unless `overwrites`.
+
+        overwrites: the caller writes the whole parameter, so its old values are not gathered.
+        """
         self._check_open(wanted[0].name)
+        # The order of collectives must not depend on the order of the arguments.
         chunks = sorted(dict.fromkeys(each.chunk for each in wanted), key=lambda chunk: chunk.index)
         before = self._position.now
         pinned: list[Chunk] = []
         try:
             with self.communicator.publishing(), untracked():
+                # Release what nobody uses any more before anything else is gathered.
                 for chunk in [chunk for chunk in self.binding.valid if chunk not in chunks and not chunk.pins]:
                     self._release(chunk)
                 for chunk in chunks:
@@ -171,7 +180,8 @@ class BuildStore:
                     self._fetch(chunk, members, overwrites)
                     chunk.pins += 1
                     pinned.append(chunk)
-            yield  # what the user does inside and fails in is no failure of ours
+            # Outside of `publishing`: an exception of the user's code is not published from here.
+            yield
             if overwrites:
                 self.binding.valid[wanted[0].chunk].add(wanted[0].position)
         finally:
@@ -183,17 +193,20 @@ class BuildStore:
 
     def _fetch(self, chunk: Chunk, members: Sequence[ManagedParameter], overwrites: bool) -> None:
         binding = self.binding
+        # One rank with its home on the parameters' device needs no payload: the home is one.
         if chunk not in binding.valid:
             device, home = members[0].placeholder.device, chunk.homes[Kind.PARAM].flat
             is_whole = self.communicator.world_size == 1 and home.device == device
             binding.open(chunk, home if is_whole else torch.empty(chunk.numel, dtype=chunk.dtype, device=device))
         binding.bind(chunk)
+        # A gather overwrites the payload, so bring edits of its valid parameters home before.
         if not (overwrites or binding.valid[chunk].issuperset(each.position for each in members)):
             binding.write_back(chunk)
             self._gather(chunk)
 
     def _gather(self, chunk: Chunk) -> None:
         assert chunk.payload is not None
+        # The process group may not carry the payload's device: gather on the device that it carries, then copy.
         carried = chunk.payload
         if carried.device != self.communicator.device and self.communicator.world_size > 1:
             carried = torch.empty_like(carried, device=self.communicator.device)
@@ -204,27 +217,27 @@ class BuildStore:
         self.binding.fill(chunk)
 
     def _release(self, chunk: Chunk) -> None:
-        """Bring edits home; the parameters show their placeholders. Collective if there are edits."""
+        """Bring edits home and drop the payload. Collective if there are edits."""
         self.binding.write_back(chunk)
         self.binding.close(chunk)
 
     def release_all(self) -> None:
-        """Nothing is gathered any more. Collective."""
+        """Release all gathered chunks. Collective."""
         with self.communicator.publishing():
             for chunk in list(self.binding.valid):
                 self._release(chunk)
 
     def restart(self) -> None:
-        """After a failure that every rank caught: nothing is gathered, equally on all ranks. Local."""
+        """Drop all payloads and edits after a failure that every rank caught, so that all ranks are alike. Local."""
         for chunk in list(self.binding.valid):
             chunk.pins = 0
             self.binding.close(chunk)
         self.binding.reset()
 
     def go_over(self, communicator: Communicator | None) -> None:
-        """Use the communicator of a model that takes the parameters over; None: its own again. Local.
+        """Use the communicator of the model that is wrapping these parameters; None: the store's own again. Local.
 
-        While a model is wrapped all ranks wait on one communicator, where a rank that fails is heard.
+        During a wrap all ranks wait on one communicator, so that each of them hears of a failing rank.
         """
         self.binding.communicator = communicator or self._own
 
@@ -237,7 +250,7 @@ class BuildStore:
         return copied
 
     def replace(self, link: BuiltLink, value: Tensor) -> None:
-        """The parameter gets data of another shape or dtype, and a chunk of its own. Collective."""
+        """Give the parameter data of another shape or dtype, in a chunk of its own. Collective."""
         its = link.managed
         parameter, (operator, _, name) = its.parameter, its.name.rpartition(".")
         with self.communicator.publishing(), torch.no_grad():
@@ -245,13 +258,13 @@ class BuildStore:
             self.binding.write_back(its.chunk)
             self.let_go([link])
             set_data(parameter, values)
-        del values
+        del values  # `shard` frees the parameter's memory: hold no reference to it
         self.shard(operator, [(name, parameter)])
 
     # -- out
 
     def finish(self, dtype: torch.dtype | None) -> None:
-        """The context ends; from now on a backward that reaches its parameters is refused. Collective."""
+        """End the context: cast the weights, and refuse backwards that reach them from now on. Collective."""
         self.release_all()
         if dtype is not None:
             self._cast(dtype)
@@ -267,7 +280,7 @@ class BuildStore:
                     self._round(chunk, dtype)
 
     def _round(self, chunk: Chunk, dtype: torch.dtype) -> None:
-        """The chunk's parameters get a chunk of another dtype."""
+        """Move the chunk's parameters into a new chunk of another dtype, with rounded values."""
         rounded = self._make_chunk(dtype, chunk.layout)
         round_master_(rounded.homes[Kind.PARAM].flat, chunk.homes[Kind.PARAM].flat.float())
         for link in _links_of(chunk):
@@ -282,11 +295,11 @@ class BuildStore:
         return sorted(self._chunks, key=lambda chunk: chunk.index)
 
     def links(self) -> list[BuiltLink]:
-        """Of the parameters that are still here on this rank, in order."""
+        """The links of all parameters that still exist on this rank, in order of construction."""
         return [link for chunk in self._in_order() for link in _links_of(chunk)]
 
     def let_go(self, links: Sequence[BuiltLink]) -> None:
-        """These, all of one chunk, are ordinary parameters, without values, from now on. Local.
+        """Make these parameters, all of one chunk, ordinary parameters without values. Local.
 
         May be interrupted and called again.
         """
@@ -300,18 +313,19 @@ class BuildStore:
 
     @property
     def communicator(self) -> Communicator:
-        """Of the ranks that build together."""
+        """The communicator in use: the store's own, or that of the model that is being wrapped."""
         return self.binding.communicator
 
     @property
     def num_operators(self) -> int:
-        """Operators that were taken so far, those that are gone included."""
+        """The number of operators put onto shards so far, including those that the user has dropped."""
         return len(self._position.operators) - 1
 
     def close(self) -> None:
         """Give the process group back. Collective."""
         if not self.is_closed:
-            with self._own.publishing():  # the ranks of a wrapping have left its communicator
+            # The wrap is over, so failures are published on the store's own communicator again.
+            with self._own.publishing():
                 self.release_all()
                 self.is_closed = True
                 self._own.close()

@@ -1,9 +1,9 @@
 """`ZeroInitContext`: a model is sharded while it is built, so that no rank ever holds it whole.
 
-torch calls a hook for every parameter and every child that a module gets. The parameters of one operator stay as
-they are while it initialises itself, and go onto shards when the first parameter of the next one arrives, or when
-the context ends. From then on they fetch themselves for whatever reads or writes them (`released.py`), and rank 0's
-values win. The hooks go when the context does, and torch is as it was.
+torch calls a hook for every parameter and every child that a module registers. The parameters of an operator stay
+plain while it initialises itself. They go onto shards when the first parameter of the next operator arrives, or when
+the context ends. From then on they fetch themselves when something reads or writes them (`released.py`), and rank 0's
+values win. The context removes its hooks at its end and leaves torch unchanged.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class ZeroInitContext:
             where the model's code makes them, so this does not change their values.
         shard_strategy: how each operator's parameters are divided over the ranks. None: in one piece.
         shard_param: False leaves parameters whole and ordinary, and only moves and casts them when the context ends.
-        dtype: what fp32, fp16 and bf16 weights are cast to when the context ends. None: they are not cast.
-        process_group: the ranks. None: all of torch.distributed, or one rank where that is not initialized.
+        dtype: the dtype to which fp32, fp16 and bf16 weights are cast when the context ends. None: they are not cast.
+        process_group: the ranks. None: all ranks of torch.distributed, or this process if that is not initialized.
         home: where shards rest: "host", "device", or "auto", which takes at most half of the device's free memory.
         enabled: False makes the context do nothing.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         colossal: arguments of Colossal-AI's context. `convert_fp16=True` and `bf16=True` are `dtype`, and
             `dp_process_group` is `process_group`. `seed` seeds the random numbers inside, `default_dtype` is torch's
-            inside, and `model_numel_tensor` has the number of elements added to it. `convert_cuda`, `shard_grad` and
-            `rm_torch_payload_on_the_fly` are said to have no effect.
+            inside, and the number of elements is added to `model_numel_tensor`. `convert_cuda`, `shard_grad` and
+            `rm_torch_payload_on_the_fly` have no effect, which a warning says.
 
     Raises TypeError or ValueError for arguments that are not valid, and UnsupportedError when a context is entered
     twice. An exception inside is raised on the other ranks as RemoteRankError.
@@ -109,9 +109,9 @@ class ZeroInitContext:
         self._enabled = enabled
         self._rank_timeout_s = rank_timeout
         self._store: BuildStore | None = None
-        self._module: nn.Module | None = None  # whose parameters are pending
-        self._pending: dict[str, nn.Parameter] = {}
-        self._whole: list[nn.Parameter] = []  # without shard_param
+        self._module: nn.Module | None = None  # the operator under construction
+        self._pending: dict[str, nn.Parameter] = {}  # its parameters, which are still whole
+        self._whole: list[nn.Parameter] = []  # all parameters, if shard_param is False
         self._stack = ExitStack()
 
     def __enter__(self) -> ZeroInitContext:
@@ -136,6 +136,7 @@ class ZeroInitContext:
         self._stack.enter_context(self._colossal.in_force(self._device))
         _active.append(self)
         self._stack.callback(_active.remove, self)
+        # transformers would load tensors in several threads. Sharding is collective, and needs one order on all ranks.
         if _SEQUENTIAL not in os.environ:
             os.environ[_SEQUENTIAL] = "1"
             self._stack.callback(os.environ.pop, _SEQUENTIAL, None)
@@ -146,6 +147,7 @@ class ZeroInitContext:
     ) -> None:
         if not self._enabled:
             return
+        # Leaving the stack removes all hooks, whatever happens below.
         with self._stack:
             if self._store is None:
                 if error is None:
@@ -173,27 +175,30 @@ class ZeroInitContext:
     # -- parameters as they come
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        # An inner context takes the parameters. One that is on shards already is tied, or was moved by its parent.
         if _active[-1] is not self or type(parameter) is not nn.Parameter:
-            return  # another context's; or one that is on shards already: tied, or moved by its parent
+            return
+        # Without values there is nothing to shard. `from_pretrained` replaces a meta parameter by a real one later.
         if parameter.is_meta or is_lazy(parameter) or parameter.layout is not torch.strided:
-            return  # until one with values replaces it
+            return
         if self._store is None:
             self._whole.append(parameter)
             return
+        # The first parameter of another operator: the one before is complete.
         if module is not self._module:
             self._shard_pending(module)
         self._pending = {key: other for key, other in self._pending.items() if other is not parameter}
         self._pending[name] = parameter
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """A module with parameters that no hook has seen: a deep copy, or one from outside."""
+        """Take the parameters of a child that no hook has seen: a deep copy, or a module from outside."""
         for part in () if child is None else child.modules():
             for its_name, parameter in part.named_parameters(recurse=False):
                 if not any(parameter is known for known in self._pending.values()):
                     self._on_parameter(part, its_name, parameter)
 
     def _shard_pending(self, following: nn.Module | None) -> None:
-        """The operator that was being built is complete. Collective."""
+        """Put the complete operator onto shards; `following` is the next one. Collective."""
         operator, self._module = type(self._module).__name__, following
         parameters = [(name, p) for name, p in self._pending.items() if any_link_of(p) is None]
         self._pending = {}
@@ -203,7 +208,8 @@ class ZeroInitContext:
 
     def _move_whole(self) -> None:
         with torch.no_grad():
-            for parameter in dict.fromkeys(self._whole):  # a child's come again with its parents
+            # A child's parameters were registered again with each of its parents: take each one once.
+            for parameter in dict.fromkeys(self._whole):
                 self._colossal.count(parameter.numel())
                 moved = parameter.data.to(self._device)
                 if self._dtype is not None and moved.dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -238,9 +244,9 @@ def shard_pending(parameters: list[Tensor]) -> None:
 
 @contextmanager
 def _copying_parameters() -> Iterator[None]:
-    """Inside, `nn.Parameter(p)` of one that fetches itself is a parameter of its own, with a copy of the values.
+    """A context in which `nn.Parameter(p)` copies the values of a parameter that fetches itself.
 
-    torch would share their memory, and refuses to for a class such as ours. Parametrizations do this.
+    torch would share the memory, and refuses to do so for a class such as ours. Parametrizations call it.
     """
     original = nn.Parameter.__dict__["__new__"]
 
