@@ -1,4 +1,4 @@
-"""What `ShardedOptimizer` and its clipping are given, checked before anything changes."""
+"""Checks of the arguments of `ShardedOptimizer` and of its clipping, before anything has changed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from gemini.model.sharded_model import ShardedModel
 
 
 def checked_model(model: nn.Module) -> ShardedModel:
-    """The sharded model that `model` is, or is `torch.compile` of. Raises TypeError for anything else."""
+    """The sharded model: `model` itself, or the one inside `torch.compile(model)`. Raises TypeError for others."""
     if not isinstance(model := original_of(model), ShardedModel):
         raise TypeError(f"model must be a ShardedModel, found {type(model).__name__}")
     return model
 
 
 def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Optimizer], model: ShardedModel) -> None:
-    """Raises unless `optimizer` is a plain one without state, of type `sharded` neither, and the model's first."""
+    """Check that `optimizer` is a plain torch optimizer that has not stepped, and is the model's first.
+
+    sharded: the type that is not plain. Raises TypeError or UnsupportedError.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, sharded):
         raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")
     model.chunk_manager.refuse_second()
+    # State of a stepped optimizer would be lost. Adagrad has state with step 0 from the start.
     if any(int(entry.get("step", 1)) for entry in optimizer.state.values()):
         raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
 

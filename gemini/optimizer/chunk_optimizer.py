@@ -1,9 +1,9 @@
-"""What chunks and their parameters need of their optimizer, without the optimizer itself (`OptimizerPart`).
+"""The part of an optimizer that chunks and their parameters refer to (`OptimizerPart`).
 
-That is its states, and what the next step will multiply gradients by: the loss scale, and the clip that
-`optimizer.clip_grad_norm_()` asked for. The step applies the clip in the update: a multiplication there, and no pass
-over the gradients of its own. Whoever changes a gradient by hand before the step changes a clipped one, as in plain
-PyTorch, so the clip takes effect then, and the norm that was taken is not that of the gradients any more.
+It has the states, and the factors that the next step applies to gradients: the loss scale, and the clip that
+`optimizer.clip_grad_norm_()` requested. The clip is applied inside the update, which saves a pass over all gradients.
+If the user changes a gradient by hand before the step, it must be a clipped one, as in plain PyTorch. So the clip is
+applied at that moment, and the norm that was computed is no longer that of the gradients.
 """
 
 from __future__ import annotations
@@ -20,53 +20,55 @@ from optim import clip_coefficient
 
 
 class ChunkOptimizer:
-    """The states of one optimizer, and what is known of the gradients that its next step will use."""
+    """The states of one optimizer, and what is known about the gradients of its next step."""
 
     def __init__(self, gradients: GradStore, states: ChunkStates, scaling: Scaling) -> None:
         self.states = states
         self.summary: GradientSummary | None = None
-        self.requested: tuple[float, float] | None = None  # largest norm, norm type
+        self.requested: tuple[float, float] | None = None  # (max_norm, norm type) of `clip_grad_norm_()`
         self._gradients = gradients
         self._scaling = scaling
-        self._seen = 0, 0  # the gradients that `summary` is of
+        self._seen = 0, 0  # `_now()` when `summary` was computed
 
     def saw(self, summary: GradientSummary) -> None:
-        """It is of the gradients that there are now."""
+        """Keep a summary of the present gradients for the step."""
         self.summary, self._seen = summary, self._now()
 
     def before_step(self) -> None:
-        """Raises GeminiError if there are gradients that the clip has not seen."""
+        """Raises GeminiError if gradients came after the clip, which would be clipped by a norm without them."""
+        # The gradients that were summarised have been discarded, so the request is void.
         if self._seen[0] != self._now()[0]:
-            self.forget()  # those gradients were discarded
+            self.forget()
         if self.summary is not None and self._seen != self._now():
             raise GeminiError("backward() after clip_grad_norm_(): clip again, after the last backward of the step")
 
     def forget(self) -> None:
-        """The step consumed the gradients, or they were discarded."""
+        """Forget summary and clip, because the step used the gradients, or they were discarded."""
         self.summary = self.requested = None
 
     def forget_summary(self) -> None:
-        """Take the norm again: gradients were changed by hand. Local."""
+        """Let the step compute the norm again, because gradients were changed by hand. Local."""
         self.summary = None
 
     def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
-        """What the next step will multiply `managed`'s gradient by: 1 / loss scale, and what it is clipped by."""
+        """The factors that the next step applies to `managed`'s gradient: 1 / loss scale, and the clip."""
         is_ours = self.states.group(managed) is not None
         return 1.0 / self._scaling.value, self._coefficient() if is_ours else 1.0
 
     def before_gradient_write(self) -> None:
-        """A gradient is about to be changed by hand: clip all of them now, and forget their norm. Local."""
+        """Apply a requested clip to all gradients and forget their norm, before one is changed by hand. Local."""
         if self.summary is None:
             return
         coefficient = self._coefficient()
         if coefficient != 1.0:
             self._gradients.leftovers.multiply(coefficient, self.states.ungrouped())
+        # The gradients are clipped. An infinite bound keeps the step from clipping them again.
         if self.requested is not None:
             self.requested = math.inf, self.requested[1]
         self.summary = None
 
     def _coefficient(self) -> float:
-        """What the step will multiply gradients by, as far as it is known; not if it will be skipped."""
+        """The clip of the next step. 1 if there is none, or if a non-finite gradient will skip the step."""
         if self.summary is None or self.requested is None or self._seen != self._now():
             return 1.0
         if self.summary.non_finite is not None:

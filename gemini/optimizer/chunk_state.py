@@ -1,4 +1,4 @@
-"""What the optimizer keeps for one chunk: flat per-element states, and step counts and scalars by parameter."""
+"""One chunk's optimizer state: flat per-element states, and step counts and other scalars by parameter."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from gemini.placement.demand import OPTIM_STATES, Kind, Tier
 
 @dataclass(eq=False)
 class ChunkOptimizerState:
-    """One chunk's optimizer state on this rank; of a frozen chunk, what its training left."""
+    """One chunk's optimizer state on this rank. A frozen chunk keeps the state of its earlier training."""
 
     chunk: Chunk
-    tier: Tier  # where all of `flats` rest
-    counts_steps: bool  # `step` is an int here, not a tensor
-    groups: list[int | None]  # by position: the param group, None for a parameter that no group has
+    tier: Tier  # the tier on which all of `flats` rest
+    counts_steps: bool  # `step` is an int, not a tensor
+    groups: list[int | None]  # by position: the param group; None for a parameter in no group
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
     scalars: list[dict[str, Any] | None] = field(init=False)  # by position; None before the first update
-    made: list[tuple[str, ...]] = field(init=False)  # by position: flat states that updates have made
+    made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
 
     def __post_init__(self) -> None:
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
-        self._runs: list[Run] = []  # of the last step, and what they were derived from
+        # The runs of the last step, and what they were derived from.
+        self._runs: list[Run] = []
         self._runs_are_of: tuple[Any, ...] = ()
         self._scalars_before: list[dict[str, Any] | None] = []
 
@@ -45,26 +46,27 @@ class ChunkOptimizerState:
 
     @property
     def num_flat_bytes(self) -> int:
-        """Of one flat state."""
+        """Bytes of one flat state."""
         return self.chunk.optim_numel * self.dtype.itemsize
 
     def take(self, names: Sequence[str], params: ParamStore) -> None:
-        """Zeroed flat states beside those that there are. Raises BudgetError, and nothing has changed then.
+        """Allocate zeroed flat states beside the present ones. Raises BudgetError; nothing has changed then.
 
-        Where the device is full, or placement did not count on so many, all of them rest on the host from now on.
+        If the device is full, or placement counted fewer states, all of them rest on the host from now on.
         """
         self._rest([*self.flats, *names], self.tier, params)
 
     def move(self, tier: Tier, params: ParamStore) -> None:
-        """Rest on `tier` from now on, or on the host, as for `take`. Raises BudgetError; nothing has changed then."""
+        """Move all states to `tier`, or to the host, as in `take`. Raises BudgetError; nothing has changed then."""
         self._rest(list(self.flats), tier, params)
 
     def give(self, names: Sequence[str], params: ParamStore) -> None:
-        """Give flat states back."""
+        """Free flat states."""
         for name in names:
             params.memory.give(Region(self.tier, self.flats.pop(name)), Kind.OPTIM)
 
     def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
+        # The device's budget has room for `OPTIM_STATES` states only.
         if tier is Tier.DEVICE and len(names) > OPTIM_STATES:
             tier = Tier.HOST
         leaves = tier is not self.tier
@@ -76,6 +78,8 @@ class ChunkOptimizerState:
             params.memory.note_evaded(refused)
             self._rest(names, Tier.HOST, params)
             return
+        # All states rest on one tier, where the update runs. Copy the present ones, and free the old memory only after
+        # the copies have ended.
         if leaves:
             moves = [(taken[name], Region(self.tier, flat)) for name, flat in self.flats.items()]
             for to, source in moves:
@@ -86,7 +90,7 @@ class ChunkOptimizerState:
         self.flats.update((name, region.flat) for name, region in taken.items())
 
     def _taken(self, names: Sequence[str], tier: Tier, params: ParamStore) -> dict[str, Region]:
-        """All of them, or none and a BudgetError."""
+        """Allocate all of these states. Raises BudgetError, and holds none of them then."""
         taken: dict[str, Region] = {}
         try:
             for name in names:
@@ -98,7 +102,7 @@ class ChunkOptimizerState:
         return taken
 
     def discard(self, managed: ManagedParameter) -> None:
-        """One parameter's state becomes what it was before its first update."""
+        """Reset one parameter's state to that before its first update."""
         position = managed.position
         self.scalars[position], self.made[position] = None, ()
         for flat in self.flats.values():
@@ -106,15 +110,15 @@ class ChunkOptimizerState:
                 part.zero_()
 
     def names(self, position: int) -> tuple[str, ...]:
-        """The flat states that a parameter has: Adam's from the start, a torch optimizer's once it has made them."""
+        """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
         return tuple(self.flats) if self.counts_steps else self.made[position]
 
     def runs(self, steps: bytes) -> list[Run]:
-        """The fewest runs whose elements share group and scalars and are updated now; paddings are bridged.
+        """The fewest runs of elements that are updated now and share group and scalars. Runs span paddings.
 
-        steps: by position, whether the parameter is updated. What was found for the step before is used again as long
-        as nothing has changed that decides: lists of thousands are compared, not walked through. Scalars are compared
-        by identity: an update gives new ones to all that share them.
+        steps: by position, whether the parameter is updated. The runs of the last step are reused unless something has
+        changed that decides them: comparing lists of thousands is much faster than deriving runs. Scalars are compared
+        by identity, because an update gives new ones to all parameters that share them.
         """
         decides = steps, [*self.groups], [*self.made]
         if decides != self._runs_are_of or not all(map(operator.is_, self.scalars, self._scalars_before)):
@@ -122,6 +126,8 @@ class ChunkOptimizerState:
         return self._runs
 
     def _find_runs(self, steps: bytes) -> list[Run]:
+        # Group the parameters by what they share. Groups are few, so a linear search among them is enough; scalars may
+        # be tensors, which have no hash by value.
         active = [i for i, group in enumerate(self.groups) if steps[i] and group is not None]
         alike: list[tuple[Any, list[int]]] = []  # (what they share, positions)
         for position in active:
@@ -131,40 +137,48 @@ class ChunkOptimizerState:
                 alike.append((shared, [position]))
             else:
                 of_its_kind.append(position)
+        # The usual case: all parameters alike, so one run of all elements, paddings included.
         if len(alike) == 1 and len(active) == len(self.groups):
             return [Run(0, self.chunk.optim_numel, tuple(active), alike[0][0][0])]
-        in_one = self.counts_steps  # our kernels take spans
+        in_one = self.counts_steps  # only our own Adam takes runs with spans
         return [run for (group, *_), its in alike for run in runs_of(self.chunk, its, group, in_one)]
 
     def are_all(self, runs: Sequence[Run]) -> bool:
-        """The runs have all elements of this rank, paddings included."""
+        """Whether the runs cover all elements of this rank, paddings included."""
         return len(runs) == 1 and runs[0].numel == self.chunk.optim_numel and runs[0].spans is None
 
     def start(self, run: Run, weights: ShardView | None = None, grad: Tensor | None = None) -> RunUpdate:
-        """An update of the run. grad: (optim_numel,), and `weights`, of the chunk; None for a run without elements."""
+        """The update of one run.
+
+        weights, grad: of the whole chunk, `grad` with shape (optim_numel,). None for a run without elements.
+        """
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
         flat = {name: self.flats[name][part] for name in self.names(run.positions[0]) if name in self.flats}
         grad = torch.zeros(0, dtype=self.dtype, device="cpu") if grad is None else grad[part]
         return RunUpdate(run, weights, grad, flat, dict(scalars or {}), is_new=scalars is None)
 
     def keep(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
-        """Keep what the updates of a step have made. A parameter that is cut into several runs is counted once."""
+        """Store the states and scalars that the updates of a step have made."""
+        # A torch optimizer creates its states in its first update: allocate them in the chunk's state then.
         for each in updates:
             part = slice(each.run.start, each.run.start + each.run.numel)
             for name, value in each.made.items() if each.run.numel else ():
                 if name not in self.flats:
                     self.take([name], params)
                 self.flats[name][part].copy_(value)
+        # All parameters of a run share its scalars from now on. A parameter that is cut into several runs is assigned
+        # equal scalars several times, which counts one step.
         for each in updates:
             for position in each.run.positions:
                 self.scalars[position] = each.scalars
                 self.chunk.parameters[position].has_fractions = True
                 if each.made:
                     self.note_made(position, each.made)
-        self._scalars_before[:] = self.scalars  # those that shared scalars still do
+        # Parameters that shared scalars still do, so the cached runs stay valid.
+        self._scalars_before[:] = self.scalars
 
     def note_made(self, position: int, names: Iterable[str]) -> None:
-        """The parameter has these flat states from now on, besides those that it had."""
+        """Record that the parameter has these flat states too."""
         self.made[position] = tuple(sorted({*self.made[position], *names}))
 
 

@@ -1,4 +1,4 @@
-"""The optimizer state of all trainable chunks. It comes, moves and goes with what is trained (`StateStore`)."""
+"""The optimizer state of all chunks. It is allocated, moved and freed as training requires (`StateStore`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gemini.placement.demand import OPTIM_STATES, Kind, Tier
 
 
 class ChunkStates:
-    """One optimizer's."""
+    """The states of one optimizer, by chunk."""
 
     def __init__(
         self,
@@ -27,13 +27,13 @@ class ChunkStates:
         param_groups: list[dict[str, Any]],
         group_of: Mapping[int, int],
     ) -> None:
-        """group_of: the param group of every parameter that has one, by parameter index."""
+        """group_of: the param group of each parameter in a group, by parameter index."""
         self._params = params
         self._update = update
         self._param_groups = param_groups
         self._group_of = dict(group_of)
-        self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; frozen ones may be among them
-        self._fp16: dict[int, Chunk] = {}  # those of them in fp16
+        self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; may contain frozen chunks
+        self._fp16: dict[int, Chunk] = {}  # the chunks in `by_chunk` with fp16 weights
 
     @property
     def trained(self) -> list[Chunk]:
@@ -42,16 +42,16 @@ class ChunkStates:
 
     @property
     def trains_fp16(self) -> bool:
-        """A step updates weights in fp16. Asked at every look at a gradient, so not of every chunk."""
+        """Whether a step updates fp16 weights. Read at every access to a gradient, so it looks at fp16 chunks only."""
         return any(chunk.trainable for chunk in self._fp16.values())
 
     def ungrouped(self) -> dict[int, list[bool]]:
-        """By chunk index, then by position: parameters that no group has, of chunks with some."""
+        """Flags of parameters in no group: by chunk index, then by position. Only chunks with such parameters."""
         with_some = {index: state.groups for index, state in self.by_chunk.items() if None in state.groups}
         return {index: [group is None for group in groups] for index, groups in with_some.items()}
 
     def has(self, chunk: Chunk) -> bool:
-        """There is memory for the chunk's state."""
+        """Whether the chunk's state has memory."""
         return chunk.index in self.by_chunk
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
@@ -60,18 +60,18 @@ class ChunkStates:
         return () if state is None else state.names(managed.position)
 
     def flat_of(self, chunk: Chunk, name: str) -> Tensor:
-        """(optim_numel,) a flat state of a chunk; zeros if only other ranks have it so far."""
+        """A flat state of a chunk, (optim_numel,). Zeros if only other ranks have created it so far."""
         state = self.by_chunk[chunk.index]
         flat = state.flats.get(name)
         return torch.zeros(chunk.optim_numel, dtype=state.dtype, device="cpu") if flat is None else flat
 
     def has_stepped(self, chunk: Chunk) -> bool:
-        """The chunk's state holds what a step, or a loaded state dict, has made. Equal on all ranks."""
+        """Whether a step, or a loaded state dict, has written the chunk's state. Equal on all ranks."""
         state = self.by_chunk.get(chunk.index)
         return state is not None and any(scalars is not None for scalars in state.scalars)
 
     def add(self, chunk: Chunk, tier: Tier) -> None:
-        """A chunk gets fresh state. Raises BudgetError, and holds nothing for it then."""
+        """Allocate fresh state for a chunk. Raises BudgetError, and holds nothing for the chunk then."""
         groups = self._groups(chunk, self._group_of)
         state = ChunkOptimizerState(chunk, tier, self._update.is_fused, groups)
         self._take(state)
@@ -79,23 +79,24 @@ class ChunkStates:
         self.by_chunk[chunk.index] = state
         if chunk.dtype is torch.float16:
             self._fp16[chunk.index] = chunk
-        if not comes_last:  # one that was unfrozen
+        # `by_chunk` is in order of chunks, which is the order of updates. An unfrozen chunk may come before others.
+        if not comes_last:
             ordered = sorted(self.by_chunk.items())
             self.by_chunk.clear()
             self.by_chunk.update(ordered)
 
     def reserve(self, tiers: Mapping[Chunk, Tier]) -> None:
-        """Map room on the host, in one piece, for what chunks lack of state planned on `tiers`. Raises BudgetError."""
+        """Reserve host memory, in one piece, for the missing state of chunks planned on `tiers`. Raises BudgetError."""
         self._params.host.reserve(self.missing_host_bytes(tiers), Kind.OPTIM)
 
     def missing_host_bytes(self, tiers: Mapping[Chunk, Tier]) -> int:
-        """What chunks lack on the host of state planned on `tiers`."""
+        """Bytes on the host that the chunks' state still needs if it is planned on `tiers`."""
         there = (self.by_chunk[chunk.index] for chunk in tiers if self.has(chunk))
         held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
         return sum(self.host_bytes(chunk, tier) for chunk, tier in tiers.items()) - held
 
     def add_all(self, tiers: Mapping[Chunk, Tier]) -> None:
-        """The first chunks get fresh state. Raises BudgetError, and holds nothing then."""
+        """Allocate fresh state for the first chunks. Raises BudgetError, and holds nothing then."""
         try:
             self.reserve(tiers)
             for chunk, tier in tiers.items():
@@ -105,22 +106,22 @@ class ChunkStates:
             raise
 
     def drop_all(self) -> None:
-        """All state is given up, and its memory with it."""
+        """Free the state of all chunks."""
         for state in list(self.by_chunk.values()):
             self.drop(state.chunk)
 
     def drop(self, chunk: Chunk) -> None:
-        """A chunk's state is given up, and its memory with it."""
+        """Free the state of a chunk."""
         state = self.by_chunk.pop(chunk.index)
         self._fp16.pop(chunk.index, None)
         state.give(list(state.flats), self._params)
 
     def move(self, chunk: Chunk, tier: Tier) -> None:
-        """A chunk's state rests on `tier` from now on, or on the host where that is full."""
+        """Move a chunk's state to `tier`, or to the host if the device is full."""
         self.by_chunk[chunk.index].move(tier, self._params)
 
     def discard(self, managed: ManagedParameter) -> None:
-        """One parameter's state becomes what it was before its first step."""
+        """Reset one parameter's state to that before its first step."""
         state = self.by_chunk.get(managed.chunk.index)
         if state is not None:
             state.discard(managed)
@@ -131,14 +132,14 @@ class ChunkStates:
         return self._update.entry_names({**self._param_groups[number], **groups[number]})
 
     def group(self, managed: ManagedParameter) -> int | None:
-        """A parameter's param group."""
+        """The number of a parameter's param group. None: it is in no group."""
         return self._group_of.get(managed.index)
 
     @contextmanager
     def adding_group(self, number: int, members: list[ManagedParameter]) -> Iterator[None]:
-        """Parameters without a group get one, unless the block raises.
+        """A context in which parameters without a group are added to one. If the block raises, it is undone.
 
-        Raises BudgetError, and nothing has changed then.
+        Raises BudgetError; nothing has changed then.
         """
         before = self._group_of
         names_before = [list(state.flats) for state in self.by_chunk.values()]
@@ -160,7 +161,8 @@ class ChunkStates:
             state.groups[:] = self._groups(state.chunk, group_of)
 
     def host_bytes(self, chunk: Chunk, tier: Tier) -> int:
-        """What a chunk's state takes on the host if it is planned on `tier`."""
+        """Bytes on the host of a chunk's state that is planned on `tier`."""
+        # A state that does not exist yet is asked like one without memory.
         state = self.by_chunk.get(chunk.index)
         if state is None:
             state = ChunkOptimizerState(chunk, tier, False, self._groups(chunk, self._group_of))
@@ -171,7 +173,7 @@ class ChunkStates:
         state.take(self._missing(state), self._params)
 
     def _missing(self, state: ChunkOptimizerState) -> list[str]:
-        """The flat states that the chunk's groups need and it lacks."""
+        """The flat states that the chunk's groups need and that it does not have."""
         groups = [self._param_groups[number] for number in sorted({n for n in state.groups if n is not None})]
         names = {name: None for group in groups for name in self._update.flat_names(group)}  # in order
         return [name for name in names if name not in state.flats]

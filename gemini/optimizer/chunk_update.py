@@ -1,8 +1,8 @@
-"""Updates of chunks, each where its state lives.
+"""Updates of chunks, each on the tier of its state.
 
-Chunks of which all that an update touches lies on one tier already go to the kernel together, in batches: a launch and
-what surrounds it cost as much as the update of a small chunk. Others, and what only one of them can have (staging
-buffers are reused from chunk to chunk), end a batch.
+A launch and the Python around it cost as much as the update of a small chunk. So chunks whose update touches only one
+tier are launched together, in batches. A chunk that needs a staging buffer is the last of its batch: the next chunk
+would overwrite the buffer before the launch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gemini.optimizer.summary import GradientSummary
 from gemini.placement.demand import Kind, Tier
 
 BATCH_NUMEL = 2**25
-"""Elements that are updated together: 0.2 ms at 4 TB/s. More would only put off what follows an update."""
+"""Elements that are updated together: 0.2 ms at 4 TB/s. More would only delay the work that follows an update."""
 
 
 @dataclass(frozen=True)
 class _ChunkUpdate:
-    """A chunk whose update waits for the others of its batch."""
+    """A chunk in a batch, prepared and not launched yet."""
 
     state: ChunkOptimizerState
     weights: ShardView | None  # None: this rank has nothing to update
@@ -41,7 +41,7 @@ class _ChunkUpdate:
 
 
 class ChunkUpdates:
-    """One optimizer's updates of its model's chunks."""
+    """Updates the chunks of one model."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class ChunkUpdates:
         self._staging = Staging(step)
 
     def refuse_bad_hyperparameters(self) -> None:
-        """Let the update check its hyperparameters on no elements, while every rank can still go back."""
+        """Raise for bad hyperparameters before the step, by an update of no elements. Nothing has changed then."""
+        # One parameter per group is enough.
         checked: set[int | None] = {None}  # membership only
         for state in self._states.values():
             if checked.issuperset(state.groups):
@@ -91,9 +92,9 @@ class ChunkUpdates:
         return self._staging.reserved(needs)
 
     def update(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors) -> None:
-        """Update chunks where their states live; each is on this rank alone until its new weights are gathered.
+        """Update chunks on the tiers of their states. Local until new weights are gathered.
 
-        chunks: with their `steps`.
+        chunks: the chunks to update, with their `steps`.
         """
         batch: list[_ChunkUpdate] = []
         numel = 0
@@ -107,7 +108,7 @@ class ChunkUpdates:
             self._finish(batch, factors)
 
     def steps(self, chunk: Chunk, summary: GradientSummary) -> bytes:
-        """By position in the chunk: the parameter has a gradient on some rank, and is in a param group."""
+        """By position in the chunk: whether the parameter has a gradient on some rank and is in a param group."""
         its = summary.of(chunk)
         groups = self._states[chunk.index].groups
         if None in groups:
@@ -115,9 +116,10 @@ class ChunkUpdates:
         return its
 
     def _prepare(self, chunk: Chunk, steps: bytes, batch: list[_ChunkUpdate]) -> bool:
-        """Add a chunk to the batch; whether the batch must end, because something is staged or the update says so."""
+        """Add a chunk to the batch. Returns whether the batch must end with it."""
         state = self._states[chunk.index]
         runs = state.runs(steps)
+        # All updated parameters are in other ranks' shards. Count their steps here too.
         if not any(run.numel for run in runs):
             batch.append(_ChunkUpdate(state, None, [state.start(run) for run in runs]))
             return False
@@ -133,9 +135,9 @@ class ChunkUpdates:
         return is_grad_staged or view.is_staged or not self._update.is_fused
 
     def _finish(self, batch: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
-        """Launch what waits, and bring the new weights to where they are read.
+        """Launch the batch, and bring the new weights home.
 
-        Collective where each rank has updated a part of weights that all keep whole.
+        Collective if each rank has updated a part of weights that all ranks hold whole.
         """
         step = self._step
         self._update.update([run for each in batch for run in each.runs], self._param_groups, factors)
@@ -145,20 +147,24 @@ class ChunkUpdates:
             if each.weights is not None:
                 step.grads.homes.consumed(chunk)
                 each.weights.close(state.are_all([update.run for update in each.runs]))
-            step.grads.homes.restore(chunk)  # where this rank had nothing to update
+            # If this rank had nothing to update, the chunk's home may still hold the gradient.
+            step.grads.homes.restore(chunk)
             step.after_chunk_update(chunk)
             if _is_updated_in_parts(chunk):
                 _all_gather_weights(step, chunk)
 
     def _staged(self, gradient: Region, tier: Tier) -> Tensor:
-        """The gradient on `tier`, ready to be read there."""
+        """A copy of the gradient on `tier`, ready to be read there."""
         memory = self._step.params.memory
         staged = self._staging.take(tier, "gradient", gradient.numel, gradient.dtype)
         memory.transfer.copy(staged, gradient)
         return ready(staged)
 
     def _where(self, chunk: Chunk, state: ChunkOptimizerState) -> Tier:
-        """Where its optimizer state is; without one, the device if everything that the update touches is there."""
+        """The tier of the update: that of the optimizer state. Without state the device, if all that it needs is there.
+
+        An optimizer such as SGD without momentum keeps no state.
+        """
         if state.flats:
             return state.tier
         tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
@@ -182,6 +188,7 @@ def _all_gather_weights(step: Step, chunk: Chunk) -> None:
             return
         payload = step.payloads.open_own_part(chunk)
         params.communicator.all_gather(payload.flat, None, chunk.layout, chunk.index)
-        for others in chunk.layout.others(chunk.rank):  # its own part has come from there
+        # This rank's own part is at home already.
+        for others in chunk.layout.others(chunk.rank):
             params.memory.transfer.copy(home[others], payload[others])
         wait_on_stream(payload)

@@ -1,7 +1,7 @@
-"""How one run of elements is updated: by our Adam, or by a torch optimizer that works element by element.
+"""The update of a run of elements: by our Adam, or by a torch optimizer that works element by element.
 
-A run is a piece of a flat shard whose parameters share group, step count and scalars. Elementwise optimizers give
-equal bits on a run and on the parameters it consists of, so one call serves hundreds of parameters.
+A run is a piece of a flat shard whose parameters share group, step count and scalars. An elementwise optimizer gives
+the same bits on a run as on its parameters one by one, so one call updates hundreds of parameters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TESTED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""Optimizers whose updates on flat runs are tested to equal those on separate parameters."""
+"""Optimizers whose updates of flat runs are tested to equal those of separate parameters."""
 
 
 class GradientFactors(NamedTuple):
-    """What every gradient is multiplied by, one after the other, before it is used."""
+    """The factors that every gradient is multiplied by before the update, in this order."""
 
     inv_scale: float = 1.0
     clip: float = 1.0
@@ -43,13 +43,13 @@ class GradientFactors(NamedTuple):
 class EntryNames(NamedTuple):
     """The keys of a parameter's entry in an optimizer state dict."""
 
-    needed: tuple[str, ...]  # without one of these an update would fail, or go on from zeros
+    needed: tuple[str, ...]  # without one of these an update would fail, or continue from zeros
     flat: tuple[str, ...]  # per-element states: tensors of the parameter's shape
-    known: tuple[str, ...] | None  # any other key is another optimizer's; None: the optimizer is not known that well
+    known: tuple[str, ...] | None  # any other key is of another optimizer; None: this optimizer's keys are not known
 
 
 class AdamUpdate:
-    """The written Adam of `optim.reference`, over any number of chunks at once."""
+    """The Adam of `optim.reference`, over any number of chunks at once."""
 
     is_fused = True  # one call takes runs with spans, of several chunks; step counts are plain numbers
 
@@ -58,7 +58,7 @@ class AdamUpdate:
         return ("exp_avg", "exp_avg_sq")
 
     def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
-        """What a state dict has of a parameter of this param group that was stepped."""
+        """The keys of a state dict's entry for a parameter of this param group that was stepped."""
         flat = self.flat_names(group)
         return EntryNames(("step", *flat), flat, ("step", *flat))
 
@@ -74,6 +74,7 @@ class AdamUpdate:
         for each in updates:
             if each.grad.dtype is torch.float64:
                 raise UnsupportedError("HybridAdam updates fp32 weights; this model has fp64 ones: use AdamW")
+            # Runs without elements count their steps as well: their parameters are in other ranks' shards.
             step = each.scalars["step"] = int(each.scalars.get("step", 0)) + 1
             key = step, each.run.group
             if key not in constants:
@@ -90,10 +91,10 @@ class AdamUpdate:
 
 
 class TorchUpdate:
-    """A `torch.optim` optimizer that is lent the runs of one chunk as its parameters.
+    """A `torch.optim` optimizer to which the runs of one chunk are passed as its parameters.
 
-    One call steps all of them. Its loop over parameters is used, not its forms that join tensors: those have bits of
-    their own, which would depend on how parameters are cut into runs.
+    One call updates all of them. It uses the optimizer's loop over parameters, not its `foreach` and `fused` forms,
+    whose bits differ and would depend on how parameters are cut into runs.
     """
 
     is_fused = False
@@ -103,33 +104,35 @@ class TorchUpdate:
         settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         self._make = lambda parameter: type(optimizer)([parameter], **settings)
         self._worker = self._make(torch.zeros(1, device="cpu"))
-        self._starts_with_state = bool(self._worker.state)  # Adagrad
+        self._starts_with_state = bool(self._worker.state)  # Adagrad creates its state in the constructor
 
     def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """As of `AdamUpdate`."""
+        """See `AdamUpdate.flat_names`."""
         return tuple(self._probe(group).made)
 
     def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
-        """As of `AdamUpdate`."""
+        """See `AdamUpdate.entry_names`."""
         if type(self._worker) not in TESTED:
             return EntryNames((), (), None)
-        if isinstance(self._worker, torch.optim.SGD):  # it makes a momentum buffer whenever it has none
+        # SGD creates a missing momentum buffer in any step, so none is needed.
+        if isinstance(self._worker, torch.optim.SGD):
             return EntryNames((), ("momentum_buffer",), ("momentum_buffer",))
         probe = self._probe(group)
         names = (*probe.scalars, *probe.made)
         return EntryNames(names, tuple(probe.made), names)
 
     def _probe(self, group: Mapping[str, Any]) -> RunUpdate:
-        """The per-element states and the scalars that a first update makes."""
+        """A first update of no elements, which shows the states and scalars that the optimizer creates."""
         first = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
-        with torch.random.fork_rng(devices=[]):  # an optimizer that is not on the tested list may draw numbers
+        # An optimizer that is not on the tested list may draw random numbers, which must not change the user's.
+        with torch.random.fork_rng(devices=[]):
             self.update([first], [group], GradientFactors())
         return first
 
     def update(
         self, updates: Sequence[RunUpdate], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
     ) -> None:
-        """As of `AdamUpdate`, of runs of one chunk. Raises what the optimizer raises."""
+        """See `AdamUpdate.update`, for the runs of one chunk. Raises what the optimizer raises."""
         worker = self._worker
         worker.state.clear()
         worker.param_groups.clear()
@@ -140,6 +143,7 @@ class TorchUpdate:
                 its = {name: False if name in ("foreach", "fused") else value for name, value in group.items()}
                 worker.param_groups.append({**its, "params": members})
         worker.step()
+        # Take the states out: scalars are copied, flat states that the optimizer created or replaced are reported.
         for each, parameter in zip(updates, lent, strict=True):
             for name, value in worker.state.get(parameter, {}).items():
                 if not (isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() == 1):
@@ -149,7 +153,7 @@ class TorchUpdate:
         worker.state.clear()
 
     def _lend(self, each: RunUpdate, factors: GradientFactors) -> Tensor:
-        """The run's weights as a parameter of the worker, with gradient and state."""
+        """The run's weights as a parameter of the worker, with their gradient and state."""
         run = each.run
         lent = (
             torch.zeros_like(each.grad)
@@ -177,7 +181,7 @@ def _copy(value: Any) -> Any:
 
 
 def resolve_update(optimizer: torch.optim.Optimizer, elementwise: bool) -> ElementwiseUpdate:
-    """The update of a user's optimizer. Raises UnsupportedError for one that is not known to be elementwise."""
+    """The update of the user's optimizer. Raises UnsupportedError if it is not known to be elementwise."""
     if type(optimizer) in (HybridAdam, CPUAdam):
         return AdamUpdate()
     if type(optimizer) in TESTED or elementwise:

@@ -1,4 +1,4 @@
-"""`state_hash`: one hash of everything that training has made, to compare runs bit by bit."""
+"""`state_hash`: one hash of all training state, to compare runs bit by bit."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def _add(digest: Any, name: str, value: Any) -> None:
         return
     digest.update(name.encode())
     if isinstance(value, Tensor):
+        # Dtype and shape are hashed too: tensors with equal bytes may still differ.
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")

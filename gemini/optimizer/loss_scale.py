@@ -1,8 +1,9 @@
 """The dynamic loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), with hysteresis.
 
-A step with a non-finite gradient is skipped and uses up one of `hysteresis` chances; once they are used up, every such
-step multiplies the scale by `backoff_factor`. `growth_interval` good steps in a row multiply it by `growth_factor`
-and give all chances back; nothing else does (as in Megatron and Colossal-AI). Numbers only.
+A step with a non-finite gradient is skipped. The first `hysteresis` - 1 skipped steps leave the scale as it is, and
+every further one multiplies it by `backoff_factor`. `growth_interval` good steps in a row multiply it by
+`growth_factor` and reset the count of skipped steps; nothing else resets it (as in Megatron and Colossal-AI). Numbers
+only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _STATE = ("scale", "num_good", "num_bad", "num_skipped")
 
 @dataclass
 class LossScale:
-    """Bounds and factors, and where it stands: all of it is equal on all ranks."""
+    """The loss scale with its bounds, factors and counters. All of them are equal on all ranks."""
 
     initial_scale: float = 2.0**16
     min_scale: float = 1.0
@@ -56,7 +57,7 @@ class LossScale:
         self.scale = self.scale or self.initial_scale
 
     def update(self, skipped: bool) -> None:
-        """After a step."""
+        """Adjust the scale after a step. skipped: the step had a non-finite gradient and changed nothing."""
         if skipped:
             self.num_good = 0
             self.num_skipped += 1
@@ -84,7 +85,7 @@ class LossScale:
 
     @staticmethod
     def check_state(state: dict[str, Any]) -> None:
-        """Raises ValueError for what `load_state_dict` cannot take."""
+        """Raises ValueError for a state that `load_state_dict` would refuse."""
         if not isinstance(state, dict) or sorted(state) != sorted(_STATE):
             raise ValueError(f"a loss scale's state has {', '.join(_STATE)}, found {state!r}")
         for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Param groups whose parameters live in chunks."""
+"""Param groups of parameters in chunks: their members, and groups that are added later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemini.optimizer.runs import Run, RunUpdate
 
 
 def managed_of(step: Step, parameter: object) -> ManagedParameter | None:
-    """What `parameter` is in the chunks of one model; None for anything that is no parameter of it."""
+    """The managed parameter of this model that belongs to `parameter`. None if it is not a parameter of the model."""
     link = link_of(parameter) if isinstance(parameter, Tensor) else None
     return link.managed if link is not None and link.step is step else None
 
@@ -39,12 +39,13 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
 
 
 def add_group(step: Step, states: ChunkStates, update: ElementwiseUpdate, number: int, group: dict[str, Any]) -> None:
-    """Give the members of a new param group their state. Collective.
+    """Allocate the state of a new param group's members. Collective.
 
-    Raises ValueError for what cannot be in it, BudgetError if there is no room for the state, DivergenceError if ranks
-    add other ones; nothing has changed then.
+    Raises ValueError for members that are not allowed, BudgetError if there is no room for the state, and
+    DivergenceError if ranks add different groups; nothing has changed then.
     """
     members = members_of(step, "ShardedOptimizer", number, group)
+    # An update of no elements raises for bad hyperparameters, before any memory is allocated.
     nothing = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
     update.update([nothing], [group], GradientFactors())
     settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}

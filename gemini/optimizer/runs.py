@@ -1,4 +1,4 @@
-"""Runs: which elements of a chunk one update works on. Numbers, and what an update is given of each run."""
+"""Runs: the elements of a chunk that one update works on, and the tensors that the update gets for them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from optim import Spans
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, start + numel) of the optimizer's flat tensors, and the chunk positions that they belong to.
+    """Elements [start, start + numel) of the optimizer's flat tensors, and the positions of their parameters.
 
-    A run without elements stands for parameters that lie wholly in other ranks' shards. Their steps are counted here
-    too, so that all ranks agree.
+    A run without elements stands for parameters that are entirely in other ranks' shards. Every rank counts their steps
+    too, so that all ranks have the same scalars.
     """
 
     start: int
     numel: int
     positions: tuple[int, ...]
     group: int
-    spans: Spans | None = None  # of these elements, those that are updated; None: all
+    spans: Spans | None = None  # the elements of the run that are updated; None: all
 
 
 @dataclass
 class RunUpdate:
-    """One update of one run: what it starts from, and what it has made."""
+    """The inputs and results of one run's update."""
 
     run: Run
-    weights: ShardView | None  # of the whole chunk; None for a run without elements
+    weights: ShardView | None  # those of the whole chunk; None for a run without elements
     grad: Tensor  # (numel,)
     flat: dict[str, Tensor]  # (numel,) each: views into the chunk's state
-    scalars: dict[str, Any]  # shared by all elements; replaced by the update
-    is_new: bool  # the first update of these elements
-    made: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: states that are no views of `flat`
+    scalars: dict[str, Any]  # shared by all elements; the update replaces them
+    is_new: bool  # these elements have not been updated before
+    made: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: states that the update created
 
 
 def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(first element, elements, positions) of runs in this rank's optimizer shard, in order; paddings are bridged."""
+    """(first element, number of elements, positions) of contiguous runs in this rank's optimizer shard, in order.
+
+    Parameters that follow each other in the chunk are one run, with the padding between them.
+    """
     found: list[tuple[int, int, tuple[int, ...]]] = []
     last = -2
     for position in positions:
@@ -58,13 +61,14 @@ def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tup
 
 
 def runs_of(chunk: Chunk, positions: Sequence[int], group: int, in_one: bool) -> list[Run]:
-    """Runs of the parameters at `positions`. in_one: one run with spans, else one run each for what is contiguous."""
+    """The runs of the parameters at `positions`. in_one: one run with spans, else one for each contiguous piece."""
     spans = spans_of(chunk, positions)
     if in_one and spans:
         first, last = spans[0], spans[-1]
         start, end = first[0], last[0] + last[1]
         inside = None if len(spans) == 1 else Spans((each - start, numel) for each, numel, _ in spans)
         return [Run(start, end - start, tuple(positions), group, inside)]
+    # Parameters without elements in this rank's shard share one run without elements.
     here = {position for *_, its in spans for position in its}  # membership only
     elsewhere = tuple(position for position in positions if position not in here)
     runs = [Run(start, numel, its, group) for start, numel, its in spans]

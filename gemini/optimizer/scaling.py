@@ -1,4 +1,4 @@
-"""Which losses of a model are multiplied by the loss scale, and which backwards are refused for want of it."""
+"""Applies the loss scale to losses, and tells backwards of scaled losses from others, which are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini.optimizer.loss_scale import LossScale
 
 
 class Scaling:
-    """The loss scale of one optimizer, which is on while weights in fp16 are trained."""
+    """The loss scale of one optimizer. It is active while fp16 weights are trained."""
 
     def __init__(self, gradients: GradStore, states: ChunkStates, scale: LossScale) -> None:
         self._gradients = gradients
@@ -24,13 +24,14 @@ class Scaling:
 
     @property
     def value(self) -> float:
-        """1 where there is no loss scaling."""
+        """The factor of losses; 1 without loss scaling."""
         return 1.0 if self.active is None else self._scale.scale
 
     def of(self, loss: Tensor) -> Tensor:
-        """The scaled loss, which tells a backward that comes through it from others."""
+        """The scaled loss. A hook on it marks the backward that passes through it."""
         if self.active is None:
             return loss
+        # In fp32: a loss in fp16 would overflow at most scales.
         scaled = loss.float() * self._scale.scale
         if scaled.requires_grad:
             scaled.register_hook(self._on_scaled_loss)
@@ -38,16 +39,20 @@ class Scaling:
 
     def _on_scaled_loss(self, grad: Tensor) -> None:
         self._gradients.loss_is_scaled = True
-        # end_backward() says so too, but not where nothing of the model is reached
+        # `end_backward()` resets the mark too, but does not run if this backward reaches nothing of the model.
         torch.autograd.Variable._execution_engine.queue_callback(self._gradients.end_scaled_loss)
 
     def after_step(self, skipped: str | None) -> None:
-        """The scale moves. skipped: the parameter for whose gradient nothing was updated. Raises GeminiError."""
+        """Adjust the scale. skipped: the parameter whose gradient was not finite, so that nothing was updated.
+
+        Raises GeminiError after many skipped steps in a row.
+        """
         scale = self.active
         if scale is None:
             return
         before = scale.scale
         scale.update(skipped is not None)
+        # Gradients that a step left (parameters in no group) still have the old scale.
         if scale.scale != before:
             self._gradients.leftovers.rescale(scale.scale / before)
         if skipped is not None:

@@ -1,8 +1,8 @@
-"""The weights that this rank steps, on the tier where its update runs.
+"""The weights that this rank updates, on the tier where the update runs.
 
-They lie in the parameter home (fp32 weights are their own master), in a whole fp32 master beside it, or in both (a
-split master). What is on the update's tier is used where it is; the rest is staged there, and `close` brings it
-back.
+They are in the parameter home (fp32 weights are their own master), in a whole fp32 master beside it, or in both (a
+split master). Memory on the update's tier is used in place. Other memory is copied to a staging buffer on that tier,
+and `close` copies it back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optim import AdamPiece, Spans, join_master_, round_master_, split_master_
 
 
 class Segment(NamedTuple):
-    """A part of the weights, elements [start, start + numel), that lies in one run; an `AdamPiece` without moments."""
+    """A contiguous part of the weights, elements [start, start + numel). An `AdamPiece` without moments."""
 
     start: int
     weight: Tensor
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     remainder: Tensor | None
 
     def join(self, flat: Tensor) -> None:
-        """Its elements of `flat` (optim_numel,) <- the weights."""
+        """Copy the weights to their elements of `flat`, (optim_numel,), in full precision."""
         part = flat[self.start : self.start + self.weight.numel()]
         if self.remainder is None:
             part.copy_(self.weight)
@@ -38,7 +38,7 @@ class Segment(NamedTuple):
             join_master_(part, self.weight, self.remainder)
 
     def write_back(self, flat: Tensor | None) -> None:
-        """The weights <- their elements of `flat` (optim_numel,), if given; the half-precision copy follows them."""
+        """Copy the elements of `flat`, (optim_numel,), to the weights, if given, and round the 16-bit copy."""
         part = self.weight if flat is None else flat[self.start : self.start + self.weight.numel()]
         if flat is not None and self.remainder is not None:
             split_master_(self.weight, self.remainder, part)
@@ -50,15 +50,16 @@ class Segment(NamedTuple):
     def piece(
         self, start: int, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, spans: Spans | None
     ) -> AdamPiece | None:
-        """What it has in common with a run of elements from `start` on, whose gradient and moments are given.
+        """The intersection of this segment with a run from `start` on, whose gradient and moments are given.
 
-        spans: of the run, the elements that are updated.
+        spans: the elements of the run that are updated. Returns None if they have no element in common.
         """
         first = max(self.start, start)
         end = min(self.start + self.weight.numel(), start + grad.numel())
         if first >= end:
             return None
-        if end - first == self.weight.numel() == grad.numel():  # the usual case, without slices
+        # The usual case needs no slices, which cost more than the kernel of a small chunk.
+        if end - first == self.weight.numel() == grad.numel():
             return AdamPiece(self.weight, grad, exp_avg, exp_avg_sq, self.half, self.remainder, spans)
         mine, its = slice(first - self.start, end - self.start), slice(first - start, end - start)
         half = None if self.half is None else self.half[mine]
@@ -68,7 +69,7 @@ class Segment(NamedTuple):
 
 
 class ShardView:
-    """One chunk's steppable weights on the tier where its update runs: in segments, or as one flat tensor."""
+    """One chunk's weights on the tier of its update: as segments (our Adam), or as one flat tensor (`load`)."""
 
     def __init__(self, chunk: Chunk, params: ParamStore, staging: Staging, tier: Tier) -> None:
         self._chunk = chunk
@@ -78,15 +79,16 @@ class ShardView:
         self._home = chunk.homes[Kind.PARAM]
         self._master = chunk.homes.get(Kind.MASTER)
         self._splits = self._master is not None and chunk.splits_master
-        self._staged: list[tuple[Region, Region]] = []  # (a home or a part of it, what stands for it on the tier)
+        self._staged: list[tuple[Region, Region]] = []  # (home or a part of it, its staged copy on the tier)
         self._segments: list[Segment] | None = None
-        self._whole_master: Tensor | None = None  # on the tier, once there are segments; none if it is split
+        self._whole_master: Tensor | None = None  # on the tier, once there are segments; None if the master is split
         self._flat: Tensor | None = None
-        self.is_staged = False  # it has memory that is not the homes'
+        self.is_staged = False  # some of its memory is a staging buffer
 
     def segments(self) -> list[Segment]:
-        """The weights where they lie, with what belongs to them, in the order of their elements."""
+        """The weights on the tier, with their remainders or 16-bit copies, in the order of elements."""
         if self._segments is None:
+            # A whole master replaces the parameters, so their old values need no copy to the tier.
             master = self._master
             on_tier = [] if master is None else self._on_tier("master", [(0, master)])
             slices = self._chunk.home_slices()
@@ -105,8 +107,9 @@ class ShardView:
         return Segment(start, home, None, part) if self._splits else Segment(start, part, home, None)
 
     def load(self) -> Tensor:
-        """(optim_numel,) the weights in fp32 or fp64: where they lie, or a copy that `close` brings back."""
+        """The weights in fp32 or fp64, (optim_numel,): in place, or a copy that `close` writes back."""
         if self._flat is None:
+            # In place if the weights are one tensor in full precision: a whole master, or one unsplit segment.
             segments = self.segments()
             if self._whole_master is not None:
                 self._flat = self._whole_master
@@ -121,7 +124,8 @@ class ShardView:
         return self._flat
 
     def close(self, complete: bool) -> None:
-        """Bring stepped weights back to the homes. complete: all elements were updated."""
+        """Bring updated weights back to the homes. complete: all elements were updated."""
+        # After a complete update by our kernels the 16-bit copy is up to date. Otherwise round it here.
         if self._flat is not None or not complete:
             for segment in self.segments():
                 segment.write_back(self._flat)
@@ -131,7 +135,7 @@ class ShardView:
         wait_on_stream(*(region for region in regions if region is not None and region.tier is Tier.DEVICE))
 
     def _on_tier(self, name: str, parts: list[tuple[int, Region]], reads: bool = True) -> list[tuple[int, Region]]:
-        """(first element, region) of a home on the update's tier. reads: the old values are needed."""
+        """(first element, region on the update's tier) of each part of a home. reads: the old values are needed."""
         (_, first), *_ = parts
         if first.tier is self._tier:
             return parts

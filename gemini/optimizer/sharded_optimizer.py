@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: a torch optimizer over a `ShardedModel`'s chunks.
 
-A step: look at all gradients once (norm, non-finite elements, who has one: one all-reduce), then update chunk by
-chunk where the chunk's state lives, in order of first use.
+A step has two parts. First all gradients are summarised by one all-reduce: norm, non-finite elements, which parameters
+have a gradient. Then each chunk is updated where its state rests, in order of first use.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from optim.hyperparameters import refuse_unknown_arguments
 class ShardedOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` that updates a `ShardedModel` chunk by chunk, where each chunk's state rests.
 
-    The update is that of an ordinary optimizer, which it wraps; learning rate schedulers act on its `param_groups`.
-    Where trainable weights are fp16 it scales losses dynamically: call `backward(loss)` or `scale(loss).backward()`
-    then. Elsewhere `loss.backward()` is the same. Collective: every rank creates, steps, saves and loads it alike.
+    It wraps an ordinary optimizer, which defines the update. Learning rate schedulers act on its `param_groups`.
+    With trainable fp16 weights it scales losses dynamically: call `backward(loss)` or `scale(loss).backward()` then.
+    Without them `loss.backward()` is the same. Collective: every rank creates, steps, saves and loads it alike.
 
     Args:
         model: the `ShardedModel` whose parameters `optimizer` was made with, or `torch.compile` of it.
@@ -47,16 +47,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             `param_groups` become this optimizer's; its own state stays empty.
         initial_scale: the loss scale of the first step.
         min_scale: the loss scale never falls below it.
-        growth_factor: what the loss scale is multiplied by after `growth_interval` steps without a non-finite gradient.
-        backoff_factor: what the loss scale is multiplied by after steps that had to be skipped.
-        growth_interval: steps.
-        hysteresis: how many steps must be skipped before the loss scale falls.
+        growth_factor: factor of the loss scale after `growth_interval` steps without a non-finite gradient.
+        backoff_factor: factor of the loss scale after a skipped step.
+        growth_interval: number of good steps in a row after which the loss scale grows.
+        hysteresis: number of skipped steps with which the loss scale begins to fall.
         max_scale: the loss scale never rises above it.
         clip_grad_norm: every step clips gradients to this global L2 norm over all ranks. None: no clipping.
-        elementwise: True accepts an optimizer that is not on the tested list. Its update must treat every element
-            alike and by itself, or the result depends on how parameters are cut into chunks.
-        gpu_margin_mem_ratio: with the policy "auto": of what parameters, gradients and slots leave of the device's
-            budget, the fraction that masters and optimizer state may take. None: what the model's settings say.
+        elementwise: True accepts an optimizer that is not on the tested list. It must update every element alike and
+            independently of all others, or the result depends on how parameters are cut into chunks.
+        gpu_margin_mem_ratio: with the policy "auto", the fraction that masters and optimizer state may take of what
+            parameters, gradients and slots leave of the device's budget. None: as in the model's settings.
 
     Raises TypeError or ValueError for arguments that are not valid, UnsupportedError for an optimizer that is not known
     to work element by element, has stepped before, or is the model's second, and BudgetError if its state does not fit.
@@ -103,9 +103,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group_of = {managed.index: number for number, group in enumerate(members) for managed in group}
         if gpu_margin_mem_ratio is not None:
             model.trainability.change_margin(gpu_margin_mem_ratio)
-        optimizer.state.clear()  # Adagrad has a whole state from the start
+        optimizer.state.clear()  # Adagrad creates whole states in its constructor
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        optimizer.param_groups = self.param_groups  # one list: a schedule of `optimizer` sees groups that are added
+        # One list for both, so that a scheduler of `optimizer` sees groups that are added later.
+        optimizer.param_groups = self.param_groups
         self._chunk_states = ChunkStates(manager.params, self._update, self.param_groups, group_of)
         self.state = StateView(self._chunk_states)  # type: ignore[assignment]
         self._scaling = Scaling(manager.grads, self._chunk_states, scale)
@@ -116,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._num_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: StepReport | None = None
-        self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling)  # what the next step will do
+        self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling)  # what the next step will apply
         manager.attach(self._next)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -139,14 +140,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `backward()` multiplies the loss by now; 1 without loss scaling."""
+        """The factor by which `backward()` multiplies the loss now; 1 without loss scaling."""
         return self._scaling.value
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the next step's gradients, all groups together, to `max_norm`. Collective.
 
         Args:
-            max_norm: above 0.
+            max_norm: the largest norm, above 0.
             norm_type: 2 or inf. The 2-norm is exact: it does not depend on chunks, ranks or the order of sums.
 
         Returns the norm before clipping, a 0-dim tensor; 0 if there is no gradient. Raises ValueError for other
@@ -166,10 +167,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights of all param groups with the gradients since the last step. Collective.
 
-        The gradients are used up: they are None afterwards. Those of parameters in no group stay. If any rank has a
-        non-finite gradient, no rank changes anything, the gradients are dropped with a warning, and
-        `last_step.skipped` names the first such parameter. Without any gradient only `last_step` changes. A
-        `closure` is called first, with gradients enabled, and its result is returned.
+        Gradients are None afterwards, except for those of parameters in no group. If any rank has a non-finite
+        gradient, no rank changes anything, the gradients are dropped with a warning, and `last_step.skipped` names the
+        first such parameter. Without any gradient only `last_step` changes. A `closure` is called first, with gradients
+        enabled, and its result is returned.
 
         Raises GeminiError inside a forward or backward, after a backward that followed `clip_grad_norm_()`, if the
         ranks' hyperparameters differ, or if parameters were added or replaced; nothing has changed then.
@@ -190,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Discard the gradients of all param groups. Local, alike on every rank. After a step there are none.
 
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
-            Parameters that the next backwards do not reach are then moved by their moments. Raises nothing of its own.
+            A step then moves parameters without a new gradient by their moments. Raises nothing of its own.
         """
         becomes = Becomes.NONE if set_to_none else Becomes.ZERO
         self._manager.grads.end(becomes, self._chunk_states.ungrouped())
@@ -219,6 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         """Ranks agree on the step in its last all-reduce before the update. Who cannot update fails before that."""
         step = self._manager.step
+        # Everything that may be refused is checked first, while no rank has changed anything.
         self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self.model, self._chunk_states)
         step.before_update()
@@ -244,6 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ungrouped = self._chunk_states.ungrouped()
         steps = {chunk: self._updates.steps(chunk, summary) for chunk in self._chunk_states.trained}
         updated = {chunk: its for chunk, its in steps.items() if any(its)}
+        # A non-finite gradient on any rank skips the step on all ranks.
         skipped = None
         factors = GradientFactors(1.0 / self.loss_scale)
         if summary.non_finite is not None:
@@ -266,7 +269,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return settings_of_step(clip, self.loss_scale, self.param_groups)
 
     def _true_norm(self, summary: GradientSummary) -> float:
-        """Of the gradients without the loss scale."""
+        """The norm of the gradients without the loss scale."""
         return summary.norm / self.loss_scale
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -303,8 +306,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Without this call frozen parameters keep them, as in plain PyTorch. After it they start again from their weights
         when they are unfrozen. A chunk's memory is freed once all of its parameters are frozen and none keeps state.
-        Without `parameters` all frozen ones are meant. Raises ValueError for a parameter that is not frozen or not this
-        model's, and GeminiError between backward and step; nothing has changed then.
+
+        parameters: frozen parameters. None: all frozen parameters of the model.
+
+        Raises ValueError for a parameter that is not frozen or not this model's, and GeminiError between backward and
+        step; nothing has changed then.
         """
         step, trainability = self._manager.step, self.model.trainability
         step.check_idle("discard_state()")
@@ -319,7 +325,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         that are not this model's or in a group already, and BudgetError if their state does not fit; nothing has
         changed then.
         """
-        if not hasattr(self, "_chunk_states"):  # torch's constructor adds those that it was given
+        # torch's constructor calls this for the groups that it was given, before `__init__` here has gone on.
+        if not hasattr(self, "_chunk_states"):
             super().add_param_group(param_group)
             return
         step = self._manager.step

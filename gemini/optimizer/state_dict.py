@@ -30,13 +30,16 @@ from gemini.ranks.communicator import Communicator
 from optim import HALF_DTYPES
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho", "etas")
-"""What tells optimizers apart: a param group without one that this optimizer has comes from another kind."""
+"""Hyperparameters by which optimizers are told apart: a param group that lacks one of this optimizer's is foreign."""
 
 
 def whole_optimizer_state(
     model: ShardedModel, states: ChunkStates, groups: list[dict[str, Any]], rank0_only: bool = False
 ) -> dict[str, Any]:
-    """Copies in host memory, on all ranks or on rank 0 alone: the others take part and keep nothing. Collective."""
+    """Whole copies of the state in host memory, on all ranks or on rank 0 only. Collective.
+
+    With `rank0_only` the other ranks take part in the collectives and keep nothing.
+    """
     step = model.chunk_manager.step
     keep = not rank0_only or step.communicator.rank == 0
     step.check_idle("optimizer.state_dict()")
@@ -64,7 +67,8 @@ def whole_optimizer_state(
 
 
 def _names_by_chunk(communicator: Communicator, states: ChunkStates) -> dict[int, list[str]]:
-    """What any rank has made of each chunk's state, in sorted order. Collective."""
+    """The flat states of each chunk that exist on any rank, in sorted order. Collective."""
+    # A torch optimizer creates states lazily, so ranks may have different ones, and gathers need one order.
     made = [f"{index} {name}" for index, state in states.by_chunk.items() for name in state.flats]
     found: dict[int, list[str]] = defaultdict(list)
     for words in communicator.agree_on_names(made):
@@ -76,7 +80,7 @@ def _names_by_chunk(communicator: Communicator, states: ChunkStates) -> dict[int
 def _whole_entries(
     states: States, chunk_state: ChunkOptimizerState, names: Sequence[str], known: Sequence[ManagedParameter]
 ) -> dict[int, dict[str, Any]]:
-    """What is kept of one chunk's parameters, by index. Collective."""
+    """The entries of one chunk's parameters, by parameter index. Collective."""
     chunk, scalars = chunk_state.chunk, chunk_state.scalars
     entries = {
         managed.index: {name: scalar_of(name, value) for name, value in its.items()}
@@ -96,14 +100,14 @@ def load_optimizer_state(
     groups: list[dict[str, Any]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Collective. Frozen parameters take memory for what the state dict has of them, as in plain PyTorch.
+    """Set all state from `saved`. Frozen parameters in it get memory for their state, as in plain PyTorch. Collective.
 
-    Raises ValueError or KeyError, or BudgetError where there is no room for that, before anything is changed.
+    Raises ValueError or KeyError, or BudgetError if there is no room, before anything is changed.
     """
     step = model.chunk_manager.step
     step.check_idle("optimizer.load_state_dict()")
     model.trainability.apply_unfrozen()
-    step.binding.write_back_all()
+    step.binding.write_back_all()  # edits of weights must not overwrite the loaded masters later
     by_number = {number: model._managed[index] for index, number in _numbers(groups).items()}
     saved = _numbered(saved)
     _check(groups, saved, by_number, states)
@@ -112,7 +116,8 @@ def load_optimizer_state(
     for group, loaded in zip(groups, saved["param_groups"], strict=True):
         group.update({name: value for name, value in loaded.items() if name != "params"})
     for chunk_state in states.by_chunk.values():
-        if chunk_state.chunk.holds_grad:  # its weights are those of the masters until now
+        # The parameters are recreated from the present masters, which are about to be replaced.
+        if chunk_state.chunk.holds_grad:
             step.payloads.restore_parameters(chunk_state.chunk)
     with torch.no_grad():
         for number, managed in by_number.items():
@@ -126,7 +131,7 @@ def load_optimizer_state(
 def _wanted(
     by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any], states: ChunkStates
 ) -> dict[int, frozenset[Kind]]:
-    """Chunk indices -> the states that the dict has of frozen parameters and that their chunks have no memory for."""
+    """By chunk index: the states of frozen parameters that `saved` has and their chunks have no memory for."""
     wanted: dict[int, frozenset[Kind]] = {}
     for number, managed in by_number.items():
         chunk = managed.chunk
@@ -145,7 +150,7 @@ def _wanted(
 def _load_entry(
     states: States, chunk_state: ChunkOptimizerState, managed: ManagedParameter, entry: Mapping[str, Any] | None
 ) -> None:
-    """One parameter's state becomes `entry`; None: as before its first step."""
+    """Set one parameter's state to `entry`. None: to that before its first step. Collective."""
     position = managed.position
     chunk_state.discard(managed)
     if entry is None:
@@ -154,6 +159,7 @@ def _load_entry(
     chunk_state.scalars[position] = scalars
     for name, value in entry.items():
         if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
+            # A torch optimizer creates its states at the first step, and this one may not have stepped.
             if name not in chunk_state.flats:
                 chunk_state.take([name], states.step.params)
             states.of_optimizer(managed.chunk, name).set_whole(managed, managed.laid_out(value))
@@ -163,7 +169,7 @@ def _load_entry(
 
 
 def _load_master(states: States, managed: ManagedParameter, value: Tensor) -> None:
-    """A split master brings its upper half, the parameter itself."""
+    """Set one parameter's fp32 master. The upper half of a split master is the parameter itself, so it is set too."""
     if managed.chunk.splits_master:
         managed.has_fractions = True
         states.full_precision(managed.chunk).set_whole(managed, managed.laid_out(value, torch.float32))
@@ -209,7 +215,7 @@ def _check(
 
 
 def _check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, names: EntryNames) -> None:
-    """Raises ValueError unless the entry is what this optimizer keeps of a parameter that it has stepped."""
+    """Raises ValueError unless the entry has the keys and shapes of this optimizer's for a stepped parameter."""
     for name, value in entry.items():
         if name == "step" and (isinstance(value, str) or not _is_number(value)):
             raise ValueError(f"step of {who} is not a number: {value!r}")
@@ -247,7 +253,7 @@ def _numbers(groups: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Entries under numbers, where torch.distributed.checkpoint has names: both count through the param groups."""
+    """The state dict with numbers as keys. torch.distributed.checkpoint has names, in the same order."""
     names = [name for group in saved.get("param_groups", ()) for name in group.get("params", ())]
     if not any(isinstance(name, str) for name in names):
         return saved
@@ -264,7 +270,7 @@ def scalar_of(name: str, value: Any) -> Any:
 
 
 def _unscalar(name: str, value: Any, state: ChunkOptimizerState) -> Any:
-    """As this optimizer's update keeps it: a count where that is a number here, else as given."""
+    """A scalar in the form that this optimizer's update keeps: `step` as an int for our Adam, else as given."""
     if name == "step" and state.counts_steps:
         return int(value)
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""`optimizer.state`: which parameters have state, and what it is called. Reading a value gathers it."""
+"""`optimizer.state`: the parameters with state, and the names of their states. Reading a tensor gathers it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemini.optimizer.state_dict import scalar_of
 
 
 class StateView(Mapping[Tensor, Mapping[str, Any]]):
-    """By parameter, for those that were updated or loaded: torch asks whether an optimizer has state by its length."""
+    """The states by parameter. Only parameters that were updated or loaded count: torch looks at the length."""
 
     def __init__(self, states: ChunkStates) -> None:
         self._states = states
@@ -29,7 +29,7 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
         return sum(1 for _ in self)
 
     def __getitem__(self, parameter: Tensor) -> Mapping[str, Any]:
-        """A view of one parameter's state; empty where there is none. Raises KeyError if it is not the model's."""
+        """A view of one parameter's state, empty without state. Raises KeyError if it is not the model's."""
         link = link_of(parameter)
         if link is None:
             raise KeyError("not a parameter of the ShardedModel")
@@ -42,7 +42,7 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
 
 
 class _ParameterState(Mapping[str, Any]):
-    """Scalars and whole tensors by name. Reading a tensor is collective, and returns a copy."""
+    """One parameter's scalars and whole tensors by name. Reading a tensor is collective and returns a copy."""
 
     def __init__(self, parameter: nn.Parameter, scalars: Mapping[str, Any], names: tuple[str, ...]) -> None:
         self._parameter = parameter

@@ -1,4 +1,4 @@
-"""`StepReport`: what `optimizer.last_step` says of a step."""
+"""`StepReport`: the outcome of a step, which `optimizer.last_step` has."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the last step did. Equal on all ranks."""
+    """The outcome of a step. Equal on all ranks."""
 
-    number: int  # counts steps from 1, also those that were skipped and those without a gradient
-    grad_norm: float  # L2, or what clip_grad_norm_() was asked for, before clipping and without the loss scale
-    clip: float  # what gradients were multiplied by
-    skipped: str | None  # the first parameter whose gradient was not finite: nothing was updated
-    loss_scale: float  # with which the step's backwards ran; 1 without one
+    number: int  # of the step, from 1. Skipped steps and those without a gradient count
+    grad_norm: float  # L2, or the norm that clip_grad_norm_() requested, before clipping and without the loss scale
+    clip: float  # the factor by which gradients were clipped
+    skipped: str | None  # the first parameter with a non-finite gradient, for which nothing was updated
+    loss_scale: float  # the loss scale of the step's backwards; 1 without one

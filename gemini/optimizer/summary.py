@@ -1,7 +1,7 @@
 """The step's one all-reduce: gradient norm, non-finite gradients, and which parameters have a gradient at all.
 
-Everything is integers, so their sum has no order: the norm's limbs (`optim.norm`), and per parameter one word whose
-low half counts the ranks that have a gradient for it and whose high half those that found a non-finite element.
+All of it is integers, so the sum does not depend on its order: the norm's limbs (`optim.norm`), and per parameter one
+word, whose low half counts the ranks with a gradient of it, and whose high half those with a non-finite element.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NON_FINITE = 1 << 32
 
 @dataclass(frozen=True)
 class GradientSummary:
-    """Equal on all ranks."""
+    """The gradients of one step, summarised. Equal on all ranks."""
 
-    norm: float  # inf or NaN where a gradient is not finite
+    norm: float  # inf or NaN if a gradient is not finite
     has_gradient: bytes  # by parameter index: 1 or 0
     non_finite: int | None  # index of the first parameter with a non-finite gradient
-    num_backwards: int  # that the step adds up: the mean over ranks, rounded up
+    num_backwards: int  # backwards in this step: the mean over ranks, rounded up
 
     def of(self, chunk: Chunk) -> bytes:
         """`has_gradient` by position in the chunk, whose parameters have consecutive indices."""
@@ -54,10 +54,12 @@ def summarize(
 ) -> GradientSummary:
     """Look at all gradients once, which are reduced. Collective.
 
-    ungrouped: parameters that are not the optimizer's, by chunk index, then by position: their values do not count.
-    live: what the device has, which ranks agree on here. None: the user has fixed what the model may take.
-    settings: the optimizer's, in words. Raises DivergenceError on all ranks where they differ: a learning rate that
-    differs by rank would give every rank's shard another update, and no error.
+    ungrouped: flags of parameters in no param group, by chunk index, then by position. Their values do not count.
+    live: readings of the device, which ranks agree on here. None: the user has fixed the budget.
+    settings: the optimizer's settings, in words.
+
+    Raises DivergenceError on all ranks if their settings differ. Another learning rate on one rank would give its
+    shards another update, without any error.
     """
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
@@ -74,20 +76,24 @@ def summarize(
         its = sums.setdefault(flat.device, _Sums(flat.device))
         for piece in _counted(chunk, gradient, ungrouped.get(chunk.index)):
             part = flat[piece.in_shard]
-            if several and chunk.widens:  # fp32 sums, and what needed no addition counts as one
+            # Sums of several micro-batches are in fp32. A gradient that came only once is still in 16 bits: widen it,
+            # so that both are counted by the same rule.
+            if several and chunk.widens:
                 part = part.float()
             its.add(chunk, piece, part, norm_type)
     device, communicator = step.params.device.device, step.communicator
-    # before the host waits for the sums: a driver takes its time to answer, and the device would have nothing to do
+    # Read the device's free memory before the host waits for the sums: the driver answers slowly, and the device would
+    # be idle meanwhile.
     readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
     for its in sums.values():
         for index in its.non_finite():
             words[index] += _NON_FINITE
+    # One all-reduce of everything that ranks must know.
     limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
     numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
     both = torch.cat([limbs, numbers])
-    both = both.to(device) if communicator.world_size > 1 else both  # one rank has all of it where it is read
+    both = both.to(device) if communicator.world_size > 1 else both  # one rank needs no copy to the device
     communicator.all_reduce_sum_(both, "gradient summary")
     both = both.cpu()
     limbs, (num_backwards, *counts) = both[: limbs.numel()], both[limbs.numel() :].tolist()
@@ -103,7 +109,8 @@ def summarize(
             max([0.0, *(each for each in largest if not math.isnan(each))]), dtype=torch.float64, device="cpu"
         )
         most = most.to(device)
-        communicator.all_reduce_max_(most, "largest gradient")  # of numbers: backends have no rule for NaN
+        # Backends differ in the maximum of NaN, so NaNs are left out here and come from the limbs.
+        communicator.all_reduce_max_(most, "largest gradient")
         norm = math.nan if limbs[NAN_LIMB] else float(most)
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
     has_gradient = bytes([word & (_NON_FINITE - 1) > 0 for word in counts])
@@ -111,62 +118,67 @@ def summarize(
 
 
 def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dict[str, Any]]) -> str:
-    """All that a step depends on besides the model's state, in words that ranks can compare."""
+    """Everything that a step depends on besides the model's state, as a text that ranks can compare."""
     groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in param_groups]
     return f"clip_grad_norm={clip} loss_scale={loss_scale} {groups}"
 
 
 def compare_settings(step: Step, settings: str) -> None:
-    """As `summarize`, for a step whose gradients were looked at before its settings were final. Collective."""
+    """Compare the settings of a step whose gradients were summarised earlier. Collective.
+
+    Raises DivergenceError, as `summarize` does.
+    """
     bits = torch.tensor(_bits_of(settings), dtype=torch.int64, device=step.params.device.device)
     step.communicator.all_reduce_sum_(bits, "the optimizer's settings")
     _refuse_other_settings(step.communicator, settings, bits.tolist())
 
 
 def _refuse_other_settings(communicator: Communicator, settings: str, bits: list[int]) -> None:
-    """bits: sums over ranks, so that all ranks decide alike."""
+    """Raises DivergenceError if settings differ. bits: sums over ranks, so that all ranks decide alike."""
     if any(count not in (0, communicator.world_size) for count in bits):
         remedy = "All ranks must set the optimizer alike before a step"
         communicator.agree(settings.encode(), "the optimizer's settings", remedy=remedy)
 
 
 def _bits_of(settings: str) -> list[int]:
-    """32 bits that stand for the settings. Their sums over ranks are 0 or the number of ranks where all are alike."""
+    """32 bits of a fingerprint. If all ranks have the same settings, each bit's sum is 0 or the number of ranks."""
     fingerprint = zlib.crc32(settings.encode())
     return [fingerprint >> place & 1 for place in range(32)]
 
 
 class _Sums:
-    """Of the gradients that rest on one device. The host waits for it when all are added, and not for each chunk."""
+    """Sums over the gradients on one device. The host waits for them once, at the end, and not for each chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self.limbs = zero_norm_limbs(device)
         self.largest = torch.zeros((), dtype=torch.float64, device=device)
         self._seen: list[tuple[Chunk, Piece]] = []
-        self._first_bad: list[Tensor] = []  # of each piece: the first element that is not finite, or -1
+        self._first_bad: list[Tensor] = []  # for each piece: its first non-finite element, or -1
 
     def add(self, chunk: Chunk, piece: Piece, part: Tensor, norm_type: float) -> None:
-        """part: the piece's elements of the reduced gradient."""
+        """Add a piece. part: its elements of the reduced gradient."""
         self._seen.append((chunk, piece))
         self._first_bad.append(accumulate_sum_of_squares_(self.limbs, part))
         if norm_type != 2.0:
             self.largest = torch.maximum(self.largest, max_abs(part).double())
 
     def non_finite(self) -> list[int]:
-        """Indices of the parameters with the pieces' first elements that are not finite."""
+        """Indices of the parameters that have the first non-finite element of a piece. Waits for the device."""
         found = torch.stack(self._first_bad).tolist() if self._first_bad else []
         pairs = zip(self._seen, found, strict=True)
         return [chunk.parameter_at(piece.payload_start + first).index for (chunk, piece), first in pairs if first >= 0]
 
 
 def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | None) -> list[Piece]:
-    """The parts of the reduced gradient that this rank adds to the norm; `shard_start` counts in `reduced()`."""
+    """The pieces of the reduced gradient that this rank adds to the norm. `shard_start` refers to `reduced()`."""
     several = chunk.layout.world_size > 1
+    # On several ranks a parameter without a gradient has zeros, which add nothing: take whole shards.
     if ungrouped is None and several:
         pieces = list(chunk.layout.slices(chunk.rank))
     elif ungrouped is None and all(gradient.got):
         pieces = [Piece(0, 0, chunk.optim_numel)]
-    elif ungrouped is None:  # one rank: elements without a gradient are what an earlier step left there
+    elif ungrouped is None:
+        # On one rank elements without a gradient have values of an earlier step: leave them out.
         got = [position for position, has in enumerate(gradient.got) if has]
         pieces = [Piece(start, start, numel) for start, numel, _ in spans_of(chunk, got)]
     else:
@@ -176,6 +188,7 @@ def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | 
             if not (ungrouped is not None and ungrouped[position]) and (several or gradient.got[position])
             for piece in chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
         ]
-    if several and chunk.optim_layout.world_size == 1:  # whole on every rank, and each counts its share
+    # The gradient is whole on every rank, and each rank counts its share of it.
+    if several and chunk.optim_layout.world_size == 1:
         return [Piece(piece.payload_start, piece.payload_start, piece.numel) for piece in pieces]
     return pieces

@@ -1,4 +1,4 @@
-"""An optimizer comes: training begins, and all that it needs takes its memory, or nothing does."""
+"""Allocates the memory of training when an optimizer is made: all of it, or none."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from gemini.placement.refusals import check_host_room_for_steps
 
 
 def take_states(model: ShardedModel, states: ChunkStates) -> None:
-    """Memory for gradients, masters and all that the optimizer keeps. Collective.
+    """Allocate gradients, masters and optimizer state. Collective.
 
-    Where the device has less than the budget says, model data gives up a part of it, as after a shortage in a step, and
-    the rest is taken again from the start; so it is where the host has more by now than when it was read. Raises
-    BudgetError, alike on all ranks, and holds nothing then.
+    If the device has less memory than the budget, model data shrinks as after an out-of-memory step, and all of it is
+    tried again. It is tried again once if the host has more free memory now than when it was read. Raises BudgetError,
+    alike on all ranks, and holds nothing then.
     """
     purpose = model.trainability.purpose
-    has_looked = False  # at the host: what is free there grows by chance, which is no reason to try for ever
+    # Free memory of the host may grow again and again by chance. Look once, or this might never end.
+    has_looked = False
     with purpose.beginning_training("an optimizer"):
         while True:
             error = _try_states(model.chunk_manager, states, purpose.may_make_room())
@@ -33,9 +34,9 @@ def take_states(model: ShardedModel, states: ChunkStates) -> None:
 
 
 def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: bool) -> BudgetError | None:
-    """All of it, where the plan in force puts it. Collective. None, or why no rank holds any of it.
+    """Allocate everything where the plan puts it. Collective. Returns None, or the reason why no rank holds any of it.
 
-    stays_on_device: optimizer state that finds no memory there does not rest on the host instead.
+    stays_on_device: state that finds no memory on the device is a failure, and does not rest on the host instead.
     """
     training, device, error = manager.training, manager.memory.device, None
     was_there, num_shortages = training.is_there, device.num_shortages
@@ -57,7 +58,7 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
     if error is not None:
         _give_back(manager, states, was_there)
     elif not was_there:
-        manager.step.payloads.has_room = False  # slots for gradients take theirs at the next use
+        manager.step.payloads.has_room = False  # gradient slots are allocated at the next use
     return error
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are not trained: those that look as if they were are refused before a step changes anything."""
+"""Refuses, before a step changes anything, parameters that the user expects to be trained and that would not be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemini.optimizer.summary import GradientSummary
 
 
 def refuse_ungrouped(model: ShardedModel, states: ChunkStates) -> None:
-    """Raises GeminiError if a parameter was unfrozen that no param group has."""
+    """Raises GeminiError if an unfrozen parameter is in no param group."""
     if not model.trainability.unfrozen:
         return
     unfrozen = [each for each in model._managed if each.index in model.trainability.unfrozen]
@@ -28,7 +28,7 @@ def refuse_ungrouped(model: ShardedModel, states: ChunkStates) -> None:
 
 
 def refuse_idle(model: ShardedModel, summary: GradientSummary) -> None:
-    """Raises GeminiError on all ranks if unused parameters are not to be ignored and there are some."""
+    """Raises GeminiError on all ranks if a trained parameter has no gradient, unless the settings ignore that."""
     if model.settings.ignore_unused_parameters:
         return
     trained = [each for each in model._managed if each.requires_grad and each.parameter.requires_grad]
@@ -41,7 +41,7 @@ def refuse_idle(model: ShardedModel, summary: GradientSummary) -> None:
 
 
 def frozen_among(model: ShardedModel, parameters: Iterable[Tensor] | None) -> list[ManagedParameter]:
-    """All frozen parameters of the model, or those given. Raises ValueError for one that is not frozen or not its."""
+    """The given frozen parameters, or all of the model. Raises ValueError if one is trained or not the model's."""
     if parameters is None:
         return [managed for managed in model._managed if not managed.requires_grad]
     if isinstance(parameters, Tensor):
