@@ -1,8 +1,8 @@
 """The limits that control groups put on this process's host memory.
 
-A container, a Slurm job or a systemd unit is a control group, and groups are nested: the kernel holds a process to the
-limits of its own group and of every group around that. Version 2 has one tree; version 1, which old systems still have,
-has a tree of its own for memory. Linux documents them in `admin-guide/cgroup-v2` and `admin-guide/cgroup-v1/memory`.
+A container, a Slurm job or a systemd unit is a control group. Groups are nested, and the kernel enforces the limits of
+a process's own group and of every group around it. Version 2 has one tree; version 1, which old systems still use, has
+a separate tree for memory. Linux documents them in `admin-guide/cgroup-v2` and `admin-guide/cgroup-v1/memory`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNLIMITED = 2**62  # version 1 writes the greatest page-aligned number where th
 
 @dataclass(frozen=True)
 class Files:
-    """What a version calls its files, and the lines of `memory.stat` that the kernel can give up at need."""
+    """The file names of one version, and the lines of `memory.stat` that count memory which the kernel can reclaim."""
 
     limits: tuple[str, ...]
     use: str
@@ -38,14 +38,14 @@ V1 = Files(
 
 @dataclass(frozen=True)
 class GroupReading:
-    """A group that has a limit, in bytes."""
+    """The limit and use of a group that has a limit, in bytes."""
 
     limit_bytes: int
-    used_bytes: int  # without what can be reclaimed
+    used_bytes: int  # without memory that can be reclaimed
 
     @property
     def left_bytes(self) -> int:
-        """What its processes can still take."""
+        """Bytes that the group's processes can still allocate."""
         return max(0, self.limit_bytes - self.used_bytes)
 
 
@@ -57,9 +57,9 @@ class Group:
     files: Files
 
     def read(self) -> GroupReading | None:
-        """Its limit and use; None without a limit, and where the files are not there or say something unknown.
+        """The group's limit and use. None without a limit, or if its files are missing or have an unknown format.
 
-        Limits are read every time: they can be changed while a process runs.
+        Limits are read every time, because they can change while a process runs.
         """
         found = [_bytes_in(self.folder / name) for name in self.files.limits]
         limits = [limit for limit in found if limit is not None and limit < _UNLIMITED]
@@ -78,7 +78,7 @@ class Group:
 
 
 def groups_of_process(proc: Path = Path("/proc/self")) -> list[Group]:
-    """The memory groups that a process is in, each before the one around it. Empty where there are none.
+    """The memory groups that a process is in, each before the one around it. Empty if there are none.
 
     proc: the process's folder in the kernel's file system.
     """
@@ -88,8 +88,9 @@ def groups_of_process(proc: Path = Path("/proc/self")) -> list[Group]:
         if files not in paths:
             continue
         folder = mounted_at / _below(root, paths[files])
+        # The path may be one of the host's namespace. In a container only its own group is mounted.
         if not folder.is_dir():
-            folder = mounted_at  # the path is another namespace's: what is mounted here is this container's group
+            folder = mounted_at
         while True:
             groups.append(Group(folder, files))
             if folder == mounted_at:
@@ -99,7 +100,7 @@ def groups_of_process(proc: Path = Path("/proc/self")) -> list[Group]:
 
 
 def tightest(groups: list[Group]) -> GroupReading | None:
-    """The group that leaves least room. None: no group has a limit."""
+    """The group with the least room left. None: no group has a limit."""
     found = [reading for group in groups if (reading := group.read()) is not None]
     return min(found, key=lambda reading: reading.left_bytes, default=None)
 
@@ -116,7 +117,7 @@ def _paths(text: str) -> Iterator[tuple[Files, str]]:
 
 
 def _mounts(text: str) -> Iterator[tuple[Files, str, Path]]:
-    """(version, the group that is mounted, where) of a mountinfo file."""
+    """(version, mounted group, mount point) of each control group file system in a mountinfo file."""
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(" "), right.split(" ")
@@ -129,7 +130,7 @@ def _mounts(text: str) -> Iterator[tuple[Files, str, Path]]:
 
 
 def _below(root: str, path: str) -> str:
-    """`path` as seen from `root`; "" where it is not below it."""
+    """`path` relative to `root`; "" if it is not below `root`."""
     if root != "/":
         if path != root and not path.startswith(root + "/"):
             return ""
@@ -139,14 +140,14 @@ def _below(root: str, path: str) -> str:
 
 
 def _unescaped(path: str) -> str:
-    """A path of mountinfo, which writes blanks and backslashes as octal numbers."""
+    """A path of mountinfo with its octal escapes of blanks and backslashes decoded."""
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         path = path.replace(code, character)
     return path
 
 
 def _text_of(path: Path) -> str:
-    """ "" where it cannot be read: groups end, and containers hide files."""
+    """The file's text; "" if it cannot be read, because groups end and containers hide files."""
     try:
         return path.read_text()
     except OSError:

@@ -1,7 +1,7 @@
-"""One device's memory: of CUDA by the driver's, the runtime's and the allocator's account, or emulated.
+"""Readings of one device's memory: of a CUDA device from driver, runtime and allocator, or of an emulated one.
 
-Nothing here waits for the device: allocators count on the host when tensors are made, and the driver is asked for
-numbers only.
+Nothing here waits for the device: allocators count on the host when tensors are made, and the driver only returns
+numbers.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class DeviceSource(Protocol):
 
 @dataclass(frozen=True)
 class AllocatorBytes:
-    """What torch's allocator says of one device."""
+    """The counts of torch's allocator for one device, in bytes."""
 
     allocated: int
     reserved: int
     inactive: int
-    peak: int  # of `allocated`, since the peak was last reset
+    peak: int  # the maximum of `allocated` since the peak was last reset
     num_ooms: int = 0
 
 
 class Runtime(Protocol):
-    """What a source asks torch about one CUDA device."""
+    """What a source needs to know from torch about one CUDA device."""
 
     @property
     def device(self) -> torch.device: ...
@@ -73,13 +73,13 @@ class Runtime(Protocol):
 
 
 class CudaRuntime:
-    """torch's account of one CUDA device."""
+    """torch's answers about one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def uuids(self) -> list[str]:
-        """What the driver may know the device by. A MIG instance's is tried before that of the GPU it belongs to."""
+        """UUIDs by which the driver may know the device. That of a MIG instance comes before that of its GPU."""
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = self.device.index or 0
@@ -87,21 +87,21 @@ class CudaRuntime:
         return [*(name for name in named if name.startswith("MIG-")), f"MIG-{uuid}", f"GPU-{uuid}"]
 
     def total_bytes(self) -> int:
-        """Of the device, or of the MIG instance."""
+        """Bytes of the device, or of the MIG instance."""
         return int(torch.cuda.get_device_properties(self.device).total_memory)
 
     def has_context(self) -> bool:
-        """This process uses the device. `free_and_total` makes a context, which takes some 0.5 GB, if it does not."""
+        """Whether this process has a context on the device. `free_and_total` would create one, which takes 0.5 GB."""
         has_context = getattr(_cuda_bindings, "_cuda_hasPrimaryContext", None)
         return bool(torch.cuda.is_initialized() and (has_context is None or has_context(self.device.index)))
 
     def free_and_total(self) -> tuple[int, int]:
-        """As the runtime sees the device."""
+        """(free, total) bytes of the device by the CUDA runtime."""
         free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
 
     def allocator(self) -> AllocatorBytes:
-        """Zeros before CUDA is in use."""
+        """The allocator's counts; zeros before CUDA is in use."""
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
 
         def of(kind: str, moment: str) -> int:
@@ -116,29 +116,29 @@ class CudaRuntime:
         )
 
     def reset_peak(self) -> None:
-        """From now on the allocator's peak is that of what follows."""
+        """Reset the allocator's peak to the present bytes."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
 class CudaSource:
-    """One CUDA device, or the part of one that this process sees."""
+    """Readings of one CUDA device, or of the part of one that this process sees."""
 
     counts_tensors = True
 
     def __init__(self, runtime: Runtime, nvml: Nvml | None) -> None:
-        """nvml: None asks the runtime alone."""
+        """nvml: the driver. None: only the runtime is asked."""
         self._runtime = runtime
         self._nvml = nvml
-        self._peak = 0  # that meters have found since the peak was last reset
+        self._peak = 0  # maximum that meters have found since the peak was last reset
         self._handle = None if nvml is None else nvml.find(runtime.uuids(), runtime.total_bytes())
 
     def read(self) -> DeviceReading:
-        """What there is now. Makes no CUDA context where the driver answers without."""
+        """The present reading. Creates no CUDA context if the driver answers."""
         own = self._runtime.allocator()
         told = self._ask_driver(own.reserved)
         if told is None or self._runtime.has_context():
-            # The runtime knows limits that the driver does not, such as those of MPS, and the driver tells of them that
-            # this process could not pass anyway: the smaller figure holds.
+            # The runtime knows limits that the driver does not know, such as those of MPS, and the reverse. Both apply,
+            # so the smaller figure counts.
             free, total = self._runtime.free_and_total()
             free = free if told is None else min(free, told.free_bytes)
         else:
@@ -158,16 +158,16 @@ class CudaSource:
         )
 
     def reset_peak(self) -> None:
-        """`DeviceReading.peak_bytes` is of what follows, and so is `torch.cuda.max_memory_allocated`."""
+        """Begin a new peak: of `DeviceReading.peak_bytes` and of `torch.cuda.max_memory_allocated`."""
         self._peak = 0
         self._runtime.reset_peak()
 
     def note_peak(self, num_bytes: int) -> None:
-        """A meter has found it, and resets the allocator's."""
+        """Record a peak that a meter found, before the meter resets that of the allocator."""
         self._peak = max(self._peak, num_bytes)
 
     def peak_meter(self) -> PeakMeter:
-        """Of the allocator. Whoever reads `torch.cuda.max_memory_allocated` finds that it starts at each position."""
+        """A meter on the allocator's peak. It resets `torch.cuda.max_memory_allocated` at each position."""
         return AllocatorMeter(self._runtime, self)
 
     def _ask_driver(self, least_own_bytes: int) -> DriverReading | None:
@@ -177,12 +177,12 @@ class CudaSource:
 
 
 class AllocatorMeter:
-    """Peaks of what torch's allocator has given out on a CUDA device, model data included."""
+    """Measures peaks of the bytes allocated on a CUDA device, model data included."""
 
     counts_model_data = True
 
     def __init__(self, runtime: Runtime, source: CudaSource) -> None:
-        """source: goes on to read the peak of all positions together."""
+        """source: is told each peak, so that its own reading still covers all positions."""
         self._runtime = runtime
         self._source = source
 
@@ -194,7 +194,7 @@ class AllocatorMeter:
         pass
 
     def take(self) -> int:
-        """The most bytes since the last call."""
+        """The peak since the last call, in bytes."""
         peak = self._runtime.allocator().peak
         self._source.note_peak(peak)
         self._runtime.reset_peak()
@@ -202,7 +202,7 @@ class AllocatorMeter:
 
 
 class EmulatedDevice:
-    """Device memory that is really host memory, with a capacity that may change at any time, as free memory does.
+    """Device memory emulated in host memory, with a capacity that may change at any time, as free memory does.
 
     `ShardedModel(module, device=EmulatedDevice(10**9))` trains on it, `MemoryMonitor(EmulatedDevice(10**9))` reads it.
     Local; raises nothing.
@@ -235,15 +235,15 @@ class EmulatedDevice:
         self._num_ooms = 0
 
     def hold(self, ledger: Ledger) -> None:
-        """The bytes that this ledger counts are on the device from now on. Local; raises nothing."""
+        """Count the bytes of this ledger as bytes on the device from now on. Local; raises nothing."""
         self._ledgers.add(ledger)
 
     @contextmanager
     def holding_activations(self) -> Iterator[None]:
-        """Inside, what operations of this thread make counts as memory of the device, and has a bound. Local.
+        """A context in which tensors that this thread's operations make count as device memory, with a bound. Local.
 
-        An operation whose results would be more than the device has left, beside model data and other processes,
-        raises torch.OutOfMemoryError, as on an accelerator. Tensors from before do not count.
+        An operation whose results do not fit beside model data and other processes raises torch.OutOfMemoryError, as on
+        an accelerator. Tensors from before do not count.
         """
         meter = BoundedMeter(self._refuse)
         self._meter = meter
@@ -254,7 +254,7 @@ class EmulatedDevice:
             self._meter = None
 
     def _refuse(self, num_bytes: int) -> None:
-        """Raises OutOfMemoryError unless so many bytes of activations fit."""
+        """Raises OutOfMemoryError if `num_bytes` of activations do not fit."""
         own = sum(ledger.total_bytes for ledger in self._ledgers)
         if self.total_bytes is not None and num_bytes + own + self.others_bytes > self.total_bytes:
             self._num_ooms += 1
@@ -264,7 +264,7 @@ class EmulatedDevice:
             )
 
     def read(self) -> DeviceReading:
-        """What there is now. Local; raises nothing."""
+        """The present reading. Local; raises nothing."""
         own, total = sum(ledger.total_bytes for ledger in self._ledgers), self.total_bytes
         most = self.activation_bytes if self._meter is None else self._meter.peak_bytes
         return DeviceReading(
@@ -282,17 +282,17 @@ class EmulatedDevice:
         )
 
     def reset_peak(self) -> None:
-        """What is assigned holds until it is assigned again, but not what is measured. Local; raises nothing."""
+        """Reset a measured peak. One that was assigned stays until it is assigned again. Local; raises nothing."""
         if self._meter is not None:
             self._meter.take()
 
     def peak_meter(self) -> PeakMeter:
-        """Of live storages that operations make. Local; raises nothing."""
+        """A meter on live storages that operations make. Local; raises nothing."""
         return StorageMeter(self) if self._meter is None else PartMeter(self._meter)
 
 
 def source_of(device: Device | DeviceSource) -> DeviceSource:
-    """Where a device's readings come from. Accelerators but CUDA's count as one without a bound."""
+    """The source of a device's readings. Accelerators other than CUDA's are read as devices without a bound."""
     if isinstance(device, DeviceSource):
         return device
     device = resolve_device(device, "device")

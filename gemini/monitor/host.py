@@ -1,4 +1,4 @@
-"""Host memory and disks, by the kernel's account."""
+"""Readings of host memory and disks, from the kernel."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from gemini.monitor.cgroup import groups_of_process, tightest
 from gemini.monitor.readings import DiskReading, HostReading
 
 HOST_RESERVE = 0.1
-"""Of what the host has available, left to the rest of the machine."""
+"""Fraction of the available host memory that is left to the rest of the machine."""
 
 
 def share_of_host(available_bytes: int) -> int:
-    """Of host memory that is available: one rank's part of it, less the reserve, in bytes."""
+    """One rank's share of the available host memory, without the reserve, in bytes."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return int(available_bytes * (1 - HOST_RESERVE)) // max(1, num_ranks)
 
 
 class HostSource:
-    """The host memory that this process may use. Its control groups are looked up once, when this is made."""
+    """Readings of the host memory that this process may use. Its control groups are looked up once, at the start."""
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         """proc: this process's folder in the kernel's file system."""
         self._groups = groups_of_process(proc)
 
     def read(self) -> HostReading:
-        """What there is now."""
+        """The present reading."""
         machine, swap = psutil.virtual_memory(), psutil.swap_memory()
         group = tightest(self._groups)
         total, available = int(machine.total), int(machine.available)
+        # A limit above the machine's memory does not apply.
         is_limited = group is not None and group.limit_bytes < total
         return HostReading(
             total_bytes=total,
@@ -47,13 +48,13 @@ class HostSource:
 
 
 class DiskSource:
-    """The file system of a directory, which need not exist yet."""
+    """Readings of the file system of a directory, which need not exist yet."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def read(self) -> DiskReading:
-        """What there is now. Raises OSError if the file system does not answer."""
+        """The present reading. Raises OSError if the file system does not answer."""
         existing = self._directory.absolute()
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
@@ -62,6 +63,6 @@ class DiskSource:
 
 
 def _pinned_by_torch() -> int:
-    """Of torch's allocator of pinned memory, cached blocks included; 0 before CUDA is in use."""
+    """Bytes of torch's allocator of pinned memory, cached blocks included. 0 before CUDA is in use."""
     found = torch.cuda.host_memory_stats_as_nested_dict().get("allocated_bytes", {})
     return int(found.get("current", 0))

@@ -1,7 +1,7 @@
-"""What a device has for one model while it is trained: read by every rank at each step, and agreed.
+"""The device memory that one model may use while it is trained: read by every rank at each step, and agreed on.
 
-Readings differ from rank to rank, and plans that follow from them must not. So they travel in the all-reduce that a
-step makes anyway, each rank's in a place of its own; every rank takes the least free bytes and the most activations.
+Readings differ between ranks, but the plans made from them must not. So the readings travel in the all-reduce that a
+step makes anyway, each rank's in a place of its own. All ranks use the least free bytes and the most activations.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from gemini.monitor.readings import DeviceReading
 
 _NUM_FIGURES = 3
 _UNKNOWN = -1
-_UNBOUNDED = 1  # in place of free bytes, which are negative or 0: one rank without a bound decides for all
+_UNBOUNDED = 1  # stands for negated free bytes, which are at most 0: the maximum over ranks is then unbounded
 
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Of the device, as all ranks agreed on it at a step.
+    """The device's memory, as all ranks agreed on it at a step.
 
     Args:
-        free: bytes that the model's data may take, its own included. None: the device has no bound.
-        activations: the most bytes that a step takes besides model data. None: not known.
-        is_short: the device of a rank ran out of memory since the step before.
+        free: bytes for model data, including those that it holds already. None: the device has no bound.
+        activations: peak of non-model bytes in a step. None: unknown.
+        is_short: the device of some rank ran out of memory since the step before.
     """
 
     free: int | None
@@ -35,29 +35,31 @@ class LiveBytes:
 
 
 _WINDOW = 100
-"""Steps after which activations that no step has needed since may be forgotten, after twice as many at the latest."""
+"""Steps in a window. A peak is forgotten one window after its own has ended: after 100 to 200 steps."""
 
 
 class MostSeen:
-    """The most activations of the last 100 to 200 steps. Batches of several sizes take turns, and evaluation comes
-    between steps: what one of them has needed is there for the next one like it, though smaller ones came since.
+    """The peak of activations over the last 100 to 200 steps.
+
+    Batches of several sizes take turns, and evaluation runs between steps. The memory of a large batch must still be
+    free when the next large one comes, although smaller ones came in between.
     """
 
     def __init__(self) -> None:
-        self._windows: list[int | None] = [None, None]  # of the steps before, and since
+        self._windows: list[int | None] = [None, None]  # peaks of the last full window and of the present one
         self._num_steps = 0
 
     @property
     def bytes(self) -> int | None:
-        """None: nothing was seen."""
+        """The peak, in bytes. None: nothing was measured."""
         return _greatest(*self._windows)
 
     def note(self, num_bytes: int | None) -> None:
-        """So many were needed since the last call."""
+        """Record the peak since the last call."""
         self._windows[1] = _greatest(self._windows[1], num_bytes)
 
     def step(self) -> bool:
-        """A step is over. Whether it was the last of a window."""
+        """Count a step. Returns whether it was the last of a window."""
         self._num_steps += 1
         if self._num_steps < _WINDOW:
             return False
@@ -70,10 +72,10 @@ def _greatest(*figures: int | None) -> int | None:
 
 
 class LiveMemory:
-    """One model's view of its device."""
+    """One model's readings of its device."""
 
     def __init__(self, source: DeviceSource, ledger: Ledger) -> None:
-        """ledger: of the model's data on that device."""
+        """ledger: the ledger of the model's data on that device."""
         self._source = source
         self._ledger = ledger
         self._agreed: LiveBytes | None = None
@@ -82,66 +84,68 @@ class LiveMemory:
         source.reset_peak()
 
     def words(self, rank: int, world_size: int) -> list[int]:
-        """This rank's readings at its places, zeros at the others': sums over ranks are all readings. Local."""
+        """This rank's readings in its own places, and zeros elsewhere. A sum over ranks yields all readings. Local."""
         words, figures = [0] * (_NUM_FIGURES * world_size), self._figures(self._source.read())
         words[_NUM_FIGURES * rank : _NUM_FIGURES * (rank + 1)] = [*figures, max(0, self._read_ooms - self._num_ooms)]
+        # Without a reset the source would report the peak of all steps for ever.
         if self._most.step():
-            self._source.reset_peak()  # it would keep the greatest of all steps
+            self._source.reset_peak()
         return words
 
     def shortage(self) -> list[int]:
-        """How often the device ran out of memory since that was known, activations, free bytes, negative. Local.
+        """[new out-of-memory failures, activations, negated free bytes] of this rank. Local.
 
-        The greatest of each over all ranks are for `agree_on_shortage`.
+        `agree_on_shortage` takes the maximum of each over all ranks.
         """
         before, (free, activations) = self._num_ooms, self._figures(self._source.read())
         self.forgive()
         return [self._num_ooms - before, activations, _UNBOUNDED if free == _UNKNOWN else -free]
 
     def forgive(self) -> None:
-        """How often the device had run out of memory by the last reading is known to all ranks. Local."""
+        """Count the out-of-memory failures up to the last reading as handled by all ranks. Local."""
         self._num_ooms = self._read_ooms
 
     def agree_on_shortage(self, words: list[int]) -> None:
-        """words: the greatest over ranks. Local, and equal on all of them."""
+        """Adopt the figures of a shortage. words: maxima over ranks. Local, and equal on all ranks."""
         ooms, activations, free = words
         self._agreed = LiveBytes(
             None if free == _UNBOUNDED else -free, None if activations == _UNKNOWN else activations, ooms > 0
         )
 
     def bound(self, most_activations: int | None) -> list[int]:
-        """Whether activations are known and the bound is, the bound, free bytes, negative. Local.
+        """[whether this rank lacks activations or a bound, the bound, negated free bytes] of this rank. Local.
 
-        The greatest of each over all ranks are for `agree_on_bound`. most_activations: of the batch at hand.
+        `agree_on_bound` takes the maximum of each over all ranks. most_activations: the bound for the batch at hand.
         """
         free, activations = self._figures(self._source.read())
         is_unknown = activations == _UNKNOWN or most_activations is None
         return [int(is_unknown), most_activations or 0, _UNBOUNDED if free == _UNKNOWN else -free]
 
     def agree_on_bound(self, words: list[int]) -> LiveBytes | None:
-        """The bound is in `activations`. None: a rank does not know it. words: the greatest over ranks. Local."""
+        """The agreed bound, as `activations`. None: some rank has none. words: maxima over ranks. Local."""
         is_unknown, most_activations, free = words
         return None if is_unknown else LiveBytes(None if free == _UNBOUNDED else -free, most_activations)
 
     def _figures(self, reading: DeviceReading) -> tuple[int, int]:
-        """Free bytes, the model's own included, and the most activations of the last steps."""
+        """(free bytes, including the model's own; peak of activations of the last steps)."""
         self._read_ooms = self._ooms(reading)
         free, peak = reading.available_bytes, reading.peak_bytes
-        # what is allocated between backward and update outlives steps: model data, buffers, the user's own tensors
+        # Memory that is allocated between backward and update outlives steps, so it is no activation: model data,
+        # buffers, the user's own tensors.
         self._most.note(None if peak is None else max(0, peak - reading.allocated_bytes))
         most = self._most.bytes
         return (
-            # others alone may hold more than an emulated device has by now
+            # Other processes alone may hold more than an emulated device has, if its capacity was lowered.
             _UNKNOWN if free is None else max(0, free + self._ledger.total_bytes),
             _UNKNOWN if most is None else most,
         )
 
     def _ooms(self, reading: DeviceReading) -> int:
-        """Those after which somebody has to make room."""
+        """The number of out-of-memory failures, without those of model data that was put on the host instead."""
         return reading.num_ooms - self._ledger.num_evaded
 
     def agree(self, words: list[int]) -> None:
-        """words: sums over ranks. Local, and equal on all of them."""
+        """Adopt the readings of all ranks at a step. words: sums over ranks. Local, and equal on all ranks."""
         free, activations, ooms = (words[each::_NUM_FIGURES] for each in range(_NUM_FIGURES))
         self._agreed = LiveBytes(
             None if _UNKNOWN in free else min(free),
@@ -150,15 +154,15 @@ class LiveMemory:
         )
 
     def take(self) -> LiveBytes | None:
-        """What the last step has agreed on. None: it was taken already."""
+        """Return what the last step has agreed on, once. None: it was taken already."""
         agreed, self._agreed = self._agreed, None
         return agreed
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Around a change of where model data rests, which would pass for activations otherwise. Local.
+        """A context for moves of model data, whose temporary memory would look like activations. Local.
 
-        What was seen before counts on, and is measured anew from the end of the block.
+        Earlier peaks are kept, and measuring starts again at the end of the block.
         """
         self._figures(self._source.read())
         try:

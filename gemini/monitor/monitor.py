@@ -1,6 +1,6 @@
-"""`MemoryMonitor`: the one reader of live memory.
+"""`MemoryMonitor`: the only reader of live memory.
 
-What is read are facts; how much of it a model may take is decided by who plans (`gemini/model/budgets.py`).
+It only reports. How much of the free memory a model may use is decided in planning (`gemini/model/budgets.py`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gemini.settings import Device
 class MemoryMonitor:
     """Reads how much memory the device, the host and a disk have free, and who holds the rest. Needs no model.
 
-    On CUDA the device is looked up at NVIDIA's driver by its UUID, so that CUDA_VISIBLE_DEVICES in any form, and MIG
-    instances, mean what they mean for CUDA. Where the driver's library does not work, which a warning says once, the
-    CUDA runtime is asked alone. No other process is asked and nothing waits for the device: every rank has its own
-    monitor and its own readings, which differ. Local.
+    A CUDA device is looked up in NVIDIA's driver by its UUID, so that CUDA_VISIBLE_DEVICES in any form, and MIG
+    instances, mean the same as for CUDA. If the driver's library does not work, a warning says so once, and only the
+    CUDA runtime is asked. Nothing communicates with other processes or waits for the device. Each rank has its own
+    monitor, and readings differ between ranks. Local.
 
     Args:
-        device: "emulated", an int, a string or a torch.device, as in `Settings`, an `EmulatedDevice` included.
+        device: "emulated", an int, a string or a torch.device, as in `Settings`, or an `EmulatedDevice`.
             None: the current accelerator, else the emulated device, which has no bound.
-        directory: whose file system is read, too. It need not exist yet. None: no disk is read.
+        directory: a directory whose file system is read too. It need not exist yet. None: no disk is read.
 
-    Raises TypeError or ValueError for a device that is not there.
+    Raises TypeError or ValueError for a device that does not exist.
 
     Example:
         >>> monitor = MemoryMonitor("emulated", directory=".")
@@ -44,25 +44,25 @@ class MemoryMonitor:
         self._disk = None if directory is None else DiskSource(Path(directory))
 
     def read(self) -> MemoryReading:
-        """What there is now. Local; cheap enough for every step (`python -m benchmarks.memory_monitor` times it).
+        """The present reading. Local; cheap enough for every step (`python -m benchmarks.memory_monitor` times it).
 
         Raises OSError if the directory's file system does not answer.
         """
         return MemoryReading(self.read_device(), self.read_host(), None if self._disk is None else self._disk.read())
 
     def read_device(self) -> DeviceReading:
-        """What the device has now, without a look at the host. Local; raises nothing."""
+        """The present reading of the device only. Local; raises nothing."""
         return self._device.read()
 
     def read_host(self) -> HostReading:
-        """What the host has now, without a look at the device. Local; raises nothing."""
+        """The present reading of the host only. Local; raises nothing."""
         return self._host.read()
 
     def record_peaks(self) -> PositionPeaks:
-        """A context manager that records the most non-model bytes at each position of what runs inside. Local.
+        """A context manager that records the peak of non-model bytes at each position of the code inside. Local.
 
-        On CUDA the allocator's peaks are reset at each position, so `torch.cuda.max_memory_allocated()` is that since
-        the last position. On the emulated device a dispatch mode counts storages. Raises nothing.
+        On CUDA the allocator's peak is reset at each position, so `torch.cuda.max_memory_allocated()` covers the time
+        since the last position. On the emulated device a dispatch mode counts storages. Raises nothing.
 
             >>> with MemoryMonitor("emulated").record_peaks() as peaks:
             ...     peaks.at("first")

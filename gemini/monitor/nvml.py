@@ -1,8 +1,8 @@
-"""What NVIDIA's driver says of a device, through NVML: also without a CUDA context, and process by process.
+"""Readings of a device from NVIDIA's driver, through NVML: without a CUDA context, and by process.
 
-NVML numbers devices as the machine has them, and CUDA as CUDA_VISIBLE_DEVICES names them, by index, by UUID or by a
-part of one, and in another order. So devices are looked up by their UUID. NVML often does not work in containers (no
-library, a library of another version than the driver, no permission): then nothing here is needed.
+NVML numbers the devices of the machine. CUDA numbers those that CUDA_VISIBLE_DEVICES names (by index, UUID or the
+beginning of one), in an order of its own. So devices are looked up by UUID. NVML often does not work in containers (no
+library, a library of another version than the driver, no permission); the caller then does without it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 _SAME_PART = 16
-"""Two accounts of one device's total differ by what the driver keeps for itself, which is less than this part."""
+"""Driver and runtime report totals that differ by the driver's own memory: less than the total divided by this."""
 
 
 @dataclass(frozen=True)
 class DriverReading:
-    """One device by the driver's account, in bytes."""
+    """The driver's reading of one device, in bytes."""
 
     total_bytes: int
     free_bytes: int
-    own_bytes: int | None  # of this process, its CUDA context included. None: the driver does not say
+    own_bytes: int | None  # held by this process, its CUDA context included. None: the driver does not say
 
 
 class Nvml:
-    """NVML for as long as it works. After a first failure it says so, once, and answers None from then on."""
+    """NVML, as long as it works. The first failure warns once; from then on all answers are None."""
 
     def __init__(self, library: Any) -> None:
         """library: the module `pynvml`, or None if there is none."""
@@ -42,9 +42,9 @@ class Nvml:
             self._give_up(error)
 
     def find(self, uuids: Sequence[str], total_bytes: int) -> Any | None:
-        """The handle of the first device that is known by one of `uuids` and has about `total_bytes`.
+        """The handle of the first device with one of `uuids` and about `total_bytes`. None: there is none.
 
-        The bytes tell a MIG instance from the GPU that it is a part of, if CUDA names the whole by its UUID.
+        The bytes distinguish a MIG instance from its GPU, if CUDA names the instance by the GPU's UUID.
         """
         for uuid in uuids if self._works else ():
             try:
@@ -59,10 +59,10 @@ class Nvml:
         return None
 
     def read(self, handle: Any, least_own_bytes: int) -> DriverReading | None:
-        """What a device of `find` has now; None once NVML has failed.
+        """The present reading of a device from `find`. None once NVML has failed.
 
-        least_own_bytes: that this process holds for certain. The driver numbers processes as the machine does, so in a
-        container another process can have the number that this one has inside.
+        least_own_bytes: bytes that this process certainly holds. The driver uses process ids of the machine, so another
+        process may have the id that this one has inside a container. Smaller figures of it are not believed.
         """
         if not self._works:
             return None
@@ -80,7 +80,7 @@ class Nvml:
         try:
             processes = self._library.nvmlDeviceGetComputeRunningProcesses(handle)
         except self._library.NVMLError:
-            return None  # processes are hidden here; what is free is known all the same
+            return None  # the driver hides processes here, but free memory is known all the same
         own = [each.usedGpuMemory for each in processes if each.pid == os.getpid()]
         return int(own[0]) if own and own[0] is not None else None
 
@@ -95,7 +95,7 @@ class Nvml:
 
 @functools.cache
 def driver_of_process() -> Nvml:
-    """The one that all monitors of this process use, so that a failure is said once. It is loaded at the first call."""
+    """The process's only `Nvml`, so that a failure warns once. Loaded at the first call."""
     try:
         import pynvml
     except ImportError:

@@ -1,8 +1,8 @@
-"""The most bytes that are not model data (activations, workspace) at each position of a run.
+"""The peak of non-model bytes (activations, workspace) at each position of a run.
 
-A run says where it is, and the bytes at the peak until it is somewhere else belong there. On CUDA they are what the
-allocator has given out, less the model data. On the emulated device they are live storages, which operations of the
-user's have made; operations on chunks do not count, see [Note: Modes] in memory/modes.py. Nothing waits for the device.
+The run reports its positions, and the peak until the next report belongs to the position. On CUDA it is the allocated
+bytes less the model data. On the emulated device it is the live storages that the user's operations have made;
+operations on chunks do not count, see [Note: Modes] in memory/modes.py. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMeter(Protocol):
-    """Measures while it is entered."""
+    """Measures peaks of memory while it is entered."""
 
     counts_model_data: bool
 
@@ -29,13 +29,13 @@ class PeakMeter(Protocol):
     def __exit__(self, *error: Any) -> Any: ...
 
     def take(self) -> int:
-        """The most bytes since the last call, or since the meter was entered."""
+        """The peak since the last call, or since the meter was entered, in bytes."""
 
 
 class PositionPeaks(AbstractContextManager["PositionPeaks"]):
-    """A context manager that finds the most non-model bytes at each position of what runs inside.
+    """A context manager that finds the peak of non-model bytes at each position of the code inside.
 
-    `MemoryMonitor.record_peaks` makes it. `by_position` has the bytes under the positions that `at` was called with.
+    `MemoryMonitor.record_peaks` makes it. `by_position` has the bytes by the positions that were passed to `at`.
     Local; raises nothing.
 
     Args:
@@ -57,11 +57,11 @@ class PositionPeaks(AbstractContextManager["PositionPeaks"]):
         self._is_somewhere = False
 
     def at(self, position: Hashable, model_bytes: int = 0) -> None:
-        """The run has come to `position`: what follows, up to the next call, belongs to it. Local; raises nothing.
+        """Begin `position`. The peak up to the next call belongs to it. Local; raises nothing.
 
-        position: any key; of one that is met again the greatest peak stays.
-        model_bytes: of model data on the device now. Between two calls the smaller of both figures counts, so that a
-            peak is never too small; say where you are before and after model data is taken for the exact one.
+        position: any key. A repeated position keeps its greatest peak.
+        model_bytes: bytes of model data on the device now. Between two calls the smaller of both figures counts, so
+            that a peak is never too small. It is exact if positions are reported around each allocation of model data.
         """
         peak, least = self._meter.take(), min(self._model_bytes, model_bytes)
         if self._is_somewhere:
@@ -81,22 +81,22 @@ class PositionPeaks(AbstractContextManager["PositionPeaks"]):
 
 
 class Emulated(Protocol):
-    """A device that operations do not run out of."""
+    """A device whose activations are measured and not bounded."""
 
     activation_bytes: int | None
 
 
 class StorageMeter(TorchDispatchMode):
-    """Live storages that operations of the user's have made since it was entered.
+    """Measures the live storages that the user's operations have made since the meter was entered.
 
-    Views of what was there before, such as weights in a slot, are no new storage. Copies and collectives on chunks are
-    not seen, because this mode follows the user's operations.
+    Views of older memory, such as weights in a slot, are no new storage. Copies and collectives on chunks are not seen,
+    because this mode follows only the user's operations.
     """
 
     counts_model_data = False
 
     def __init__(self, device: Emulated | None) -> None:
-        """device: is told the most bytes of all, when this mode is left. None: nobody is."""
+        """device: receives the overall peak as `activation_bytes` when this mode is left. None: no device does."""
         super().__init__()
         self._device = device
         self._most = 0
@@ -105,7 +105,7 @@ class StorageMeter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """It follows the user's operations, see [Note: Modes] in memory/modes.py."""
+        """Follow only the user's operations, see [Note: Modes] in memory/modes.py."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,6 +118,7 @@ class StorageMeter(TorchDispatchMode):
                 self._count(num_bytes - known[1])  # it may have been resized
                 self._alive[storage._cdata] = known[0], num_bytes
                 continue
+            # A storage of an argument is not new: the operation returned a view, or wrote in place.
             if given is None:
                 given = {each._cdata for each in _storages((args, kwargs))}
             if storage._cdata not in given:
@@ -126,7 +127,7 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def take(self) -> int:
-        """The most bytes since the last call."""
+        """The peak since the last call, in bytes."""
         peak, self._peak = self._peak, self._now
         self._most = max(self._most, peak)
         return peak
@@ -142,7 +143,7 @@ class StorageMeter(TorchDispatchMode):
         self._peak = max(self._peak, self._now)
 
     def _forget(self, key: int, dead: weakref.ref[Any]) -> None:
-        """A storage is gone. The address may be another one's by now."""
+        """Uncount a storage that was freed, unless its address belongs to another one by now."""
         known = self._alive.get(key)
         if known is not None and known[0] is dead:
             del self._alive[key]
@@ -150,21 +151,21 @@ class StorageMeter(TorchDispatchMode):
 
 
 class BoundedMeter(StorageMeter):
-    """Live storages, each of which is refused where they would be too many."""
+    """A `StorageMeter` that raises when live storages exceed a bound."""
 
     def __init__(self, refuse: Callable[[int], None]) -> None:
-        """refuse: is given the bytes of all that are alive, and raises if they do not fit."""
+        """refuse: a function of the live bytes that raises if they do not fit."""
         super().__init__(None)
         self._refuse = refuse
         self._peak_of_part = 0
 
     @property
     def peak_bytes(self) -> int:
-        """The most since the last `take`, what was refused included."""
+        """The peak since the last `take`, in bytes, including a refused storage."""
         return self._peak
 
     def take_part(self) -> int:
-        """The most bytes since the last call of this method, which leaves `peak_bytes` as it is."""
+        """The peak since the last call of this method, in bytes. It leaves `peak_bytes` as it is."""
         peak, self._peak_of_part = self._peak_of_part, self._now
         return peak
 
@@ -176,7 +177,7 @@ class BoundedMeter(StorageMeter):
 
 
 class PartMeter:
-    """Peaks of parts of what a `BoundedMeter`, which is entered already, follows."""
+    """Measures peaks between calls, on top of a `BoundedMeter` that is entered already."""
 
     counts_model_data = False
 
@@ -191,7 +192,7 @@ class PartMeter:
         pass
 
     def take(self) -> int:
-        """The most bytes since the last call."""
+        """The peak since the last call, in bytes."""
         return self._whole.take_part()
 
 

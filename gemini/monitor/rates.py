@@ -1,8 +1,8 @@
-"""Rates of this machine, measured in a fraction of a second and remembered for the next process.
+"""Rates of this machine, measured in a fraction of a second and cached for the next process.
 
-What is measured is what the library does: copies between host and device, Adam by the kernels that update chunks,
+The library's own operations are measured: copies between host and device, Adam by the kernels that update chunks,
 matrix products, and with a process group its own collectives. On a machine without an accelerator the device is
-emulated in host memory: a copy to it is one from host memory to host memory. The figures are kept in the user's cache
+emulated in host memory, and a copy to it is a copy within host memory. The rates are cached in the user's cache
 directory, by device, processor, number of threads, version of torch and number of ranks.
 """
 
@@ -31,34 +31,35 @@ from sharding import Collectives, ShardLayout, Unit
 
 _COPY_BYTES = 2**25
 _UPDATE_NUMEL = 2**21
-_UPDATE_BYTES = 26  # of a parameter in bf16 with a split master: read 14, written 12
+_UPDATE_BYTES = 26  # per parameter in bf16 with a split master: 14 read, 12 written
 _PAYLOAD_BYTES = 2**22
 _ENOUGH_S = 0.02
-"""Of repetitions of one measurement: of those the fastest counts, so that other work on the machine does not."""
+"""Seconds of repetitions of one measurement. The fastest one counts, which leaves out other work on the machine."""
 _LONG_S = 0.08
-"""After it a measurement ends, however few repetitions there were."""
+"""Seconds after which a measurement ends, however few repetitions there were."""
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 4, 20
 _PRODUCTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LARGEST_PRODUCT = 8192
 
 
 def rates_of(device: Device = None, group: dist.ProcessGroup | None = None, *, measure_again: bool = False) -> Rates:
-    """What is remembered of this machine, or what is measured now. Local without a group, collective with one.
+    """The cached rates of this machine, or else newly measured ones. Local without a group, collective with one.
 
     Args:
         device: as for `ShardedModel`. None: the current accelerator, else the emulated device.
-        group: whose collectives are measured too. None: the rates between ranks are not known.
-        measure_again: do not look at what is remembered.
+        group: a process group whose collectives are measured too. None: the rates between ranks are unknown.
+        measure_again: ignore the cache.
 
-    A file that cannot be read, is no JSON or is about another machine counts as none, and where none can be written the
-    next process measures again. Raises ValueError for a device that is not there.
+    A cache file that cannot be read, is not JSON or describes another machine is ignored. If none can be written, the
+    next process measures again. Raises ValueError for a device that does not exist.
     """
     resolved = resolve_device(device, "device")
     key = _key(resolved, group)
     file = _file(key)
     found = None if measure_again else _remembered(file, key)
+    # Measuring is collective: if one rank lacks the cache file, all ranks measure.
     if group is not None:
-        found = _agreed(found, group)  # ranks that have other files would not all measure
+        found = _agreed(found, group)
     if found is None:
         found = _measured(resolved, group)
         if group is not None:
@@ -98,13 +99,14 @@ def _buffer(device: torch.device, pinned: bool = False) -> Tensor:
 
 
 def _memory_rate(buffer: Tensor) -> float:
-    """Bytes read and written in a second."""
+    """Bytes read and written per second by a copy within one memory."""
     beside = torch.zeros_like(buffer)
     return 2 * _COPY_BYTES / _seconds(lambda: beside.copy_(buffer), beside)
 
 
 def _seconds(call: Callable[[], object], read: Tensor) -> float:
-    """Of the fastest of some calls. `read` is on the device: to read an element waits for what was launched."""
+    """Seconds of the fastest of several calls. Reading an element of `read`, on the device, waits for each call."""
+    # The first call may compile a kernel or touch new pages: it does not count.
     call()
     float(read.view(-1)[0])
     times: list[float] = []
@@ -117,14 +119,14 @@ def _seconds(call: Callable[[], object], read: Tensor) -> float:
 
 
 def _goes_on(seconds: float, count: int) -> bool:
-    """Some repetitions of what is quick, and of what is slow no more than is needed."""
+    """Whether to repeat: fast calls several times, slow ones no more than necessary."""
     if count < _LEAST_REPETITIONS:
         return seconds < _LONG_S
     return seconds < _ENOUGH_S and count < _MOST_REPETITIONS
 
 
 def _update_rate(device: torch.device) -> float:
-    """Bytes a second of Adam on bf16 weights with split masters."""
+    """Bytes per second of Adam on bf16 weights with split masters."""
     numel = _UPDATE_NUMEL
     weight, grad = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
     first, second = (torch.zeros(numel, device=device) for _ in range(2))
@@ -135,9 +137,9 @@ def _update_rate(device: torch.device) -> float:
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOPs a second of square matrices, the best of sizes that take no longer than a moment.
+    """FLOPs per second of a product of square matrices: the best of growing sizes, until one takes long.
 
-    Small ones say little where other processes have the cores: their threads wait for each other.
+    Small sizes say little while other processes use the cores, because the threads of a product wait for each other.
     """
     size, rate, begun = 256, 0.0, time.perf_counter()
     while True:
@@ -151,7 +153,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _collective_rates(device: torch.device, group: dist.ProcessGroup) -> tuple[float | None, float | None, float]:
-    """(bytes a second in a node, between nodes, seconds of a launch), of the slowest rank. Collective."""
+    """(bytes per second in a node, between nodes, seconds of a launch) of the slowest rank. Collective."""
     collectives, world_size = Collectives(group, device=device), group.size()
     if world_size == 1:
         return None, None, 0.0
@@ -178,13 +180,13 @@ def _collective_rates(device: torch.device, group: dist.ProcessGroup) -> tuple[f
 
 
 def _agreed(rates: Rates | None, group: dist.ProcessGroup) -> Rates | None:
-    """Rank 0's, if every rank has some. Collective."""
+    """Rank 0's rates, if every rank has some. Collective."""
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, None if rates is None else rates.to_json(), group=group)
     return None if any(each is None for each in every) else Rates.from_json(every[0])
 
 
-# -- what is remembered
+# -- the cache
 
 
 def _key(device: torch.device, group: dist.ProcessGroup | None) -> str:
@@ -225,12 +227,12 @@ def _remembered(file: Path, key: str) -> Rates | None:
         if not isinstance(found, dict) or found.get("key") != key:
             return None
         return Rates.from_json(found.get("rates"))
-    except (OSError, ValueError, RecursionError):  # not there, not readable, or not of ours
+    except (OSError, ValueError, RecursionError):  # missing, unreadable, or not a file of ours
         return None
 
 
 def _remember(file: Path, key: str, rates: Rates) -> None:
-    """Whole or not at all, also when several ranks write at once."""
+    """Write the cache file atomically: several ranks may write at once, and others may read."""
     text = json.dumps({"key": key, "rates": rates.to_json()}, indent=1) + "\n"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

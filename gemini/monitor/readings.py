@@ -1,4 +1,4 @@
-"""What a look at memory found: frozen values, in bytes. `MemoryMonitor.read` makes them."""
+"""Readings of memory: frozen values, in bytes. `MemoryMonitor.read` makes them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class DeviceReading:
     """The memory of one device at one moment, in bytes.
 
     Args:
-        device: which one; "cpu" for the emulated device.
-        total_bytes: of the device, or of the MIG instance that the process sees. None: no bound (the emulated device
-            without a capacity).
-        free_bytes: that nobody holds. None: no bound.
-        allocated_bytes: in live tensors of this process, as torch's allocator rounds them.
-        reserved_bytes: that torch's allocator holds for this process: what is allocated and what it caches.
-        inactive_bytes: of what is cached, pieces of blocks whose other pieces are in use. The allocator reuses them for
-            tensors that are small enough, and cannot give them back.
-        peak_bytes: the most that was allocated since the last reset of the peak. None: not known.
-        others_bytes: in use and not of this process. Where the driver does not tell processes apart (in most
-            containers) all that is outside of torch's allocator counts, this process's CUDA context too.
-        tells_processes_apart: `others_bytes` leaves out all of this process.
-        num_ooms: how often a tensor of this process found no memory, since it began.
-        overdrawn_bytes: held beyond the capacity, where that of an emulated device was lowered.
+        device: the device; "cpu" for the emulated device.
+        total_bytes: capacity of the device, or of the MIG instance that the process sees. None: no bound (the emulated
+            device without a capacity).
+        free_bytes: bytes that no process holds. None: no bound.
+        allocated_bytes: bytes in live tensors of this process, as torch's allocator rounds them.
+        reserved_bytes: bytes that torch's allocator holds for this process, allocated or cached.
+        inactive_bytes: cached pieces of blocks whose other pieces are in use. The allocator reuses them for tensors
+            that are small enough, and cannot free them.
+        peak_bytes: peak of `allocated_bytes` since it was last reset. None: unknown.
+        others_bytes: bytes that other processes hold. If the driver does not distinguish processes (in most
+            containers), everything outside of torch's allocator counts, including this process's CUDA context.
+        tells_processes_apart: whether `others_bytes` excludes all memory of this process.
+        num_ooms: how often an allocation of this process has failed since it started.
+        overdrawn_bytes: bytes held beyond the capacity, after that of an emulated device was lowered.
     """
 
     device: torch.device
@@ -43,7 +43,7 @@ class DeviceReading:
 
     @property
     def available_bytes(self) -> int | None:
-        """Free, or cached by this process: what new tensors can have. None: no bound. Negative where overdrawn."""
+        """Bytes for new tensors: free, or cached by this process. None: no bound. Negative if overdrawn."""
         if self.free_bytes is None:
             return None
         return self.free_bytes + self.reserved_bytes - self.allocated_bytes - self.overdrawn_bytes
@@ -51,17 +51,17 @@ class DeviceReading:
 
 @dataclass(frozen=True)
 class HostReading:
-    """Host memory at one moment, in bytes. It is of all processes of the machine or container, not of this rank alone.
+    """Host memory at one moment, in bytes: of all processes of the machine or container, not of this rank alone.
 
     Args:
-        total_bytes: of the machine.
-        limit_bytes: of the control group that leaves least room, of this process's group and all around it:
+        total_bytes: memory of the machine.
+        limit_bytes: limit of the control group with the least room, among this process's group and those around it:
             the smaller of its maximum and of the mark above which the kernel slows its processes down. None: no limit.
-        used_bytes: of that limit, or of the machine without one. Page cache that the kernel can give up is not used.
-        available_bytes: what processes can still take before a limit or the machine's end: the least of all.
-        pinned_bytes: of this process, registered with a GPU's driver by models of ours or allocated pinned by torch.
-        swap_total_bytes: of the machine. Swap is never counted as available.
-        swap_free_bytes: of it, not in use.
+        used_bytes: bytes in use of that limit, or of the machine. Page cache that the kernel can reclaim is not used.
+        available_bytes: bytes that processes can still allocate, by all limits and by the machine.
+        pinned_bytes: bytes of this process that our models registered with a GPU's driver, or that torch pinned.
+        swap_total_bytes: swap of the machine. Swap is never counted as available.
+        swap_free_bytes: unused swap.
     """
 
     total_bytes: int
@@ -78,9 +78,9 @@ class DiskReading:
     """The file system of a directory at one moment, in bytes.
 
     Args:
-        directory: that was asked for. Where it does not exist yet the nearest directory above it was read.
-        total_bytes: of the file system.
-        free_bytes: that this user may write. Quotas of a directory or project are not in it.
+        directory: the requested directory. If it does not exist yet, the nearest directory above it was read.
+        total_bytes: capacity of the file system.
+        free_bytes: bytes that this user may write. Quotas of a directory or project are not considered.
     """
 
     directory: Path
@@ -90,12 +90,12 @@ class DiskReading:
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """All that a monitor reads, at one moment.
+    """Everything that a monitor reads, at one moment.
 
     Args:
         device: the device's memory.
         host: host memory.
-        disk: of the monitor's directory. None: it has none.
+        disk: the file system of the monitor's directory. None: the monitor has no directory.
     """
 
     device: DeviceReading
