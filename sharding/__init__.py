@@ -1,9 +1,8 @@
 """How tensors are divided over ranks.
 
-A strategy says what a unit is, a layout where each rank's part of the units lies; the collectives turn shards
-into payloads and payloads into shards, and a tag says which payload a collective is about. Nothing here knows
-chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers,
-rank_order_sum, backend, collectives.
+A strategy groups parameters into units, and a layout says which part of each unit a rank holds. The collectives turn
+shards into payloads and payloads into shards, and a tag identifies the payload of a collective. Nothing here knows
+chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers, rank_order_sum, backend, collectives.
 """
 
 from .backend import backends, check_backend

@@ -1,4 +1,4 @@
-"""Which backend of a process group carries the tensors of a device, and what torch calls its gather."""
+"""The backends of a process group by device, and torch's name for an all-gather."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backend by device type, whatever `init_process_group` was called with: "gloo", "cpu:gloo,cuda:nccl", nothing."""
+    """Backend by device type, in whichever form `init_process_group` got it: "gloo", "cpu:gloo,cuda:nccl", none."""
     pairs = dist.get_backend_config(group).split(",")
     return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
 
@@ -27,12 +27,12 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a few control words travel: on the CPU if the group can, else on `device`."""
+    """The device on which small control messages travel: the CPU if the group can, else `device`."""
     return torch.device("cpu") if "cpu" in backends(group) else device
 
 
 def start_gather(own: Tensor, every: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to send every rank's `own`, all of one size, to all, into `every`."""
+    """Start an all-gather of every rank's `own`, all of one size, into `every`."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11's name
     work: dist.Work = gather(every, own, group=group, async_op=True)
     return work

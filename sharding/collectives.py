@@ -1,16 +1,15 @@
 """The collectives of one process group, on shards and payloads.
 
-The only file that knows torch's names for them. `all_gather` turns shards into a payload in place, all units
-in one launch. `reduce_scatter` exchanges slices (`all_to_all_single`) and adds them in rank order, on every
-backend, so that the sum has the same bits for any layout and any number of ranks; where it was measured
-(gloo) it is also the faster way. With one rank nothing is launched. Every method returns when its result can
-be used.
+`all_gather` turns shards into a payload in place, all units in one launch. `reduce_scatter` exchanges slices
+(`all_to_all_single`) and adds them in rank order, on every backend, so that the sum has the same bits for any layout
+and any number of ranks; where it was measured (gloo) it is also faster. With one rank nothing is launched. Every method
+returns when its result can be used.
 
-[Note: Tags] Every rank's `Tag` is compared before a result is used. gloo ends the whole process, from a thread
-of its own, when a rank receives more than it expects, which is what ranks that took different ways would bring
-about. So on gloo the tags go first, in an envelope that has one size whatever it announces, and what does not
-fit is never launched. What fits into the envelope travels in it. Elsewhere tags travel beside the payload;
-comparing them makes the host wait for the stream. A caller that knows that all ranks agree gives no tag.
+[Note: Tags] Every rank's `Tag` is compared before a result is used. When a rank receives more than it expects, gloo
+ends the whole process from a thread of its own. This would happen if ranks launched different collectives. So on gloo
+tags are sent first, in an envelope whose size is always the same, and a collective with a wrong tag is never launched.
+Data that fits into the envelope travels in it. On other backends tags travel beside the payload, and comparing them
+makes the host wait for the stream. A caller that knows that all ranks agree passes no tag.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def _wait(work: dist.Work) -> None:
 
 
 class Collectives:
-    """The collectives of one group; `group=None` is one rank without torch.distributed, not the default one.
+    """The collectives of one group. `group=None` is one rank without torch.distributed, not the default group.
 
-    wait: a watched wait where ranks may be lost. device: of payloads and shards.
+    wait: waits for a launch, and may watch for lost ranks meanwhile. device: the device of payloads and shards.
     Raises ValueError if the group has no backend for that device. Not thread-safe: calls have one order on all ranks.
     """
 
@@ -61,11 +60,11 @@ class Collectives:
         self.checks_tags_first = group is not None and backends(group)[device.type] == "gloo"
         self._device = device
         self._control_device = device if group is None else control_device(group, device)
-        self.bytes_sent = 0  # by this rank, from the sizes handed to torch; tags are not counted
-        self.calls: Counter[str] = Counter()  # launches by kind; the tag beside an exchange is not one
+        self.bytes_sent = 0  # by this rank, from the sizes passed to torch, without tags
+        self.calls: Counter[str] = Counter()  # launches by kind, without those of tags
         self._tags = TagBuffers(self.rank, self.world_size)
         self._gloo = Gloo(group, wait) if group is not None and self.checks_tags_first else None
-        # the second name is torch 2.11's, deprecated later
+        # torch 2.11 has the second name, which later versions deprecate.
         self._gather_coalesced: Any = getattr(group, "all_gather_single_coalesced", None) or getattr(
             group, "allgather_into_tensor_coalesced", None
         )
@@ -97,7 +96,7 @@ class Collectives:
         beside = self._announce(tag, payload.device, use)
         if self._gloo is not None:
             return self._gloo.all_gather(payload, shard, layout, use)
-        # a coalesced NCCL launch takes one dtype only, so the tag travels as elements of the payload's
+        # All tensors of a coalesced NCCL launch have one dtype, so the tag travels as elements of the payload's dtype.
         inputs = [beside.own.view(payload.dtype)] if beside else []
         outputs = [beside.every.view(payload.dtype)] if beside else []
         for piece, unit in zip(layout.slices(self.rank), layout.units):
@@ -142,12 +141,14 @@ class Collectives:
         if self.world_size == 1:
             out.copy_(payload[: layout.numel])
             return InFlight()
+        # [slice for rank 0 | slice for rank 1 | ...] -> [slice from rank 0 | slice from rank 1 | ...]
         beside = self._announce(tag, payload.device, "reduce_scatter")
         ranked = self._rank_major(payload, layout, scratch)
         received = scratch(layout.numel, payload.dtype)
         self._count("reduce_scatter", layout.numel * payload.itemsize)
         slices = dist.all_to_all_single(received, ranked, group=self.group, async_op=True)
-        # in flight at once, the large one first: a single launch would need every slice copied next to its tag
+        # Tags have a launch of their own: in a single launch every slice would have to be copied next to its tag. Both
+        # are in flight at once.
         tags = start_gather(beside.own, beside.every, self.group) if beside else None
 
         def finish() -> None:
@@ -187,9 +188,9 @@ class Collectives:
         self.wait(dist.broadcast(tensor, group=self.group, group_src=src, async_op=True))
 
     def all_gather_bytes(self, data: bytes, tag: Tag | None = None) -> list[bytes]:
-        """Every rank's bytes, in rank order; lengths may differ. Nothing is unpickled.
+        """Every rank's bytes, in rank order. Lengths may differ. Nothing is unpickled.
 
-        With a tag, raises `TagMismatch` on every rank, before anything is believed of the others' lengths.
+        With a tag, raises `TagMismatch` on every rank, before the other ranks' lengths are used.
         """
         if self.world_size == 1:
             return [data]
@@ -205,7 +206,7 @@ class Collectives:
         return [everything[rank * width : rank * width + size] for rank, size in enumerate(sizes)]
 
     def _tell(self, tag: Tag | None, data: bytes) -> Told:
-        """How many bytes each rank has, and what they are if they are few."""
+        """The number of bytes of each rank, and the bytes themselves if all are small."""
         if self._gloo is not None:
             self._count("all_gather_bytes", self.world_size * min(len(data), MOST_TOLD_BYTES))
             return self._gloo.tell(tag, data)
@@ -224,7 +225,7 @@ class Collectives:
         self.wait(dist.barrier(group=self.group, async_op=True))
 
     def abort(self) -> None:
-        """End what a failure left half done, which would go on for ever on a device. gloo has no such. Local."""
+        """Abort collectives that a failure left half done, which would never end on a device. gloo has none. Local."""
         if self.group and not self.checks_tags_first:
             self.group._get_backend(self._device).abort()
 
@@ -259,7 +260,7 @@ class Collectives:
         return packed
 
     def _announce(self, tag: Tag | None, device: torch.device, use: str) -> Announced | None:
-        """On gloo, compare the tags now. Elsewhere what to send along and to compare then."""
+        """On gloo, compare the tags now. On other backends return what is to be sent along and compared afterwards."""
         if tag is None:
             return None
         if self.checks_tags_first:

@@ -1,7 +1,7 @@
-"""What is done otherwise on gloo, where the launches are what a collective of few bytes costs.
+"""Collectives that are done differently on gloo, where small collectives cost as much as their launches.
 
-Each launch wakes a thread on every rank, which sends and wakes another one. The cheapest that gloo has is an
-all-to-all, so few bytes go by it. `python -m benchmarks.collective_cost` times them beside each other.
+Each launch wakes a thread on every rank, which sends and wakes another one. gloo's cheapest launch is an all-to-all, so
+small messages use it. `python -m benchmarks.collective_cost` compares the times.
 
 [Note: gloo and coalescing] gloo's coalesced all-gather corrupts the heap when something else is in flight: with
 torch 2.13 two ranks crash within some 20,000 rounds of two in flight, and once in 500 training runs with a single
@@ -23,11 +23,12 @@ from .layout import ShardLayout
 from .tag import Tag
 
 MOST_REPEATED_BYTES = 1 << 16
-"""Of a payload that goes by one all-to-all. It takes as many bytes again, which no plan counts, so they are few."""
+"""Payloads of at most this size are gathered by one all-to-all. It needs a send buffer of the same size, which no plan
+counts, so the limit is small."""
 
 
 class Gloo:
-    """Of one group. `wait`: as of the `Collectives` that it belongs to, which says what is checked before."""
+    """The gloo collectives of one group. `wait` is that of its `Collectives`, which has checked all arguments."""
 
     def __init__(self, group: dist.ProcessGroup, wait: Callable[[dist.Work], None]) -> None:
         self._group = group
@@ -37,19 +38,19 @@ class Gloo:
         self._repeated: dict[tuple[torch.device, str], Tensor] = {}
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, use: str) -> InFlight:
-        """As `Collectives.start_all_gather`, without a tag."""
+        """Like `Collectives.start_all_gather`, without a tag."""
         if len(layout.units) != 1:
             return self._gather_units(payload, shard, layout)
         (own,) = layout.slices(self._rank)
         if 0 < layout.numel * payload.itemsize <= MOST_REPEATED_BYTES:
             sent = self._repeat(payload[own.in_payload] if shard is None else shard, use)
-            # as bytes: an exchange of numbers is a reduction, to whoever reads a profile
+            # As bytes, so that a profile does not show an all-to-all of numbers, which is how gradients are reduced.
             received = payload[: layout.numel].view(torch.uint8)
             work: dist.Work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
             return InFlight(lambda: self._wait(work), [work])
         if shard is not None:
             payload[own.in_payload].copy_(shard)
-        # every rank's slice to all, in place; gloo's own all-gather takes a copy and a third more time
+        # One broadcast per rank gathers in place. gloo's own all-gather copies, and takes a third more time.
         slices = [payload[layout.slices(rank)[0].in_payload] for rank in range(self._world_size)]
         works = [
             dist.broadcast(part, group=self._group, group_src=rank, async_op=True)
@@ -64,11 +65,11 @@ class Gloo:
         return InFlight(wait_for_all, works)
 
     def tell(self, tag: Tag | None, data: bytes = b"") -> Told:
-        """Tell all ranks the tag and `data`. With a tag, raises `TagMismatch` on every rank."""
+        """Send the tag and `data` to all ranks. With a tag, raises `TagMismatch` on every rank."""
         return self._envelopes.exchange(tag, data)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, tag: Tag | None) -> None:
-        """In place; SUM, in rank order, or MAX. At most `MOST_TOLD_BYTES`. Raises `TagMismatch` as `tell`."""
+        """Reduce at most `MOST_TOLD_BYTES` in place: SUM, in rank order, or MAX. Raises `TagMismatch` like `tell`."""
         own = tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
         # Before the exchange: a rank without memory for its result would fail after the others have theirs.
         result = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
@@ -87,6 +88,7 @@ class Gloo:
             return InFlight()
         if shard is None:
             shard = torch.cat([payload[piece.in_payload] for piece in layout.slices(self._rank)])
+        # Gather whole shards, rank by rank, and copy them into the units: coalescing is broken, see the note above.
         rows = payload.new_empty(self._world_size, layout.shard_numel)
         work = start_gather(shard, rows.view(-1), self._group)
 
@@ -99,10 +101,10 @@ class Gloo:
         return InFlight(unpack, [work])
 
     def _repeat(self, own: Tensor, use: str) -> Tensor:
-        """`own` once for each rank, as an all-to-all sends it, in bytes. The buffer is that of the last `use`."""
+        """The send buffer of an all-to-all, in bytes: `own` once for each rank. Each `use` has a buffer of its own."""
         key, num_bytes = (own.device, use), self._world_size * own.nbytes
         if key not in self._repeated or self._repeated[key].numel() < num_bytes:
-            # a buffer made inside inference mode could not be written outside it
+            # A buffer made inside inference mode could not be written outside it.
             with torch.inference_mode(False):
                 self._repeated[key] = torch.empty(num_bytes, dtype=torch.uint8, device=own.device)
         sent = self._repeated[key][:num_bytes]

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 
 class InFlight:
-    """A collective that was started; others may be started before it is finished. Finishing launches nothing.
+    """A collective that was started. Others may be started before it is finished. Finishing launches nothing.
 
-    works: its launches, which are over when it is finished.
+    works: the launches of the collective, which have ended when it is finished.
     """
 
     def __init__(self, finish: Callable[[], None] = lambda: None, works: Sequence[dist.Work] = ()) -> None:

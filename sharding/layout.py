@@ -84,14 +84,14 @@ class ShardLayout:
 
     def slices(self, rank: int) -> tuple[Piece, ...]:
         """This rank's slice of every unit, in shard order."""
-        found = self._slices.get(rank)  # asked for in every collective
+        found = self._slices.get(rank)  # cached, because every collective asks for it
         if found is None:
             self._check_rank(rank)
             found = self._slices[rank] = tuple(self._slice(unit, rank) for unit in self.units)
         return found
 
     def others(self, rank: int) -> tuple[slice, ...]:
-        """The parts of the payload that are not this rank's, in order. Raises ValueError for a rank that is none."""
+        """The parts of the payload outside this rank's slices, in order. Raises ValueError for an invalid rank."""
         own = self.slices(rank)
         ends = [0, *(piece.payload_start + piece.numel for piece in own)]
         starts = [*(piece.payload_start for piece in own), self.numel]
@@ -117,7 +117,7 @@ class ShardLayout:
         return tuple(found)
 
     def _slice(self, unit: Unit, rank: int) -> Piece:
-        # every unit before this one gave each rank exactly its 1/N, so the shard offset needs no running sum
+        # Each unit before this one gave every rank exactly 1/N of its elements, so no running sum is needed.
         numel = unit.numel // self.world_size
         return Piece(unit.start + rank * numel, unit.start // self.world_size, numel)
 

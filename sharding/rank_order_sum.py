@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 Scratch = Callable[[int, torch.dtype], Tensor]
-"""(numel, dtype) -> a flat tensor of that many elements, on the payload's device, content irrelevant."""
+"""(numel, dtype) -> a flat tensor of that many elements, on the payload's device, with undefined content."""
 
 SUM_TILE_NUMEL = 1 << 18
-"""Elements added at a time: its buffer stays small; less is slower, more is not faster."""
+"""Elements that are added at a time. The buffer stays small; fewer are slower, more are not faster."""
 
 
 def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
@@ -21,12 +21,13 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
     numel = out.numel()
     tile_numel = min(numel, SUM_TILE_NUMEL)
     tile = None if out.dtype == dtype else scratch(tile_numel, dtype)
-    # a tensor, and on the rows' device: CUDA multiplies by the reciprocal of a number, which rounds twice
+    # A tensor on the rows' device: CUDA would multiply by the reciprocal of a Python number, which rounds twice.
     number = torch.full((), divisor, dtype=dtype, device=rows.device)
     for start in range(0, numel, SUM_TILE_NUMEL):
         target = out[start : start + tile_numel]
         total = target if tile is None else tile[: target.numel()]
         first, *others = (row[start : start + tile_numel] for row in rows)
+        # Add the first two rows in one pass where no cast is needed.
         if half or not others:
             total.copy_(first)
         else:

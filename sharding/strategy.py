@@ -1,9 +1,9 @@
 """Shard strategies: what is a unit?
 
-A unit is a flat run of elements that is split evenly over the ranks in one piece. A strategy is a small pure
-class that groups the parameters of the operators into units; it sees names and sizes, never a tensor, so it
-can be tried without a model. Whoever packs units into chunks asks `resolve_strategy` for the user's choice,
-calls `units`, and has `check_units` refuse a grouping that loses or repeats a parameter.
+A unit is a flat run of elements that is split evenly over the ranks in one piece. A strategy is a small pure class that
+groups the parameters of the operators into units. It sees names and sizes, never a tensor, so it can be tried without a
+model. Packing resolves the user's choice with `resolve_strategy`, calls `units`, and refuses a grouping that loses or
+repeats a parameter with `check_units`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a strategy sees of a parameter."""
+    """The facts of a parameter that a strategy may use."""
 
     name: str
     numel: int
@@ -39,7 +39,7 @@ class ShardStrategy(ABC):
 
     @abstractmethod
     def units(self, operators: Sequence[Sequence[ParameterSpec]]) -> list[list[ParameterSpec]]:
-        """The units of a model, in order of first use; each parameter stands in one operator and one unit."""
+        """The units of a model, in order of first use. Each parameter is in exactly one operator and one unit."""
 
 
 class TensorShardStrategy(ShardStrategy):
@@ -133,7 +133,7 @@ def _is_nested(units: object) -> bool:
 
 
 def _names(parameters: Iterable[ParameterSpec]) -> str:
-    # with the shape: a strategy may return a known name with another size
+    # With the shape, because a strategy may return a known name with another size.
     shown = [f"{parameter.name} {parameter.shape}" for parameter in parameters]
     more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
     return ", ".join(shown[:8]) + more

@@ -1,9 +1,8 @@
 """The identity of a collective, 16 bytes that travel with it.
 
-Chunks have one size, so two ranks that gathered *different* chunks would exchange garbage without any error.
-Every collective that moves a payload therefore carries each rank's tag, and the receiver compares them before
-the data is used. A tag says which plan, how many collectives into it, which chunk, at which moment of the
-step.
+Chunks have one size, so two ranks that gather *different* chunks would exchange garbage without any error. Therefore
+every collective that moves a payload carries each rank's tag, and the receiver compares the tags before the data is
+used. A tag names the plan, the number of the collective in it, the chunk, and the moment of the step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ TAG_WORDS = 2
 
 
 class Tag(NamedTuple):
-    """Four unsigned 32-bit numbers; the caller wraps what may grow beyond (`sequence & 0xFFFFFFFF`)."""
+    """Four unsigned 32-bit numbers. The caller wraps a number that may grow beyond (`sequence & 0xFFFFFFFF`)."""
 
     plan_hash: int
     sequence: int
@@ -53,5 +52,5 @@ class TagMismatch(RuntimeError):
         super().__init__("\n".join([head, *lines]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # the default would hand the message to __init__; errors cross processes when ranks report
+        # Errors cross processes when ranks report. The default would pass the message to `__init__`.
         return type(self), (self.rank, self.expected, self.found)

@@ -1,4 +1,4 @@
-"""Tags in tensors: this rank's to send, and room for every rank's, to be compared when they have come."""
+"""Tags in tensors: a buffer for this rank's tag, and one to receive the tags of all ranks for the comparison."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class TagBuffers:
         self._by_use: dict[tuple[torch.device, str], tuple[Tensor, Tensor]] = {}
 
     def announce(self, tag: Tag, device: torch.device, use: str) -> Announced:
-        """`tag`, ready to be sent from `device`. The buffers are those of the last `use`, which must be over."""
+        """The tag in buffers on `device`. Each `use` has its own buffers, and its last comparison must be over."""
         if (device, use) not in self._by_use:
-            # a buffer made inside inference mode could not be written outside it
+            # A buffer made inside inference mode could not be written outside it.
             with torch.inference_mode(False):
                 own = torch.empty(TAG_WORDS, dtype=torch.int64, device=device)
                 every = torch.empty(self._world_size * TAG_WORDS, dtype=torch.int64, device=device)
