@@ -1,8 +1,8 @@
 """Elementwise optimizers on flat memory: kernels that know tensors and numbers, but no chunks and no ranks.
 
-`reference.py` fixes the arithmetic of an update, `norm.py` that of the gradient norm; `dispatch.py` has them done by
-the fastest kernel that the machine has, with the same bits. Whoever steps a shard calls these functions on it and gets
-what `HybridAdam` gives on the whole model.
+`reference.py` defines the arithmetic of an update and `norm.py` that of the gradient norm. `dispatch.py` runs them with
+the fastest kernel of the machine, which gives the same bits. A sharded optimizer calls these functions on its shards,
+with the same bits as `HybridAdam` on the whole model.
 """
 
 from optim.adam import CPUAdam, HybridAdam

@@ -1,8 +1,8 @@
 """`HybridAdam` and `CPUAdam`: Adam and AdamW as ordinary optimizers, in the order of `optim.reference`.
 
-The state of a parameter has torch's format (`step`, `exp_avg`, `exp_avg_sq`), so state dicts go to and come
-from `torch.optim.AdamW` and `Adam`. Moments are fp32 always. A bf16 or fp16 parameter has one state more,
-its fp32 `master`: taken from the parameter as it is at its first update, updated, then rounded into the
+The state of a parameter has torch's format (`step`, `exp_avg`, `exp_avg_sq`), so state dicts can be exchanged with
+`torch.optim.AdamW` and `Adam`. Moments are always fp32. A bf16 or fp16 parameter has a further state, its fp32
+`master`. It is copied from the parameter at the first update; each update changes the master and rounds it into the
 parameter (see `optim.master`).
 """
 
@@ -29,7 +29,7 @@ ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "adamw_mode", "bias
 class HybridAdam(Optimizer):
     """Adam and AdamW in one written order of operations, with the same bits on every device and in every chunking.
 
-    An ordinary optimizer for plain models (local), and the update that `ShardedOptimizer` does best. State dicts have
+    An ordinary optimizer for plain models (local), and the one that `ShardedOptimizer` runs fastest. State dicts have
     torch's format. fp16 and bf16 parameters have fp32 masters. A parameter without a gradient does not move, and its
     step count does not advance.
 
@@ -71,11 +71,11 @@ class HybridAdam(Optimizer):
 
     @staticmethod
     def hyperparameters(group: dict[str, Any]) -> AdamHyperparameters:
-        """A param group's hyperparameters, checked: a snapshot. Local. Raises ValueError for what is not valid."""
+        """A checked snapshot of a param group's hyperparameters. Local. Raises ValueError for an invalid one."""
         return hyperparameters(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add `param_group`, as in torch. Local. Raises ValueError for a hyperparameter that is not valid."""
+        """Add `param_group`, as in torch. Local. Raises ValueError for an invalid hyperparameter."""
         hyperparameters({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -97,8 +97,10 @@ class HybridAdam(Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+        # Check all parameters before any of them is changed.
         for parameter, _ in plan:
             self._check(parameter)
+        # One launch for consecutive parameters with the same step count and hyperparameters.
         updates = [self._prepare(parameter) for parameter, _ in plan]
         numbered = zip(updates, [arguments for _, arguments in plan], strict=True)
         for (number, group), members in groupby(numbered, lambda pair: (int(pair[0].state["step"]) + 1, pair[1])):
@@ -132,6 +134,7 @@ class HybridAdam(Optimizer):
         updated = [state["master"] if is_half else parameter, state["exp_avg"], state["exp_avg_sq"]]
         updated += [parameter] if is_half else []
         weight, exp_avg, exp_avg_sq, *half = flats = [_flat(tensor) for tensor in updated]
+        # The user may have written to the parameter since the last update.
         if half:
             absorb_edits_(weight, half[0])
         assert parameter.grad is not None
@@ -140,7 +143,9 @@ class HybridAdam(Optimizer):
         return _Update(state, piece, list(zip(updated, flats, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW`'s. `decoupled_weight_decay` tells `torch.optim.Adam` which one this was. Local.
+        """The state in the format of `torch.optim.AdamW`. Local.
+
+        `decoupled_weight_decay` tells `torch.optim.Adam` whether the state is of Adam or AdamW.
 
         Raises nothing of its own.
         """
@@ -150,10 +155,10 @@ class HybridAdam(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set all state from `state_dict`; fp32 states stay fp32 beside half-precision parameters. Local.
+        """Set all state from `state_dict`. States of half-precision parameters stay fp32. Local.
 
-        State dicts of `torch.optim.AdamW` and `Adam` are taken too. Raises ValueError for one with `amsgrad`, or with
-        other param groups.
+        State dicts of `torch.optim.AdamW` and `Adam` are accepted too. Raises ValueError for one with `amsgrad`, or
+        with other param groups.
         """
         given: dict[str, Any] = {}
         # Registered last, so it sees what the user's own hooks made of the state dict.
@@ -162,7 +167,7 @@ class HybridAdam(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        # torch has cast every state to its parameter's dtype: take the fp32 ones again from the source.
+        # torch has cast every state to its parameter's dtype. Copy the fp32 ones again from the source.
         for saved_group, group in zip(given["param_groups"], self.param_groups):
             for index, parameter in zip(saved_group["params"], group["params"]):
                 if index in given["state"]:
@@ -214,14 +219,14 @@ class CPUAdam(HybridAdam):
 
 
 class _Update(NamedTuple):
-    """One parameter's share of a step."""
+    """The update of one parameter."""
 
     state: dict[str, Any]
     piece: AdamPiece
-    flats: list[tuple[Tensor, Tensor]]  # (what is updated, its `_flat`)
+    flats: list[tuple[Tensor, Tensor]]  # (updated tensor, its `_flat`)
 
     def finish(self) -> None:
-        """Bring what was copied to be flat back to where it belongs, and count the step."""
+        """Copy the flat copies of non-contiguous tensors back, and count the step."""
         for tensor, flat in self.flats:
             if not tensor.is_contiguous():
                 tensor.detach().copy_(flat.view(tensor.shape))

@@ -1,8 +1,7 @@
 """Gradient clipping by the exact, order-independent global norm, for plain models.
 
-Same call and same formula as `torch.nn.utils.clip_grad_norm_`, but the norm is that of `optim.norm`: it
-does not depend on how gradients are cut up or in which order they are added, so a sharded run can reproduce
-it bit for bit.
+Call and formula are those of `torch.nn.utils.clip_grad_norm_`, but the norm is that of `optim.norm`. It does not depend
+on how gradients are divided or in which order they are added, so a sharded run has the same bits.
 """
 
 import math
@@ -39,8 +38,8 @@ def clip_grad_norm_(
     gradients, so a sharded run has the same bits.
 
     Args:
-        parameters: those without a gradient are passed over.
-        max_norm: at least 0.
+        parameters: the parameters. Those without a gradient are ignored.
+        max_norm: the largest norm, at least 0.
         norm_type: 2 or inf.
         error_if_nonfinite: True raises RuntimeError for a norm that is not finite, before any gradient changes.
 

@@ -1,4 +1,4 @@
-"""Adam on the CPU in one pass over memory: gradient in, moments, master and half-precision copy out."""
+"""Adam on the CPU in one pass over memory, which reads the gradient and updates moments, master and 16-bit copy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from optim.cpu_extension import extension, levels
 from optim.piece import AdamPiece
 from optim.scalars import AdamScalars
 
-_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/adam.h
-_LAYOUTS = ("whole", "whole, bf16", "whole, fp16", "split")  # as numbered there
+_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers in csrc/adam.h
+_LAYOUTS = ("whole", "whole, bf16", "whole, fp16", "split")  # in the order of csrc/adam.h
 
 
 def is_available() -> bool:
-    """The extension was built."""
+    """Whether the extension was built."""
     return extension() is not None
 
 
@@ -25,8 +25,9 @@ def update(
 ) -> None:
     """One update, in place, of checked pieces in host memory.
 
-    num_threads: None is `cpu_extension.num_threads()`. level: one of `levels()`, None is the best. Neither changes a
-    bit. Releases the GIL. Raises RuntimeError without the extension, ValueError for a level that this machine lacks.
+    num_threads: None means `cpu_extension.num_threads()`. level: one of `levels()`; None means the best one. Neither
+    changes a bit. Releases the GIL. Raises RuntimeError without the extension, ValueError for a level that this machine
+    does not have.
     """
     module = extension()
     if module is None:

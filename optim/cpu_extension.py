@@ -1,7 +1,7 @@
-"""The compiled CPU kernels, if they were built: which there are, and how many threads they use.
+"""The compiled CPU kernels, if they were built: their instruction levels, and the number of their threads.
 
-They have threads of their own. Their number is the process's share of the machine's physical cores, unless
-`set_num_threads` or the environment's `GEMINI_NUM_THREADS` says otherwise; torch's own setting does not count.
+The kernels have threads of their own: as many as the process's share of the machine's physical cores, unless
+`set_num_threads` or the environment's `GEMINI_NUM_THREADS` says otherwise. torch's setting has no effect on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _num_threads: int | None = None
 
 @cache
 def extension() -> ModuleType | None:
-    """`optim._cpu`, or None where it was not built."""
+    """The module `optim._cpu`. None: it was not built."""
     try:
         from optim import _cpu
     except ImportError:
@@ -30,7 +30,7 @@ def extension() -> ModuleType | None:
 
 @cache
 def warn_missing() -> None:
-    """Say once a process that updates are slow here."""
+    """Warn, once per process, that updates are slow without the extension."""
     warnings.warn(
         "gemini was installed without its CPU kernels (no C++ compiler?): optimizer steps on the CPU use plain torch "
         "operations, with the same results, several times slower. To build them, install a C++ compiler and CMake, "
@@ -40,18 +40,18 @@ def warn_missing() -> None:
 
 
 def levels() -> tuple[str, ...]:
-    """Instruction levels that this machine has, best first; they differ in speed only. Empty without the extension."""
+    """Instruction levels of this machine, best first. They differ only in speed. Empty without the extension."""
     module = extension()
     return () if module is None else tuple(module.levels())
 
 
 def num_threads() -> int:
-    """Threads of a kernel on the CPU."""
+    """The number of threads of a CPU kernel."""
     return _num_threads if _num_threads is not None else _default_num_threads()
 
 
 def set_num_threads(number: int | None) -> None:
-    """Let kernels on the CPU use `number` threads; None is the default: physical cores / ranks on this machine."""
+    """Let CPU kernels use `number` threads. None: physical cores / ranks on this machine. Raises ValueError."""
     global _num_threads
     _num_threads = None if number is None else _positive("the number of threads", number)
 

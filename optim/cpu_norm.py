@@ -8,18 +8,18 @@ from torch import Tensor
 from optim import cpu_extension
 from optim.cpu_extension import extension, levels
 
-_VALUE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/norm.h
+_VALUE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers in csrc/norm.h
 
 
 def can_sum(flat: Tensor) -> bool:
-    """The extension was built, and takes `flat`: contiguous in host memory, fp32, bf16 or fp16."""
+    """Whether the extension was built and accepts `flat`: contiguous in host memory, fp32, bf16 or fp16."""
     return flat.device.type == "cpu" and flat.dtype in _VALUE_TYPES and flat.is_contiguous() and extension() is not None
 
 
 def accumulate_sum_of_squares_(
     limbs: Tensor, flat: Tensor, *, num_threads: int | None = None, level: str | None = None
 ) -> Tensor:
-    """`optim.dispatch.accumulate_sum_of_squares_`, for what `can_sum` says yes to; `limbs` in host memory.
+    """`optim.dispatch.accumulate_sum_of_squares_`, for tensors that `can_sum` accepts; `limbs` in host memory.
 
     num_threads and level as in `optim.cpu_adam.update`. Releases the GIL. Raises RuntimeError without the compiled
     kernels and for limbs that are not contiguous.

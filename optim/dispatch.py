@@ -1,4 +1,4 @@
-"""Which kernel does the work: the CPU extension, Triton, or plain torch operations. All give the same bits."""
+"""The choice of kernels: the CPU extension, Triton, or plain torch operations. All give the same bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
 
 @cache
 def has_triton() -> bool:
-    """Triton, which torch's builds for CUDA bring along, can compile and launch. Tried once; warns if it cannot."""
+    """Whether Triton, which torch's CUDA builds include, can compile and launch. Tried once; warns if it cannot."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
@@ -57,7 +57,7 @@ def has_triton() -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Find out which kernels work on `device`, before a step needs them."""
+    """Find out which kernels work on `device`, so that no step is delayed by a first compilation."""
     if device.type == "cuda":
         has_triton()
 
@@ -70,16 +70,19 @@ def _launch_once() -> None:
 
 
 def _note_writes(pieces: Sequence[AdamPiece]) -> None:
-    """Tell autograd, which does not see what a kernel writes."""
+    """Raise the version counters of written tensors, because autograd does not see the writes of a kernel.
+
+    Without it a backward through a graph from before the update would use updated values without an error.
+    """
     written = (tensor for weight, _, *others in pieces for tensor in (weight, *others) if isinstance(tensor, Tensor))
     torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
 
 def accumulate_sum_of_squares_(limbs: norm.NormLimbs, flat: Tensor) -> Tensor:
-    """Add to `limbs` the squares of `flat`: 1-D, fp64, fp32, bf16 or fp16, from a tile border of its parameter on.
+    """Add the squares of `flat` to `limbs`. `flat` is 1-D, fp64, fp32, bf16 or fp16, and starts at a tile border.
 
-    Returns the index of the first element that is not finite, -1 if all are: int64, 0-dim; on a device, the host waits
-    for it only when the caller reads it. Tiles with such elements are counted in the last two limbs and not added.
+    Returns the index of the first non-finite element, -1 if there is none: int64, 0-dim. On a device the host waits for
+    it only when the caller reads it. Tiles with such elements are counted in the last two limbs and not added.
     """
     norm.check(limbs, flat)
     if limbs.device.type == "cpu" and cpu_norm.can_sum(flat):

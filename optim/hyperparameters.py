@@ -1,7 +1,7 @@
-"""Adam's hyperparameters: what each may be, and what is said when one is not.
+"""Adam's hyperparameters: their valid values, and the errors for others.
 
-Checked where they come in (constructor, `add_param_group`, `load_state_dict`) and again at every step, since
-schedulers and users write into param groups. A learning rate may be a one-element tensor, as in torch.
+They are checked where they are given (constructor, `add_param_group`, `load_state_dict`) and again at every step,
+because schedulers and users write into param groups. A learning rate may be a one-element tensor, as in torch.
 """
 
 import difflib
@@ -25,7 +25,10 @@ class AdamHyperparameters(TypedDict):
 
 
 def hyperparameters(group: Mapping[str, Any]) -> AdamHyperparameters:
-    """Keyword arguments of `adam_scalars` from a param group, checked: plain numbers, so a snapshot."""
+    """The keyword arguments of `adam_scalars` from a param group, checked, as plain numbers.
+
+    Raises ValueError for an invalid hyperparameter.
+    """
     beta1, beta2 = _pair(group["betas"])
     return AdamHyperparameters(
         lr=_number("lr", group["lr"]),
@@ -71,7 +74,7 @@ def _pair(value: object) -> tuple[object, object]:
 def _real(value: object) -> float | None:
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and not value.is_complex() else None
-    # float() takes NumPy's scalars and the like; strings it would take too are not numbers.
+    # float() accepts NumPy's scalars. It would also accept strings, which are not numbers.
     if isinstance(value, (str, bytes, bool)):
         return None
     try:

@@ -86,7 +86,8 @@ def _sum_block(values: Tensor, out: Tensor) -> None:
     if values.dtype == torch.float32:
         out.copy_(_halving_sum(values, torch.float64))
         return
-    if values.dtype == torch.float64:  # a range that the limbs do not have: below it nothing, above it infinite
+    if values.dtype == torch.float64:
+        # The limbs do not cover fp64's range: smaller sums count as zero, larger ones as infinite.
         sums = _halving_sum(values, torch.float64)
         sums = torch.where(sums < FP64_SUMS[0], 0.0, sums)
         out.copy_(torch.where(sums >= FP64_SUMS[1], math.inf, sums))
@@ -130,8 +131,7 @@ def _add_block(limbs: NormLimbs, sums: Tensor) -> None:
     mantissa = torch.where(counted, (bits & (2**52 - 1)) | 2**52, 0)
     shift = torch.where(counted, biased - (1075 + LOWEST_EXPONENT), 0)
     limb, shift = shift >> 5, shift & 31
-    # mantissa << shift, cut into three 32-bit digits without leaving int64: shift may be 0, so never shift
-    # by 64.
+    # mantissa << shift, as three 32-bit digits, within int64. The shift may be 0, and shifting by 64 is undefined.
     low, high = mantissa & 0xFFFFFFFF, mantissa >> 32
     low, high = low << shift, high << shift
     high = high + (low >> 32)
@@ -149,7 +149,7 @@ def first_nonfinite(flat: Tensor, sums: Tensor) -> Tensor:
     bad_tiles = sums.isfinite().logical_not_()
     if flat.device.type == "cpu" and not bad_tiles.any():
         return none
-    # Indices stay on the device. argmax gives the first of equal values.
+    # Indices stay on the device. `argmax` returns the first of equal values.
     first_tile = bad_tiles.to(torch.uint8).argmax()
     indices = first_tile * TILE + torch.arange(TILE, device=flat.device)
     indices.clamp_(max=flat.numel() - 1)
@@ -165,7 +165,8 @@ def norm_from_limbs(limbs: NormLimbs) -> float:
     if num_inf:
         return math.inf
     total = sum(digit << (32 * i) for i, digit in enumerate(digits))
-    # At least 64 significant bits of the root; the last one says whether anything was cut off.
+    # Take at least 64 significant bits of the root. A sticky last bit tells whether anything was cut off, so that the
+    # conversion to float rounds correctly.
     extra = max(0, 130 - total.bit_length())
     extra += extra % 2
     scaled = total << extra

@@ -1,7 +1,7 @@
-"""What one Adam update works on: the flat tensors of one run of elements, in one of two master layouts.
+"""The operands of one Adam update: the flat tensors of one run of elements, in one of two master layouts.
 
 *Whole*: `weight` is the fp32 master, and `half`, if given, its bf16 or fp16 copy, written in the same pass.
-*Split*: `weight` is bf16, the upper half of the master, and `remainder` the int16 that is missing (see `optim.split`).
+*Split*: `weight` is bf16, the upper half of the master, and `remainder` is its lower half, int16 (see `optim.split`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class AdamPiece(NamedTuple):
-    """Tensors of one update, all (numel,), contiguous, on one device, without overlap.
+    """The tensors of one update: all (numel,), contiguous, on one device, without overlap.
 
-    But for `half` and a 16-bit `grad`, which may be the same memory: each gradient then makes room for its weight.
+    One exception: `half` and a 16-bit `grad` may share their memory. Each gradient is then overwritten by its weight.
     """
 
     weight: Tensor
-    """fp32 master, or bf16 where there is a remainder; updated."""
+    """fp32 master, or bf16 if there is a remainder; updated."""
     grad: Tensor
     """fp32, bf16 or fp16; only read."""
     exp_avg: Tensor
@@ -42,7 +42,7 @@ class AdamPiece(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The tensors that are given, by name."""
         return {name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)}
 
     def parts(self) -> list[AdamPiece]:
@@ -53,12 +53,12 @@ class AdamPiece(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """The master is `weight` and `remainder` together."""
+        """Whether the master is `weight` and `remainder` together."""
         return self.remainder is not None
 
     @property
     def layout(self) -> str:
-        """Of the master: "whole", "whole, bf16" or "whole, fp16" with a half-precision copy, or "split"."""
+        """The layout of the master: "whole", "whole, bf16" or "whole, fp16" with a 16-bit copy, or "split"."""
         if self.half is None:
             return "split" if self.is_split else "whole"
         return "whole, bf16" if self.half.dtype == torch.bfloat16 else "whole, fp16"

@@ -1,4 +1,4 @@
-"""Adam in the written order, as plain torch operations: what every other kernel reproduces bit for bit.
+"""Adam in the written order, as plain torch operations. Every other kernel reproduces it bit for bit.
 
     g = g * inv_scale * clip            [L2: g += wd * p]
     m = (b1 * m) + ((1 - b1) * g)
@@ -6,10 +6,10 @@
     d = (sqrt(v) / sqrt(bc2)) + eps     [decoupled: p = p - ((lr * wd) * p)]
     p = p - (((lr / bc1) * m) / d)
 
-All in fp32, every operation rounded on its own: no `lerp`, `addcmul`, `addcdiv` or `add(alpha=)`, which
-contract. A multiplication or division by exactly 1 is left out, which changes no bit, and so is a weight
-decay that is 0. The work goes through tiles that stay in cache, the casts of half-precision weights with it; the
-border of a tile changes no bit either.
+All in fp32, and every operation is rounded separately: no `lerp`, `addcmul`, `addcdiv` or `add(alpha=)`, which
+contract. Multiplications and divisions by exactly 1, and a weight decay of 0, are left out, which changes no bit. The
+work proceeds in tiles that stay in cache, including the casts of half-precision weights. Borders of tiles change no bit
+either.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def _update_tile(p: Tensor, part: AdamPiece, scalars: AdamScalars, factors: Cons
 
 
 def _factors(scalars: AdamScalars, device: torch.device) -> Constants[Tensor]:
-    """As 0-dim fp32 tensors, which cost torch half the dispatch of Python floats."""
+    """The constants as 0-dim fp32 tensors, whose dispatch costs torch half that of Python floats."""
     factors = Constants(*torch.tensor(scalars, dtype=torch.float32, device="cpu").unbind())
     if device.type == "cpu":
         return factors
-    # CUDA multiplies by the reciprocal of a host scalar; only a divisor on the device is a division.
+    # CUDA multiplies by the reciprocal of a divisor on the host, which rounds twice. Only one on the device divides.
     return factors._replace(root_bias2=torch.full((), scalars.root_bias2, dtype=torch.float32, device=device))
 
 

@@ -1,9 +1,8 @@
 """fp32 to bf16, rounded half up on the bit pattern.
 
-`hi = (bits + 0x8000) >> 16`, so that `bits = (hi << 16) + lo` with an int16 `lo` gives every finite master
-back exactly; round-to-nearest-even cannot be inverted with 16 bits. As the sign is a bit of its own, a tie
-goes away from zero. An infinity stays one; a NaN, which the addition could turn into an infinity or a zero,
-becomes 0x7fc0.
+`hi = (bits + 0x8000) >> 16`, so `bits = (hi << 16) + lo` with an int16 `lo` restores every finite master exactly.
+Round-to-nearest-even could not be inverted with 16 bits. The sign is a bit of its own, so ties round away from zero. An
+infinity stays one. A NaN, which the addition could turn into an infinity or a zero, becomes 0x7fc0.
 """
 
 import torch
@@ -39,7 +38,7 @@ def _round_tile(values: Tensor, rounded: Tensor) -> None:
     torch.add(values.view(torch.int32), 0x8000, out=sums)
     sums.bitwise_right_shift_(16)
     rounded.copy_(sums)
-    # A comparison per element costs more than all of the above. On the CPU one sum tells whether there can
-    # be a NaN; elsewhere the host would have to wait for it.
+    # A comparison per element costs more than all of the above. On the CPU one sum tells whether there can be a NaN. On
+    # a device the host would have to wait for it.
     if values.device.type != "cpu" or values.sum().isnan().item():
         rounded.masked_fill_(values.isnan(), BF16_NAN_BITS)

@@ -1,7 +1,7 @@
 """The host constants of one Adam update, computed in fp64 and rounded once to fp32.
 
-Every implementation of the written order (torch operations, C++, Triton) takes its constants from here, so
-that none of them rounds `lr / bc1` or `1 - beta` in a way of its own.
+Every implementation of the written order (torch operations, C++, Triton) gets its constants from here, so that all of
+them round `lr / bc1` and `1 - beta` alike.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def round_to_float32(value: float) -> float:
-    """Nearest fp32 value, as a Python float; overflow gives an infinity, as a cast in C does."""
+    """The nearest fp32 value as a Python float. Overflow gives an infinity, like a cast in C."""
     return ctypes.c_float(value).value
 
 
@@ -34,9 +34,9 @@ class Constants(NamedTuple, Generic[Number]):
     step_size: Number
     """`lr / (1 - beta1 ** step)`; `lr` without bias correction."""
     l2: Number
-    """Weight decay that is added to the gradient (Adam); left out where 0, as in AdamW."""
+    """Weight decay that is added to the gradient (Adam). 0 leaves it out, as in AdamW."""
     decay: Number
-    """`lr * weight_decay`, taken from the parameter (AdamW); left out where 0, as in Adam."""
+    """`lr * weight_decay`, subtracted from the parameter (AdamW). 0 leaves it out, as in Adam."""
 
 
 AdamScalars: TypeAlias = Constants[float]

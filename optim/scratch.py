@@ -1,8 +1,8 @@
-"""Buffers that elementwise work on tiles reuses, so that a step on the CPU allocates nothing once it is warm.
+"""Scratch buffers for elementwise work on tiles. They are reused, so that a step on the CPU allocates nothing.
 
-A tile is small enough that its scratch stays in cache. Buffers belong to a thread: two threads may update
-two chunks at once. On other devices every call takes new buffers from the caching allocator, because a
-buffer that outlives its call could be written from one stream while another still reads it.
+A tile is small enough for its scratch to stay in cache. Each thread has its own buffers, because two threads may update
+two chunks at once. On other devices every call gets new buffers from the caching allocator, because one stream could
+write to a reused buffer while another still reads it.
 """
 
 import threading
@@ -24,14 +24,14 @@ _buffers = _Buffers()
 
 
 def tile_numel(device: torch.device) -> int:
-    """Elements a tile has on `device`; on the CPU a multiple of the threads that share its work."""
+    """The number of elements of a tile on `device`. On the CPU a multiple of the threads that share the work."""
     if device.type == "cpu":
         return CPU_TILE_NUMEL_PER_THREAD * torch.get_num_threads()
     return DEVICE_TILE_NUMEL
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised buffer (numel,), overwritten by whoever asks next for `name` on this thread."""
+    """An uninitialised buffer, (numel,), valid until the next call with this `name` on this thread."""
     if device.type != "cpu":
         return torch.empty(numel, dtype=dtype, device=device)
     key = (name, dtype)
@@ -44,6 +44,6 @@ def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Flat tensors of one length and device, cut alike into tiles; detached views."""
+    """Detached tiles of flat tensors of one length and device, which are all cut at the same elements."""
     numel = tile_numel(tensors[0].device)
     return zip(*(tensor.detach().split(numel) for tensor in tensors), strict=True)

@@ -1,4 +1,4 @@
-"""Spans: which elements of a longer piece an update touches, so that thousands of runs need no tensors of their own."""
+"""Spans: the elements of a longer piece that an update touches. Thousands of runs then need no tensors of their own."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Spans:
 
     @property
     def end(self) -> int:
-        """After the last element."""
+        """The end of the last run."""
         return self.starts[-1] + self.numels[-1] if self.starts else 0
 
     def within(self, start: int, end: int) -> Spans:
-        """What lies in [start, end), counted from `start` on."""
+        """The parts of the runs in [start, end), counted from `start`."""
         if start <= 0 and end >= self.end:
             return self
 
@@ -44,7 +44,7 @@ class Spans:
         return found
 
     def remembered(self, name: str, key: Hashable, make: Any) -> Any:
-        """`make()`, or what it was the last time if `key` is the same: kernels' tables, step after step."""
+        """`make()`, or its last result if `key` has not changed: the tables of kernels are the same in most steps."""
         before = self._memo.get(name)
         if before is None or before[0] != key:
             before = self._memo[name] = key, make()

@@ -1,8 +1,9 @@
 """A master in two halves: `bits = (weight << 16) + remainder`, exact for every fp32 value but NaN payloads.
 
 `weight` is the master rounded half up on the bit pattern (see `optim.rounding`), so it is the bf16 parameter itself,
-and an int16 is all that the master costs beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0. No master
-has a zero for a weight and a negative remainder; where a weight was zeroed behind the master's back, that is void.
+and the master costs only an int16 beside it. A NaN master becomes the NaN 0x7fc0 with remainder 0. No master splits
+into a zero weight and a negative remainder. If that is found, the weight was set to zero since the last split, and the
+remainder is ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from optim.scratch import scratch, tiles
 
 
 def split_master_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """weight (bf16), remainder (int16) <- master (fp32); all 1-D, contiguous, of one length and device."""
+    """Split `master` (fp32) into `weight` (bf16) and `remainder` (int16): 1-D, contiguous, of one length and device."""
     _check(weight, remainder, master)
     with torch.no_grad():
         for values, hi, lo in tiles(master, weight, remainder):
@@ -30,7 +31,7 @@ def split_master_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 
 def join_master_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """master (fp32) <- weight (bf16) and remainder (int16); all 1-D, contiguous, of one length and device."""
+    """Join `weight` (bf16) and `remainder` (int16) in `master` (fp32): 1-D, contiguous, of one length and device."""
     _check(weight, remainder, master)
     with torch.no_grad():
         for values, hi, lo in tiles(master, weight, remainder):
@@ -38,7 +39,7 @@ def join_master_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
             bits.copy_(hi.view(torch.int16))
             bits.bitwise_left_shift_(16)
             bits.add_(lo)
-            # A zero with a negative remainder has made a NaN. On the CPU one sum tells whether there can be one.
+            # A zero weight with a negative remainder becomes a NaN. On the CPU one sum tells whether there can be one.
             if values.device.type != "cpu" or values.sum().isnan().item():
                 bits.copy_(torch.where((hi == 0) & (lo < 0), hi.view(torch.int16).int() << 16, bits))
 

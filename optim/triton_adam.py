@@ -1,8 +1,8 @@
 """Adam in the written order as one Triton kernel over a list of pieces (see `optim.reference` and `optim.piece`).
 
-The kernel reads where the pieces are from a table of pointers, so that a list costs one launch. Compiled without
-contraction and with correctly rounded roots and divisions, it gives the reference's bits; what the reference leaves
-out is left out here by compile-time flags.
+The kernel reads the addresses of the pieces from a table of pointers, so that a list costs one launch. It is compiled
+without contraction and with correctly rounded roots and divisions, so it gives the reference's bits. Operations that
+the reference leaves out are left out here by compile-time flags.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from optim.rounding import BF16_NAN_BITS
 from optim.scalars import AdamScalars
 
 BLOCK_NUMEL = 1024
-"""Elements of one program: four a thread, 16 bytes of fp32. With eight, 16-bit tensors get a layout of their own, and
-threads exchange their elements through shared memory."""
+"""Elements of one program: four per thread, 16 bytes of fp32. With eight, Triton gives 16-bit tensors another layout,
+and threads exchange their elements through shared memory."""
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Of compilation: eight warps of 32 threads, and no multiplication contracted with an addition."""
+"""Compiler options: eight warps of 32 threads, and no multiplication contracted with an addition."""
 ALIGNMENT_BYTES = 16
-"""Of all pointers, for the widest loads; views at other addresses take narrower ones."""
+"""Alignment that all pointers need for the widest loads. Views at other addresses use narrower ones."""
 
 _COLUMNS = tl.constexpr(7)  # of the table: first block, numel, then the pointers of an AdamPiece's tensors
 _NAN_BITS = tl.constexpr(BF16_NAN_BITS)
@@ -119,7 +119,7 @@ def adam_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block of the piece that holds it; the scalars are those of `AdamScalars`, fp32."""
+    """Update one block of the piece that contains it. The scalars are those of `AdamScalars`, fp32."""
     block = tl.program_id(0)
     row = _row_of_block(table, num_pieces, block)
     start = (block - tl.load(row)) * BLOCK  # int64: a piece may pass 2**31 elements
@@ -133,7 +133,7 @@ def adam_kernel(
     extras = _pointer(row + 6, EXTRA_DTYPE, ALIGNED) + start
 
     i = tl.arange(0, BLOCK)
-    # A mask of unknown length would narrow the loads of every block, so only the last one of a piece has it.
+    # A mask of unknown length would narrow the loads, so only the last block of a piece has a mask.
     if numel >= BLOCK:
         p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, None, LAYOUT)
     else:

@@ -1,7 +1,7 @@
 """The order-independent sum of squares of `optim.norm` as two Triton kernels: the gradient is read once.
 
-The first sums tiles in the written order; the second, over 1/256 as many numbers, cuts the sums into digits, adds them
-up in registers, one column a limb, and adds the columns to the limbs by integer atomics, which have no order.
+The first sums tiles in the written order. The second, over 1/256 as many numbers, cuts the sums into digits, adds them
+in registers, one column per limb, and adds the columns to the limbs by integer atomics, whose order does not matter.
 """
 
 from contextlib import nullcontext
@@ -18,9 +18,9 @@ BLOCK_TILES = 16
 BLOCK_SUMS = 64
 """Tile sums that a program of the second kernel cuts up at once."""
 MAX_LIMB_PROGRAMS = 512
-"""Programs of the second kernel: each ends with an atomic a limb, all to the same addresses."""
+"""Limit of programs of the second kernel: each ends with one atomic per limb, all of them to the same addresses."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Of compilation: a square contracted with an addition would have other bits."""
+"""Compiler options. A square contracted with an addition would have other bits."""
 
 _SLICE = tl.constexpr(32)  # columns of a tile that are loaded together; a tile is eight of them
 _COLUMNS = tl.constexpr(32)  # of the digits: the limbs, rounded up to a power of two
@@ -33,12 +33,12 @@ _SMALLEST_FP32_SUM = tl.constexpr(SMALLEST_FP32_SUM)
 
 
 def accumulate_sum_of_squares_(limbs: NormLimbs, flat: Tensor) -> Tensor:
-    """Add to `limbs` the squares of `flat`: 1-D, fp32, bf16 or fp16, from a tile border of its parameter on.
+    """Add the squares of `flat` to `limbs`. `flat` is 1-D, fp32, bf16 or fp16, and starts at a tile border.
 
-    Limbs and result are those of `optim.norm.accumulate_sum_of_squares_`: the index of the first element that is not
-    finite, -1 if all are, as 0-dim int64 on the device of `flat`. The host waits for nothing. Temporaries: 8 bytes a
-    tile, and a copy of a `flat` that is not contiguous. Raises ValueError for limbs on another device;
-    `optim.norm.check` has looked at the rest.
+    Limbs and result are those of `optim.norm.accumulate_sum_of_squares_`: the index of the first non-finite element, -1
+    if there is none, as 0-dim int64 on the device of `flat`. The host waits for nothing. Temporaries: 8 bytes per tile,
+    and a copy of a `flat` that is not contiguous. Raises ValueError for limbs on another device; the caller has checked
+    the rest with `optim.norm.check`.
     """
     if limbs.device != flat.device:
         raise ValueError(f"limbs must be on the device of flat, {flat.device}, found {limbs.device}")
