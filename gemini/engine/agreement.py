@@ -1,4 +1,4 @@
-"""One config on all ranks, or one error on all of them, before anything is allocated."""
+"""Agreement on the config: equal on all ranks, or an error on all of them, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ def agreed_config(
     dialect: Dialect | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> Config:
-    """What `load_config` makes of `source`, once every rank of the group has made the same of its own. Collective.
+    """The config that `load_config` makes from `source`, if all ranks of the group have the same one. Collective.
 
-    Raises ConfigError on every rank if one cannot read its config, and DivergenceError if they differ.
+    Raises ConfigError on every rank if one of them cannot read its config, and DivergenceError if they differ.
     """
     return agreed(lambda size: load_config(source, dialect=dialect, auto=auto, world_size=size), group)
 
 
 def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Config:
-    """The config that `make` makes of the number of ranks, alike on every rank of the group. Collective.
+    """The config that `make` makes from the number of ranks, if all ranks have the same one. Collective.
 
-    Raises as `agreed_config` does, and what `make` raises; the other ranks then raise ConfigError.
+    Raises the errors of `agreed_config`, and what `make` raises; the other ranks then raise ConfigError.
     """
     collectives = Collectives(group)
     config, error = None, None
     try:
         config = make(collectives.world_size)
         words = _GOOD + config.canonical().encode()
-    except Exception as found:  # whatever it is, the other ranks would wait for this one
+    except Exception as found:
+        # Any exception must reach the other ranks, which would wait for this one otherwise.
         error = found
         said = str(found) if isinstance(found, ConfigError) else f"{type(found).__name__}: {found}"
         words = _BAD + said.encode(errors="backslashreplace")
@@ -61,7 +62,7 @@ def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Co
 
 
 def _difference(one: bytes, other: bytes) -> str:
-    """The first field that is not alike."""
+    """The first field that differs, with both values."""
     its, others = (json.loads(words[1:]) for words in (one, other))
     name = next(name for name in its if its[name] != others.get(name))
     if not isinstance(its[name], list):

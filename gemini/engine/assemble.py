@@ -1,4 +1,4 @@
-"""From what a user has, and a config, to an `Engine`: what both front ends share."""
+"""Assembles an `Engine` from the user's objects and a config. Both front ends share it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gemini.settings import Settings
 
 OptimizerLike = Optimizer | Callable[..., Optimizer] | None
 _GIVEN = "initialize() was given another one, which is used"
-SchedulerLike = Any  # a schedule, or a callable that makes one of an optimizer
+SchedulerLike = Any  # a schedule, or a callable that makes one from an optimizer
 
 
 def assemble(
@@ -38,7 +38,7 @@ def assemble(
     process_group: dist.ProcessGroup | None = None,
     moves_given: bool = True,
 ) -> Engine:
-    """The engine. What cannot be combined is refused before the model is wrapped. Collective.
+    """Make the engine. Arguments that cannot be combined are refused before the model is wrapped. Collective.
 
     moves_given: whether the engine moves a schedule that is given as an object, rather than the script.
     Raises TypeError for an argument of another kind, ConfigError and UnsupportedError for what cannot be combined, and
@@ -51,7 +51,8 @@ def assemble(
     if moves:
         _refuse_plateau(lr_scheduler)
     parameters = None if parameters is None else _checked_parameters(parameters)
-    if optimizer is not None and not inspect.isclass(optimizer):  # a class takes the config's `params`
+    # Objects that were given replace those that the config names. An optimizer class takes the config's `params`.
+    if optimizer is not None and not inspect.isclass(optimizer):
         config = config.without("optimizer", _GIVEN)
     if lr_scheduler is not None:
         config = config.without("scheduler", _GIVEN)
@@ -63,6 +64,7 @@ def assemble(
         config = _as_wrapped(config, model)
     else:
         sizes = config.batch_sizes(_num_ranks(process_group))
+        # The plan needs the number of micro-batches, also if the config only gives batch sizes.
         settings = replace(config.settings(), gradient_accumulation_steps=sizes.accumulation)
         model = ShardedModel(model, process_group=process_group, settings=settings)
     plain = optimizer_of(model, optimizer, config, parameters)
@@ -80,7 +82,7 @@ def _num_ranks(process_group: dist.ProcessGroup | None) -> int:
 
 
 def _check_kinds(optimizer: Any, criterion: Any, lr_scheduler: Any) -> None:
-    """Raises TypeError and UnsupportedError for what could only fail later, in the middle of a training."""
+    """Raises TypeError for objects of a wrong kind, which would fail later, in the middle of a training."""
     if isinstance(optimizer, str):
         raise TypeError(
             f"optimizer={optimizer!r} is a name, which belongs into the config: "
@@ -95,12 +97,12 @@ def _check_kinds(optimizer: Any, criterion: Any, lr_scheduler: Any) -> None:
 
 
 def _is_schedule(given: Any) -> bool:
-    """Rather than None, or what makes one."""
+    """Whether `given` is a schedule, rather than None or a callable that makes one."""
     return given is not None and not inspect.isclass(given) and hasattr(given, "step")
 
 
 def _refuse_plateau(schedule: Any) -> None:
-    """Its `step` takes a metric, which a step of the engine does not have."""
+    """Raises UnsupportedError for a schedule whose `step` takes a metric, which the engine does not have."""
     if moves_by_metric(schedule):
         raise UnsupportedError(
             "lr_scheduler=ReduceLROnPlateau moves by a metric, which the engine does not know: make it after "
@@ -109,7 +111,7 @@ def _refuse_plateau(schedule: Any) -> None:
 
 
 def _checked_parameters(parameters: Iterable[Any]) -> list[Any]:
-    """Raises TypeError for one tensor, whose rows would be taken, and ValueError for none."""
+    """The parameters as a list. Raises TypeError for a tensor, which would be iterated, and ValueError for none."""
     if isinstance(parameters, Tensor):
         raise TypeError(
             "model_parameters must be a list of parameters or param groups, found a tensor: put it in a list"
@@ -123,7 +125,7 @@ def _checked_parameters(parameters: Iterable[Any]) -> list[Any]:
 
 
 def _as_wrapped(config: Config, model: ShardedModel) -> Config:
-    """The config, with the fields without effect for which a model that is wrapped already has other values."""
+    """The config, with notes on its fields that have no effect because the model is wrapped with other values."""
     wanted, plain = config.settings(), Settings()
     ignored = [
         (name, f"the model was wrapped before, with {getattr(model.settings, name)!r}")
@@ -154,7 +156,7 @@ def optimizer_of(
 
 
 def scheduler_of(given: SchedulerLike, config: Config, optimizer: ShardedOptimizer, plain: Optimizer) -> Any:
-    """The schedule, acting on the sharded optimizer's param groups. Local.
+    """The schedule, which acts on the sharded optimizer's param groups. Local.
 
     Those are the plain optimizer's own, so a schedule that was made of that goes on. Raises UnsupportedError for a
     schedule of another optimizer.

@@ -1,9 +1,9 @@
 """`Engine`: a sharded model, its optimizer, criterion and learning rate schedule, stepped together.
 
-[Note: Windows] `gradient_accumulation_steps` micro-batches make one optimizer step: a window. `backward` divides the
-loss by their number and counts; `step` does something only where a window is full, so that a loop calls it after every
-backward, as loops for Colossal-AI and DeepSpeed do. A window that a loader leaves open goes on with the next epoch,
-unless `step(last=True)` closes it.
+[Note: Windows] A window is the `gradient_accumulation_steps` micro-batches of one optimizer step. `backward` divides
+the loss by their number and counts them. `step` updates only when the window is full, so a loop calls it after every
+backward, like loops for Colossal-AI and DeepSpeed. A window that is open at the end of an epoch continues in the next
+one, unless `step(last=True)` closes it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from gemini.settings import CASTABLE_DTYPES
 
 
 class Engine:
-    """What trains: call it for a forward, then `backward(loss)` and `step()`. Made by `initialize`.
+    """Trains a model: call it for a forward, then `backward(loss)` and `step()`. Made by `initialize`.
 
     Every method that runs the model is collective: all ranks call it alike.
 
     Args:
         model: the sharded model.
-        optimizer: over it. None: the engine evaluates only.
+        optimizer: the model's optimizer. None: the engine only evaluates.
         criterion: a function of outputs and labels, for `engine.criterion(...)`. None: the model returns its loss.
         lr_scheduler: a schedule of the optimizer. None: the learning rate stays.
-        config: what the engine was made from.
+        config: the config that the engine was made from.
         moves_schedule: whether the engine moves the schedule after every optimizer step that was not skipped. False:
             the script does. See `lr_scheduler`.
 
@@ -64,24 +64,24 @@ class Engine:
         self.chunk_manager = manager = model.chunk_manager
         self.communicator = manager.communicator
         self.device: torch.device = manager.memory.device.device
-        """Where this rank's model runs."""
+        """The device on which this rank's model runs."""
         self.optimizer = optimizer
         self.moves_schedule = moves_schedule
-        """Whether the engine moves the schedule. False: `lr_scheduler.step()` is the script's to call."""
+        """Whether the engine moves the schedule. False: the script calls `lr_scheduler.step()`."""
         moving = MovedByEngine if moves_schedule else MovedByScript
         self._moving: Moving | None = None if lr_scheduler is None else moving(lr_scheduler)
         self.config = config or Config()
         self._criterion = criterion
         self.batch_sizes: BatchSizes = self.config.batch_sizes(model.world_size)
         self.global_steps = 0
-        """Optimizer steps, skipped ones included."""
+        """Number of optimizer steps, including skipped ones."""
         self.skipped_steps = 0
-        """Optimizer steps that changed nothing, since a gradient was not finite."""
+        """Number of optimizer steps that changed nothing, because a gradient was not finite."""
         self.micro_steps = 0
-        """Backwards."""
+        """Number of backwards."""
         self._log = StepLog(self.config, model.rank)
         self._in_window = 0  # backwards since the last optimizer step
-        self._window_begins = 0  # micro-steps before the window
+        self._window_begins = 0  # `micro_steps` at the start of the window
         self._num_failed = manager.grads.num_failed
         self._is_closed = False
         weights = self.config.dtype
@@ -104,12 +104,12 @@ class Engine:
         return self._criterion
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
-        """Gradients of the loss, which is divided by the number of micro-batches and scaled in fp16 training.
+        """Run backward on the loss, divided by the number of micro-batches and scaled in fp16 training. Collective.
 
         retain_graph: whether another backward of the same graph follows. It counts as another micro-batch.
 
-        Collective. Returns the divided loss. Raises UnsupportedError without an optimizer, TypeError for anything but a
-        tensor, and what backward raises; the gradients of the window are dropped then, and another one begins.
+        Returns the divided loss. Raises UnsupportedError without an optimizer, TypeError for anything but a tensor, and
+        what backward raises; the gradients of the window are dropped then, and another window begins.
         """
         optimizer = self._needs_optimizer("backward()")
         if not isinstance(loss, Tensor):
@@ -123,9 +123,11 @@ class Engine:
                 if self.batch_sizes.accumulation > 1:
                     loss = loss / self.batch_sizes.accumulation
                 optimizer.backward(loss, retain_graph)
-        except BaseException:  # half a window would be a step of its own
+        except BaseException:
+            # Drop the whole window: with the remaining micro-batches the next step would use a part of it.
             self._empty_window()
-            if not self.chunk_manager.grads.in_backward:  # else the model drops them, and says so
+            # A backward that has reached the model drops the gradients itself, and reports it.
+            if not self.chunk_manager.grads.in_backward:
                 optimizer.zero_grad()
             raise
         self._log.add(whole)
@@ -141,14 +143,15 @@ class Engine:
         return self._in_window >= self.batch_sizes.accumulation
 
     def is_window_open(self) -> bool:
-        """Whether backwards have been made that no `step()` has used yet. Raises nothing. Local."""
+        """Whether there are backwards that no `step()` has used yet. Raises nothing. Local."""
         self._follow_failures()
         return self._in_window > 0
 
     def step(self, *, last: bool = False) -> None:
-        """Update the weights and move the schedule, if all micro-batches of the window are there. Collective.
+        """Update the weights and move the schedule, if the window is full. Collective.
 
-        last: update with those that are there, as at the end of a training. Their mean is over a whole window still.
+        last: update with the micro-batches so far, as at the end of a training. Their losses are still divided by the
+            size of a whole window.
 
         Raises UnsupportedError without an optimizer, GeminiError for gradients that `loss.backward()` has made, and
         what `ShardedOptimizer.step` raises.
@@ -162,7 +165,8 @@ class Engine:
         optimizer.step()
         self._in_window, self._window_begins = 0, self.micro_steps
         self.global_steps += 1
-        if self._log.is_on:  # reading the norm waits for the device
+        # Only a rank that logs reads the norm, because that waits for the device.
+        if self._log.is_on:
             self._log.after_step(self.global_steps, rate, self.grad_norm, optimizer.loss_scale)
         report = optimizer.last_step
         if report is not None and report.skipped is not None:
@@ -171,7 +175,7 @@ class Engine:
             self._moving.after_update()
 
     def zero_grad(self) -> None:
-        """Discard gradients, unless a window is open: then they are wanted. Local, alike on every rank.
+        """Discard gradients, unless a window is open, whose next micro-batches add to them. Local, alike on every rank.
 
         Raises nothing.
         """
@@ -179,14 +183,14 @@ class Engine:
             self.optimizer.zero_grad()
 
     def recover(self) -> None:
-        """Nothing if no forward or backward has failed since the last one; else ranks meet again. Collective.
+        """Let all ranks restart together after a failed forward or backward. Without one it does nothing. Collective.
 
         Raises GeminiError inside a forward or backward, and if a step has failed half way.
         """
         self.chunk_manager.step.check_idle("recover()")
 
     def discard_window(self) -> None:
-        """Forget the micro-batches since the last update, to bring them again. Local, alike on every rank.
+        """Drop the micro-batches since the last update, so that they can be repeated. Local, alike on every rank.
 
         Raises UnsupportedError without an optimizer, GeminiError inside a backward.
         """
@@ -204,7 +208,7 @@ class Engine:
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule. One that the script moves waits, when its `step()` is called, until weights are updated."""
+        """The schedule. If the script moves it, its `step()` does nothing until weights have been updated."""
         return None if self._moving is None else self._moving.shown
 
     @property
@@ -215,7 +219,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by now; 1 without loss scaling."""
+        """The present factor of losses; 1 without loss scaling."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     @property
@@ -233,7 +237,7 @@ class Engine:
         return self.train(False)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the model's: `parameters()`, `state_dict()`, `config` of a Hugging Face model."""
+        """Forward other attributes to the model: `parameters()`, `state_dict()`, `config` of a Hugging Face model."""
         if name.startswith("__") or "model" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
@@ -247,15 +251,15 @@ class Engine:
 
     @contextmanager
     def gathered_for_generation(self) -> Iterator[nn.Module]:
-        """Inside, all weights are whole on every rank, so that `generate` makes no collective per token. Collective.
+        """A context in which all weights are whole, so that `generate` needs no collective per token. Collective.
 
-        Yields the module. Raises SlotError if the weights do not fit together into the model's slots.
+        Yields the module. Raises SlotError if the weights do not fit into the model's slots together.
         """
         with GatheredParameters(self.model):
             yield self.module
 
     def empty_partition_cache(self) -> None:
-        """Every gathered chunk leaves its slot, so that nothing but shards is held. Collective.
+        """Release all gathered chunks, so that each rank holds only shards. Collective.
 
         Raises GeminiError inside a forward or backward.
         """
@@ -270,13 +274,13 @@ class Engine:
         self.model.offload_states(include)
 
     def reload_states(self) -> None:
-        """Move them back; the next forward does so by itself. Collective. Raises what the model's raises."""
+        """Move the states back; the next forward also does so. Collective. Raises what the model's method raises."""
         self.model.reload_states()
 
     def close(self) -> None:
-        """See `ShardedModel.close`; files of metrics too. Collective. Raises GeminiError inside a backward.
+        """Close the model, see `ShardedModel.close`, and the files of metrics. Collective.
 
-        The engine cannot be used afterwards; to close it once more does nothing.
+        The engine cannot be used afterwards. Closing it again does nothing. Raises GeminiError inside a backward.
         """
         if not self._is_closed:
             self.model.close()
@@ -288,7 +292,7 @@ class Engine:
             raise GeminiError(f"{what} after close(): make another engine with initialize()")
 
     def _follow_failures(self) -> None:
-        """A forward or backward that failed has dropped the gradients of its window: another one begins."""
+        """Begin another window if a forward or backward has failed, which dropped the gradients of the present one."""
         failed = self.chunk_manager.grads.num_failed
         if failed != self._num_failed:
             self._num_failed = failed
@@ -299,7 +303,7 @@ class Engine:
         self._log.discard()
 
     def _refuse_foreign_gradients(self) -> None:
-        """A step without a backward of this engine's would leave them unused, and the weights as they are."""
+        """Raises GeminiError if there are gradients that `backward` did not make: `step` would silently ignore them."""
         if self.chunk_manager.grads.num_backwards:
             self.chunk_manager.step.check_idle("step()")  # those of a backward that failed are dropped
         if self.chunk_manager.grads.num_backwards:

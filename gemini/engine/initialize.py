@@ -1,4 +1,4 @@
-"""`initialize`: a model, an optimizer and a config in, an `Engine` out, in Colossal-AI's call form."""
+"""`initialize`: makes an `Engine` from a model, an optimizer and a config, in Colossal-AI's call form."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ def initialize(
 
     Args:
         model: any module, also one from a `ZeroInitContext`, or a `ShardedModel`, which stays as it is.
-        optimizer: over the model's parameters; or a class or callable that makes one of them. None: the config's.
+        optimizer: an optimizer of the model's parameters, or a class or callable that makes one from them. None: the
+            optimizer of the config.
         criterion: a function of outputs and labels.
-        train_dataloader: returned without the batches at its end that fill no window of accumulation.
+        train_dataloader: returned without the batches at its end that do not fill a window of accumulation.
         test_dataloader: returned as it is.
-        lr_scheduler: of that optimizer: an object, which the script moves, as in Colossal-AI, after a step or an epoch,
-            or a `Trainer`. Or a callable that makes one, which the engine moves after every optimizer step, as it
-            moves one that the config names.
-        config: a mapping, the path of a JSON, YAML, TOML or Python file, or a `Config`. None: what
-            `launch_from_torch(config=...)` was given, else all defaults.
-        process_group: the ranks. None: all of torch.distributed, or one rank where that is not initialized.
+        lr_scheduler: a schedule of that optimizer, which the script (or a `Trainer`) moves after a step or an epoch, as
+            in Colossal-AI. Or a callable that makes one, which the engine moves after every optimizer step, as it moves
+            one that the config names.
+        config: a mapping, the path of a JSON, YAML, TOML or Python file, or a `Config`. None: the config that was given
+            to `launch_from_torch(config=...)`, else all defaults.
+        process_group: the ranks. None: all ranks of torch.distributed, or this process if that is not initialized.
         verbose: whether rank 0 logs what was decided.
 
     Returns the engine, the two loaders and the schedule, whose `step()` waits for a full window of accumulation and
-    passes over skipped steps. Raises ConfigError for a config that is not valid,
-    DivergenceError if the ranks' configs differ, and what `ShardedModel` and `ShardedOptimizer` raise.
+    ignores skipped steps. Raises ConfigError for an invalid config, DivergenceError if the ranks' configs differ, and
+    what `ShardedModel` and `ShardedOptimizer` raise.
 
     Example:
         >>> config = {"stage": 2, "optimizer": {"type": "HybridAdam", "params": {"lr": 1e-3}}}

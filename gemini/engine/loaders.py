@@ -1,4 +1,4 @@
-"""Loaders as an engine needs them: a rank's part of a dataset, and whole windows only."""
+"""Loaders for an engine: of one rank's part of a dataset, and of whole windows only."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from gemini.errors import ConfigError
 def loader_of(
     dataset: Dataset[Any], config: Config, rank: int, world_size: int, collate_fn: Callable[..., Any] | None = None
 ) -> DataLoader[Any]:
-    """Micro-batches of this rank's part of a dataset, in an order that is shuffled anew by `sampler.set_epoch`. Local.
+    """A loader of micro-batches from this rank's part of a dataset. `sampler.set_epoch` shuffles it again. Local.
 
-    Raises ConfigError if the config says no batch size.
+    Raises ConfigError if the config has no batch size.
     """
     size = config.batch_sizes(world_size).micro
     if size is None:
         raise ConfigError("a loader needs a batch size: give train_batch_size or train_micro_batch_size_per_gpu")
-    if isinstance(dataset, IterableDataset):  # it divides itself over the ranks
+    # An iterable dataset cannot be indexed by a sampler, so it has to divide itself over the ranks.
+    if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, size, collate_fn=collate_fn, drop_last=config.drop_last)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, world_size, rank, drop_last=config.drop_last)
     return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn, drop_last=config.drop_last)
 
 
 class WholeWindows:
-    """A loader without the micro-batches at its end that fill no window, as Colossal-AI's. All else is the loader's."""
+    """A loader without the micro-batches at its end that do not fill a window, as in Colossal-AI.
+
+    Other attributes are those of the wrapped loader.
+    """
 
     def __init__(self, loader: Any, window: int) -> None:
         self._loader = loader
@@ -49,5 +53,5 @@ class WholeWindows:
 
 
 def whole_windows(loader: Any, window: int) -> Any:
-    """The loader in whole windows; itself where a window is one batch or nobody knows its length."""
+    """The loader in whole windows. The loader itself if a window is one batch, or if it has no length."""
     return WholeWindows(loader, window) if window > 1 and hasattr(loader, "__len__") else loader

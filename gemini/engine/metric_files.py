@@ -1,4 +1,4 @@
-"""Files that metrics are written to, by one rank: lines of JSON, and TensorBoard's event files by its own library."""
+"""Files of metrics, written by one rank: lines of JSON, and TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class MetricFile(Protocol):
-    """Where metrics go."""
+    """A file to which metrics are written."""
 
     def write(self, event: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -17,7 +17,7 @@ class MetricFile(Protocol):
 
 
 class JsonLinesFile:
-    """One line per event, which is there when `write` returns. The file is added to; its folder is made."""
+    """A file of one JSON line per event, flushed when `write` returns. Appends to an existing file."""
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
@@ -33,7 +33,7 @@ class JsonLinesFile:
 
 
 class TensorBoardFile:
-    """Scalars of every metric, by step. Raises ImportError, with what to install, without the package tensorboard."""
+    """A folder of TensorBoard scalars, by step. Raises ImportError without the package tensorboard."""
 
     def __init__(self, folder: str | Path) -> None:
         try:

@@ -1,8 +1,8 @@
-"""Who moves a learning rate schedule: the engine after every optimizer step, or the script that gave it.
+"""Moving a learning rate schedule: by the engine after every optimizer step, or by the script that passed it.
 
-DeepSpeed's engine moves the schedule; so does this one with what a config names. In Colossal-AI's call form a schedule
-that is given as an object is the script's: it calls `lr_scheduler.step()` after a step or an epoch, or a hook of the
-`Trainer` does.
+The engine moves a schedule that the config names, as DeepSpeed's does. In Colossal-AI's call form a schedule that is
+passed as an object is moved by the script: it, or a hook of the `Trainer`, calls `lr_scheduler.step()` after a step or
+an epoch.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
 class Moving(Protocol):
-    """A schedule as the engine holds it."""
+    """A schedule of an engine, and the events by which it moves."""
 
     @property
     def shown(self) -> Any:
-        """What users get of it."""
+        """The schedule that users see."""
 
     def after_backward(self) -> None:
-        """A micro-batch has gradients."""
+        """Called after the backward of a micro-batch."""
 
     def after_update(self) -> None:
-        """The weights were updated, so the optimizer step was not skipped."""
+        """Called after an optimizer step that was not skipped."""
 
 
 class MovedByEngine:
-    """Moves once after each update. Warns of a script that moves it, too: the rates would be those of no schedule."""
+    """Moves the schedule once after each update. Warns if the script moves it too, which would skip rates."""
 
     def __init__(self, schedule: Any) -> None:
         self.shown = schedule
-        self._count: int | None = None  # where the schedule was when it was moved last
+        self._count: int | None = None  # `last_epoch` of the schedule after its last move
 
     def after_backward(self) -> None:
-        """Nothing follows."""
+        """Does nothing."""
 
     def after_update(self) -> None:
         count = getattr(self.shown, "last_epoch", None)
@@ -51,10 +51,10 @@ class MovedByEngine:
 
 
 class MovedByScript:
-    """A schedule whose `step()` the script calls: after a micro-batch, a step, an epoch, or to get to a checkpoint.
+    """A schedule whose `step()` the script calls: after a micro-batch, a step or an epoch, or to reach a checkpoint.
 
-    A call moves nothing when backwards since the last move have updated no weights: the window of micro-batches is
-    open, or the step was skipped. All else is the schedule's.
+    A call has no effect if there were backwards since the last move but no update: the window of micro-batches is open,
+    or the step was skipped. Other attributes are those of the schedule.
     """
 
     def __init__(self, schedule: Any) -> None:
@@ -67,23 +67,24 @@ class MovedByScript:
         return self
 
     def after_backward(self) -> None:
-        """`step()` waits for an update from now on."""
+        """Let `step()` wait for an update."""
         self._has_gradients = True
 
     def after_update(self) -> None:
-        """`step()` moves the schedule again."""
+        """Let `step()` move the schedule again."""
         self._has_update = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """The schedule's, with its arguments, such as a metric. Local, alike on every rank; raises what that raises."""
+        """The schedule's `step`, with its arguments, such as a metric. Local, alike on every rank. Raises its errors."""
         if self._has_gradients and not self._has_update:
             return
         self.plain.step(*args, **kwargs)
         self._has_gradients = self._has_update = False
 
     def __getattr__(self, name: str) -> Any:
-        """`state_dict()`, `get_last_lr()`, `last_epoch` and all else are the schedule's."""
-        if "plain" not in vars(self):  # while it is copied
+        """Forward `state_dict()`, `get_last_lr()`, `last_epoch` and all other attributes to the schedule."""
+        # `copy` looks up attributes before `plain` is set. Without this the lookup would recurse for ever.
+        if "plain" not in vars(self):
             raise AttributeError(name)
         return getattr(self.plain, name)
 
@@ -92,7 +93,7 @@ class MovedByScript:
 
 
 def moves_by_metric(schedule: Any) -> bool:
-    """Whether `step` of the schedule, or of the class of schedules, takes a metric. Local."""
+    """Whether `step` of this schedule, or of this class of schedules, takes a metric. Local."""
     if isinstance(schedule, MovedByScript):
         schedule = schedule.plain
     kind = schedule if inspect.isclass(schedule) else type(schedule)

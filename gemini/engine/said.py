@@ -1,4 +1,4 @@
-"""What an engine decided, as one table at its start: settings, bytes on each tier, and what has no effect here."""
+"""The table of an engine's decisions, shown at its start: settings, bytes on each tier, and keys without effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gemini.engine.engine import Engine
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.sizes import format_bytes
 
-_FILE_WIDTH = 120  # columns, where nobody looks at a terminal
+_FILE_WIDTH = 120  # columns, if the output is not a terminal
 _KINDS = {
     Kind.PARAM: "weights",
     Kind.GRAD: "gradients",
@@ -30,14 +30,14 @@ _KINDS = {
 
 
 def say(engine: Engine) -> None:
-    """Rank 0 logs the table, at level INFO: plain text, or colours where stderr is a terminal. Local."""
+    """Log the table on rank 0 at level INFO, with colours if stderr is a terminal. Local."""
     shows = sys.stderr.isatty()
     width = shutil.get_terminal_size().columns if shows else _FILE_WIDTH
     get_dist_logger().info(f"the engine decided\n{in_words(engine, width, shows)}", ranks=[0])
 
 
 def in_words(engine: Engine, width: int, is_terminal: bool = False) -> str:
-    """The table as text of so many columns. Local."""
+    """The table as text, `width` columns wide. Local."""
     console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal)
     console.print(table_of(engine))
     assert isinstance(console.file, io.StringIO)
@@ -104,7 +104,7 @@ def _schedule(engine: Engine) -> str:
 
 
 def _bytes(engine: Engine) -> Table:
-    """Rows: states, slots and buffers; columns: tiers."""
+    """The bytes of one rank. Rows: states, slots and buffers. Columns: tiers."""
     plan = engine.model.plan
     found = {tier: plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier}
     if engine.optimizer is None:

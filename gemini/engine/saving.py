@@ -1,4 +1,4 @@
-"""Whole weights as one file, which is there complete or not at all."""
+"""Saves whole weights as one file, atomically: the file is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gemini.model.sharded_model import ShardedModel
 def save_weights(model: ShardedModel, path: Path) -> None:
     """Write `model.state_dict()` on rank 0. Collective, between steps.
 
-    path: ends in .safetensors, or torch writes it. Its folder is made. Raises OSError on rank 0 and RemoteRankError on
-    the others if it cannot be written; a file that was there before is as it was then.
+    path: the file, in the safetensors format if it ends in .safetensors, else in torch's. Its folder is created. Raises
+    OSError on rank 0 and RemoteRankError on the others if it cannot be written; an existing file is unchanged then.
     """
     communicator = model.chunk_manager.communicator
     state = model.state_dict(rank0_only=True)

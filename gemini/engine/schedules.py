@@ -1,7 +1,7 @@
 """Learning rate schedules that a config names: torch's own, and DeepSpeed's as torch schedulers.
 
-A schedule moves once per optimizer step. The rates are those of DeepSpeed 0.19.8: its schedules count from -1, so the
-first two steps of a warmup have the same rate, and torch's `last_epoch` is that count plus one.
+A schedule moves once per optimizer step. The rates are those of DeepSpeed 0.19.8. Its schedules count from -1, so the
+first two steps of a warmup have the same rate, and torch's `last_epoch` is DeepSpeed's count plus one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from gemini.engine.config.schedules import (
     WarmupLR,
 )
 
-_BETA2 = 0.99  # what a cycled momentum stands beside
+_BETA2 = 0.99  # the second beta while the first one is cycled, as in DeepSpeed
 
 
 def make_schedule(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
-    """The schedule that a config names, over an optimizer's param groups, which have its first rates from now on.
+    """The schedule that a config names, for an optimizer's param groups, which it sets to its first rates.
 
-    Raises ValueError where a list of rates is not one for each param group.
+    Raises ValueError if a list of rates does not have one for each param group.
     """
     if config.type in SCHEDULES:
         return NamedSchedule(optimizer, SCHEDULES[config.type].model_validate(config.params))
@@ -59,7 +59,7 @@ class NamedSchedule(LRScheduler):
         return _RATES[type(self._arguments)](self._arguments, step, self.base_lrs)
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes: how far it has come. Local."""
+        """The progress of the schedule, without its arguments. Local."""
         return {name: value for name, value in super().state_dict().items() if name != "_arguments"}
 
 
@@ -110,7 +110,7 @@ def _one_cycle(its: OneCycle, step: int, base: Sequence[float]) -> list[float]:
 
 
 def _momentum(its: OneCycle, step: int) -> float:
-    """The first beta, which falls while the rate rises. Before the first step it is the smallest, as at DeepSpeed."""
+    """The first beta, which falls while the rate rises. Before the first step it is the smallest, as in DeepSpeed."""
     if step < 0:
         return its.cycle_min_mom
     after = step - _cycle_steps(its) + 1
@@ -123,7 +123,7 @@ def _momentum(its: OneCycle, step: int) -> float:
 
 
 def _risen(its: WarmupLR | WarmupCosineLR, step: int) -> float:
-    """How much of a warmup is over, from 0 to 1."""
+    """The completed fraction of the warmup, from 0 to 1."""
     warmup = _warmup_steps(its)
     if step < 0:
         return 0.0
@@ -146,7 +146,7 @@ def _second_steps(its: OneCycle) -> int:
 
 
 def _cycled(its: OneCycle, step: int) -> float:
-    """Where in a cycle `step` is: 0 at its ends, 1 where the rate is largest."""
+    """The position of `step` in a cycle: 0 at its ends, 1 where the rate is largest."""
     place, first, second = step % _cycle_steps(its), its.cycle_first_step_size, _second_steps(its)
     rises = place <= first
     stairs = its.cycle_first_stair_count

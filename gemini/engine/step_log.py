@@ -1,4 +1,4 @@
-"""What a config asks to be told of each optimizer step: lines of progress, and files of metrics. Rank 0 tells."""
+"""Logs each optimizer step as the config asks: lines of progress, and files of metrics. Only rank 0 logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini.engine.metric_files import JsonLinesFile, MetricFile, TensorBoardFil
 
 
 class StepLog:
-    """Loss (the mean over the window's micro-batches on this rank), learning rate, gradient norm and loss scale."""
+    """Logs learning rate, gradient norm, loss scale, and the mean loss of the window's micro-batches on this rank."""
 
     def __init__(self, config: Config, rank: int) -> None:
         self._every = config.steps_per_print
@@ -29,16 +29,16 @@ class StepLog:
             self._files.append(JsonLinesFile(Path(its.output_path, f"{its.job_name}.jsonl")))
 
     def add(self, loss: Tensor) -> None:
-        """A micro-batch's loss, before it is divided. It is read after the step, so that nobody waits for it here."""
+        """Record a micro-batch's undivided loss. It is read after the step, so that the host does not wait here."""
         if self.is_on:
             self._losses.append(loss.detach())
 
     def discard(self) -> None:
-        """The window's micro-batches so far are in no step."""
+        """Drop the losses of the window, whose micro-batches are in no step."""
         self._losses.clear()
 
     def after_step(self, step: int, lr: float, grad_norm: float | None, loss_scale: float) -> None:
-        """Optimizer step number `step`, from 1, is over."""
+        """Log optimizer step number `step`, from 1."""
         losses, self._losses = [float(loss) for loss in self._losses], []
         metrics = {"loss": sum(losses) / len(losses), "lr": lr, "loss_scale": loss_scale}
         if grad_norm is not None:
@@ -50,7 +50,7 @@ class StepLog:
             get_dist_logger().info(f"step {step}: {words}")
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the files."""
         for file in self._files:
             file.close()
         self._files.clear()
