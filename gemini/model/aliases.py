@@ -92,6 +92,7 @@ def tie_aliases(module: nn.Module) -> list[Tie]:
                     )
             else:
                 reaching.append(extent)
+    # No overlap was refused: replace parameters now, at every place in the module that has them.
     made: list[Tie] = []
     for path, owner in module.named_modules() if ties else ():
         for leaf, parameter in list(owner._parameters.items()):
@@ -118,6 +119,7 @@ def _shared(module: nn.Module) -> list[list[_Extent]]:
     """What lies in one storage with another, in the module's order."""
     found: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        # These have no strided memory of their own that another tensor could share.
         if built_link_of(tensor) is not None or tensor.layout is not torch.strided or tensor.is_meta:
             continue
         # Tensors without elements share nothing, and all have the same null pointer.

@@ -32,6 +32,7 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
         # Parameters that were built on shards have a class of ours, which the checks below would refuse.
         if built_link_of(parameter) is not None:
             continue
+        # An earlier wrap failed and lost the weights. What the parameter shows is a placeholder.
         if hasattr(parameter, LOST):
             raise UnsupportedError(f"parameter {name!r} lost its values when wrapping failed: build the module again")
         if is_lazy(parameter) or parameter.is_meta:
@@ -51,6 +52,7 @@ def check_wrapped(
     """
     wrapped = {each.parameter: each.name for each in managed}
     for name, parameter in module.named_parameters():
+        # A parametrization keeps the parameter object under another name, and may add buffers that differ by rank.
         known = wrapped.get(parameter)
         if known is not None and known != name and world_size > 1 and is_parametrized(name):
             raise GeminiError(
@@ -80,6 +82,7 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
         return process_group
     if dist.is_initialized():
         return dist.group.WORLD
+    # A launcher has set the environment, but the script has not initialized torch.distributed.
     started = int(os.environ["WORLD_SIZE"]) if was_launched() else 1
     if started > 1:
         warnings.warn(

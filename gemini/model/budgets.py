@@ -35,6 +35,7 @@ def read_free(settings: Settings, own: tuple[int, int], communicator: Communicat
         return FreeBytes()
     monitor = MemoryMonitor(device)
     free = monitor.read_device().available_bytes if needs_device else None
+    # A rank whose device has no bound must not lower the least of the others.
     on_device = _UNBOUNDED if free is None else free + own[0]
     on_host = share_of_host(monitor.read_host().available_bytes) + own[1]
     on_device, on_host = communicator.least((on_device, on_host), "free memory")

@@ -92,6 +92,7 @@ def _call_impl(
         before(self, args)
         output = inner(*args, **kwargs)
     except BaseException:
+        # Module hooks with `always_call` run after an exception, too.
         after(self, args, kwargs, None)
         raise
     replaced = after(self, args, kwargs, output)
@@ -111,6 +112,7 @@ class OuterCompiler:
 
     def outside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `call` with the compiler off. The `inside` of `compile` turns it on again for the wrapped module."""
+        # None: no compiler is on. False: the compiler only runs code that it has compiled before.
         callback = _eval_frame.get_eval_frame_callback()
         if callback is None or callback is False:
             return call(*args, **kwargs)
@@ -128,6 +130,7 @@ class OuterCompiler:
         """From now on compile the module whenever the model is called from a compiled function."""
 
         def inside(*args: Any, **kwargs: Any) -> Any:
+            # This call of the model did not come from a compiled function: run the module uncompiled.
             if self._callback is None:
                 return module._call_impl(*args, **kwargs)
             before = _eval_frame.set_eval_frame(self._callback)

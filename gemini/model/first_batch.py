@@ -34,6 +34,7 @@ def most_activations(module: nn.Module, inputs: Any) -> int | None:
     embeds = any(isinstance(each, nn.Embedding) for each in module.modules())
     parameters = list(module.parameters())
     trained = [each for each in parameters if each.requires_grad]
+    # Without token ids, an embedding and blocks the formulas do not hold; without trained weights nothing is kept.
     if not (tokens and blocks and embeds and trained):
         return None
     itemsize, stream_itemsize = _itemsizes(parameters)
@@ -94,6 +95,7 @@ def _flag_of(module: nn.Module) -> bool | None:
     """Whether the module checkpoints activations. None: it has no flag."""
     if type(module).__name__ == _WRAPPER:
         return True
+    # Modules of transformers ignore their flag in evaluation mode.
     flag = getattr(module, _FLAG, None)
     return None if flag is None else bool(flag) and module.training
 
@@ -106,6 +108,7 @@ def _num_without_graph(module: nn.Module, blocks: list[nn.Module]) -> int:
     count = 0
     inside = {each for block in blocks for each in block.modules()}
     for each in module.modules():
+        # Blocks are counted with their parent, below.
         if each in inside:
             continue
         if any(parameter.requires_grad for parameter in each.parameters(recurse=False)):

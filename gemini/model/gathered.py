@@ -69,6 +69,7 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank must be None or one of the {world_size} ranks, found {rank!r}")
 
     def __enter__(self) -> None:
+        # A model that is built and one that is wrapped gather by different means: each gathers its own parameters.
         by_owner: dict[object, list[ParameterLink]] = {}
         for link in self._links:
             by_owner.setdefault(link.owner, []).append(link)
@@ -94,6 +95,7 @@ class GatheredParameters:
                 for link, before in changed:
                     link.undo(before)
             elif self._modifier is not None:
+                # Spread all parameters: only the modifying rank knows which of them it has changed.
                 for link in self._links:
                     link.spread(self._modifier)
             self._before = []

@@ -103,9 +103,11 @@ class _AroundOperator:
         if torch.compiler.is_dynamo_compiling():  # what is traced has hooks around it
             return
         with unseen():
+            # The user has changed `requires_grad` and calls this module outside of the model's forward.
             if self._trainability.flags_raised:
                 self._trainability.apply_outside(module)
             call = self._step.enter_operator(module, operator)
+        # From here on the other ranks would wait for this one in a gather: publish a failure to them.
         with self._step.publishing():
             with unseen():
                 self._step.fetch_operator(call)
@@ -148,6 +150,7 @@ class _AroundRoot:
         step = self._step
         with unseen():
             call, begins = step.enter_forward(module)
+            # The outermost call begins a forward. Another plan may come into force here, before anything is fetched.
             if begins:
                 with step.publishing():
                     step.begin_forward()
@@ -155,6 +158,7 @@ class _AroundRoot:
                     if torch.is_grad_enabled():
                         self._trainability.before_training()
                     step.begin_pass()
+        # See [Note: Resident models].
         if step.is_resident and step.params.in_step and self._operators.lift():
             call.lifted = self._operators
         # Autocast's cache would serve casts of a payload that has left its slot.
@@ -165,6 +169,7 @@ class _AroundRoot:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
+        # The hook is also called after an exception, and then has no output.
         error = sys.exc_info()[1] if output is None else None
         recomputing = self._step.is_recomputing()
         if not self._step.end_forward():

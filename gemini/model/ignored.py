@@ -25,6 +25,7 @@ def ignored_in(module: nn.Module, settings: Settings) -> frozenset[nn.Parameter]
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, found {type(module).__name__}")
     found: dict[nn.Parameter, str] = {}
+    # Each pattern must match something: a misspelled one would silently put the parameter into a chunk.
     unused = dict.fromkeys(settings.ignored_parameters)
     for name, parameter in module.named_parameters(remove_duplicate=False) if unused else ():
         for pattern in settings.ignored_parameters:

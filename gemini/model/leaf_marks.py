@@ -73,6 +73,7 @@ def _mark(model: nn.Module, classes: Modules, function: str, mark: bool) -> list
         raise TypeError(f"classes must be a module class, a name, or several of them, found {classes!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, found {type(model).__name__}")
+    # Find all modules before the first is marked, so that an error marks none.
     answers = {each: [m for name, m in model.named_modules() if _is(each, name, m)] for each in wanted}
     absent = [each if isinstance(each, str) else each.__name__ for each, modules in answers.items() if not modules]
     if absent:

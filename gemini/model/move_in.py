@@ -71,6 +71,7 @@ def move_in(
         tier = placement.homes[chunk.index][kind]
         chunk.take_home(kind, tier, memory, demand.chunks[chunk.index].home_bytes[kind])
 
+    # Chunk by chunk: allocate the homes, fill them, and free the memory that the weights had.
     for chunk in chunks:
         if chunk.index in placement.kept:
             chunk.keep_slot(memory.device)
@@ -147,6 +148,7 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
         _fill_given(chunk, given, communicator, device, moves)
     if not built:
         return
+    # Only when every rank has the whole chunk at home may any rank drop the values in the store.
     moves.originals.update((managed.index, original_of(managed)) for managed, _ in built)
     communicator.wait_for_all("chunk at home")
     let_go(managed for managed, _ in built)

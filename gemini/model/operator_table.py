@@ -55,6 +55,7 @@ class OperatorTable:
         together, DivergenceError if ranks differ; nothing has changed then.
         """
         step = self._step
+        # An exception may have ended calls without our hooks. Find those, or they would count as running.
         if step.calls.by_thread:
             step.failures.find()
         # A nested call of the model, or a recomputation in backward, must see the operators that it began with.
@@ -65,6 +66,7 @@ class OperatorTable:
             try:
                 self._change(root)
             except BaseException:
+                # The plan was refused, so the next call must not find the module compiled.
                 root._compiled_call_impl = None
                 raise
         elif root is not self._root or self._looks() != self._looked:
@@ -97,6 +99,7 @@ class OperatorTable:
 
     def _attach(self, root: nn.Module, found: Found) -> None:
         """Install hooks on the present operators, and remove all others."""
+        # The plan in force was made for these operators, in this order.
         hooked = []
         for (module, spec), indices in zip(found, self._manager.plan.use_order, strict=True):
             if module not in self._numbers:

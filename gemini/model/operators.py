@@ -43,6 +43,8 @@ def find_operators(
         compiled = is_compiled(module)
         inside = [each for each in module.modules() if each is not root] if compiled else []
         is_router = (chooses(module) and (module is not root or is_marked(module))) or any(map(chooses, inside))
+        # Data also decides about everything inside a router. Where nothing is gathered, ranks may differ freely, and
+        # the modules inside stay operators of their own.
         is_chosen = is_chosen or is_router
         routes = gathers and is_router
         is_leaf = routes or compiled or isinstance(module, _LEAVES)

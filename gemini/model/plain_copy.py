@@ -58,6 +58,7 @@ class PlainCopies:
                 key = id(links[index].managed.parameter)
                 if key not in memo:
                     memo[key] = links[index].copy()
+            # Parameters and buffers are in `memo` now, so `copy.deepcopy` takes these copies.
             for buffer in module.buffers():
                 memo.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
             _leave_out(self._handles, memo)

@@ -49,13 +49,13 @@ class PlainView(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The wrapped module's parameters, under its names. Local: nothing is fetched. Raises nothing."""
+        """As of the wrapped module, under its names. Local: nothing is fetched. Raises nothing."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The wrapped module's buffers, under its names. Local. Raises nothing."""
+        """As of the wrapped module, under its names. Local. Raises nothing."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
@@ -82,6 +82,7 @@ class PlainView(nn.Module):
             given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination, prefix = given.get("destination", destination), given.get("prefix", prefix)
             keep_vars = given.get("keep_vars", keep_vars)
+        # The parameters themselves instead of copies: nothing is gathered.
         if keep_vars:
             own: Any = OrderedDict() if destination is None else destination
             return nn.Module.state_dict(self.module, destination=own, prefix=prefix, keep_vars=True)

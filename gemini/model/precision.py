@@ -40,6 +40,7 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
     by_key: dict[type[nn.Module] | str, torch.dtype | None] = (
         dict(settings.dtype) if isinstance(settings.dtype, Mapping) else {_DEFAULT: settings.dtype}
     )
+    # Each key must match something: a misspelled one would silently leave a module in the default dtype.
     default = by_key.pop(_DEFAULT, None)
     unused = dict.fromkeys(by_key)
 
@@ -87,6 +88,7 @@ class Casting:
         self._outside: list[torch.dtype | None] = []  # dtypes to cast back to, one per running call, innermost last
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
+        # `always_call`: a call that fails must remove its entry too, or later outputs would be cast to a wrong dtype.
         return [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, prepend=True, always_call=True),

@@ -144,6 +144,7 @@ class ShardedModel(PlainView):
                 communicator.wait_for_all("model is wrapped")
                 close_empty(wrapping.stores, communicator)
         except BaseException as error:
+            # The module gets its weights back and is as it was.
             if "_hooks" in vars(self):
                 self._hooks.remove()
                 self._copies.remove()
@@ -193,6 +194,7 @@ class ShardedModel(PlainView):
     never_traced(__call__, "a ShardedModel moves parameters around: compile the model, or modules in it, by themselves")
 
     def _call_following_compilation(self, *args: Any, **kwargs: Any) -> Any:
+        # All of this may replace the plan, so it comes before the forward. See [Note: First batch] in free_memory.py.
         self._table.follow_compilation(self.module)
         self.chunk_manager.recorder.note_batch(sum(tensor.nbytes for tensor in tensors_in((args, kwargs))))
         if torch.is_grad_enabled() and self.trainability.asks_for_bound():

@@ -47,6 +47,7 @@ def model_spec(
     specs = []
     for each in places:
         dtype = weights.parameters[each]
+        # The fp32 master of such a weight keeps the bits that rounding to 16 bits drops.
         is_rounded = dtype in HALF_DTYPES and each.dtype is not dtype
         specs.append(WeightSpec(names[each], tuple(each.shape), dtype_of(dtype), each.requires_grad, is_rounded))
     return ModelSpec(tuple(specs), tuple(spec for _, spec in operators))

@@ -48,6 +48,7 @@ def _map_fields(function: Callable[[Tensor], Tensor], instance: Any) -> Any:
             changed[name] = new
     if not changed:
         return instance
+    # A copy, because the caller may hold the instance. Frozen dataclasses refuse assignments.
     result = copy.copy(instance)
     is_frozen = instance.__dataclass_params__.frozen
     for name, value in changed.items():

@@ -53,6 +53,7 @@ def workload_of(
     head = _head(outer_modules)
     outer = _sum_of((each for each in outer_modules if each is not head), itemsize, stream, experts)
     logit_bytes = 0
+    # The head keeps its input, like any matrix, and instead of two outputs the copies of the logits.
     if head is not None:
         outer.products += head.weight.numel()
         outer.kept_bytes += head.weight.shape[1] * itemsize
@@ -112,6 +113,7 @@ def blocks_of(root: nn.Module) -> dict[str, nn.Module]:
     """The model's layers by name: the elements of the outermost module list with the most parameters. Local."""
     kinds = (nn.ModuleList, nn.Sequential)
     lists = {name: each for name, each in root.named_modules() if isinstance(each, kinds) and len(each) > 1}
+    # Lists inside another list are parts of a block.
     inner = {below for each in lists.values() for below in each.modules() if below is not each}
     sizes = {name: sum(p.numel() for p in each.parameters()) for name, each in lists.items() if each not in inner}
     if not sizes:

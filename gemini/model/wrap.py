@@ -27,6 +27,7 @@ def make_chunks(
     uses = enumerate(spec.first_uses(), start=1)  # position 0 is the model itself
     first_operator = {weight.name: place for place, weights in uses for weight in weights}
     chunks = []
+    # Parameters of one shape and dtype share a placeholder.
     placeholder_of = functools.cache(placeholder)
     index = 0
     for its in facts:
@@ -55,6 +56,7 @@ def make_chunks(
             parameter = by_name[name]
             shown = placeholder_of(kind, device, parameter.shape)
             managed = chunk.manage(parameter, name, index, offset, first_operator[name], shown)
+            # The given weight has more bits than the chunk's 16: the master must start from it.
             managed.has_fractions = trainable and kind in HALF_DTYPES and parameter.dtype is not kind
             chunk.raw.append(parameter)
             index += 1

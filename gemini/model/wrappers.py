@@ -30,6 +30,7 @@ def is_prepared(world_size: int) -> bool:
     Raises UnsupportedError if Accelerate would also put autocast around the model's forward, or is set to save and load
     models with another library's functions.
     """
+    # Without a state of Accelerate, something else asks. Answer by the number of ranks alone.
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.AcceleratorState._shared_state:
         return world_size > 1
