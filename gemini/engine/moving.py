@@ -75,7 +75,7 @@ class MovedByScript:
         self._has_update = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """The schedule's `step`, with its arguments, such as a metric. Local, alike on every rank. Raises its errors."""
+        """Call the schedule's `step` with its arguments, such as a metric. Local, alike on every rank."""
         if self._has_gradients and not self._has_update:
             return
         self.plain.step(*args, **kwargs)
