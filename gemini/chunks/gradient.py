@@ -107,8 +107,6 @@ class ChunkGradient:
     def __init__(self, chunk: Chunk, keeps_whole: bool) -> None:
         """keeps_whole: the chunk's GRAD home, if it gets one, has room for a whole payload."""
         count = len(chunk.parameters)
-
-        # facts
         self.chunk: Final = chunk
         self.is_alone: Final = chunk.layout.world_size == 1  # one rank: the local gradient is the mean already
         self.gaps: Final = _gaps(chunk)  # (start, end) of each padding, in payload elements
@@ -138,9 +136,8 @@ class ChunkGradient:
 
         # which parameters got a gradient, by position
         self.got = bytearray(count)  # a gradient came since the last step, on this rank
-        self.agreed = (
-            self.got if self.is_alone else bytearray(count)
-        )  # whether any rank got one, as of the last reduction; equal on all ranks
+        # whether any rank got one, as of the last reduction; equal on all ranks
+        self.agreed = self.got if self.is_alone else bytearray(count)
         self.had = bytearray(count)  # `agreed` of any step since gradients were last set to None
         self.num_writes = 0  # writes of users to the reduced gradient so far
 
@@ -210,10 +207,8 @@ class ChunkGradient:
         self.state = state
 
     def note_fired(self, position: int) -> None:
-        """The gradient of the parameter at `position` is in the open payload. Raises RuntimeError if none is open.
-
-        It runs once a parameter and backward: a check by `is_open` would take as long as all of the rest.
-        """
+        """The gradient of the parameter at `position` is in the open payload. Raises RuntimeError if none is open."""
+        # This runs once a parameter and backward: a check by `is_open` would take as long as all of the rest.
         if self.payload is None or self.state is _REDUCING:
             raise self._not_open(position)
         self.expects[position] = None
@@ -321,9 +316,7 @@ class ChunkGradient:
             self.expects = list(self.views)
             return
         rows = zip(self.fired, held, self.trained, self.views, strict=True)
-        self.expects = [
-            view if is_trained and not (fired or is_held) else None for fired, is_held, is_trained, view in rows
-        ]
+        self.expects = [None if fired or is_held or not trained else view for fired, is_held, trained, view in rows]
 
     def expect_all(self) -> None:
         """Count the payload as complete once every parameter has a gradient. Call it again after flags changed."""

@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "the state of frozen chunks takes the room of others",
         "gemini/placement/spending.py",
-        "                moving = [kind for kind in moving if kind not in OF_OPTIMIZER]\n",
-        "                pass\n",
+        "            moving = [kind for kind in moving if kind not in OF_OPTIMIZER]\n",
+        "            pass\n",
         "tests/features/test_frozen_state.py",
     ),
     Mutant(
