@@ -94,7 +94,8 @@ class Staging:
         On several ranks weights that were updated in parts are gathered into slots of payloads during the update, so
         those are not idle.
         """
-        memory, scratch = self._step.params.memory, self._step.grads.scratch.idle()
+        memory, grads = self._step.params.memory, self._step.grads
+        scratch = grads.scratch.idle()
         if scratch is not None:
             yield scratch
         yield from memory.gradient_slots.idle()

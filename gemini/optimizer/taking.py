@@ -38,7 +38,8 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
 
     stays_on_device: state that finds no memory on the device is a failure, and does not rest on the host instead.
     """
-    training, device, error = manager.training, manager.memory.device, None
+    training, error = manager.training, None
+    device, host = manager.memory.tiers
     was_there, num_shortages = training.is_there, device.num_shortages
     trained = [chunk for chunk in manager.chunks if chunk.trainable]
     tiers = {chunk: manager.plan.placement.homes[chunk.index][Kind.OPTIM] for chunk in trained}
@@ -46,7 +47,7 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
         try:
             training.take(states.missing_host_bytes(tiers))
             states.add_all(tiers)
-            check_host_room_for_steps(manager.plan, manager.memory.host.ledger.total_bytes)
+            check_host_room_for_steps(manager.plan, host.ledger.total_bytes)
             if stays_on_device and device.num_shortages > num_shortages:
                 error = BudgetError("device: no memory for optimizer state", tier=Tier.DEVICE, is_shortage=True)
         except BudgetError as refusal:

@@ -178,7 +178,7 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
 def plan_packed(packed: Packed, settings: Settings, free: FreeBytes | None = None) -> Plan:
     """`plan_model` of packings that other plans of the same model and ranks have made, or will use again. Local.
 
-    settings: those of `packed`; budgets and policy may be others.
+    settings: those of `packed`; budgets and policy may be others. Raises as `plan_model` does.
     """
     spec, world_size = packed.spec, packed.world_size
     budget = Budget.of(settings, free or FreeBytes())
