@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant(
         "gradients that pass through the host are found out in the first backward",
         "gemini/optimizer/taking.py",
-        "            check_host_room_for_steps(manager.plan, manager.memory.host.ledger.total_bytes)\n",
+        "            check_host_room_for_steps(manager.plan, host.ledger.total_bytes)\n",
         "",
         "tests/features/test_host_room.py::test_gradients_that_pass_through_the_host_are_counted_before_a_step",
     ),
