@@ -140,7 +140,7 @@ def _more_device_memory(question: Question, needed: int, device: int) -> Iterato
     more = f"{format_bytes(enough)}, {format_bytes(enough - device)} more on each device"
     more = f"--device-memory {enough}B ({more})"
     try:
-        on_host = question.with_memory(enough, None).plan().host_bytes
+        on_host = question.with_memory(enough, None).plan().predicted.host_peak
     except BudgetError:
         return
     if host is None or on_host <= host:

@@ -88,8 +88,10 @@ class Question:
                 raise
         if plan is None or (there is not None and plan.host_bytes > there):  # to say what training takes
             plan = plan_packed(self.packed, self._settings_with(None), free)
-        needed = plan.host_bytes
-        words = f"training needs {needed} bytes ({format_bytes(needed)}) at rest on the host of each rank"
+        needed = plan.host_bytes if there is None else plan.predicted.host_peak
+        words = f"training needs {needed} bytes ({format_bytes(needed)}) on the host of each rank"
+        if needed > plan.host_bytes:
+            words += f", {needed - plan.host_bytes} of them for gradients that find no gradient slot in a step"
         if self.cluster.is_emulated:
             needed += plan.device_bytes + (self.activations or 0)
             words = (

@@ -102,13 +102,16 @@ class Experts(torch.nn.Module):
         return x + torch.einsum("ebh,ehn->bn", hidden, self.down)
 
 
+def four_experts() -> torch.nn.Sequential:
+    return torch.nn.Sequential(*map(Experts, range(4)))
+
+
 @on_ranks(2)
 def test_gradients_that_pass_through_the_host_are_counted_before_a_step(rank: int, world_size: int) -> None:
     """A rank that has one gradient slot for two gradients moves one of them to the host until it is reduced."""
 
     def wrapped(host_memory: int | None) -> ShardedModel:
-        module = torch.nn.Sequential(*map(Experts, range(4)))
-        return ShardedModel(module, device="emulated", model_data_memory=budget, host_memory=host_memory)
+        return ShardedModel(four_experts(), device="emulated", model_data_memory=budget, host_memory=host_memory)
 
     budget = None
     budget = wrapped(None).plan.minimum_bytes

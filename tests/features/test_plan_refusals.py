@@ -132,3 +132,19 @@ def test_less_than_a_quarter_of_a_sequence_is_not_advised(config: Path, memory: 
     found = re.search(r"--batch 1 --sequence-length (\d+)", knobs)
     assert (None if found is None else int(found[1])) == length, knobs
     assert asked(*options, "--sequence-length", str(length or 14))["fits"], "of 64 tokens a quarter is 16"
+
+
+def test_gradients_that_pass_through_the_host_are_counted() -> None:
+    """Two weights of an operator that are each larger than a chunk: a rank has a gradient slot for one of them."""
+    options = ("tests.features.test_host_room:four_experts", "--ranks", "2", "--rates", "none")
+    least = refused(*options, "--device-memory", "10KB")[0]["would_change"]
+    (device,) = re.findall(r"--device-memory (\d+)B", " ".join(least))
+    tight = ("--device-memory", f"{device}B", "--host-memory")
+    found = asked(*options, *tight, "1MB")
+    at_rest, needed = sum(found["host"].values()), found["host_peak"]
+    assert needed > at_rest
+    assert asked(*options, *tight, f"{needed}B")["host_peak"] == needed
+    code, shown = run(*options, *tight, f"{needed}B")
+    assert code == 0 and "gradients passing through" in shown
+    message = refused(*options, *tight, f"{needed - 1}B")[0]["refused"]["message"]
+    assert f"needs {needed} bytes" in message and f"{needed - at_rest} of them for gradients that find no" in message
