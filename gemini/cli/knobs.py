@@ -140,9 +140,10 @@ def _more_device_memory(question: Question, needed: int, device: int) -> Iterato
     more = f"{format_bytes(enough)}, {format_bytes(enough - device)} more on each device"
     more = f"--device-memory {enough}B ({more})"
     try:
-        on_host = question.with_memory(enough, None).plan().predicted.host_peak
+        plan = question.with_memory(enough, None).plan()
     except BudgetError:
         return
+    on_host = plan.predicted.host_peak
     if host is None or on_host <= host:
         yield f"{more} would be enough."
     else:  # of two figures that are short neither is enough alone
