@@ -165,10 +165,10 @@ def _leave() -> None:
     store = dist.distributed_c10d._get_default_store()
     deadline = time.monotonic() + _LEAVE_S
     try:
-        left = store.add("gemini/left", 1)
-        while left < dist.get_world_size() and time.monotonic() < deadline:
+        num_left = store.add("gemini/left", 1)
+        while num_left < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            left = store.add("gemini/left", 0)
+            num_left = store.add("gemini/left", 0)
         dist.destroy_process_group()
     except RuntimeError:  # the store's rank has ended first
         return

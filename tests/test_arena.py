@@ -35,7 +35,7 @@ def test_buffers_start_as_zeros_never_overlap_and_leave_one_free_piece(is_regist
             assert bool((buffer == value).all()), "another buffer was written here"
             del buffer
         else:
-            buffer = found.take(draw.choice([1, 63, 64, 1000, 4096, 40_000, 200_000]))
+            buffer = found.allocate(draw.choice([1, 63, 64, 1000, 4096, 40_000, 200_000]))
             assert not torch.count_nonzero(buffer)
             assert buffer.data_ptr() % 64 == 0
             held.append((buffer.fill_(number % 255 + 1), number % 255 + 1))
@@ -48,15 +48,15 @@ def test_buffers_start_as_zeros_never_overlap_and_leave_one_free_piece(is_regist
 def test_memory_is_not_used_again_while_a_view_of_it_lives() -> None:
     tier = HostTier()
     tier.reserve(8192, Kind.PARAM)
-    buffer = tier.take(8192, Kind.PARAM).fill_(7)
+    buffer = tier.allocate(8192, Kind.PARAM).fill_(7)
     view = buffer[100:200].view(torch.float32)
-    tier.give(buffer, Kind.PARAM)
+    tier.free(buffer, Kind.PARAM)
     del buffer
-    other = tier.take(8192, Kind.PARAM).fill_(9)
+    other = tier.allocate(8192, Kind.PARAM).fill_(9)
     assert bool((view.view(torch.uint8) == 7).all())
     del view
     mapped_bytes = tier.mapped_bytes
-    again = tier.take(8192, Kind.PARAM)
+    again = tier.allocate(8192, Kind.PARAM)
     assert tier.mapped_bytes == mapped_bytes
     assert not torch.count_nonzero(again)
     assert bool((other == 9).all())
@@ -66,7 +66,7 @@ def test_buffers_that_die_in_several_threads_all_come_back() -> None:
     found = arena()
     found.reserve(64 * 1000)
     for _ in range(3):
-        shares = [[found.take(64) for _ in range(250)] for _ in range(4)]
+        shares = [[found.allocate(64) for _ in range(250)] for _ in range(4)]
         threads = [threading.Thread(target=share.clear) for share in shares]
         for thread in threads:
             thread.start()
@@ -74,7 +74,7 @@ def test_buffers_that_die_in_several_threads_all_come_back() -> None:
             thread.join()
         del shares
         assert found.mapped_bytes == 64 * 1000
-        whole = found.take(64 * 1000)
+        whole = found.allocate(64 * 1000)
         assert found.mapped_bytes == 64 * 1000, "the ranges did not join to one"
         del whole
 
@@ -83,7 +83,7 @@ def test_the_system_gets_free_pages_back_but_those_that_are_registered_or_for_te
     for is_registered, keeps_pages in ((False, False), (True, False), (False, True)):
         found = arena(is_registered, keeps_pages)
         found.reserve(64 * MIB)
-        parts = [found.take(16 * MIB).fill_(1) for _ in range(4)]
+        parts = [found.allocate(16 * MIB).fill_(1) for _ in range(4)]
         before = resident_bytes()
         del parts[1:3]
         left = before - resident_bytes()
@@ -101,8 +101,8 @@ def test_the_system_gets_free_pages_back_but_those_that_are_registered_or_for_te
 def test_room_that_was_given_up_counts_for_what_comes_next_and_the_budget_holds(is_registered: bool) -> None:
     tier = HostTier(capacity_bytes=100 * 64, runtime=Runtime() if is_registered else None)
     tier.reserve(40 * 64, "param")
-    kept, given_up = tier.take(20 * 64, Kind.PARAM), tier.take(20 * 64, Kind.PARAM)
-    tier.give(given_up, Kind.PARAM)
+    kept, given_up = tier.allocate(20 * 64, Kind.PARAM), tier.allocate(20 * 64, Kind.PARAM)
+    tier.free(given_up, Kind.PARAM)
     del given_up
     assert tier.homes.held_bytes == (40 if is_registered else 20) * 64
     with pytest.raises(BudgetError, match=r"host: .* bytes of optim do not fit: .* host_memory="):

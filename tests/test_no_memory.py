@@ -31,17 +31,17 @@ TOO_MANY_BYTES = 2**55
 def test_an_allocation_that_the_machine_refuses_is_a_budget_error_and_not_booked(make: Any) -> None:
     tier = make()
     with pytest.raises(BudgetError, match=rf"{tier.name}: no memory for {TOO_MANY_BYTES} bytes of param"):
-        tier.take(TOO_MANY_BYTES, "param")
-    assert tier.ledger.total_bytes == tier.ledger.num_takes == 0
-    assert tier.take(64, "param").nbytes == tier.ledger.total_bytes == 64
+        tier.allocate(TOO_MANY_BYTES, "param")
+    assert tier.ledger.total_bytes == tier.ledger.num_allocations == 0
+    assert tier.allocate(64, "param").nbytes == tier.ledger.total_bytes == 64
 
 
 def test_the_advice_is_about_a_budget_only_where_there_is_one() -> None:
     for capacity_bytes, advice in ((None, "set a budget with model"), (2 * TOO_MANY_BYTES, "allow less with model")):
         with pytest.raises(BudgetError, match=f"free memory, or {advice}"):
-            EmulatedTier(capacity_bytes).take(TOO_MANY_BYTES, "param")
+            EmulatedTier(capacity_bytes).allocate(TOO_MANY_BYTES, "param")
     with pytest.raises(BudgetError, match="Allow more with model_data_memory="):
-        EmulatedTier(8).take(64, "param")
+        EmulatedTier(8).allocate(64, "param")
 
 
 @pytest.mark.parametrize("has_budget", [False, True])
@@ -66,7 +66,7 @@ def test_a_kept_view_without_a_spare_slot_is_told_what_helps(has_budget: bool) -
 def test_an_error_that_is_not_about_memory_stays_what_it_is() -> None:
     with mock.patch.object(torch, "zeros", side_effect=RuntimeError("the driver is gone")):
         with pytest.raises(RuntimeError, match="the driver is gone") as found:
-            EmulatedTier().take(64, "param")
+            EmulatedTier().allocate(64, "param")
     assert not isinstance(found.value, BudgetError)
 
 
@@ -107,15 +107,15 @@ def test_an_optimizer_that_finds_no_memory_half_way_gives_back_what_it_took(num_
     """Of the third chunk's gradient, or state. Afterwards another optimizer trains as in plain PyTorch."""
     model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL, tensor_placement_policy="cuda")
     device = model.chunk_manager.memory.device
-    before, take, taken = device.ledger.total_bytes, type(device).take, []
+    before, allocate, taken = device.ledger.total_bytes, type(device).allocate, []
 
     def refusing(tier: Any, num_bytes: int, kind: str) -> torch.Tensor:
         taken.append(kind)
         if len(taken) > num_takes:
             raise BudgetError("no memory", tier=tier.name)
-        return take(tier, num_bytes, kind)
+        return allocate(tier, num_bytes, kind)
 
-    with mock.patch.object(EmulatedTier, "take", refusing), mock.patch.object(HostTier, "take", refusing):
+    with mock.patch.object(EmulatedTier, "allocate", refusing), mock.patch.object(HostTier, "allocate", refusing):
         with pytest.raises(BudgetError, match="no memory"):
             ShardedOptimizer(model, adam(model.parameters()))
     assert len(taken) > num_takes

@@ -51,10 +51,10 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """
     _check(module, parameter)
     registered = external_parameters(module)
-    left = [known for known in registered if known is not parameter]
-    if len(left) == len(registered):
+    remaining = [known for known in registered if known is not parameter]
+    if len(remaining) == len(registered):
         raise ValueError(f"the parameter is not registered with this {type(module).__name__}")
-    setattr(module, _EXTERNAL, left)
+    setattr(module, _EXTERNAL, remaining)
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -67,15 +67,15 @@ class FreeMemory:
 
         False if `wanted` has nothing to follow, as in most uses of a model.
         """
-        seen = self._live.take()
+        seen = self._live.pop_agreed()
         if seen is not None:
             self._cap.step()
-        if self._failures.take():
+        if self._failures.pop_failure():
             # The failed step made no agreed reading, so ranks compare their counts of shortages here.
             words = torch.tensor(self._live.shortage(), dtype=torch.int64, device=self._communicator.device)
             self._communicator.all_reduce_max_(words, "shortage of memory")
             self._live.agree_on_shortage(words.tolist())
-            after = self._live.take()
+            after = self._live.pop_agreed()
             seen = after if after is not None and after.is_short else seen
         if seen is not None:
             self._live.forgive()
@@ -131,11 +131,11 @@ class FreeMemory:
         if agreed is None:
             return None
         known = FreeBytes(agreed.free, plan.budget.host)
-        left = Budget.of(plan.settings, replace(known, most_activations=agreed.activations))
+        bounded_budget = Budget.of(plan.settings, replace(known, most_activations=agreed.activations))
         # The bound asks for no more than the default leaves to activations.
-        if left == Budget.of(plan.settings, known):
+        if bounded_budget == Budget.of(plan.settings, known):
             return None
-        budget = budget_for_bound(plan, left)
+        budget = budget_for_bound(plan, bounded_budget)
         return None if budget is None or agreed.activations is None else (budget, agreed.activations)
 
     def budget_after_shortage(self, plan: Plan) -> Budget | None:
@@ -153,7 +153,7 @@ class FreeMemory:
         """Another plan, which keeps to the budget, is in force."""
         self._refused_bytes = None
 
-    def forget(self) -> None:
+    def reset_shortage(self) -> None:
         """The user has set other budgets: forget shortages and refusals."""
         self._refused_bytes, self.is_short, self._cap = None, False, ShortageCap()
 

@@ -113,9 +113,9 @@ class ParameterLink(ABC):
         other = any_link_of(value)
         holder = self.holder_of(value) if other is None else other.managed.name
         if holder is not None:
-            mine = self.managed.name
+            own_name = self.managed.name
             raise ReleasedParameterError(
-                f"parameter {mine!r}: its .data cannot be the memory of {holder!r}. To tie the two, assign the "
+                f"parameter {own_name!r}: its .data cannot be the memory of {holder!r}. To tie the two, assign the "
                 "parameter itself (a.weight = b.weight) before the model is wrapped; to copy values, write "
                 "a.weight.data.copy_(b.weight.data)"
             )

@@ -197,7 +197,7 @@ class Trainability:
         with self._replanning.between_steps("change_budgets()"):
             self._replan(self._flags, f"budgets: {', '.join(words)}", BUDGETED, settings=settings, budget=budget)
         if names_device:
-            self._free.forget()  # shortages from before say nothing about these budgets
+            self._free.reset_shortage()  # shortages from before say nothing about these budgets
 
     def change_margin(self, ratio: float) -> None:
         """Set the share of the device for masters and optimizer state, as `Settings.gpu_margin_mem_ratio`. Collective.
@@ -219,7 +219,7 @@ class Trainability:
         self._replan(self._flags, shown, _COMPILED, operators=operators)
         # A compiled module is one operator: gradients come in another order, and the trace has other events.
         step.grads.reset_order()
-        step.params.next_use.forget()
+        step.params.next_use.reset_trace()
 
     def before_graph(self) -> None:
         """A graph is about to be built, or a gradient to be set: put the plan for training in force. Collective then.
@@ -249,7 +249,7 @@ class Trainability:
         """Raises GeminiError if another plan could not be carried out now."""
         self._replanning.refuse_inside(what, when)
         # Backward passes that produced input gradients only: no gradient of a parameter is lost.
-        self._step.grads.forget()
+        self._step.grads.discard_all()
 
     def _change(self, flags: list[bool]) -> None:
         """Replan for other flags. Does nothing if that has to wait for the step."""

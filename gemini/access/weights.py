@@ -115,9 +115,9 @@ def load_part(
     errors: list[str],
 ) -> None:
     """`load_whole_state_dict` of the keys with `prefix`, as torch loads a module that contains the model."""
-    mine = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+    own_entries = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
     try:
-        result = load_whole_state_dict(module, states, trainability, mine, strict=False)
+        result = load_whole_state_dict(module, states, trainability, own_entries, strict=False)
     except RuntimeError as error:
         errors.append(str(error))
     else:

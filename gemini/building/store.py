@@ -124,9 +124,9 @@ class BuildStore:
         )
         num_bytes = layout.shard_numel * dtype.itemsize
         tier = self._home_of(num_bytes)
-        chunk.take_home(Kind.PARAM, tier, self._memory, num_bytes)
+        chunk.allocate_home(Kind.PARAM, tier, self._memory, num_bytes)
         ledger = self._memory.tier(tier).ledger
-        weakref.finalize(chunk, ledger.give, Kind.PARAM, num_bytes).atexit = False
+        weakref.finalize(chunk, ledger.count_freed, Kind.PARAM, num_bytes).atexit = False
         self._num_chunks += 1
         self._chunks.add(chunk)
         return chunk
@@ -251,11 +251,11 @@ class BuildStore:
 
     def replace(self, link: BuiltLink, value: Tensor) -> None:
         """Give the parameter data of another shape or dtype, in a chunk of its own. Collective."""
-        its = link.managed
-        parameter, (operator, _, name) = its.parameter, its.name.rpartition(".")
+        managed = link.managed
+        parameter, (operator, _, name) = managed.parameter, managed.name.rpartition(".")
         with self.communicator.publishing(), torch.no_grad():
             values = value.detach().clone()
-            self.binding.write_back(its.chunk)
+            self.binding.write_back(managed.chunk)
             self.let_go([link])
             set_data(parameter, values)
         del values  # `shard` frees the parameter's memory: hold no reference to it
@@ -284,9 +284,11 @@ class BuildStore:
         rounded = self._make_chunk(dtype, chunk.layout)
         round_master_(rounded.homes[Kind.PARAM].flat, chunk.homes[Kind.PARAM].flat.float())
         for link in _links_of(chunk):
-            its = link.managed
-            shown = self._placeholder(dtype, its.placeholder.device, its.shape)
-            link.managed = rounded.manage(its.parameter, its.name, its.index, its.offset, its.operator, shown)
+            managed = link.managed
+            shown = self._placeholder(dtype, managed.placeholder.device, managed.shape)
+            link.managed = rounded.manage(
+                managed.parameter, managed.name, managed.index, managed.offset, managed.operator, shown
+            )
             self.binding.show_placeholder(link.managed)
         chunk.parameters = []
         self.binding.note_left(rounded)

@@ -148,7 +148,7 @@ class Chunk(LocalFacts):
     num_bumps: int = 0  # times that `bump_versions` raised the version counters: these are not edits
 
     @cached_property
-    def _forget(self) -> Callable[[object], None]:
+    def _remove_dead(self) -> Callable[[object], None]:
         return _forgetting(weakref.ref(self))
 
     @cached_property
@@ -166,7 +166,7 @@ class Chunk(LocalFacts):
             shape=parameter.shape,
             stride=dense_stride(parameter),
             index=index,
-            reference=weakref.ref(parameter, self._forget),
+            reference=weakref.ref(parameter, self._remove_dead),
             chunk=self,
             placeholder=placeholder,
             requires_grad=parameter.requires_grad,
@@ -258,10 +258,10 @@ class Chunk(LocalFacts):
             return [Piece(0, 0, self.optim_numel)]
         return list(self.layout.slices(self.rank))  # whole weights, sharded optimizer state
 
-    def take_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
+    def allocate_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
         """Take zeroed memory for the state `kind`. Raises BudgetError."""
         dtype = {Kind.MASTER: self.master_dtype, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
-        self.homes[kind] = memory.take(tier, num_bytes // dtype.itemsize, dtype, kind)
+        self.homes[kind] = memory.allocate(tier, num_bytes // dtype.itemsize, dtype, kind)
 
     def reside_at_home(self) -> None:
         """Make the home the payload if this rank holds the whole chunk on the device."""
@@ -332,9 +332,9 @@ class Chunk(LocalFacts):
 def _forgetting(reference: weakref.ref[Chunk]) -> Callable[[object], None]:
     """The callback of the weak references: the chunk forgets a parameter that was freed, and is freed with the last."""
 
-    def forget(gone: object) -> None:
+    def remove_dead(gone: object) -> None:
         chunk = reference()
         if chunk is not None:
             chunk.parameters = [managed for managed in chunk.parameters if managed.reference is not gone]
 
-    return forget
+    return remove_dead

@@ -183,7 +183,7 @@ class ChunkGradient:
         if (slot is None, spilled is None) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
             raise RuntimeError(f"chunk {self.chunk.index}: a gradient that is {state.value} has other memory than that")
         if state is not GradState.CLOSED:
-            self.state = state  # first: after an interrupt below `forget` still closes it
+            self.state = state  # first: after an interrupt below `discard` still closes it
         # The payload stays where it is for the collective, but accepts no more gradients.
         if state is GradState.REDUCING:
             self.expects = [None] * len(self.fired)

@@ -52,13 +52,17 @@ def estimate(
         console.print(Text(str(error), "red"), soft_wrap=True)  # a str would be read as markup
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps({str(each): _bytes(its) for each, its in found.items()}, indent=1))
+        typer.echo(json.dumps({str(each): _bytes(estimated) for each, estimated in found.items()}, indent=1))
     else:
-        _show(model, ranks, {each: its for each, its in found.items() if isinstance(its, MemoryEstimate)})
-        for each, its in found.items():
-            if isinstance(its, str):
-                console.print(Text(f"stage {each}: {its}", "red"), soft_wrap=True)
-    if not any(isinstance(its, MemoryEstimate) for its in found.values()):
+        _show(
+            model,
+            ranks,
+            {each: estimated for each, estimated in found.items() if isinstance(estimated, MemoryEstimate)},
+        )
+        for each, estimated in found.items():
+            if isinstance(estimated, str):
+                console.print(Text(f"stage {each}: {estimated}", "red"), soft_wrap=True)
+    if not any(isinstance(estimated, MemoryEstimate) for estimated in found.values()):
         raise typer.Exit(1)
 
 
@@ -75,17 +79,17 @@ def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
     """
     if not found:
         return
-    most = max(max(its.device_bytes, its.host_bytes) for its in found.values())
-    unit, power = next((each for each in _UNITS if most >= 10 ** each[1]), _UNITS[-1])
+    most_bytes = max(max(estimated.device_bytes, estimated.host_bytes) for estimated in found.values())
+    unit, power = next((each for each in _UNITS if most_bytes >= 10 ** each[1]), _UNITS[-1])
     numel = next(iter(found.values())).num_parameters
     console = Console()
     title = f"{name}: {numel:,} parameters, {ranks} rank(s); {unit} (10**{power} bytes) on each"
     console.print(Text(title), soft_wrap=True)
     lines: list[tuple[str, ...]] = [("stage", *_STATES.values(), "state", "buffers", "device", "host")]
-    for stage, its in found.items():
-        both = {kind: its.device[kind] + its.host[kind] for kind in _STATES}
-        buffers = sum(its.device.get(kind, 0) + its.host.get(kind, 0) for kind in _BUFFERS)
-        numbers = (*both.values(), its.state_bytes, buffers, its.device_bytes, its.host_bytes)
+    for stage, estimated in found.items():
+        total_bytes = {kind: estimated.device[kind] + estimated.host[kind] for kind in _STATES}
+        buffers = sum(estimated.device.get(kind, 0) + estimated.host.get(kind, 0) for kind in _BUFFERS)
+        numbers = (*total_bytes.values(), estimated.state_bytes, buffers, estimated.device_bytes, estimated.host_bytes)
         lines.append((str(stage), *(f"{number / 10**power:.2f}" for number in numbers)))
     head, *rows = lines if console.width >= _COLUMNS else list(zip(*lines, strict=True))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)

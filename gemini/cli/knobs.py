@@ -44,14 +44,14 @@ def larger_batch(question: Question, plan: Plan) -> Iterator[str]:
     tokens = None if least is None else question.tokens_beside(least)
     if least is None or tokens is None:
         return
-    fits, most = question.batch.sequences, tokens // question.batch.length
+    fits, max_sequences = question.batch.sequences, tokens // question.batch.length
     for _ in range(2 * _TRIES):
-        if most <= fits:
+        if max_sequences <= fits:
             return
-        if question.with_sequences(most).refusal() is None:
-            yield f"--batch {most} has a plan, too."
+        if question.with_sequences(max_sequences).refusal() is None:
+            yield f"--batch {max_sequences} has a plan, too."
             return
-        most = (fits + most) // 2  # states that would leave the device have no room on the host
+        max_sequences = (fits + max_sequences) // 2  # states that would leave the device have no room on the host
 
 
 def _policy(question: Question) -> Iterator[str]:

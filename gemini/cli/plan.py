@@ -126,5 +126,5 @@ def _length_of(module: nn.Module) -> int:
     if config is None:
         return 1
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(config, "max_position_embeddings", None)
-    return min(_LENGTH, most) if isinstance(most, int) and most > 0 else _LENGTH
+    max_positions = getattr(config, "max_position_embeddings", None)
+    return min(_LENGTH, max_positions) if isinstance(max_positions, int) and max_positions > 0 else _LENGTH

@@ -143,8 +143,8 @@ def _show_bytes(found: Answer, console: Console) -> None:
     on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     activations = found.activations_at_hand
     passing = 0 if found.predicted is None else found.predicted.host_peak - plan.host_bytes
-    both = plan.device_bytes + (activations or 0), plan.host_bytes + passing
-    unit, power = next((each for each in _UNITS if max(both) >= 10 ** each[1]), _UNITS[-1])
+    tier_bytes = plan.device_bytes + (activations or 0), plan.host_bytes + passing
+    unit, power = next((each for each in _UNITS if max(tier_bytes) >= 10 ** each[1]), _UNITS[-1])
 
     def cell(num_bytes: int | None) -> str:
         return "" if num_bytes is None else f"{num_bytes / 10**power:,.2f}"
@@ -158,7 +158,7 @@ def _show_bytes(found: Answer, console: Console) -> None:
     if passing:
         table.add_row("gradients passing through", cell(0), cell(passing))
     table.add_row("activations, at most", "not known" if activations is None else cell(activations), "")
-    table.add_row("in all", cell(both[0]), cell(both[1]))
+    table.add_row("in all", cell(tier_bytes[0]), cell(tier_bytes[1]))
     table.add_row("there", cell(found.cluster.device_bytes), cell(found.cluster.host_bytes))
     console.print(table)
 

@@ -133,8 +133,8 @@ class Question:
         of_one = self.workload.activation_bytes(1, is_checkpointed=self.batch.is_checkpointed)
         if device is None or not of_one or self.activations is None:
             return None
-        left = ((1 - RESERVE) * device - model_bytes) / (1 + MORE_ACTIVATIONS) - self.gradient_bytes
-        return math.floor(left / of_one)
+        free_bytes = ((1 - RESERVE) * device - model_bytes) / (1 + MORE_ACTIVATIONS) - self.gradient_bytes
+        return math.floor(free_bytes / of_one)
 
     def with_sequences(self, sequences: int) -> Question:
         """Of another batch."""

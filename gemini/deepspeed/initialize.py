@@ -62,15 +62,15 @@ def initialize(
     group = mpu.get_data_parallel_group() if mpu is not None else None
     ranks = dist.group.WORLD if group is None and dist.is_initialized() else group
     sources = config, config_params, getattr(args, "deepspeed_config", None)
-    its = agreed(lambda size: load_config(_only(sources, mesh_param), world_size=size), ranks)
+    agreed_config = agreed(lambda size: load_config(_only(sources, mesh_param), world_size=size), ranks)
     if model is None:
         raise TypeError("initialize(model=...) needs a module")
-    engine = assemble(DeepSpeedEngine, its, model, optimizer, model_parameters, None, lr_scheduler, group)
+    engine = assemble(DeepSpeedEngine, agreed_config, model, optimizer, model_parameters, None, lr_scheduler, group)
     assert isinstance(engine, DeepSpeedEngine)
     say(engine)
     loader = None
     if training_data is not None:
-        loader = loader_of(training_data, its, engine.model.rank, engine.model.world_size, collate_fn)
+        loader = loader_of(training_data, agreed_config, engine.model.rank, engine.model.world_size, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

@@ -84,9 +84,9 @@ class Init(ZeroInitContext):
             init_distributed()
         if config_dict_or_path is not None or config is not None:
             source = config if config_dict_or_path is None else config_dict_or_path
-            its = _config_of(source, data_parallel_group) if enabled else load_config(source)
-            dtype = its.dtype if dtype is None and isinstance(its.dtype, torch.dtype) else dtype
-            if remote_device is None and offloads_params(its.tensor_placement_policy):
+            zero_config = _config_of(source, data_parallel_group) if enabled else load_config(source)
+            dtype = zero_config.dtype if dtype is None and isinstance(zero_config.dtype, torch.dtype) else dtype
+            if remote_device is None and offloads_params(zero_config.tensor_placement_policy):
                 remote_device = "cpu"
         home = "host" if remote_device == "cpu" else "auto"
         super().__init__(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled)

@@ -63,9 +63,9 @@ def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Co
 
 def _difference(one: bytes, other: bytes) -> str:
     """The first field that differs, with both values."""
-    its, others = (json.loads(words[1:]) for words in (one, other))
-    name = next(name for name in its if its[name] != others.get(name))
-    if not isinstance(its[name], list):
-        return f"{name} is {its[name]!r} against {others.get(name)!r}"
-    pair = next((a, b) for a, b in zip(its[name], others[name], strict=True) if a != b)
+    one_config, other_config = (json.loads(words[1:]) for words in (one, other))
+    name = next(name for name in one_config if one_config[name] != other_config.get(name))
+    if not isinstance(one_config[name], list):
+        return f"{name} is {one_config[name]!r} against {other_config.get(name)!r}"
+    pair = next((a, b) for a, b in zip(one_config[name], other_config[name], strict=True) if a != b)
     return " against ".join(pair)

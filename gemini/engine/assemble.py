@@ -70,9 +70,11 @@ def assemble(
     plain = optimizer_of(model, optimizer, config, parameters)
     if plain is None:
         return engine_class(model, None, criterion, None, config=config)
-    its = plain if isinstance(plain, ShardedOptimizer) else ShardedOptimizer(model, plain, **config.optimizer_options())
-    schedule = scheduler_of(lr_scheduler, config, its, plain)
-    return engine_class(model, its, criterion, schedule, config=config, moves_schedule=moves)
+    sharded = (
+        plain if isinstance(plain, ShardedOptimizer) else ShardedOptimizer(model, plain, **config.optimizer_options())
+    )
+    schedule = scheduler_of(lr_scheduler, config, sharded, plain)
+    return engine_class(model, sharded, criterion, schedule, config=config, moves_schedule=moves)
 
 
 def _num_ranks(process_group: dist.ProcessGroup | None) -> int:
@@ -145,11 +147,11 @@ def optimizer_of(
     """
     if isinstance(given, Optimizer):
         return given
-    its = list(model.parameters() if parameters is None else parameters)
+    chosen_parameters = list(model.parameters() if parameters is None else parameters)
     if given is None:
-        return None if config.optimizer is None else config.optimizer.make(its)
+        return None if config.optimizer is None else config.optimizer.make(chosen_parameters)
     arguments = config.optimizer.params if config.optimizer is not None and inspect.isclass(given) else {}
-    made = given(its, **arguments)
+    made = given(chosen_parameters, **arguments)
     if not isinstance(made, Optimizer):
         raise TypeError(f"optimizer={given!r} must make a torch optimizer of parameters, it made {type(made).__name__}")
     return made

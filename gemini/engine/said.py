@@ -87,10 +87,10 @@ def _optimizer(engine: Engine) -> str:
 
 
 def _loss_scale(engine: Engine) -> str:
-    its = engine.config.loss_scale
+    configured = engine.config.loss_scale
     if engine.loss_scale == 1.0:
         return "none"
-    is_static = its.min_scale == its.max_scale == engine.loss_scale
+    is_static = configured.min_scale == configured.max_scale == engine.loss_scale
     return f"{engine.loss_scale:g}, static" if is_static else f"dynamic, {engine.loss_scale:g} at first"
 
 

@@ -25,8 +25,8 @@ class StepLog:
         if monitors.tensorboard is not None:
             self._files.append(TensorBoardFile(Path(monitors.tensorboard.output_path, monitors.tensorboard.job_name)))
         if monitors.json_lines is not None:
-            its = monitors.json_lines
-            self._files.append(JsonLinesFile(Path(its.output_path, f"{its.job_name}.jsonl")))
+            json_settings = monitors.json_lines
+            self._files.append(JsonLinesFile(Path(json_settings.output_path, f"{json_settings.job_name}.jsonl")))
 
     def add(self, loss: Tensor) -> None:
         """Record a micro-batch's undivided loss. It is read after the step, so that the host does not wait here."""

@@ -154,12 +154,12 @@ class Accelerator(accelerate.Accelerator):
 
         A module without parameters is Accelerate's to prepare, whose other arguments these are.
         """
-        its = self._sharded(model)
-        if not isinstance(its, ShardedModel):
-            return super().prepare_model(its, device_placement, evaluation_mode)  # type: ignore[no-any-return]
-        if its not in self._models:
-            self._models.append(its)
-        return its
+        sharded = self._sharded(model)
+        if not isinstance(sharded, ShardedModel):
+            return super().prepare_model(sharded, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        if sharded not in self._models:
+            self._models.append(sharded)
+        return sharded
 
     def _sharded(self, model: nn.Module) -> nn.Module:
         if isinstance(model, ShardedModel) or next(model.parameters(), None) is None:
@@ -172,9 +172,9 @@ class Accelerator(accelerate.Accelerator):
         device = self.device if self.gemini.device is None else self.gemini.device
         # of the config, if that has it
         settings = replace(self.gemini.settings(), gradient_accumulation_steps=self.gradient_accumulation_steps)
-        its = ShardedModel(model, settings=settings, device=device, dtype=self._weights)
-        self._say(its.plan.explain().splitlines())
-        return its
+        sharded_model = ShardedModel(model, settings=settings, device=device, dtype=self._weights)
+        self._say(sharded_model.plan.explain().splitlines())
+        return sharded_model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """A plain torch optimizer becomes a `ShardedOptimizer` over the same param groups. Collective.
@@ -188,9 +188,9 @@ class Accelerator(accelerate.Accelerator):
             options = self.gemini.optimizer_options() | self._scaler_options()
             optimizer = ShardedOptimizer(model, optimizer, **options)
         # with device_placement Accelerate would load the whole state of every rank back into the optimizer
-        its = PreparedOptimizer(optimizer, device_placement=False, scaler=None)
-        self._optimizers.append(its)
-        return its
+        prepared = PreparedOptimizer(optimizer, device_placement=False, scaler=None)
+        self._optimizers.append(prepared)
+        return prepared
 
     def _scaler_options(self) -> dict[str, Any]:
         """The loss scale as `GradScalerKwargs` say it."""
@@ -210,14 +210,14 @@ class Accelerator(accelerate.Accelerator):
         else:
             return super().prepare_scheduler(scheduler)
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a step() it did not see
-        its = AcceleratedScheduler(
+        prepared = AcceleratedScheduler(
             scheduler,
             optimizer,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
-        self._schedulers.append(its)
-        return its
+        self._schedulers.append(prepared)
+        return prepared
 
     # -- a step
 
@@ -274,8 +274,8 @@ class Accelerator(accelerate.Accelerator):
 
         The other arguments are Accelerate's. Raises nothing.
         """
-        its = model.module if isinstance(model, ShardedModel) else model
-        return super().unwrap_model(its, keep_fp32_wrapper, keep_torch_compile)  # type: ignore[no-any-return]
+        unwrapped = model.module if isinstance(model, ShardedModel) else model
+        return super().unwrap_model(unwrapped, keep_fp32_wrapper, keep_torch_compile)  # type: ignore[no-any-return]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole weights on rank 0, and nothing on the others, as with Accelerate's FSDP. Collective.
@@ -330,9 +330,9 @@ def _refuse_plugins(given: dict[str, Any]) -> None:
 
 def _module_of(optimizer: Optimizer, modules: list[Any]) -> Any:
     """The module whose parameters the optimizer has. Raises UnsupportedError if there is none."""
-    its = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for module in modules:
-        if its.issubset(module.parameters()):
+        if optimizer_parameters.issubset(module.parameters()):
             return module
     raise UnsupportedError(
         f"the parameters of {type(optimizer).__name__} are not all of one model that prepare() was given: make one "

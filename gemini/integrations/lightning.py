@@ -276,8 +276,8 @@ class GeminiStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0, and nothing on the others. Collective. Raises as `ShardedOptimizer.state_dict`."""
-        its = plain_of(optimizer)
-        return its.state_dict(rank0_only=True) if isinstance(its, ShardedOptimizer) else its.state_dict()
+        plain = plain_of(optimizer)
+        return plain.state_dict(rank0_only=True) if isinstance(plain, ShardedOptimizer) else plain.state_dict()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Every rank gives the whole state. Collective. Raises what the optimizer raises."""

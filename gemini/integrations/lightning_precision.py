@@ -85,9 +85,9 @@ class GeminiPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """By the exact norm over all ranks. Collective. Raises what `ShardedOptimizer.clip_grad_norm_` raises."""
-        its = plain_of(optimizer)
-        if isinstance(its, ShardedOptimizer):
-            its.clip_grad_norm_(clip_val)
+        plain_optimizer = plain_of(optimizer)
+        if isinstance(plain_optimizer, ShardedOptimizer):
+            plain_optimizer.clip_grad_norm_(clip_val)
         else:
             super().clip_grad_by_norm(optimizer, clip_val)
 

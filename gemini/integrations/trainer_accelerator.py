@@ -60,5 +60,5 @@ class TrainerAccelerator(accelerate.Accelerator):
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The plain module, under whose name and class the Trainer knows the model."""
-        its = model.module if isinstance(model, ShardedModel) else model
-        return super().unwrap_model(its, *args, **kwargs)  # type: ignore[no-any-return]
+        unwrapped = model.module if isinstance(model, ShardedModel) else model
+        return super().unwrap_model(unwrapped, *args, **kwargs)  # type: ignore[no-any-return]

@@ -131,9 +131,13 @@ def fused(kind: Any, arguments: dict[str, Any]) -> tuple[type[torch.optim.Optimi
 
     kind, arguments: what `TrainingArguments(optim=)` means; "adamw_torch_fused" is the default. None for any other.
     """
-    its = {name: value for name, value in arguments.items() if name != "fused"}
-    is_fused = kind is torch.optim.AdamW and arguments.get("fused") is True and its.keys() <= {"lr", "betas", "eps"}
-    return (HybridAdam, its) if is_fused else None
+    other_arguments = {name: value for name, value in arguments.items() if name != "fused"}
+    is_fused = (
+        kind is torch.optim.AdamW
+        and arguments.get("fused") is True
+        and other_arguments.keys() <= {"lr", "betas", "eps"}
+    )
+    return (HybridAdam, other_arguments) if is_fused else None
 
 
 def without_effect(config: Config) -> list[tuple[str, str]]:

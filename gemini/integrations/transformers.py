@@ -89,7 +89,7 @@ class ShardedTraining(_Trainer):
         """The config, with defaults in place of what it does not say."""
         self._settings = self._settings_of(args, options)
         if isinstance(model, ShardedModel):
-            self._take(model, args, has_settings=bool(options) or config is not None)
+            self._adopt(model, args, has_settings=bool(options) or config is not None)
             model = model.module
         super().__init__(model, args, *others, **more)
         if self.sharding.optimizer is not None:
@@ -121,7 +121,7 @@ class ShardedTraining(_Trainer):
             fields["gradient_accumulation_steps"] = args.gradient_accumulation_steps
         return Settings(**fields)
 
-    def _take(self, model: ShardedModel, args: Any, has_settings: bool) -> None:
+    def _adopt(self, model: ShardedModel, args: Any, has_settings: bool) -> None:
         if has_settings or DTYPES[args.mixed_precision] is not None:
             raise ConfigError(
                 "the model is a ShardedModel already: give the plain module, or give config, dtype (in place of "

@@ -46,11 +46,11 @@ class Ahead:
         """Note a prefetch that was started."""
         self._by_chunk[arrival.chunk.index] = arrival
 
-    def take(self, chunk: int) -> Arrival | None:
+    def pop(self, chunk: int) -> Arrival | None:
         """Remove and return the chunk's prefetch; None if it has none."""
         return self._by_chunk.pop(chunk, None)
 
-    def take_all_but(self, chunks: Collection[int]) -> list[Arrival]:
+    def pop_all_but(self, chunks: Collection[int]) -> list[Arrival]:
         """Remove and return the prefetches of all other chunks."""
         for chunk in self._by_chunk:
             if chunk not in chunks:

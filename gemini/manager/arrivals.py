@@ -100,13 +100,13 @@ class Arrivals:
         if len(arrived) < len(waiting.arrived):
             gradient.in_pieces = True
         waiting.arrived.clear()
-        left = gradient.expected - gradient.num_fired - len(arrived)
-        if are_all or left <= 0 or not self._memory.is_in_nobodys_way(gradient):
+        num_missing = gradient.expected - gradient.num_fired - len(arrived)
+        if are_all or num_missing <= 0 or not self._memory.is_in_nobodys_way(gradient):
             self.begun.remove(chunk.index)
             waiting.due = 0
             waiting.copied.clear()
         else:
-            self._await(gradient, left)
+            self._await(gradient, num_missing)
             waiting.copied.update(arrived)
         # A range stands for all parameters, the common case, without a list of positions.
         positions: Sequence[int] = range(len(chunk.raw))
@@ -139,7 +139,7 @@ class Arrivals:
         gradient.note_all_fired(positions)
         return True
 
-    def take(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
+    def accept(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
         """Copy one dense gradient, of the parameter at `position`, to its chunk's payload."""
         gradient = self._memory.gradients.get(chunk.index)
         view = None if gradient is None else gradient.expects[position]

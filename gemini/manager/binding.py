@@ -118,7 +118,7 @@ class Binding:
         """Make the chunk's parameters show their placeholders."""
         if not chunk.bound:
             return
-        self.snapshots.forget(chunk)
+        self.snapshots.drop(chunk)
         self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in self.versions[chunk.index]]
         with untracked():
             lift_guard()
@@ -143,7 +143,7 @@ class Binding:
         self.write_back(chunk)
         if chunk.plain:
             self.cover_chunk(chunk)
-        self.snapshots.forget(chunk)
+        self.snapshots.drop(chunk)
         if chunk.bound:
             self._edits_when_left[chunk.index] = [v - chunk.num_bumps for v in self.versions[chunk.index]]
         chunk.bump_versions()  # see [Note: Version bump]
@@ -223,7 +223,7 @@ class Binding:
             # user's.
             if chunk.index in self._edits_when_left:
                 self._edits_when_left[chunk.index][managed.position] += 1
-            self.snapshots.renew(managed)
+            self.snapshots.refresh(managed)
         self.forget_edits(managed)
 
     def forget_edits(self, managed: ManagedParameter) -> None:
@@ -267,7 +267,7 @@ class Binding:
                 was = None if before is None else before[number]
                 follow_edits(chunk, piece.shard_start, payload.flat[piece.in_payload], was)
         if has_split_master(chunk):
-            self.snapshots.renew(managed)
+            self.snapshots.refresh(managed)
             if before is None:
                 self._warn_of_lost_fractions(managed)
 

@@ -213,8 +213,8 @@ class ChunkManager:
         worst = int(codes)
         if worst == 0:
             return None
-        its = error or BudgetError("another rank has no memory for it, and says so itself", tier=Tier.DEVICE)
-        return its.as_shortage(worst == 1)
+        refusal = error or BudgetError("another rank has no memory for it, and says so itself", tier=Tier.DEVICE)
+        return refusal.as_shortage(worst == 1)
 
     def _carry_out(self, plan: Plan, migrate: Rehoming, is_way_back: bool = False) -> None:
         flags = iter(plan.trained)

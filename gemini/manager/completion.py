@@ -58,9 +58,9 @@ class Completion:
         digest = array("q", blake2b(news.tobytes(), digest_size=8 * _DIGEST_WORDS).digest()).tolist()
         # One all-reduce gives maximum and minimum: the largest complement is that of the smallest word.
         words = [*digest, *(~word for word in digest)]
-        both = torch.tensor(words, dtype=torch.int64, device=self._communicator.device)
-        self._communicator.all_reduce_max_(both, _WHAT)
-        agreed: list[int] = both.tolist()
+        packed_words = torch.tensor(words, dtype=torch.int64, device=self._communicator.device)
+        self._communicator.all_reduce_max_(packed_words, _WHAT)
+        agreed: list[int] = packed_words.tolist()
         world_size = self._communicator.world_size
         if all(agreed[i] == ~agreed[i + _DIGEST_WORDS] for i in range(_DIGEST_WORDS)):
             of_ranks = [news] * world_size

@@ -39,7 +39,7 @@ class Failures:
         self._has_failed = False
         self._torn_by = ""  # on one rank: the error that left weights half updated
 
-    def take(self) -> bool:
+    def pop_failure(self) -> bool:
         """Whether a forward, backward or step may have failed since the last call. Local, and equal on all ranks.
 
         Several ranks know of it once they have started together again, see `recover`. One rank also counts a forward
@@ -50,7 +50,10 @@ class Failures:
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """What leaves this block as an exception is told to the other ranks. One rank alone notes it for `take`."""
+        """What leaves this block as an exception is told to the other ranks.
+
+        One rank alone notes it for `pop_failure`.
+        """
         try:
             yield
         except BaseException as error:
@@ -130,7 +133,7 @@ class Failures:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""
         self._has_failed = True
         clear_our_frames()
-        self._underway.forget()
+        self._underway.reset()
         self._grads.reset()
         self._communicator.position.now = 0
         self._params.reset()

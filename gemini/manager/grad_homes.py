@@ -49,9 +49,9 @@ class GradHomes:
         self._gathers: dict[int, int] = {}  # num_gathers of chunks with kept slots at the step's last reduction
         self._used_after: set[int] = set()  # those of them that were gathered after a reduction, in any step
         self._has_warned = False
-        self.renew()
+        self.reset_lending()
 
-    def renew(self) -> None:
+    def reset_lending(self) -> None:
         """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
         self._lendable = [each.chunk for each in self._gradients.values() if each.chunk.lends_home]
         resident = {chunk.index: chunk for chunk in self._lendable if chunk.payload is not None}
@@ -123,7 +123,7 @@ class GradHomes:
         if gradient.reduced_state is ReducedState.WIDE or not gradient.chunk.widens:
             return
         if gradient.wide is None:
-            gradient.wide = self._take(gradient, torch.float32)
+            gradient.wide = self._allocate(gradient, torch.float32)
         is_first, shard = not gradient.is_reduced, gradient.shard
         gradient.become_reduced(ReducedState.WIDE, backward)
         if not is_first:
@@ -142,16 +142,16 @@ class GradHomes:
 
     def _take_home(self, gradient: ChunkGradient) -> None:
         """Take a home for a gradient that has none, for good. Raises BudgetError."""
-        gradient.home = gradient.own_shard = self._take(gradient, gradient.chunk.gradient_dtype)
+        gradient.home = gradient.own_shard = self._allocate(gradient, gradient.chunk.gradient_dtype)
 
-    def _take(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
+    def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
         """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full."""
         numel = gradient.chunk.optim_numel
         try:
-            return self._memory.take(gradient.resting.tier, numel, dtype, Kind.GRAD)
+            return self._memory.allocate(gradient.resting.tier, numel, dtype, Kind.GRAD)
         except BudgetError as refused:
             self._memory.note_evaded(refused)
-            return self._memory.take(Tier.HOST, numel, dtype, Kind.GRAD)
+            return self._memory.allocate(Tier.HOST, numel, dtype, Kind.GRAD)
 
     # -- lending, see [Note: Lent homes]
 

@@ -50,7 +50,7 @@ class GradMemory:
             spares = (wide, Kind.GRAD), (late, Kind.GRAD), (gradient.unsynced, "unsynced gradients")
             for spare, kind in spares:
                 if spare is not None:
-                    self.memory.give(spare, kind)
+                    self.memory.free(spare, kind)
             gradient.wide = gradient.unsynced = None
         self.gradients.clear()
         self._num_by_size = [0, 0]
@@ -59,7 +59,7 @@ class GradMemory:
         """Whether the gradient can only be opened in a slot, and none is free."""
         if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
             return False
-        return self.pools[gradient.chunk.oversize].free() is None
+        return self.pools[gradient.chunk.oversize].first_free() is None
 
     def is_in_nobodys_way(self, gradient: ChunkGradient) -> bool:
         """Whether the gradient may stay open for any time: no other gradient lacks a slot because of it."""
@@ -138,12 +138,12 @@ class GradMemory:
         # Closed before the memory is given: an interrupted `close` must not give it back twice.
         gradient.become(GradState.CLOSED)
         if spilled is not None:
-            self.memory.give(spilled, "spilled gradients")
+            self.memory.free(spilled, "spilled gradients")
 
     def _slot_for(self, gradient: ChunkGradient) -> Slot:
         """Take a slot for the gradient; spill another gradient if none is free."""
         pool = self.pools[gradient.chunk.oversize]
-        slot = pool.free()
+        slot = pool.first_free()
         if slot is None:
             # Spill complete gradients first: they only wait to be reduced. Among incomplete ones spill the earliest
             # chunk of the model: backward reaches it last.
@@ -156,7 +156,7 @@ class GradMemory:
         """Move an open payload to the host, unreduced: `wanted` needs its slot. Local: other ranks may not spill."""
         assert victim.slot is not None and victim.payload is not None
         try:
-            spilled = self.memory.take(Tier.HOST, victim.chunk.numel, victim.chunk.dtype, "spilled gradients")
+            spilled = self.memory.allocate(Tier.HOST, victim.chunk.numel, victim.chunk.dtype, "spilled gradients")
         except BudgetError as error:
             raise error.reworded(
                 f"no gradient slot is free and the host cannot take an open gradient of chunk {victim.chunk.index} "
@@ -181,10 +181,10 @@ class GradMemory:
         with self.observer.moving("unspill", index, *ends, spilled.nbytes, "gradients of it, or its reduction"):
             self.memory.transfer.copy(payload, spilled)
         gradient.become(GradState.IN_SLOT, slot)
-        self.memory.give(spilled, "spilled gradients")
+        self.memory.free(spilled, "spilled gradients")
         wait_on_stream(payload)
 
-    def forget(self, gradient: ChunkGradient) -> None:
+    def discard(self, gradient: ChunkGradient) -> None:
         """Drop a gradient that the step consumed, or that was discarded. The caller writes its flags."""
         if gradient.state is not GradState.CLOSED:
             self.close(gradient)

@@ -102,7 +102,7 @@ class GradStore:
     def on_gradient(self, chunk: Chunk, position: int, grad: Tensor) -> None:
         """Take over a gradient of the chunk, of the parameter at `position`."""
         backward = self.num_backwards
-        self.accumulation.arrived(self.arrivals.take(chunk, position, grad, backward), backward)
+        self.accumulation.arrived(self.arrivals.accept(chunk, position, grad, backward), backward)
 
     def wait(self, chunk: Chunk, waiting: Waiting) -> bool:
         """Let a noted gradient of a chunk of many small parameters wait in `.grad`. False if it may not wait there."""
@@ -174,7 +174,7 @@ class GradStore:
         if self.accumulation.knows_all and not self.leftovers.are_any():
             self.end(Becomes.USED)
 
-    def forget(self) -> None:
+    def discard_all(self) -> None:
         """Set all gradients to None."""
         self.end(Becomes.NONE)
 
@@ -192,7 +192,7 @@ class GradStore:
         self.num_backwards = 0
         self.leftovers.end(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
-        self.accumulation.forget(self.has_zeros)
+        self.accumulation.end(self.has_zeros)
 
     # -- memory, and which chunks have gradients
 
@@ -206,7 +206,7 @@ class GradStore:
         """Take the memory for gradients before the first one comes, if no optimizer has done so."""
         if not self.training.is_there:
             with unseen(), untracked():
-                self.training.take()
+                self.training.allocate()
                 self.take_memory()
 
     def rest(self) -> None:
@@ -232,7 +232,7 @@ class GradStore:
     def reset(self) -> None:
         """Drop all gradients after a failed step, and what ranks had agreed on about when to reduce which."""
         self.num_failed += 1
-        self.forget()
+        self.discard_all()
         with torch._C.DisableTorchFunctionSubclass():
             for gradient in self.memory.gradients.values():
                 # An interrupted backward may have left gradients in `.grad`: autograd would add the next ones to them.

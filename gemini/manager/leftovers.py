@@ -50,12 +50,12 @@ class Leftovers:
             after = _flags_after(gradient, becomes)
             # Nothing of the chunk stays: its memory is free, and a lent home gets its parameters back.
             if not keeps(gradient, stays):
-                self._memory.forget(gradient)
+                self._memory.discard(gradient)
                 gradient.had[:], gradient.got[:], gradient.agreed[:] = after
                 self._homes.restore(gradient.chunk)
                 continue
-            both = zip(gradient.chunk.parameters, stays, strict=True)
-            self.clear(gradient, [managed for managed, does in both if not does])
+            pairs = zip(gradient.chunk.parameters, stays, strict=True)
+            self.clear(gradient, [managed for managed, does in pairs if not does])
             if gradient.is_open:
                 self._memory.close(gradient)
             gradient.outlive_step()
@@ -121,12 +121,12 @@ class Leftovers:
                 if not gradient.is_reduced:
                     continue
                 chunk, reduced = gradient.chunk, ready(gradient.reduced())
-                left = but.get(chunk.index)
-                if left is None:
+                excepted = but.get(chunk.index)
+                if excepted is None:
                     reduced.mul_(factor)
                 else:
-                    both = zip(chunk.parameters, left, strict=True)
-                    for part in (part for managed, stays in both if not stays for part in managed.own_parts(reduced)):
+                    pairs = zip(chunk.parameters, excepted, strict=True)
+                    for part in (part for managed, stays in pairs if not stays for part in managed.own_parts(reduced)):
                         part.mul_(factor)
                 gradient.num_writes += 1
 

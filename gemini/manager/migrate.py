@@ -40,7 +40,7 @@ class StateStore(Protocol):
     def discard(self, managed: ManagedParameter) -> None:
         """Reset one parameter's state to that before its first step. Its memory stays."""
 
-    def move(self, chunk: Chunk, tier: Tier) -> None:
+    def migrate(self, chunk: Chunk, tier: Tier) -> None:
         """Move the chunk's state to `tier`."""
 
     def drop(self, chunk: Chunk) -> None:
@@ -124,12 +124,12 @@ class Rehoming:
         before = dict(self._grads.memory.gradients)
         self._grads.give_back(self._demand.scratch_bytes)
         for index in before:
-            self._give(step.chunks[index], Kind.GRAD)
+            self._free(step.chunks[index], Kind.GRAD)
             # Without this the old gradient would keep the memory until this function ends.
             before[index].adopt_home()
         for chunk, homes in self._placed:
             if Kind.MASTER not in homes:
-                self._give(chunk, Kind.MASTER)
+                self._free(chunk, Kind.MASTER)
             if states is not None and Kind.OPTIM not in homes and states.has(chunk):
                 states.drop(chunk)
         # Make room on the device before anything moves in.
@@ -142,12 +142,12 @@ class Rehoming:
             if chunk.trainable and chunk.index in before:
                 self._grads.of(chunk).take_over(before[chunk.index])
         memory.host.trim()
-        self._grads.homes.renew()
+        self._grads.homes.reset_lending()
         self._grads.reset_order()
         step.payloads.note_placement()
         # Slots and buffers take their memory at the next use.
         step.payloads.has_room = False
-        self._params.next_use.forget()
+        self._params.next_use.reset_trace()
 
     def _move_all(self, states: StateStore | None, moves_in: bool) -> None:
         """Move the states that leave the device, or, with `moves_in`, those that move in."""
@@ -161,11 +161,11 @@ class Rehoming:
             master, target = chunk.homes.get(Kind.MASTER), homes.get(Kind.MASTER, target)
             if master is not None and master.tier is not target and moves_in == (target is Tier.DEVICE):
                 with self._migrating(chunk, Kind.MASTER, target):
-                    self._take(chunk, Kind.MASTER, target)
+                    self._allocate(chunk, Kind.MASTER, target)
                     self._memory.transfer.copy(chunk.homes[Kind.MASTER], master)
-                    self._memory.give(master, Kind.MASTER)
+                    self._memory.free(master, Kind.MASTER)
             if states is not None and states.has(chunk) and moves_in == (homes[Kind.OPTIM] is Tier.DEVICE):
-                states.move(chunk, homes[Kind.OPTIM])
+                states.migrate(chunk, homes[Kind.OPTIM])
 
     def _migrating(self, chunk: Chunk, kind: Kind, target: Tier) -> Moving:
         before = chunk.homes[kind]
@@ -189,14 +189,14 @@ class Rehoming:
             if keeps:
                 chunk.keep_slot(self._memory.device)
             else:
-                self._take(chunk, Kind.PARAM, target)
+                self._allocate(chunk, Kind.PARAM, target)
         # Other processes have taken the memory. The weights stay where they are, or rest on the host for now: the
         # caller moves all states back.
         except BudgetError:
             if content is None:
                 chunk.own_slot, chunk.homes[Kind.PARAM] = slot, before
             else:
-                self._take(chunk, Kind.PARAM, Tier.HOST)
+                self._allocate(chunk, Kind.PARAM, Tier.HOST)
                 chunk.homes[Kind.PARAM].flat.copy_(content)
             chunk.reside_at_home()
             raise
@@ -212,7 +212,7 @@ class Rehoming:
     def _give_up(self, home: Region, slot: KeptSlot | None) -> None:
         """Give up a parameter home, or the kept slot that it is a part of."""
         if slot is None:
-            self._memory.give(home, Kind.PARAM)
+            self._memory.free(home, Kind.PARAM)
         else:
             slot.close()
 
@@ -222,19 +222,19 @@ class Rehoming:
             home_bytes = self._demand.chunks[chunk.index].home_bytes.get(Kind.GRAD, 0)
             # A gradient without home bytes rests in the parameter home, see grad_homes.py.
             if self._trains and home_bytes:
-                self._take(chunk, Kind.GRAD, homes[Kind.GRAD])
+                self._allocate(chunk, Kind.GRAD, homes[Kind.GRAD])
             self._grads.memory.add(chunk)
         if self._trains and Kind.MASTER in homes and Kind.MASTER not in chunk.homes:
-            self._take(chunk, Kind.MASTER, homes[Kind.MASTER])
+            self._allocate(chunk, Kind.MASTER, homes[Kind.MASTER])
             master_from_weights(chunk)
         if states is not None and Kind.OPTIM in homes and not states.has(chunk):
             states.add(chunk, homes[Kind.OPTIM])
 
-    def _take(self, chunk: Chunk, kind: Kind, tier: Tier) -> None:
+    def _allocate(self, chunk: Chunk, kind: Kind, tier: Tier) -> None:
         num_bytes = self._demand.chunks[chunk.index].home_bytes[kind]
-        chunk.take_home(kind, tier, self._memory, num_bytes)
+        chunk.allocate_home(kind, tier, self._memory, num_bytes)
 
-    def _give(self, chunk: Chunk, kind: Kind) -> None:
+    def _free(self, chunk: Chunk, kind: Kind) -> None:
         home = chunk.homes.pop(kind, None)
         if home is not None:
-            self._memory.give(home, kind)
+            self._memory.free(home, kind)

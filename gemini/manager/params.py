@@ -81,7 +81,7 @@ class ParamStore:
         self.victims.note(chunk)
         if chunk.payload is None:  # else it is in its slot
             with untracked():
-                arrival = self.ahead.take(chunk.index)
+                arrival = self.ahead.pop(chunk.index)
                 if arrival is None:
                     slot = self._free_slot(chunk)
                     assert slot is not None
@@ -146,7 +146,7 @@ class ParamStore:
         self._finish_all_but(())
 
     def _finish_all_but(self, chunks: Sequence[int]) -> None:
-        arrivals = self.ahead.take_all_but(chunks)
+        arrivals = self.ahead.pop_all_but(chunks)
         if arrivals:
             with untracked():
                 for arrival in arrivals:
@@ -240,7 +240,7 @@ class ParamStore:
     def _replaced(self, chunk: Chunk, victim: Chunk | None) -> Slot | None:
         """A free slot of the chunk's pool, or None. A held slot is replaced by a spare if the budget has one."""
         try:
-            return self.pools[chunk.oversize].free()
+            return self.pools[chunk.oversize].first_free()
         except BudgetError:
             whose = "another chunk" if victim is None else f"chunk {victim.index} ({victim.names()})"
             raise self._held(f"{whose} must leave its slot for chunk {chunk.index} ({chunk.names()})") from None
@@ -328,7 +328,7 @@ class ParamStore:
                 chunk.own_slot.chunk = None
                 if chunk.own_slot.num_holders() > 0:  # a collective that never ended may still write to it
                     chunk.renew_own_slot(self.device)
-        self.next_use.forget()
+        self.next_use.reset_trace()
         self.in_step = False  # last: what is interrupted in here is done again
 
     def held_bytes(self) -> int:

@@ -174,8 +174,8 @@ class AccumulateAndReduce(Accumulation):
             out = scratch.region(chunk.layout.shard_numel, chunk.gradient_dtype)
         # `reduce_dtype=`: the gradient travels as a cast copy.
         if chunk.travel_dtype is not chunk.dtype:
-            payload = scratch.take(chunk.numel, chunk.travel_dtype).copy_(payload)
-        finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.take)
+            payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
+        finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.allocate)
         self._memory.leave(gradient)
 
         def gathered() -> Region:
@@ -264,12 +264,12 @@ class AccumulateAndReduce(Accumulation):
         """Adopt the latest point and rank of each chunk over all ranks. Collective."""
         order = self._order
         points = [order.last_fire[i] for i in order.chunks]
-        both = torch.tensor(points + order.ranking(), dtype=torch.int64, device=self._communicator.device)
-        self._communicator.all_reduce_max_(both, "points of reduction")
-        agreed: list[int] = both.tolist()
+        points_and_ranking = torch.tensor(points + order.ranking(), dtype=torch.int64, device=self._communicator.device)
+        self._communicator.all_reduce_max_(points_and_ranking, "points of reduction")
+        agreed: list[int] = points_and_ranking.tolist()
         order.adopt(agreed[: len(points)], agreed[len(points) :], self._next_use.passed)
 
-    def forget(self, has_zeros: bool) -> None:
+    def end(self, has_zeros: bool) -> None:
         """See `Accumulation`. If zeros are needed, ranks still agree on which parameters had a gradient."""
         self._in_flight = None
         self._completion.note_all()

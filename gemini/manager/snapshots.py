@@ -44,7 +44,7 @@ class Snapshots:
         weights = _own_weights(managed)
         # An edit must not fail for lack of host memory: it only costs the parameter its remainders.
         with suppress(BudgetError):
-            kept[position] = self._host.take(weights.nbytes, KIND).view(chunk.dtype).copy_(weights)
+            kept[position] = self._host.allocate(weights.nbytes, KIND).view(chunk.dtype).copy_(weights)
 
     def read(self, managed: ManagedParameter) -> list[Tensor] | None:
         """The old weights of each piece that this rank updates; None if the write was not announced."""
@@ -55,22 +55,22 @@ class Snapshots:
         weights = _own_weights(managed) if weights is None else weights
         return list(weights.split([piece.numel for piece in managed.pieces]))
 
-    def renew(self, managed: ManagedParameter) -> None:
+    def refresh(self, managed: ManagedParameter) -> None:
         """Take the home's new weights: views of the payload may be written to again."""
         weights = self._kept.get(managed.chunk.index, {}).get(managed.position)
         if weights is not None:
             weights.copy_(_own_weights(managed))
 
-    def forget(self, chunk: Chunk) -> None:
+    def drop(self, chunk: Chunk) -> None:
         """Drop the chunk's snapshots: writes through views of its payload do not count any more."""
         for weights in self._kept.pop(chunk.index, {}).values():
             if weights is not None:
-                self._host.give(weights, KIND)
+                self._host.free(weights, KIND)
 
-    def forget_all(self, chunks: list[Chunk]) -> None:
-        """`forget` for each of `chunks`."""
+    def drop_all(self, chunks: list[Chunk]) -> None:
+        """`drop` for each of `chunks`."""
         for chunk in chunks:
-            self.forget(chunk)
+            self.drop(chunk)
 
 
 def _own_weights(managed: ManagedParameter) -> Tensor:

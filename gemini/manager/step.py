@@ -202,7 +202,7 @@ class Step:
         self.params.finish_prefetch()
         self.params.next_use.note_update()
         self.binding.write_back_all()
-        self.binding.snapshots.forget_all(self.chunks)
+        self.binding.snapshots.drop_all(self.chunks)
         self.communicator.begin_pass("step")
 
     def end_update(self) -> None:

@@ -37,7 +37,7 @@ class TrainingState:
         self._gradients = gradients
         self._demand: Demand | None = None
         self._placement: Placement | None = None
-        self._taken: list[tuple[Chunk, Kind]] = []  # by the last call of `_take`
+        self._taken: list[tuple[Chunk, Kind]] = []  # by the last call of `_allocate`
 
     def follow(self, demand: Demand, placement: Placement, infers: bool) -> None:
         """Another plan is in force: memory that is still missing will be taken where it says.
@@ -51,7 +51,7 @@ class TrainingState:
         """No plan for training fits, so the plan for inference stays. A backward raises `error`."""
         self.refused = error
 
-    def take(self, beside: int = 0) -> None:
+    def allocate(self, beside: int = 0) -> None:
         """Take all missing memory. Raises BudgetError, and holds nothing then.
 
         beside: further bytes that are needed on the host, mapped in one piece with these.
@@ -60,12 +60,12 @@ class TrainingState:
             raise GeminiError(_UNPREPARED) if self.refused is None else self.refused.reworded(str(self.refused))
         if not self.is_there:
             words = "gradients, masters and optimizer state" if beside else "gradients and masters"
-            self._take(self._missing(self._chunks, _KINDS), words, beside)
+            self._allocate(self._missing(self._chunks, _KINDS), words, beside)
             self.is_there = True
 
     def give_back(self) -> None:
-        """Give back what `take` has just taken, before anything of it is used."""
-        self._give()
+        """Free what `allocate` has just allocated, before anything of it is used."""
+        self._free()
         self.is_there = False
 
     def take_masters(self, chunks: Iterable[Chunk]) -> None:
@@ -73,7 +73,7 @@ class TrainingState:
 
         A plan for inference has no place for new masters: they are on the host until the next plan.
         """
-        self._take(self._missing(chunks, (Kind.MASTER,)), "masters")
+        self._allocate(self._missing(chunks, (Kind.MASTER,)), "masters")
 
     def _missing(self, chunks: Iterable[Chunk], kinds: Sequence[Kind]) -> list[tuple[Chunk, Kind, Tier, int]]:
         """(chunk, kind, tier, bytes): first all masters, then all gradients, in the order in which they are taken."""
@@ -91,7 +91,7 @@ class TrainingState:
                     found.append((chunk, kind, tier, num_bytes))
         return found
 
-    def _take(self, missing: Sequence[tuple[Chunk, Kind, Tier, int]], words: str, beside: int = 0) -> None:
+    def _allocate(self, missing: Sequence[tuple[Chunk, Kind, Tier, int]], words: str, beside: int = 0) -> None:
         """Take the missing memory, all or none of it. words: what it is for, in errors."""
         self._taken = []
         if not missing:
@@ -102,7 +102,7 @@ class TrainingState:
             self._memory.host.reserve(on_host + beside, words)
             try:
                 for chunk, kind, tier, num_bytes in missing:
-                    chunk.take_home(kind, tier, self._memory, num_bytes)
+                    chunk.allocate_home(kind, tier, self._memory, num_bytes)
                     self._taken.append((chunk, kind))
                     if kind is Kind.MASTER:
                         master_from_weights(chunk)
@@ -110,13 +110,13 @@ class TrainingState:
                         # The gradient was made when the chunk had no GRAD home.
                         self._gradients.gradients[chunk.index].adopt_home()
             except BaseException:
-                self._give()
+                self._free()
                 raise
 
-    def _give(self) -> None:
-        """Give back what the last `_take` has taken."""
+    def _free(self) -> None:
+        """Free what the last `_allocate` has allocated."""
         taken, self._taken = self._taken, []
         for chunk, kind in taken:
-            self._memory.give(chunk.homes.pop(kind), kind)
+            self._memory.free(chunk.homes.pop(kind), kind)
             if kind is Kind.GRAD:
                 self._gradients.gradients[chunk.index].adopt_home()

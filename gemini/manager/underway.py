@@ -69,9 +69,9 @@ class Underway:
 
     def end_touch(self, pinned: list[Chunk]) -> None:
         """Lift a function's pins, unless a failure has lifted all pins meanwhile."""
-        others = [touch for touch in self._touches if touch is not pinned]
-        if len(others) < len(self._touches):
-            self._touches = others
+        other_touches = [touch for touch in self._touches if touch is not pinned]
+        if len(other_touches) < len(self._touches):
+            self._touches = other_touches
             self._victims.unpin(pinned)
 
     def follow_node(self) -> None:
@@ -110,7 +110,7 @@ class Underway:
             chunk.pins = sum(touch.count(chunk) for touch in self._touches)
         self.awaits_backward = False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget everything that was under way, and lift all pins."""
         self.calls.end_all()
         self._touches = []

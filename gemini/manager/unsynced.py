@@ -36,7 +36,7 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) ->
     all_memory.transfer.copy(local, gradient.payload)
     if gradient.unsynced is None:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
-        gradient.unsynced = all_memory.take(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
+        gradient.unsynced = all_memory.allocate(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
     if gradient.unsynced_state is UnsyncedState.HELD:
         ready(gradient.unsynced).add_(ready(local))
     else:
@@ -62,7 +62,7 @@ def reduce_unsynced(
         rows = scratch.region(layout.numel, chunk.sum_dtype)
         _fill(rows, gradient, start, numel, homes.transfer)
         out = scratch.region(numel, total.dtype)
-        communicator.start_reduce_scatter(rows.flat, layout, out.flat, chunk.index, scratch.take)()
+        communicator.start_reduce_scatter(rows.flat, layout, out.flat, chunk.index, scratch.allocate)()
         if not chunk.is_stepped_whole:
             homes.put(total[start : start + numel], out, is_first)
             continue

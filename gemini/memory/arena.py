@@ -70,7 +70,7 @@ class Arena:
         if missing > 0:
             self._extents.append(Extent(missing, self._pinning, self._keeps_pages))
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """(num_bytes,) uint8, zeros; from an unregistered extent if nothing was reserved. Raises OSError."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")

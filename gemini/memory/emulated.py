@@ -21,8 +21,8 @@ class EmulatedTier(AcceleratorTier):
     def trim(self) -> None:
         """Does nothing: there is no device allocator with cached blocks."""
 
-    def give(self, buffer: Tensor, kind: str) -> None:
-        super().give(buffer, kind)
+    def free(self, buffer: Tensor, kind: str) -> None:
+        super().free(buffer, kind)
         self.poison(buffer)
 
     def poison(self, buffer: Tensor) -> None:

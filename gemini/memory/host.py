@@ -52,7 +52,7 @@ class HostTier(MemoryTier):
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
         """Take the buffer from the arena of its kind. Its range becomes free when the last tensor in it dies."""
-        return (self.homes if kind in _STATES else self.staging).take(num_bytes)
+        return (self.homes if kind in _STATES else self.staging).allocate(num_bytes)
 
     def trim(self) -> None:
         """Unmap extents that are not in use."""

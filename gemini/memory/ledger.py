@@ -15,22 +15,22 @@ class Ledger:
         self.total_bytes = 0
         self.peak_bytes = 0
         self.peak_by_kind: Counter[str] = Counter()
-        self.num_takes = 0
+        self.num_allocations = 0
         self.num_evaded = 0
         """Shortages of the machine where the host tier took the bytes instead, so that model data need not shrink."""
 
-    def take(self, kind: str, num_bytes: int) -> None:
-        self.num_takes += 1
+    def count_allocated(self, kind: str, num_bytes: int) -> None:
+        self.num_allocations += 1
         self.bytes_by_kind[kind] += num_bytes
         self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])
         self.total_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.total_bytes)
 
-    def give(self, kind: str, num_bytes: int) -> None:
+    def count_freed(self, kind: str, num_bytes: int) -> None:
         self.bytes_by_kind[kind] -= num_bytes
         self.total_bytes -= num_bytes
         # A region that is given back twice, or as another kind, is found here.
-        assert self.bytes_by_kind[kind] >= 0, f"more {kind} bytes given back than taken"
+        assert self.bytes_by_kind[kind] >= 0, f"more {kind} bytes freed than allocated"
 
     def recount(self, was: str, kind: str, num_bytes: int) -> None:
         """Count `num_bytes` that were taken as kind `was` as `kind` from now on."""

@@ -36,17 +36,17 @@ class Memory:
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host
 
-    def take(self, tier: Tier, numel: int, dtype: torch.dtype, kind: str) -> Region:
+    def allocate(self, tier: Tier, numel: int, dtype: torch.dtype, kind: str) -> Region:
         """(numel,) zeros. Raises BudgetError."""
-        return Region(tier, self.tier(tier).take(numel * dtype.itemsize, kind).view(dtype))
+        return Region(tier, self.tier(tier).allocate(numel * dtype.itemsize, kind).view(dtype))
 
     def note_evaded(self, refused: BudgetError) -> None:
         """Count a shortage of the device after which the host takes the bytes. `refused`: the device's error."""
         if refused.is_shortage:
             self.device.ledger.num_evaded += 1
 
-    def give(self, region: Region, kind: str) -> None:
-        """Give back a region from `take`."""
+    def free(self, region: Region, kind: str) -> None:
+        """Free a region of `allocate`."""
         # A copy that is still running would write into memory that belongs to another tensor by then.
         wait_on_tier(region)
-        self.tier(region.tier).give(region.flat.view(torch.uint8), kind)
+        self.tier(region.tier).free(region.flat.view(torch.uint8), kind)

@@ -23,7 +23,7 @@ class Scratch:
     def fill(self) -> Region:
         """Take the memory if it is not taken yet. Raises BudgetError."""
         if self._memory is None:
-            self._memory = Region(Tier.DEVICE, self._tier.take(self.num_bytes, "scratch"))
+            self._memory = Region(Tier.DEVICE, self._tier.allocate(self.num_bytes, "scratch"))
         return self._memory
 
     def idle(self) -> Region | None:
@@ -44,16 +44,16 @@ class Scratch:
         """
         self._regions.clear()
         if self._memory is not None:
-            self._tier.give(ready(self._memory), "scratch")
+            self._tier.free(ready(self._memory), "scratch")
         self._memory, self.num_bytes = None, num_bytes
         self._used_bytes = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of `dtype`; the content is undefined."""
         return self.region(numel, dtype).flat
 
     def region(self, numel: int, dtype: torch.dtype) -> Region:
-        """Like `take`, but as a region: for data that is copied to another tier."""
+        """Like `allocate`, but as a region: for data that is copied to another tier."""
         num_bytes = numel * dtype.itemsize
         start = self._used_bytes
         assert start + num_bytes <= self.num_bytes, "scratch is smaller than the placement's scratch_bytes"

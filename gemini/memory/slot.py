@@ -51,7 +51,7 @@ class Slot(SharedStorage):
         self._tier = tier
         self._kind = kind
         # (num_bytes,) uint8; None once it was given back
-        self.region: Region | None = Region(Tier.DEVICE, tier.take(num_bytes, kind))
+        self.region: Region | None = Region(Tier.DEVICE, tier.allocate(num_bytes, kind))
         super().__init__(self.region.flat)
         self.num_bytes = num_bytes
         self.chunk: int | None = None
@@ -74,7 +74,7 @@ class Slot(SharedStorage):
         region, self.region = self.region, None  # first: memory that an interrupted close gave back is not given twice
         if region is not None:
             self.views.clear()
-            self._tier.give(ready(region), self._kind)
+            self._tier.free(ready(region), self._kind)
 
     def __del__(self) -> None:
         """Give back a slot that an interrupt kept out of its pool: the ledger would count it for ever."""
@@ -138,7 +138,7 @@ class SlotPool:
         self._num_places = 0
         self._free: list[tuple[int, Slot]] = []  # heap by place; has every free slot, and also stale entries
 
-    def free(self) -> Slot | None:
+    def first_free(self) -> Slot | None:
         """A free slot, or None; the caller sets its `chunk`. Raises BudgetError if a held slot cannot be replaced."""
         self._reclaim()
         self.fill()

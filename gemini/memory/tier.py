@@ -30,21 +30,21 @@ class MemoryTier:
         self.num_shortages = 0  # refusals by the machine of what the budget allows
         self._knob = knob
 
-    def take(self, num_bytes: int, kind: str) -> Tensor:
+    def allocate(self, num_bytes: int, kind: str) -> Tensor:
         """A zeroed flat uint8 buffer. Raises BudgetError if the tier cannot hold it."""
         with self._allocating(num_bytes, kind):
             buffer = self._allocate(num_bytes, kind)
         # Counted last: an allocation that failed or was interrupted is not in the ledger.
-        self.ledger.take(kind, num_bytes)
+        self.ledger.count_allocated(kind, num_bytes)
         return buffer
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
         """A zeroed flat uint8 buffer from the machine."""
         raise NotImplementedError
 
-    def give(self, buffer: Tensor, kind: str) -> None:
-        """Give a buffer from `take` back; its content is lost."""
-        self.ledger.give(kind, buffer.nbytes)
+    def free(self, buffer: Tensor, kind: str) -> None:
+        """Free a buffer of `allocate`; its content is lost."""
+        self.ledger.count_freed(kind, buffer.nbytes)
 
     def trim(self) -> None:
         """Let other processes use memory that the tier keeps but does not use."""

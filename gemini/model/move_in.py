@@ -69,7 +69,7 @@ def move_in(
 
     def take_home(chunk: Chunk, kind: Kind) -> None:
         tier = placement.homes[chunk.index][kind]
-        chunk.take_home(kind, tier, memory, demand.chunks[chunk.index].home_bytes[kind])
+        chunk.allocate_home(kind, tier, memory, demand.chunks[chunk.index].home_bytes[kind])
 
     # Chunk by chunk: allocate the homes, fill them, and free the memory that the weights had.
     for chunk in chunks:
@@ -120,10 +120,10 @@ def stores_of(links: Iterable[BuiltLink], ranks: tuple[int, ...]) -> list[BuildS
 def close_empty(stores: list[BuildStore], communicator: Communicator) -> None:
     """Close the stores that no rank needs any more, which frees their process groups. Collective."""
     # A parameter outside of the wrapped module may still be in a store, on some rank. Only all ranks can close it.
-    left = torch.tensor([len(store.links()) for store in stores], dtype=torch.int64, device=communicator.device)
+    num_links = torch.tensor([len(store.links()) for store in stores], dtype=torch.int64, device=communicator.device)
     if stores:
-        communicator.all_reduce_max_(left, "parameters left to build")
-    for store, number in zip(stores, left.tolist(), strict=True):
+        communicator.all_reduce_max_(num_links, "parameters left to build")
+    for store, number in zip(stores, num_links.tolist(), strict=True):
         store.go_over(None)
         if number == 0:
             store.close()

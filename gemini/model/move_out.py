@@ -191,4 +191,4 @@ class MovingOut:
         if chunk.payload is not None:
             chunk.leave_home()
         for kind in list(chunk.homes):
-            self.memory.give(chunk.homes.pop(kind), kind)
+            self.memory.free(chunk.homes.pop(kind), kind)

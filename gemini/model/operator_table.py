@@ -120,7 +120,7 @@ class OperatorTable:
         self._attributes = [module.__dict__ for module in modules]
         self._children = [module._modules for module in modules if module._modules]
         self._compiled = _compiled_modules(modules)
-        self._marked = [its for its in self._attributes if "_compiled_call_impl" in its or "forward" in its]
+        self._marked = [each for each in self._attributes if "_compiled_call_impl" in each or "forward" in each]
         self._looked = self._looks()
 
     def _looks(self) -> tuple[list[int], list[Any], list[Any]]:
@@ -130,7 +130,7 @@ class OperatorTable:
         child. The fingerprint has the number of attributes of each module, the children, and these two attributes.
         """
         children = list(chain.from_iterable(map(dict.values, self._children)))
-        marks = [(its.get("_compiled_call_impl"), its.get("forward")) for its in self._marked]
+        marks = [(each.get("_compiled_call_impl"), each.get("forward")) for each in self._marked]
         return list(map(len, self._attributes)), children, marks
 
 

@@ -30,29 +30,29 @@ def make_chunks(
     # Parameters of one shape and dtype share a placeholder.
     placeholder_of = functools.cache(placeholder)
     index = 0
-    for its in facts:
-        dtypes = its.dtypes
-        kind, trainable = torch_dtype(dtypes.weight), by_name[its.names[0]].requires_grad
+    for chunk_facts in facts:
+        dtypes = chunk_facts.dtypes
+        kind, trainable = torch_dtype(dtypes.weight), by_name[chunk_facts.names[0]].requires_grad
         chunk = Chunk(
-            index=its.index,
+            index=chunk_facts.index,
             dtype=kind,
             trainable=trainable,
-            layout=its.layout,
-            oversize=its.oversize,
+            layout=chunk_facts.layout,
+            oversize=chunk_facts.oversize,
             rank=rank,
-            home_layout=its.home_layout,
-            optim_layout=its.optim_layout,
+            home_layout=chunk_facts.home_layout,
+            optim_layout=chunk_facts.optim_layout,
             travel_dtype=torch_dtype(dtypes.travel),
             gradient_dtype=torch_dtype(dtypes.rest),
             sum_dtype=torch_dtype(dtypes.sums),
             widens=dtypes.widens,
             narrows=dtypes.narrows,
-            splits_master=its.splits_master,
-            lends_home=its.lends_home,
-            is_chosen=its.is_chosen,
-            is_fine=its.is_fine,
+            splits_master=chunk_facts.splits_master,
+            lends_home=chunk_facts.lends_home,
+            is_chosen=chunk_facts.is_chosen,
+            is_fine=chunk_facts.is_fine,
         )
-        for name, offset in zip(its.names, its.offsets, strict=True):
+        for name, offset in zip(chunk_facts.names, chunk_facts.offsets, strict=True):
             parameter = by_name[name]
             shown = placeholder_of(kind, device, parameter.shape)
             managed = chunk.manage(parameter, name, index, offset, first_operator[name], shown)

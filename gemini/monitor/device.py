@@ -187,13 +187,13 @@ class AllocatorMeter:
         self._source = source
 
     def __enter__(self) -> AllocatorMeter:
-        self.take()
+        self.pop_peak()
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
-    def take(self) -> int:
+    def pop_peak(self) -> int:
         """The peak since the last call, in bytes."""
         peak = self._runtime.allocator().peak
         self._source.note_peak(peak)
@@ -266,7 +266,7 @@ class EmulatedDevice:
     def read(self) -> DeviceReading:
         """The present reading. Local; raises nothing."""
         own, total = sum(ledger.total_bytes for ledger in self._ledgers), self.total_bytes
-        most = self.activation_bytes if self._meter is None else self._meter.peak_bytes
+        peak_bytes = self.activation_bytes if self._meter is None else self._meter.peak_bytes
         return DeviceReading(
             device=torch.device("cpu"),
             total_bytes=total,
@@ -274,7 +274,7 @@ class EmulatedDevice:
             allocated_bytes=own,
             reserved_bytes=own,
             inactive_bytes=0,
-            peak_bytes=None if most is None else own + most,
+            peak_bytes=None if peak_bytes is None else own + peak_bytes,
             others_bytes=self.others_bytes,
             tells_processes_apart=True,
             num_ooms=self._num_ooms,
@@ -284,7 +284,7 @@ class EmulatedDevice:
     def reset_peak(self) -> None:
         """Reset a measured peak. One that was assigned stays until it is assigned again. Local; raises nothing."""
         if self._meter is not None:
-            self._meter.take()
+            self._meter.pop_peak()
 
     def peak_meter(self) -> PeakMeter:
         """A meter on live storages that operations make. Local; raises nothing."""

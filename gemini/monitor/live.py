@@ -133,11 +133,11 @@ class LiveMemory:
         # Memory that is allocated between backward and update outlives steps, so it is no activation: model data,
         # buffers, the user's own tensors.
         self._most.note(None if peak is None else max(0, peak - reading.allocated_bytes))
-        most = self._most.bytes
+        most_bytes = self._most.bytes
         return (
             # Other processes alone may hold more than an emulated device has, if its capacity was lowered.
             _UNKNOWN if free is None else max(0, free + self._ledger.total_bytes),
-            _UNKNOWN if most is None else most,
+            _UNKNOWN if most_bytes is None else most_bytes,
         )
 
     def _ooms(self, reading: DeviceReading) -> int:
@@ -153,7 +153,7 @@ class LiveMemory:
             any(ooms),
         )
 
-    def take(self) -> LiveBytes | None:
+    def pop_agreed(self) -> LiveBytes | None:
         """Return what the last step has agreed on, once. None: it was taken already."""
         agreed, self._agreed = self._agreed, None
         return agreed

@@ -28,7 +28,7 @@ class PeakMeter(Protocol):
 
     def __exit__(self, *error: Any) -> Any: ...
 
-    def take(self) -> int:
+    def pop_peak(self) -> int:
         """The peak since the last call, or since the meter was entered, in bytes."""
 
 
@@ -63,7 +63,7 @@ class PositionPeaks(AbstractContextManager["PositionPeaks"]):
         model_bytes: bytes of model data on the device now. Between two calls the smaller of both figures counts, so
             that a peak is never too small. It is exact if positions are reported around each allocation of model data.
         """
-        peak, least = self._meter.take(), min(self._model_bytes, model_bytes)
+        peak, least = self._meter.pop_peak(), min(self._model_bytes, model_bytes)
         if self._is_somewhere:
             bytes_here = max(0, peak - least if self._meter.counts_model_data else peak)
             self.by_position[self._position] = max(bytes_here, self.by_position.get(self._position, 0))
@@ -122,18 +122,21 @@ class StorageMeter(TorchDispatchMode):
             if given is None:
                 given = {each._cdata for each in _storages((args, kwargs))}
             if storage._cdata not in given:
-                self._alive[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata)), num_bytes
+                self._alive[storage._cdata] = (
+                    weakref.ref(storage, partial(self._remove_dead, storage._cdata)),
+                    num_bytes,
+                )
                 self._count(num_bytes)
         return result
 
-    def take(self) -> int:
+    def pop_peak(self) -> int:
         """The peak since the last call, in bytes."""
         peak, self._peak = self._peak, self._now
         self._most = max(self._most, peak)
         return peak
 
     def __exit__(self, *error: Any) -> None:
-        self.take()
+        self.pop_peak()
         if self._device is not None:
             self._device.activation_bytes = self._most
         super().__exit__(*error)
@@ -142,7 +145,7 @@ class StorageMeter(TorchDispatchMode):
         self._now += num_bytes
         self._peak = max(self._peak, self._now)
 
-    def _forget(self, key: int, dead: weakref.ref[Any]) -> None:
+    def _remove_dead(self, key: int, dead: weakref.ref[Any]) -> None:
         """Uncount a storage that was freed, unless its address belongs to another one by now."""
         known = self._alive.get(key)
         if known is not None and known[0] is dead:
@@ -161,10 +164,10 @@ class BoundedMeter(StorageMeter):
 
     @property
     def peak_bytes(self) -> int:
-        """The peak since the last `take`, in bytes, including a refused storage."""
+        """The peak since the last `pop_peak`, in bytes, including a refused storage."""
         return self._peak
 
-    def take_part(self) -> int:
+    def pop_part_peak(self) -> int:
         """The peak since the last call of this method, in bytes. It leaves `peak_bytes` as it is."""
         peak, self._peak_of_part = self._peak_of_part, self._now
         return peak
@@ -185,15 +188,15 @@ class PartMeter:
         self._whole = whole
 
     def __enter__(self) -> PartMeter:
-        self._whole.take_part()
+        self._whole.pop_part_peak()
         return self
 
     def __exit__(self, *error: Any) -> None:
         pass
 
-    def take(self) -> int:
+    def pop_peak(self) -> int:
         """The peak since the last call, in bytes."""
-        return self._whole.take_part()
+        return self._whole.pop_part_peak()
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:

@@ -38,11 +38,11 @@ class ChunkOptimizer:
         """Raises GeminiError if gradients came after the clip, which would be clipped by a norm without them."""
         # The gradients that were summarised have been discarded, so the request is void.
         if self._seen[0] != self._now()[0]:
-            self.forget()
+            self.reset_clipping()
         if self.summary is not None and self._seen != self._now():
             raise GeminiError("backward() after clip_grad_norm_(): clip again, after the last backward of the step")
 
-    def forget(self) -> None:
+    def reset_clipping(self) -> None:
         """Forget summary and clip, because the step used the gradients, or they were discarded."""
         self.summary = self.requested = None
 

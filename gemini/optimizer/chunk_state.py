@@ -49,21 +49,21 @@ class ChunkOptimizerState:
         """Bytes of one flat state."""
         return self.chunk.optim_numel * self.dtype.itemsize
 
-    def take(self, names: Sequence[str], params: ParamStore) -> None:
+    def allocate(self, names: Sequence[str], params: ParamStore) -> None:
         """Allocate zeroed flat states beside the present ones. Raises BudgetError; nothing has changed then.
 
         If the device is full, or placement counted fewer states, all of them rest on the host from now on.
         """
         self._rest([*self.flats, *names], self.tier, params)
 
-    def move(self, tier: Tier, params: ParamStore) -> None:
-        """Move all states to `tier`, or to the host, as in `take`. Raises BudgetError; nothing has changed then."""
+    def migrate(self, tier: Tier, params: ParamStore) -> None:
+        """Move all states to `tier`, or to the host, as in `allocate`. Raises BudgetError; nothing has changed then."""
         self._rest(list(self.flats), tier, params)
 
-    def give(self, names: Sequence[str], params: ParamStore) -> None:
+    def free(self, names: Sequence[str], params: ParamStore) -> None:
         """Free flat states."""
         for name in names:
-            params.memory.give(Region(self.tier, self.flats.pop(name)), Kind.OPTIM)
+            params.memory.free(Region(self.tier, self.flats.pop(name)), Kind.OPTIM)
 
     def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
         # The device's budget has room for `OPTIM_STATES` states only.
@@ -84,8 +84,8 @@ class ChunkOptimizerState:
             moves = [(taken[name], Region(self.tier, flat)) for name, flat in self.flats.items()]
             for to, source in moves:
                 params.memory.transfer.copy(to, source)
-            wait_on_tier(*(region for both in moves for region in both))
-            self.give(list(self.flats), params)
+            wait_on_tier(*(region for pair in moves for region in pair))
+            self.free(list(self.flats), params)
             self.tier = tier
         self.flats.update((name, region.flat) for name, region in taken.items())
 
@@ -94,10 +94,10 @@ class ChunkOptimizerState:
         taken: dict[str, Region] = {}
         try:
             for name in names:
-                taken[name] = params.memory.take(tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM)
+                taken[name] = params.memory.allocate(tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM)
         except BudgetError:
             for region in taken.values():
-                params.memory.give(region, Kind.OPTIM)
+                params.memory.free(region, Kind.OPTIM)
             raise
         return taken
 
@@ -157,14 +157,14 @@ class ChunkOptimizerState:
         grad = torch.zeros(0, dtype=self.dtype, device="cpu") if grad is None else grad[part]
         return RunUpdate(run, weights, grad, flat, dict(scalars or {}), is_new=scalars is None)
 
-    def keep(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
+    def store_updates(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
         """Store the states and scalars that the updates of a step have made."""
         # A torch optimizer creates its states in its first update: allocate them in the chunk's state then.
         for each in updates:
             part = slice(each.run.start, each.run.start + each.run.numel)
             for name, value in each.made.items() if each.run.numel else ():
                 if name not in self.flats:
-                    self.take([name], params)
+                    self.allocate([name], params)
                 self.flats[name][part].copy_(value)
         # All parameters of a run share its scalars from now on. A parameter that is cut into several runs is assigned
         # equal scalars several times, which counts one step.

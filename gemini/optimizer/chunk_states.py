@@ -74,7 +74,7 @@ class ChunkStates:
         """Allocate fresh state for a chunk. Raises BudgetError, and holds nothing for the chunk then."""
         groups = self._groups(chunk, self._group_of)
         state = ChunkOptimizerState(chunk, tier, self._update.is_fused, groups)
-        self._take(state)
+        self._allocate_missing(state)
         comes_last = all(index < chunk.index for index in islice(reversed(self.by_chunk), 1))
         self.by_chunk[chunk.index] = state
         if chunk.dtype is torch.float16:
@@ -114,11 +114,11 @@ class ChunkStates:
         """Free the state of a chunk."""
         state = self.by_chunk.pop(chunk.index)
         self._fp16.pop(chunk.index, None)
-        state.give(list(state.flats), self._params)
+        state.free(list(state.flats), self._params)
 
-    def move(self, chunk: Chunk, tier: Tier) -> None:
+    def migrate(self, chunk: Chunk, tier: Tier) -> None:
         """Move a chunk's state to `tier`, or to the host if the device is full."""
-        self.by_chunk[chunk.index].move(tier, self._params)
+        self.by_chunk[chunk.index].migrate(tier, self._params)
 
     def discard(self, managed: ManagedParameter) -> None:
         """Reset one parameter's state to that before its first step."""
@@ -147,12 +147,12 @@ class ChunkStates:
         try:
             self.reserve({state.chunk: state.tier for state in self.by_chunk.values()})
             for state in self.by_chunk.values():
-                self._take(state)
+                self._allocate_missing(state)
             yield
         except BaseException:
             self._regroup(before)
             for state, names in zip(self.by_chunk.values(), names_before, strict=True):
-                state.give([name for name in state.flats if name not in names], self._params)
+                state.free([name for name in state.flats if name not in names], self._params)
             raise
 
     def _regroup(self, group_of: dict[int, int]) -> None:
@@ -169,8 +169,8 @@ class ChunkStates:
         count = len({*state.flats, *self._missing(state)})
         return count * state.num_flat_bytes if tier is Tier.HOST or count > OPTIM_STATES else 0
 
-    def _take(self, state: ChunkOptimizerState) -> None:
-        state.take(self._missing(state), self._params)
+    def _allocate_missing(self, state: ChunkOptimizerState) -> None:
+        state.allocate(self._missing(state), self._params)
 
     def _missing(self, state: ChunkOptimizerState) -> list[str]:
         """The flat states that the chunk's groups need and that it does not have."""

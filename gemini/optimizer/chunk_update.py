@@ -109,11 +109,11 @@ class ChunkUpdates:
 
     def steps(self, chunk: Chunk, summary: GradientSummary) -> bytes:
         """By position in the chunk: whether the parameter has a gradient on some rank and is in a param group."""
-        its = summary.of(chunk)
+        has_gradient = summary.of(chunk)
         groups = self._states[chunk.index].groups
         if None in groups:
-            its = bytes(has and group is not None for has, group in zip(its, groups, strict=True))
-        return its
+            has_gradient = bytes(has and group is not None for has, group in zip(has_gradient, groups, strict=True))
+        return has_gradient
 
     def _prepare(self, chunk: Chunk, steps: bytes, batch: list[_ChunkUpdate]) -> bool:
         """Add a chunk to the batch. Returns whether the batch must end with it."""
@@ -143,7 +143,7 @@ class ChunkUpdates:
         self._update.update([run for each in batch for run in each.runs], self._param_groups, factors)
         for each in batch:
             state, chunk = each.state, each.state.chunk
-            state.keep(each.runs, step.params)
+            state.store_updates(each.runs, step.params)
             if each.weights is not None:
                 step.grads.homes.consumed(chunk)
                 each.weights.close(state.are_all([update.run for update in each.runs]))
@@ -156,7 +156,7 @@ class ChunkUpdates:
     def _staged(self, gradient: Region, tier: Tier) -> Tensor:
         """A copy of the gradient on `tier`, ready to be read there."""
         memory = self._step.params.memory
-        staged = self._staging.take(tier, "gradient", gradient.numel, gradient.dtype)
+        staged = self._staging.buffer(tier, "gradient", gradient.numel, gradient.dtype)
         memory.transfer.copy(staged, gradient)
         return ready(staged)
 

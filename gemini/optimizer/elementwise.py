@@ -140,8 +140,8 @@ class TorchUpdate:
         for number, group in enumerate(groups):
             members = [parameter for each, parameter in zip(updates, lent, strict=True) if each.run.group == number]
             if members:
-                its = {name: False if name in ("foreach", "fused") else value for name, value in group.items()}
-                worker.param_groups.append({**its, "params": members})
+                options = {name: False if name in ("foreach", "fused") else value for name, value in group.items()}
+                worker.param_groups.append({**options, "params": members})
         worker.step()
         # Take the states out: scalars are copied, flat states that the optimizer created or replaced are reported.
         for each, parameter in zip(updates, lent, strict=True):

@@ -61,11 +61,13 @@ class Segment(NamedTuple):
         # The usual case needs no slices, which cost more than the kernel of a small chunk.
         if end - first == self.weight.numel() == grad.numel():
             return AdamPiece(self.weight, grad, exp_avg, exp_avg_sq, self.half, self.remainder, spans)
-        mine, its = slice(first - self.start, end - self.start), slice(first - start, end - start)
-        half = None if self.half is None else self.half[mine]
-        remainder = None if self.remainder is None else self.remainder[mine]
-        spans = None if spans is None else spans.within(its.start, its.stop)
-        return AdamPiece(self.weight[mine], grad[its], exp_avg[its], exp_avg_sq[its], half, remainder, spans)
+        own_part, piece_part = slice(first - self.start, end - self.start), slice(first - start, end - start)
+        half = None if self.half is None else self.half[own_part]
+        remainder = None if self.remainder is None else self.remainder[own_part]
+        spans = None if spans is None else spans.within(piece_part.start, piece_part.stop)
+        return AdamPiece(
+            self.weight[own_part], grad[piece_part], exp_avg[piece_part], exp_avg_sq[piece_part], half, remainder, spans
+        )
 
 
 class ShardView:
@@ -149,7 +151,7 @@ class ShardView:
 
     def _stage(self, name: str, dtype: torch.dtype) -> Region:
         self.is_staged = True
-        return self._staging.take(self._tier, name, self._chunk.optim_numel, dtype)
+        return self._staging.buffer(self._tier, name, self._chunk.optim_numel, dtype)
 
 
 def staged_bytes(chunk: Chunk, tier: Tier, loads: bool) -> dict[str, int]:

@@ -195,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         becomes = Becomes.NONE if set_to_none else Becomes.ZERO
         self._manager.grads.end(becomes, self._chunk_states.ungrouped())
-        self._next.forget()
+        self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
         step = self._manager.step
@@ -233,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 compare_settings(step, self._settings())
             summary = self._next.summary or self._summarize(norm_type)
             refuse_idle(self.model, summary)
-            self._next.forget()
+            self._next.reset_clipping()
             self._manager.micro_batches.note_step(summary.num_backwards)
             self.grad_norm = grad_norm.fill_(self._true_norm(summary))
             self._update_all(summary, max_norm)

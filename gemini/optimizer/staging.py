@@ -38,7 +38,7 @@ class Staging:
 
     @contextmanager
     def reserved(self, needs: Needs) -> Iterator[None]:
-        """Inside, `take` finds pieces of at most these sizes without taking memory. See [Note: Room for an update].
+        """Inside, `buffer` finds pieces of at most these sizes without taking memory. See [Note: Room for an update].
 
         Raises torch.OutOfMemoryError, and holds nothing on the device then.
         """
@@ -57,8 +57,8 @@ class Staging:
         self._idle, self._lent = [], []  # no view is left: it would pass for a user's that holds the slot
         self._pieces = {key: piece for key, piece in self._pieces.items() if piece.tier is Tier.HOST}
 
-    def take(self, tier: Tier, name: str, numel: int, dtype: torch.dtype) -> Region:
-        """(numel,) of `dtype`, content irrelevant, valid until the next `take` of this name on this tier.
+    def buffer(self, tier: Tier, name: str, numel: int, dtype: torch.dtype) -> Region:
+        """(numel,) of `dtype`, content irrelevant, valid until the next `buffer` of this name on this tier.
 
         Copies of what was there before may still be under way: wait before the host writes to it.
         """

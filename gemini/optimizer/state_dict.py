@@ -161,7 +161,7 @@ def _load_entry(
         if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
             # A torch optimizer creates its states at the first step, and this one may not have stepped.
             if name not in chunk_state.flats:
-                chunk_state.take([name], states.step.params)
+                chunk_state.allocate([name], states.step.params)
             states.of_optimizer(managed.chunk, name).set_whole(managed, managed.laid_out(value))
             chunk_state.note_made(position, [name])
         else:

@@ -73,23 +73,23 @@ def summarize(
         if not gradient.is_reduced:
             continue
         flat = gradient.reduced().flat
-        its = sums.setdefault(flat.device, _Sums(flat.device))
+        device_sums = sums.setdefault(flat.device, _Sums(flat.device))
         for piece in _counted(chunk, gradient, ungrouped.get(chunk.index)):
             part = flat[piece.in_shard]
             # Sums of several micro-batches are in fp32. A gradient that came only once is still in 16 bits: widen it,
             # so that both are counted by the same rule.
             if several and chunk.widens:
                 part = part.float()
-            its.add(chunk, piece, part, norm_type)
+            device_sums.add(chunk, piece, part, norm_type)
     device, communicator = step.params.device.device, step.communicator
     # Read the device's free memory before the host waits for the sums: the driver answers slowly, and the device would
     # be idle meanwhile.
     readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
-    for its in sums.values():
-        for index in its.non_finite():
+    for device_sums in sums.values():
+        for index in device_sums.non_finite():
             words[index] += _NON_FINITE
     # One all-reduce of everything that ranks must know.
-    limbs = sum((its.limbs.cpu() for its in sums.values()), start=zero_norm_limbs())
+    limbs = sum((device_sums.limbs.cpu() for device_sums in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
     numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
     both = torch.cat([limbs, numbers])
@@ -104,7 +104,7 @@ def summarize(
     if norm_type == 2.0:
         norm = norm_from_limbs(limbs)
     else:
-        largest = [float(its.largest) for its in sums.values()]
+        largest = [float(device_sums.largest) for device_sums in sums.values()]
         most = torch.tensor(
             max([0.0, *(each for each in largest if not math.isnan(each))]), dtype=torch.float64, device="cpu"
         )

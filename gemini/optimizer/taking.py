@@ -45,7 +45,7 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
     tiers = {chunk: manager.plan.placement.homes[chunk.index][Kind.OPTIM] for chunk in trained}
     try:
         try:
-            training.take(states.missing_host_bytes(tiers))
+            training.allocate(states.missing_host_bytes(tiers))
             states.add_all(tiers)
             check_host_room_for_steps(manager.plan, host.ledger.total_bytes)
             if stays_on_device and device.num_shortages > num_shortages:

@@ -71,10 +71,10 @@ def _persistent(spec: ModelSpec, settings: Settings) -> frozenset[str]:
     if not settings.param_persistence_threshold:  # the steady state: no weight is smaller
         return frozenset()
     found, numel = [], 0
-    most = settings.model_persistence_threshold
+    threshold = settings.model_persistence_threshold
     for weight in (weight for row in spec.first_uses() for weight in row):
         is_small = weight.numel < settings.param_persistence_threshold
-        if is_small and (most is None or numel + weight.numel <= most):
+        if is_small and (threshold is None or numel + weight.numel <= threshold):
             found.append(weight.name)
             numel += weight.numel
     return frozenset(found)
@@ -107,7 +107,7 @@ def _facts_of(
         # A split master does not see what a forward writes to the weight itself.
         is_edited = not edited.isdisjoint(packed.names)
         numel = sum(by_name[name].numel for name in packed.names)
-        its = ChunkFacts(
+        chunk_facts = ChunkFacts(
             **vars(packed),
             index=index,
             home_layout=home_layout,
@@ -119,7 +119,7 @@ def _facts_of(
             is_chosen=not chosen.isdisjoint(packed.names),
             persists=persists,
         )
-        facts.append(its)
+        facts.append(chunk_facts)
     return tuple(facts)
 
 

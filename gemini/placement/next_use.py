@@ -34,7 +34,7 @@ class _Record:
         self.uses: dict[int, list[int]] = {}  # chunk -> its places
         self._misses: dict[Touch, int] = {}  # passes in a row that left out a touch
 
-    def take(self, touches: Sequence[Touch]) -> None:
+    def set_trace(self, touches: Sequence[Touch]) -> None:
         """Replace the trace by `touches`."""
         self.touches = list(touches)
         self.place = {touch: at for at, touch in enumerate(self.touches)}
@@ -56,7 +56,7 @@ class _Record:
             touches = [touch for touch in touches if self._misses.get(touch, 0) < _MISSES]
         # Keep the very same object if nothing changed: `places` tells a new trace by its identity.
         if touches is not self.touches:
-            self.take(touches)
+            self.set_trace(touches)
 
     def forget_misses(self) -> None:
         """Follow a pass that had all touches of the trace."""
@@ -94,9 +94,9 @@ class NextUse:
         self.epoch = 0  # within one epoch only a touch of a chunk changes that chunk's `rank`
         self.outdated: Collection[int] = ()  # chunks that an update changes, so that no slot keeps them for a next pass
         self._events = events
-        self.forget()
+        self.reset_trace()
 
-    def forget(self) -> None:
+    def reset_trace(self) -> None:
         """Drop all traces and counts."""
         self.epoch += 1
         self._events.resume(None)
@@ -156,7 +156,7 @@ class NextUse:
         if now.is_broken:
             return False
         if now.num_disordered > now.record.most_strays or not now.record.touches:
-            now.record.take(list(now.passed))
+            now.record.set_trace(list(now.passed))
         elif now.num_strays or now.leaves_out or now.position < len(now.record.touches):
             now.record.learn(now.passed, strays=now.num_strays > 0)
         else:

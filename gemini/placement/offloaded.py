@@ -21,22 +21,22 @@ def offloaded(before: Plan, kinds: Collection[Kind]) -> Plan:
     Gradients get no homes on the host, because between steps they hold nothing. A gradient that arrives nevertheless
     takes memory at that moment.
     """
-    left = before.offloaded | frozenset(kinds)
+    offloaded_kinds = before.offloaded | frozenset(kinds)
     demand, placement = before.demand, before.placement
     homes = tuple(
-        {kind: Tier.HOST if kind in left else tier for kind, tier in chunk_homes.items()}
+        {kind: Tier.HOST if kind in offloaded_kinds else tier for kind, tier in chunk_homes.items()}
         for chunk_homes in placement.homes
     )
-    demand = replace(demand, chunks=tuple(_without_gradients(chunk, left) for chunk in demand.chunks))
+    demand = replace(demand, chunks=tuple(_without_gradients(chunk, offloaded_kinds) for chunk in demand.chunks))
     # Persistent parameters leave the device too. The least slots were computed without them, and they need slots now.
-    if Kind.PARAM in left:
+    if Kind.PARAM in offloaded_kinds:
         least = min_slots(before.packing.chunks, before.spec.operators, before.use_order)
         demand = replace(demand, min_slots=least, max_live_numel=None)
-    moved = slots_for(demand, homes, () if Kind.PARAM in left else placement.kept)
-    if Kind.PARAM not in left:
+    moved = slots_for(demand, homes, () if Kind.PARAM in offloaded_kinds else placement.kept)
+    if Kind.PARAM not in offloaded_kinds:
         moved = replace(moved, num_slots=placement.num_slots)
     hash_ = hash_of(before.packing, moved, before.settings, before.trained)
-    return replace(before, demand=demand, placement=moved, hash=hash_, is_first=False, offloaded=left)
+    return replace(before, demand=demand, placement=moved, hash=hash_, is_first=False, offloaded=offloaded_kinds)
 
 
 def _without_gradients(chunk: ChunkDemand, left: Collection[Kind]) -> ChunkDemand:

@@ -84,8 +84,8 @@ def _problems(demand: Demand, placement: Placement) -> Iterator[str]:
     if len(homes) != num_chunks:
         yield f"gave homes of {len(homes)} chunks, and the model has {num_chunks}: one for each of demand.chunks"
         return  # the checks below pair homes with chunks
-    for index, (chunk, its) in enumerate(zip(demand.chunks, homes, strict=True)):
-        yield from _problems_of(index, chunk, its)
+    for index, (chunk, chunk_homes) in enumerate(zip(demand.chunks, homes, strict=True)):
+        yield from _problems_of(index, chunk, chunk_homes)
     for index in sorted(placement.kept):
         if not 0 <= index < num_chunks:
             yield f"keeps a slot for chunk {index}, and there are {num_chunks}"

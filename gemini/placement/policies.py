@@ -103,8 +103,8 @@ def _cost(demand: Demand, placement: Placement) -> tuple[int, int]:
 
     Bytes beyond the host's budget come first, because with any of them training is refused.
     """
-    most = demand.max_host_bytes
-    beyond = 0 if most is None else max(0, placement.host_bytes(demand) - most)
+    max_host_bytes = demand.max_host_bytes
+    beyond = 0 if max_host_bytes is None else max(0, placement.host_bytes(demand) - max_host_bytes)
     return beyond, link_bytes(demand, placement)
 
 
@@ -151,8 +151,8 @@ class AutoPolicy:
         # Fill what the best order has left.
         for steps in (_THEN, _AT_LAST):
             fuller = spend(demand, best, budget_bytes, steps)
-            if (its := _cost(demand, fuller)) <= cost:
-                best, cost = fuller, its
+            if (fuller_cost := _cost(demand, fuller)) <= cost:
+                best, cost = fuller, fuller_cost
         return best
 
     def _margin(self, demand: Demand, placement: Placement, budget_bytes: int | None) -> int | None:

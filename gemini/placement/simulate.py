@@ -100,7 +100,7 @@ class Simulation:
                 self._make_whole(chunk)
         for chunk in self.gradients.of:
             self.homes.restore(chunk)
-        self.gradients.forget()
+        self.gradients.end_step()
 
     # -- moments
 

@@ -77,7 +77,7 @@ class Gradients:
         gradient, waiting = self.of[chunk], self._waiting
         # Gradients of a fine chunk wait until all of them can be copied by one call.
         if not self._facts[chunk].is_fine or (chunk not in waiting and not self._may_wait(chunk)):
-            self._take(chunk, [weight])
+            self._accept(chunk, [weight])
             return
         waiting.setdefault(chunk, []).append(weight)
         if len(waiting) > _MAX_WAITING:
@@ -140,7 +140,7 @@ class Gradients:
         if self._backward == 1:
             gradient.expected = max(1, len(gradient.got))
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """Drop all gradients after a step used them."""
         for gradient in self.of.values():
             gradient.is_reduced = gradient.is_wide = False
@@ -158,9 +158,9 @@ class Gradients:
 
     def _collect(self, chunk: int) -> None:
         if chunk in self._waiting:
-            self._take(chunk, self._waiting.pop(chunk))
+            self._accept(chunk, self._waiting.pop(chunk))
 
-    def _take(self, chunk: int, weights: Sequence[int]) -> None:
+    def _accept(self, chunk: int, weights: Sequence[int]) -> None:
         gradient = self.of[chunk]
         if not gradient.is_open or gradient.state == "spilled":
             # The reduction in flight occupies a slot. Finish it if this gradient needs that slot, or is that gradient.

@@ -152,7 +152,7 @@ class Homes:
         if gradient.is_wide or not facts.dtypes.widens:
             return
         if gradient.wide is None:
-            gradient.wide = self._take(self._resting(chunk), facts.optim_layout.shard_numel * FLOAT32.itemsize)
+            gradient.wide = self._allocate(self._resting(chunk), facts.optim_layout.shard_numel * FLOAT32.itemsize)
         self._traffic.copy(self._resting(chunk), gradient.wide, self.num_bytes(chunk), Purpose.GRADIENT)
         gradient.is_wide = True
 
@@ -173,9 +173,9 @@ class Homes:
         return not payloads.is_there(chunk) or not payloads.is_kept(chunk)
 
     def _take_home(self, chunk: int) -> None:
-        self._gradients[chunk].home = self._take(self._resting(chunk), self.num_bytes(chunk))
+        self._gradients[chunk].home = self._allocate(self._resting(chunk), self.num_bytes(chunk))
 
-    def _take(self, tier: Tier, num_bytes: int) -> Tier:
+    def _allocate(self, tier: Tier, num_bytes: int) -> Tier:
         """Allocate bytes for good on this tier, or on the host if the device is full. Returns the tier."""
         if tier is Tier.DEVICE and self._free is not None:
             if self._free < num_bytes:

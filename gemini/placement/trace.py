@@ -127,10 +127,10 @@ def merged(expected: Sequence[Touch], passed: Sequence[Touch]) -> list[Touch]:
     others = set(passed) - in_order  # membership only
     # Before each anchor insert what `expected` has there, except for touches that move.
     at = 0
-    both: list[Touch] = []
+    merged_touches: list[Touch] = []
     for touch in passed:
         if touch in in_order:
-            both += [each for each in expected[at : place[touch]] if each not in others]
+            merged_touches += [each for each in expected[at : place[touch]] if each not in others]
             at = place[touch] + 1
-        both.append(touch)
-    return both + [each for each in expected[at:] if each not in others]
+        merged_touches.append(touch)
+    return merged_touches + [each for each in expected[at:] if each not in others]

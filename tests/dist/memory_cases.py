@@ -106,7 +106,7 @@ def steady_state_allocations(rank: int, world_size: int) -> tuple[int, int]:
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         if step in (1, 11):
-            counts.append(sum(tier.ledger.num_takes for tier in model.chunk_manager.memory.tiers))
+            counts.append(sum(tier.ledger.num_allocations for tier in model.chunk_manager.memory.tiers))
     return counts[0], counts[1]
 
 

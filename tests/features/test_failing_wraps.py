@@ -52,8 +52,8 @@ def failing_at(number: int) -> Iterator[list[int]]:
         return wrapper
 
     with (
-        mock.patch.object(EmulatedTier, "take", counting(EmulatedTier.take)),
-        mock.patch.object(HostTier, "take", counting(HostTier.take)),
+        mock.patch.object(EmulatedTier, "allocate", counting(EmulatedTier.allocate)),
+        mock.patch.object(HostTier, "allocate", counting(HostTier.allocate)),
     ):
         yield count
 

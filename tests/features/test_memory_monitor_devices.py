@@ -149,7 +149,7 @@ def test_an_emulated_devices_memory_rises_and_falls_while_it_is_read() -> None:
     device = EmulatedDevice(1000)
     device.hold(ledger)
     monitor = MemoryMonitor(device)
-    ledger.take("param", 300)
+    ledger.count_allocated("param", 300)
     assert monitor.read().device.free_bytes == 700
     device.others_bytes = 500
     assert (monitor.read().device.free_bytes, monitor.read().device.others_bytes) == (200, 500)

@@ -223,10 +223,10 @@ def test_gradients_that_rest_on_the_host_come_back_within_its_budget() -> None:
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
     model.offload_states()
     gradients = least - held(model, 1)
-    taken = model.chunk_manager.memory.host.take(gradients, "another model's")
+    taken = model.chunk_manager.memory.host.allocate(gradients, "another model's")
     with pytest.raises(BudgetError, match=f"states reloaded.* host: {least + gradients} bytes of model data would be"):
         model.reload_states()  # refused as a whole: the message of a home that finds no room tells its own bytes
-    model.chunk_manager.memory.host.give(taken, "another model's")
+    model.chunk_manager.memory.host.free(taken, "another model's")
     del taken
     optimizer.backward(loss_of(model))
     optimizer.step()

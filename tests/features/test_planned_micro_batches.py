@@ -163,7 +163,7 @@ def test_an_engine_plans_for_the_micro_batches_of_its_config(rank: int, world_si
         for step in range(6):
             engine.backward(loss_of(engine, step, torch.bfloat16))
             engine.step()
-            takes.append(sum(tier.ledger.num_takes for tier in memory.tiers))
+            takes.append(sum(tier.ledger.num_allocations for tier in memory.tiers))
         assert takes[0] == takes[-1], "all is taken with the first micro-batch"
         engine.model.close()
 

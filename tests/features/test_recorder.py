@@ -65,13 +65,13 @@ class Counted(EmulatedDevice):
 
     def peak_meter(self) -> PeakMeter:
         meter = super().peak_meter()
-        take = meter.take
+        pop_peak = meter.pop_peak
 
         def counted() -> int:
             self.num_taken += 1
-            return take()
+            return pop_peak()
 
-        meter.take = counted  # type: ignore[method-assign]
+        meter.pop_peak = counted  # type: ignore[method-assign]
         return meter
 
 

@@ -81,7 +81,7 @@ class Launches:
 
         return counting
 
-    def take(self) -> dict[str, list[int]]:
+    def pop_counts(self) -> dict[str, list[int]]:
         """[calls, bytes] by kind since the last time that this was asked."""
         taken = {kind: [count, self._bytes[kind]] for kind, count in sorted(self._calls.items())}
         self._calls.clear()

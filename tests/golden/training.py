@@ -65,7 +65,7 @@ def _end_dropped_groups() -> None:
 def _train(case: Case, rank: int, launches: measure.Launches) -> Result:
     model_case = MODELS[case.model]
     _end_dropped_groups()
-    launches.take()
+    launches.pop_counts()
     wrap = wrapping(case)
     least = measure.least_budget(model_case.build(), case.ranks, **_without_budget(wrap))
     with ZeroInitContext(enabled=case.built, rank_timeout=60):
@@ -76,7 +76,7 @@ def _train(case: Case, rank: int, launches: measure.Launches) -> Result:
     optimizer = ShardedOptimizer(
         model, _optimizer(case, model.parameters()), clip_grad_norm=case.clip, initial_scale=2.0**10, hysteresis=1
     )
-    counts["wrapping"] = launches.take()
+    counts["wrapping"] = launches.pop_counts()
     losses: list[str] = []
     norms: list[str] = []
     frozen = _later_half([p for p in model.parameters() if p.requires_grad]) if case.freezes else []
@@ -93,7 +93,7 @@ def _train(case: Case, rank: int, launches: measure.Launches) -> Result:
         if case.evaluates and step == 1:
             with torch.no_grad():
                 losses.append(hash_of([("evaluated", model_case.loss(model, model_case.batch(7, rank, case.ranks)))]))
-    counts |= {"moves": moves.hash(), "training": launches.take(), **measure.work_counts(model)}
+    counts |= {"moves": moves.hash(), "training": launches.pop_counts(), **measure.work_counts(model)}
     bits = {"losses": losses, "norms": norms, **_state(model, optimizer)}
     model.close()
     return {"bits": bits, "counts": counts}

@@ -247,11 +247,11 @@ def test_nothing_is_reserved_or_taken_after_warm_up(cuda: torch.device) -> None:
     for _ in range(3):
         _step(model, optimizer, x)
     reserved = torch.cuda.memory_reserved(cuda)
-    takes = [tier.ledger.num_takes for tier in model.chunk_manager.memory.tiers]
+    takes = [tier.ledger.num_allocations for tier in model.chunk_manager.memory.tiers]
     for _ in range(STEADY_STEPS):
         _step(model, optimizer, x)
     assert torch.cuda.memory_reserved(cuda) == reserved
-    assert [tier.ledger.num_takes for tier in model.chunk_manager.memory.tiers] == takes
+    assert [tier.ledger.num_allocations for tier in model.chunk_manager.memory.tiers] == takes
 
 
 def test_what_rests_on_the_host_is_pinned(cuda: torch.device) -> None:

@@ -169,22 +169,22 @@ class LateCopies:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transfer, "lane_of", lambda device: self._lane())
         for tier, side in ((HostTier, LateCopy.host_side), (EmulatedTier, LateCopy.device_side)):
-            monkeypatch.setattr(tier, "give", self._checked(tier.give, side))
+            monkeypatch.setattr(tier, "free", self._checked(tier.free, side))
 
     def _lane(self) -> LateLane:
         self.lanes.append(LateLane())
         return self.lanes[-1]
 
-    def _checked(self, give: Callable[..., None], side: Callable[[LateCopy], Tensor | None]) -> Callable[..., None]:
+    def _checked(self, free: Callable[..., None], side: Callable[[LateCopy], Tensor | None]) -> Callable[..., None]:
         def checked(tier: Any, buffer: Tensor, kind: str) -> None:
             sides = [found for lane in self.lanes for each in lane.copies if (found := side(each)) is not None]
             busy = any(_overlap(found, buffer) for found in sides)
             assert not busy, f"{buffer.nbytes} bytes of {kind} were given back before a copy from or to them was done"
-            give(tier, buffer, kind)
+            free(tier, buffer, kind)
 
         return checked
 
-    def settle(self) -> None:
+    def finish_all(self) -> None:
         """All copies are done. Models may be gone by now, with memory that nobody has used since."""
         for lane in self.lanes:
             for each in lane.copies:
@@ -210,7 +210,7 @@ def installed() -> Iterator[LateCopies]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         late.install(monkeypatch)
         yield late
-        late.settle()
+        late.finish_all()
 
 
 def detours(rank: int, world_size: int, wrap: dict[str, Any], reuse: bool, names: Sequence[str] = ()) -> int:

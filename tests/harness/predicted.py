@@ -104,7 +104,7 @@ class Peaks:
         self._most: dict[Tier, int] = {}
         model.observer.listen(lambda move: self._look())
 
-    def take(self) -> dict[Tier, int]:
+    def pop_peaks(self) -> dict[Tier, int]:
         """Since the last time that this was asked."""
         self._look()
         most, self._most = self._most, {}
@@ -200,10 +200,10 @@ def measure(model: ShardedModel, peaks: Peaks | None, world_size: int, run: Call
     before = dict(counted)
     with _profiled(world_size) as profiled:
         if peaks is not None:
-            peaks.take()
+            peaks.pop_peaks()
         run()
     links = {link: now - before.get(link, 0) for link, now in sorted(counted.items()) if now != before.get(link, 0)}
-    return Measured(links, *_exchanged(profiled, world_size), None if peaks is None else peaks.take())
+    return Measured(links, *_exchanged(profiled, world_size), None if peaks is None else peaks.pop_peaks())
 
 
 def run_inference(case: Case, rank: int = 0, world_size: int = 1) -> tuple[list[Predicted], list[Measured]]:

@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "weights from before edits outlive the step",
         "gemini/manager/step.py",
-        "        self.binding.snapshots.forget_all(self.chunks)\n",
+        "        self.binding.snapshots.drop_all(self.chunks)\n",
         "",
         "tests/features/test_half_edits.py",
     ),
@@ -247,7 +247,8 @@ MUTANTS = [
         "gradients of a model that only infers have memory",
         "gemini/manager/chunk_manager.py",
         "        self.training.follow(demand, placement, plan.infers)\n        next_use",
-        "        self.training.follow(demand, placement, plan.infers)\n        self.training.take()\n        next_use",
+        "        self.training.follow(demand, placement, plan.infers)\n        self.training.allocate()\n"
+        "        next_use",
         "tests/features/test_inference_memory.py::test_a_model_that_only_infers_costs_two_bytes_a_parameter",
     ),
     Mutant(

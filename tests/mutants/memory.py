@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "shards outlive a parameter that is dropped",
         "gemini/chunks/chunk.py",
-        "            reference=weakref.ref(parameter, self._forget),\n",
+        "            reference=weakref.ref(parameter, self._remove_dead),\n",
         "            reference=weakref.ref(parameter),\n",
         "tests/features/test_zero_init.py::test_what_was_tied_is_tied_and_what_was_replaced_is_gone",
     ),

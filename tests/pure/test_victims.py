@@ -44,7 +44,7 @@ class Cache:
         self.uses.touch(chunk.index)
         self.victims.note(cast(Any, chunk))
         if chunk.state is ParamState.RELEASED:
-            slot = self.pool.free()
+            slot = self.pool.first_free()
             assert slot is next((slot for slot in self.pool.slots if slot.chunk is None), None), "the first in order"
             if slot is None:
                 slot = self.evict()

@@ -55,11 +55,11 @@ class Mean:
     def add(self, total: float | Tensor, count: int | Tensor) -> None:
         self._sum, self._count = self._sum + total, self._count + count
 
-    def take(self, trainer: Trainer) -> float:
+    def pop_mean(self, trainer: Trainer) -> float:
         """The mean of what was added on all ranks since the last call; nan of nothing. Collective."""
-        both = torch.tensor([float(self._sum), float(self._count)], dtype=torch.float64, device="cpu")
+        sum_and_count = torch.tensor([float(self._sum), float(self._count)], dtype=torch.float64, device="cpu")
         self._sum, self._count = 0.0, 0
-        total, count = trainer.sum_over_ranks(both).tolist()
+        total, count = trainer.sum_over_ranks(sum_and_count).tolist()
         return total / count if count else float("nan")
 
 
@@ -83,14 +83,14 @@ class Loss(Hook):
         self._of_step.clear()
 
     def after_epoch(self, trainer: Trainer) -> None:
-        trainer.metrics["epoch_loss"] = self._of_epoch.take(trainer)
+        trainer.metrics["epoch_loss"] = self._of_epoch.pop_mean(trainer)
 
     def after_test_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         if outcome.loss is not None:
             self._of_test.add(outcome.loss.double() * num_samples(batch), num_samples(batch))
 
     def after_test(self, trainer: Trainer) -> None:
-        trainer.metrics["test_loss"] = self._of_test.take(trainer)
+        trainer.metrics["test_loss"] = self._of_test.pop_mean(trainer)
 
 
 class Accuracy(Hook):
@@ -112,7 +112,7 @@ class Accuracy(Hook):
         self._of_test.add(right.sum(), counts.sum())
 
     def after_test(self, trainer: Trainer) -> None:
-        trainer.metrics["test_accuracy"] = self._of_test.take(trainer)
+        trainer.metrics["test_accuracy"] = self._of_test.pop_mean(trainer)
 
 
 class LearningRate(Hook):

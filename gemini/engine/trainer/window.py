@@ -37,7 +37,7 @@ class Window:
         """
         if not self._engine.is_window_open():
             self._batches, self._failed_bytes = [], None
-            self._start.take()
+            self._start.save()
         self._batches.append(batch)
         return self._train([batch])
 
@@ -115,7 +115,7 @@ class _Start:
         self._copies: list[Tensor] = []
         self._random: list[Tensor] = []
 
-    def take(self) -> None:
+    def save(self) -> None:
         """A window begins. Local."""
         self._buffers = [owner._buffers.get(name) for owner, name in self._owners]
         found = self._found()
