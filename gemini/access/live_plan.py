@@ -7,14 +7,21 @@ steps.
 from __future__ import annotations
 
 from gemini.access.free_memory import FreeMemory
-from gemini.access.replanning import Replanning
+from gemini.access.replanning import OPTIM_CHANGED, Replanning
 from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
 from gemini.placement.budget import is_less
 from gemini.placement.demand import Kind
-from gemini.placement.following import bounded_in_words, followed_in_words, micro_batches_in_words
+from gemini.placement.following import (
+    bounded_in_words,
+    followed_in_words,
+    has_room_for,
+    micro_batches_in_words,
+    optimizer_in_words,
+    states_in_words,
+)
 from gemini.placement.plan import Plan
 
 BUDGETED = "change of budgets", "All ranks must allow the same bytes at the same step"
@@ -32,9 +39,9 @@ class LivePlan:
 
     def follow(self) -> bool:
         """Put another plan in force if steps ask for one; True if there is another one. Collective then."""
-        # Both run, whatever the first returns: a step may show both.
-        follows_memory, follows_steps = self._follow_memory(), self._follow_micro_batches()
-        return follows_memory or follows_steps
+        # All run, whatever the first ones return: a step may show several changes.
+        follows = [self._follow_memory(), self._follow_micro_batches(), self._follow_states()]
+        return any(follows)
 
     def _follow_memory(self) -> bool:
         """Follow a device that has more or less room by now, or that ran out of memory."""
@@ -85,6 +92,28 @@ class LivePlan:
             self._manager.change_plan(plan, f"steps of {number} micro-batches", *_ADDED_UP)
         if plan.placement != before.placement:
             get_dist_logger().info(micro_batches_in_words(before, plan), ranks=[0])
+        return True
+
+    def _follow_states(self) -> bool:
+        """Follow an optimizer that has, or needs, other numbers of states than the plan counts.
+
+        If no such plan fits, the one in force stays, and states that it has no room for rest on the host.
+        """
+        before, optimizer = self._manager.plan, self._manager.optimizer
+        if optimizer is None or not optimizer.states.have_changed or not self._replanning.is_possible:
+            return False
+        optimizer.states.note_followed()
+        numbers = [optimizer.states.num_states(chunk) for chunk in self._manager.chunks]
+        if has_room_for(before, numbers):
+            return False
+        try:
+            plan = self._replanning.fitting()
+        except BudgetError:
+            return False
+        with self._replanning.between_steps("following the optimizer's states"), uncollected():
+            if self._manager.try_plan(plan, states_in_words(numbers), *OPTIM_CHANGED) is not None:
+                return False
+        get_dist_logger().info(optimizer_in_words(before, plan), ranks=[0])
         return True
 
     def make_room(self) -> None:

@@ -10,22 +10,23 @@ only infer forget torch.no_grad(). The backward is refused then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from gemini.access.free_memory import FreeMemory
-from gemini.access.replanning import Replanning
+from gemini.access.replanning import OPTIM_CHANGED, Replanning
 from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
 from gemini.placement.budget import is_less
-from gemini.placement.following import budget_after_shortage
+from gemini.placement.demand import OPTIM_STATES, Tier
+from gemini.placement.following import budget_after_shortage, has_room_for, states_in_words
 from gemini.placement.inference import are_alike
-from gemini.placement.plan import Plan
+from gemini.placement.plan import Plan, PlanChanges
 from gemini.placement.sizes import format_bytes
 
 _BEGUN = (
@@ -84,29 +85,43 @@ class Purpose:
             if error is not None:
                 self._manager.training.refuse(error)
 
-    def begin_training(self, shown: str) -> None:
-        """Put the plan for training in force, if the model has only inferred so far. Collective if states move.
+    def begin_training(self, shown: str, optim_states: Sequence[int]) -> None:
+        """Put the plan for training in force, if the model has only inferred so far or the plan counts other states.
 
-        shown: what begins training. Raises BudgetError, alike on all ranks, if there is no room; the model then goes on
-        inferring.
+        shown: what begins training. optim_states: how many states per element the optimizer keeps, by chunk index. If
+        nothing may move now, the plan follows these at the next forward. Collective if states move. Raises BudgetError,
+        alike on all ranks, if there is no room; the plan in force then stays.
         """
-        if self._manager.plan.infers:
-            if self._manager.is_in_use:
+        manager, plan, error, change = self._manager, self._manager.plan, None, _BEGUN
+        pairs = zip(manager.chunks, optim_states, strict=True)
+        is_usual = all(number == OPTIM_STATES for chunk, number in pairs if chunk.trainable)
+        # Ranks agree on these words, so that those which make other optimizers are told so.
+        if not is_usual:
+            shown, change = f"{shown} with {states_in_words(optim_states)}", OPTIM_CHANGED
+        if plan.infers:
+            if manager.is_in_use:
                 raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
-            error = self._manager.training.refused or self._try_training(shown)
-            if error is not None:
-                raise error.reworded(str(error))
+            refused = manager.training.refused
+            error = refused if is_usual and refused is not None else self._try_training(shown, optim_states, change)
+            # The refusal from wrapping names the least of all chunk sizes, this one that of the size in force.
+            if error is not None and refused is not None and _is_of_device(error, refused):
+                error = min(error, refused, key=lambda each: each.needed_bytes or 0)
+        elif not has_room_for(plan, optim_states) and self._replanning.is_possible:
+            error = self._try_training(shown, optim_states, change)
+        if error is not None:
+            raise error.reworded(str(error))
         self._may_infer = False
 
     @contextmanager
-    def beginning_training(self, shown: str) -> Iterator[None]:
+    def beginning_training(self, shown: str, optim_states: Sequence[int]) -> Iterator[None]:
         """Inside, the plan for training is in force. An exception in the block lets the model infer again.
 
-        Collective. Raises BudgetError, alike on all ranks, if training does not fit; the model then goes on inferring.
+        The arguments are those of `begin_training`. Collective. Raises BudgetError, alike on all ranks, if training
+        does not fit; the model then goes on inferring.
         """
         with self._manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
             try:
-                self.begin_training(shown)
+                self.begin_training(shown, optim_states)
                 yield
             except BaseException:
                 # Nothing has trained the model: the next forward without gradients may put a plan for inference in
@@ -156,30 +171,38 @@ class Purpose:
         self._manager.adopt(replace(plan, budget=budget))
         return True
 
-    def _try_training(self, shown: str) -> BudgetError | None:
-        """Put the plan for training in force. Collective. Returns why not, if the plan for inference has to stay."""
-        manager = self._manager
+    def _try_training(
+        self, shown: str, optim_states: Sequence[int] | None = None, change: tuple[str, str] = _BEGUN
+    ) -> BudgetError | None:
+        """Put the plan for training in force. Collective. Returns why not, if the plan in force has to stay.
+
+        optim_states: as in `begin_training`. None: those that the plan in force counts.
+        """
+        manager, changes = self._manager, PlanChanges(infers=False, budget=self._manager.plan.budget)
+        if optim_states is not None:
+            changes["optim_states"] = optim_states
         # The plan for inference has moved nothing, so there is nothing to move back or to agree on.
         if self._aside is not None and self._aside[0] is manager.plan:
-            manager.adopt(self._aside[1])
-            return None
-        budget = at_first = manager.plan.budget
+            if optim_states is None or has_room_for(self._aside[1], optim_states):
+                manager.adopt(self._aside[1])
+                return None
+        at_first = manager.plan.budget
         before = manager.plan.device_bytes
         while True:
             try:
-                plan = self._replanning.planned(self._replanning.flags, infers=False, budget=budget)
+                plan = self._replanning.planned(self._replanning.flags, **changes)
             except BudgetError as error:
                 return error
-            refused = manager.try_plan(plan, shown, *_BEGUN)
+            refused = manager.try_plan(plan, shown, *change)
             if refused is None:
-                if is_less(budget.device, at_first.device):
+                if is_less(plan.budget.device, at_first.device):
                     self._tell(before, plan.device_bytes)
                 return None
             # A device had less memory than the plan asks for: try with less of it, until model data cannot be less.
             less = self._free.budget_after_shortage(plan) if refused.is_shortage else None
             if less is None:
                 return refused
-            budget = less
+            changes["budget"] = less
 
     @staticmethod
     def _tell(before: int, after: int) -> None:
@@ -188,3 +211,8 @@ class Purpose:
             f"{format_bytes(after)} of it rest there, after {format_bytes(before)}"
         )
         get_dist_logger().warning(words, ranks=[0])
+
+
+def _is_of_device(*refusals: BudgetError) -> bool:
+    """Whether all of them say how many bytes the device would have to hold."""
+    return all(each.tier == Tier.DEVICE and each.needed_bytes is not None for each in refusals)

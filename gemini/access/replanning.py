@@ -21,6 +21,7 @@ from gemini.placement.plan import Plan, PlanChanges, replan
 from gemini.placement.refusals import check_host_room, check_host_room_for_steps, has_host_room_for_steps
 
 BEFORE_STEP = "between backward() and step()"
+OPTIM_CHANGED = "change of optimizer states", "All ranks must make the same optimizer, with the same param groups"
 
 
 @contextmanager
@@ -81,6 +82,9 @@ class Replanning:
             for chunk in self._manager.chunks
             if chunk.index not in trained
         }
+        optimizer = self._manager.optimizer
+        if optimizer is not None and "optim_states" not in changes:
+            changes["optim_states"] = [optimizer.states.num_states(chunk) for chunk in self._manager.chunks]
         return replan(self._manager.plan, flags, kept, **changes)
 
     def fitting(self, **changes: Unpack[PlanChanges]) -> Plan:

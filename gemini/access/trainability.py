@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from gemini.access.free_memory import FreeMemory
 from gemini.access.live_plan import BUDGETED, LivePlan
 from gemini.access.purpose import Purpose
-from gemini.access.replanning import BEFORE_STEP, Replanning, refused_after
+from gemini.access.replanning import BEFORE_STEP, OPTIM_CHANGED, Replanning, refused_after
 from gemini.chunks.chunk import ManagedParameter
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.masters import master_from_weights
 from gemini.memory.collector import uncollected
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind
+from gemini.placement.following import has_room_for, states_in_words
 from gemini.placement.offloaded import offloaded
 from gemini.placement.plan import PlanChanges
 from gemini.placement.specs import OperatorSpec
@@ -118,6 +119,18 @@ class Trainability:
                 self.before_graph()
                 self.apply_unfrozen()
 
+    def follow_optimizer(self, shown: str) -> None:
+        """Make the plan count the states that the optimizer needs by now. Collective if it counts others.
+
+        If nothing may move now, a later forward does it. Raises BudgetError if there is no room; nothing has changed
+        then.
+        """
+        manager, optimizer = self._manager, self._manager.optimizer
+        if optimizer is not None and self._replanning.is_possible:
+            numbers = [optimizer.states.num_states(chunk) for chunk in manager.chunks]
+            if not has_room_for(manager.plan, numbers):
+                self._replan(self._flags, f"{shown}; {states_in_words(numbers)}", OPTIM_CHANGED)
+
     def take_state(self, wanted: Mapping[int, frozenset[Kind]]) -> None:
         """Take memory for state of frozen chunks, by index, before a state dict is loaded into it. Collective.
 
@@ -127,6 +140,7 @@ class Trainability:
             self._check_between_steps("loading the state of frozen parameters", BEFORE_STEP)
             names = ", ".join(self._step.chunks[index].names() for index in sorted(wanted))
             self._replan(self._flags, f"state loaded for frozen {names}", wanted=wanted)
+        self.follow_optimizer("state loaded")
 
     def discard_state(self, discarded: Sequence[ManagedParameter]) -> None:
         """Give up master, moments and step counts of frozen parameters, and the memory of chunks that keep none.

@@ -22,11 +22,15 @@ from gemini.memory.slot import KeptSlot
 from gemini.memory.transfer import ready
 from gemini.observe import Moving
 from gemini.placement.budget import Budget
-from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.demand import Demand, Kind, Placement, StateHome, Tier
 
 
 class StateStore(Protocol):
     """The optimizer's state of each chunk, as far as moves need it."""
+
+    @property
+    def have_changed(self) -> bool:
+        """The plan may count other numbers of states than there are by now. Equal on all ranks."""
 
     def has(self, chunk: Chunk) -> bool:
         """Whether the chunk's state has memory."""
@@ -34,20 +38,26 @@ class StateStore(Protocol):
     def has_stepped(self, chunk: Chunk) -> bool:
         """Whether a step has written the chunk's state. Equal on all ranks."""
 
-    def add(self, chunk: Chunk, tier: Tier) -> None:
+    def add(self, chunk: Chunk, home: StateHome) -> None:
         """Take memory for fresh state of the chunk. Raises BudgetError."""
 
     def discard(self, managed: ManagedParameter) -> None:
         """Reset one parameter's state to that before its first step. Its memory stays."""
 
-    def migrate(self, chunk: Chunk, tier: Tier) -> None:
-        """Move the chunk's state to `tier`."""
+    def migrate(self, chunk: Chunk, home: StateHome) -> None:
+        """Move the chunk's state to `home`."""
 
     def drop(self, chunk: Chunk) -> None:
         """Give up the chunk's state and its memory."""
 
-    def host_bytes(self, chunk: Chunk, tier: Tier) -> int:
-        """Host bytes of the chunk's state if it is planned on `tier`."""
+    def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
+        """Host bytes of the chunk's state if it is planned at `home`."""
+
+    def num_states(self, chunk: Chunk) -> int:
+        """How many states per element the chunk has or needs. Equal on all ranks."""
+
+    def note_followed(self) -> None:
+        """The plan counts these numbers of states, or cannot."""
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The names of a parameter's states; empty if they have no memory."""
@@ -92,7 +102,7 @@ class Rehoming:
         growth = -host.ledger.bytes_by_kind[Kind.OPTIM]
         for chunk, homes in self._placed:
             if states is not None and Kind.OPTIM in homes:
-                growth += states.host_bytes(chunk, homes[Kind.OPTIM])
+                growth += states.host_bytes(chunk, self._optim_home(chunk))
         old_demand, old_placement = self._before
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
         for chunk, (before, old_homes, after, homes) in zip(self._step.chunks, pairs, strict=True):
@@ -165,7 +175,7 @@ class Rehoming:
                     self._memory.transfer.copy(chunk.homes[Kind.MASTER], master)
                     self._memory.free(master, Kind.MASTER)
             if states is not None and states.has(chunk) and moves_in == (homes[Kind.OPTIM] is Tier.DEVICE):
-                states.migrate(chunk, homes[Kind.OPTIM])
+                states.migrate(chunk, self._optim_home(chunk))
 
     def _migrating(self, chunk: Chunk, kind: Kind, target: Tier) -> Moving:
         before = chunk.homes[kind]
@@ -228,7 +238,10 @@ class Rehoming:
             self._allocate(chunk, Kind.MASTER, homes[Kind.MASTER])
             master_from_weights(chunk)
         if states is not None and Kind.OPTIM in homes and not states.has(chunk):
-            states.add(chunk, homes[Kind.OPTIM])
+            states.add(chunk, self._optim_home(chunk))
+
+    def _optim_home(self, chunk: Chunk) -> StateHome:
+        return self._placement.optim_home(self._demand, chunk.index)
 
     def _allocate(self, chunk: Chunk, kind: Kind, tier: Tier) -> None:
         num_bytes = self._demand.chunks[chunk.index].home_bytes[kind]

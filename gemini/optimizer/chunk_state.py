@@ -13,11 +13,23 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError
 from gemini.manager.params import ParamStore
+from gemini.memory.memory import Memory
 from gemini.memory.region import Region
 from gemini.memory.transfer import wait_on_tier
 from gemini.optimizer.runs import Run, RunUpdate, runs_of
 from gemini.optimizer.shard_view import ShardView
-from gemini.placement.demand import OPTIM_STATES, Kind, Tier
+from gemini.placement.demand import Kind, StateHome, Tier
+
+
+def resting_tier(home: StateHome, count: int, memory: Memory) -> Tier:
+    """The tier on which a chunk's `count` flat states rest if their planned home is `home`.
+
+    States that come between two plans, such as momentum that is raised from 0 in mid-training, have no room on a device
+    with a budget, even where bytes are free: slots may not have taken theirs yet. All states of the chunk then rest on
+    the host until the next plan.
+    """
+    is_beyond = count > home.num_states and memory.device.capacity_bytes is not None
+    return Tier.HOST if is_beyond else home.tier
 
 
 @dataclass(eq=False)
@@ -25,7 +37,8 @@ class ChunkOptimizerState:
     """One chunk's optimizer state on this rank. A frozen chunk keeps the state of its earlier training."""
 
     chunk: Chunk
-    tier: Tier  # the tier on which all of `flats` rest
+    tier: Tier  # the tier on which all of `flats` rest, and on which updates run
+    num_planned: int  # number of flat states that the plan has room for
     counts_steps: bool  # `step` is an int, not a tensor
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
@@ -52,13 +65,14 @@ class ChunkOptimizerState:
     def allocate(self, names: Sequence[str], params: ParamStore) -> None:
         """Allocate zeroed flat states beside the present ones. Raises BudgetError; nothing has changed then.
 
-        If the device is full, or placement counted fewer states, all of them rest on the host from now on.
+        If the device is full, or the plan counts fewer states, all of them rest on the host from now on.
         """
         self._rest([*self.flats, *names], self.tier, params)
 
-    def migrate(self, tier: Tier, params: ParamStore) -> None:
-        """Move all states to `tier`, or to the host, as in `allocate`. Raises BudgetError; nothing has changed then."""
-        self._rest(list(self.flats), tier, params)
+    def migrate(self, home: StateHome, params: ParamStore) -> None:
+        """Move all states to `home`, or to the host, as in `allocate`. Raises BudgetError; nothing has changed then."""
+        self.num_planned = home.num_states
+        self._rest(list(self.flats), home.tier, params)
 
     def free(self, names: Sequence[str], params: ParamStore) -> None:
         """Free flat states."""
@@ -66,9 +80,7 @@ class ChunkOptimizerState:
             params.memory.free(Region(self.tier, self.flats.pop(name)), Kind.OPTIM)
 
     def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
-        # The device's budget has room for `OPTIM_STATES` states only.
-        if tier is Tier.DEVICE and len(names) > OPTIM_STATES:
-            tier = Tier.HOST
+        tier = resting_tier(StateHome(tier, self.num_planned), len(names), params.memory)
         leaves = tier is not self.tier
         try:
             taken = self._taken([name for name in names if leaves or name not in self.flats], tier, params)
@@ -159,10 +171,11 @@ class ChunkOptimizerState:
 
     def store_updates(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
         """Store the states and scalars that the updates of a step have made."""
-        # A torch optimizer creates its states in its first update: allocate them in the chunk's state then.
+        # A torch optimizer creates its states in its first update: allocate them in the chunk's state then. Ranks that
+        # hold no elements of the parameter do so too, since all of them have one plan.
         for each in updates:
             part = slice(each.run.start, each.run.start + each.run.numel)
-            for name, value in each.made.items() if each.run.numel else ():
+            for name, value in each.made.items():
                 if name not in self.flats:
                     self.allocate([name], params)
                 self.flats[name][part].copy_(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.manager.params import ParamStore
-from gemini.optimizer.chunk_state import ChunkOptimizerState
+from gemini.optimizer.chunk_state import ChunkOptimizerState, resting_tier
 from gemini.optimizer.elementwise import ElementwiseUpdate, EntryNames
-from gemini.placement.demand import OPTIM_STATES, Kind, Tier
+from gemini.placement.demand import Kind, StateHome, Tier
 
 
 class ChunkStates:
@@ -32,8 +32,12 @@ class ChunkStates:
         self._update = update
         self._param_groups = param_groups
         self._group_of = dict(group_of)
-        self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; may contain frozen chunks
-        self._fp16: dict[int, Chunk] = {}  # the chunks in `by_chunk` with fp16 weights
+        self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; frozen ones may be among them
+        self._fp16: dict[int, Chunk] = {}  # those of them in fp16
+        self._flat_names: dict[int, tuple[str, tuple[str, ...]]] = {}  # by param group: its settings, its flat states
+        self._expected: Mapping[int, Collection[str]] = {}  # flat states that are about to be loaded, by chunk index
+        self.have_changed = True  # as in `StateStore`
+        self._num_held = 0  # number of flat states after the last step
 
     @property
     def trained(self) -> list[Chunk]:
@@ -70,10 +74,34 @@ class ChunkStates:
         state = self.by_chunk.get(chunk.index)
         return state is not None and any(scalars is not None for scalars in state.scalars)
 
-    def add(self, chunk: Chunk, tier: Tier) -> None:
+    def num_states(self, chunk: Chunk) -> int:
+        """How many states per element the chunk has or its groups need. Equal on all ranks."""
+        state = self._of(chunk)
+        return len({*state.flats, *self._missing(state), *self._expected.get(chunk.index, ())})
+
+    @contextmanager
+    def expecting(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
+        """Inside, plans also count these flat states, by chunk index, which are about to be loaded."""
+        self._expected, self.have_changed = names, True
+        try:
+            yield
+        finally:
+            self._expected = {}
+
+    def note_followed(self) -> None:
+        """The plan counts these numbers of states, or cannot."""
+        self.have_changed = False
+
+    def note_step(self) -> None:
+        """A step ended, which may have made states that no plan counts, such as momentum that was raised from 0."""
+        # Our Adam has all of its states from the start.
+        if not self._update.is_fused:
+            before, self._num_held = self._num_held, sum(len(state.flats) for state in self.by_chunk.values())
+            self.have_changed |= self._num_held != before
+
+    def add(self, chunk: Chunk, home: StateHome) -> None:
         """Allocate fresh state for a chunk. Raises BudgetError, and holds nothing for the chunk then."""
-        groups = self._groups(chunk, self._group_of)
-        state = ChunkOptimizerState(chunk, tier, self._update.is_fused, groups)
+        state = self._new(chunk, home)
         self._allocate_missing(state)
         comes_last = all(index < chunk.index for index in islice(reversed(self.by_chunk), 1))
         self.by_chunk[chunk.index] = state
@@ -85,22 +113,22 @@ class ChunkStates:
             self.by_chunk.clear()
             self.by_chunk.update(ordered)
 
-    def reserve(self, tiers: Mapping[Chunk, Tier]) -> None:
-        """Reserve host memory, in one piece, for the missing state of chunks planned on `tiers`. Raises BudgetError."""
-        self._params.host.reserve(self.missing_host_bytes(tiers), Kind.OPTIM)
+    def reserve(self, homes: Mapping[Chunk, StateHome]) -> None:
+        """Map host memory, in one piece, for what `missing_host_bytes` says. Raises BudgetError."""
+        self._params.host.reserve(self.missing_host_bytes(homes), Kind.OPTIM)
 
-    def missing_host_bytes(self, tiers: Mapping[Chunk, Tier]) -> int:
-        """Bytes on the host that the chunks' state still needs if it is planned on `tiers`."""
-        there = (self.by_chunk[chunk.index] for chunk in tiers if self.has(chunk))
+    def missing_host_bytes(self, homes: Mapping[Chunk, StateHome]) -> int:
+        """Bytes that the chunks' states, if they had these homes, lack on the host."""
+        there = (self.by_chunk[chunk.index] for chunk in homes if self.has(chunk))
         held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
-        return sum(self.host_bytes(chunk, tier) for chunk, tier in tiers.items()) - held
+        return sum(self.host_bytes(chunk, home) for chunk, home in homes.items()) - held
 
-    def add_all(self, tiers: Mapping[Chunk, Tier]) -> None:
-        """Allocate fresh state for the first chunks. Raises BudgetError, and holds nothing then."""
+    def add_all(self, homes: Mapping[Chunk, StateHome]) -> None:
+        """The first chunks get fresh state. Raises BudgetError, and holds nothing then."""
         try:
-            self.reserve(tiers)
-            for chunk, tier in tiers.items():
-                self.add(chunk, tier)
+            self.reserve(homes)
+            for chunk, home in homes.items():
+                self.add(chunk, home)
         except BaseException:
             self.drop_all()
             raise
@@ -116,9 +144,9 @@ class ChunkStates:
         self._fp16.pop(chunk.index, None)
         state.free(list(state.flats), self._params)
 
-    def migrate(self, chunk: Chunk, tier: Tier) -> None:
-        """Move a chunk's state to `tier`, or to the host if the device is full."""
-        self.by_chunk[chunk.index].migrate(tier, self._params)
+    def migrate(self, chunk: Chunk, home: StateHome) -> None:
+        """Move a chunk's state to `home`, or to the host if the device is full."""
+        self.by_chunk[chunk.index].migrate(home, self._params)
 
     def discard(self, managed: ManagedParameter) -> None:
         """Reset one parameter's state to that before its first step."""
@@ -137,46 +165,60 @@ class ChunkStates:
 
     @contextmanager
     def adding_group(self, number: int, members: list[ManagedParameter]) -> Iterator[None]:
-        """A context in which parameters without a group are added to one. If the block raises, it is undone.
-
-        Raises BudgetError; nothing has changed then.
-        """
+        """Put parameters without a group into one. The block allocates their state; if it raises, both are undone."""
         before = self._group_of
         names_before = [list(state.flats) for state in self.by_chunk.values()]
         self._regroup(before | {managed.index: number for managed in members})
         try:
-            self.reserve({state.chunk: state.tier for state in self.by_chunk.values()})
-            for state in self.by_chunk.values():
-                self._allocate_missing(state)
             yield
         except BaseException:
+            self.have_changed = True  # the plan may count the new members' states by now
             self._regroup(before)
             for state, names in zip(self.by_chunk.values(), names_before, strict=True):
                 state.free([name for name in state.flats if name not in names], self._params)
             raise
+
+    def allocate_all(self) -> None:
+        """Allocate what the chunks lack of the states that their groups need. Raises BudgetError."""
+        self.reserve({state.chunk: StateHome(state.tier, state.num_planned) for state in self.by_chunk.values()})
+        for state in self.by_chunk.values():
+            self._allocate_missing(state)
 
     def _regroup(self, group_of: dict[int, int]) -> None:
         self._group_of = group_of
         for state in self.by_chunk.values():
             state.groups[:] = self._groups(state.chunk, group_of)
 
-    def host_bytes(self, chunk: Chunk, tier: Tier) -> int:
-        """Bytes on the host of a chunk's state that is planned on `tier`."""
-        # A state that does not exist yet is asked like one without memory.
-        state = self.by_chunk.get(chunk.index)
-        if state is None:
-            state = ChunkOptimizerState(chunk, tier, False, self._groups(chunk, self._group_of))
-        count = len({*state.flats, *self._missing(state)})
-        return count * state.num_flat_bytes if tier is Tier.HOST or count > OPTIM_STATES else 0
+    def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
+        """Bytes on the host of a chunk's state whose planned home is `home`."""
+        count = self.num_states(chunk)
+        is_there = resting_tier(home, count, self._params.memory) is Tier.HOST
+        return count * self._of(chunk).num_flat_bytes if is_there else 0
+
+    def _of(self, chunk: Chunk) -> ChunkOptimizerState:
+        """A chunk's state. One that does not exist yet is stood for by one without memory."""
+        return self.by_chunk.get(chunk.index) or self._new(chunk, StateHome(Tier.HOST))
+
+    def _new(self, chunk: Chunk, home: StateHome) -> ChunkOptimizerState:
+        groups = self._groups(chunk, self._group_of)
+        return ChunkOptimizerState(chunk, *home, self._update.is_fused, groups)
 
     def _allocate_missing(self, state: ChunkOptimizerState) -> None:
         state.allocate(self._missing(state), self._params)
 
     def _missing(self, state: ChunkOptimizerState) -> list[str]:
         """The flat states that the chunk's groups need and that it does not have."""
-        groups = [self._param_groups[number] for number in sorted({n for n in state.groups if n is not None})]
-        names = {name: None for group in groups for name in self._update.flat_names(group)}  # in order
+        groups = sorted({number for number in state.groups if number is not None})
+        names = {name: None for number in groups for name in self._names_in(number)}  # in order
         return [name for name in names if name not in state.flats]
+
+    def _names_in(self, number: int) -> tuple[str, ...]:
+        """The flat states of a param group. A trial update finds them, once for all chunks."""
+        group = self._param_groups[number]
+        settings = repr([(name, value) for name, value in group.items() if name not in ("params", "param_names")])
+        if self._flat_names.get(number, ("",))[0] != settings:
+            self._flat_names[number] = settings, self._update.flat_names(group)
+        return self._flat_names[number][1]
 
     @staticmethod
     def _groups(chunk: Chunk, group_of: Mapping[int, int]) -> list[int | None]:

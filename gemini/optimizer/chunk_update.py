@@ -80,7 +80,7 @@ class ChunkUpdates:
             gradient = self._step.grads.of(chunk)
             if not gradient.is_reduced:
                 continue
-            reduced, tier = gradient.reduced(), self._where(chunk, self._states[chunk.index])
+            reduced, tier = gradient.reduced(), self._states[chunk.index].tier
             staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
             if reduced.tier is not tier:
                 staged["gradient"] = reduced.nbytes
@@ -123,7 +123,7 @@ class ChunkUpdates:
         if not any(run.numel for run in runs):
             batch.append(_ChunkUpdate(state, None, [state.start(run) for run in runs]))
             return False
-        tier = self._where(chunk, state)
+        tier = state.tier
         view = ShardView(chunk, self._step.params, self._staging, tier)
         gradient = self._step.grads.of(chunk)
         reduced = gradient.reduced()
@@ -159,18 +159,6 @@ class ChunkUpdates:
         staged = self._staging.buffer(tier, "gradient", gradient.numel, gradient.dtype)
         memory.transfer.copy(staged, gradient)
         return ready(staged)
-
-    def _where(self, chunk: Chunk, state: ChunkOptimizerState) -> Tier:
-        """The tier of the update: that of the optimizer state. Without state the device, if all that it needs is there.
-
-        An optimizer such as SGD without momentum keeps no state.
-        """
-        if state.flats:
-            return state.tier
-        tiers = {chunk.homes[kind].tier for kind in (Kind.PARAM, Kind.MASTER) if kind in chunk.homes}
-        gradient = self._step.grads.of(chunk)
-        tiers.add(gradient.reduced().tier)
-        return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
 
 
 def _is_updated_in_parts(chunk: Chunk) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from gemini.access.link import link_of
 from gemini.chunks.chunk import ManagedParameter
 from gemini.manager.step import Step
+from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors
 from gemini.optimizer.runs import Run, RunUpdate
@@ -38,12 +40,15 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
     return list(members.values())
 
 
-def add_group(step: Step, states: ChunkStates, update: ElementwiseUpdate, number: int, group: dict[str, Any]) -> None:
-    """Allocate the state of a new param group's members. Collective.
+def add_group(
+    model: ShardedModel, states: ChunkStates, update: ElementwiseUpdate, groups: Sequence[dict[str, Any]]
+) -> None:
+    """Allocate the state of the members of the last group, which is new, in a plan that counts it. Collective.
 
     Raises ValueError for members that are not allowed, BudgetError if there is no room for the state, and
     DivergenceError if ranks add different groups; nothing has changed then.
     """
+    step, number, group = model.chunk_manager.step, len(groups) - 1, groups[-1]
     members = members_of(step, "ShardedOptimizer", number, group)
     # An update of no elements raises for bad hyperparameters, before any memory is allocated.
     nothing = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
@@ -53,3 +58,5 @@ def add_group(step: Step, states: ChunkStates, update: ElementwiseUpdate, number
     remedy = "All ranks must add the same param group at the same step"
     with states.adding_group(number, members):
         step.communicator.agree(words.encode(), "new param group", remedy=remedy)
+        model.trainability.follow_optimizer(f"new param group of {len(members)} parameters")
+        states.allocate_all()

@@ -242,8 +242,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What all ranks have agreed on. Nothing in here may fail on one of them alone."""
         step = self._manager.step
         self._num_steps += 1
-        norm = self._true_norm(summary)
-        ungrouped = self._chunk_states.ungrouped()
+        norm, ungrouped = self._true_norm(summary), self._chunk_states.ungrouped()
         steps = {chunk: self._updates.steps(chunk, summary) for chunk in self._chunk_states.trained}
         updated = {chunk: its for chunk, its in steps.items() if any(its)}
         # A non-finite gradient on any rank skips the step on all ranks.
@@ -259,6 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
             with step.failures.tearing():
                 self._updates.update(updated, factors)
+            self._chunk_states.note_step()
         step.grads.end(Becomes.USED, ungrouped)
         self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)
         if updated:
@@ -334,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with step.publishing():
             super().add_param_group(param_group)
             try:
-                add_group(step, self._chunk_states, self._update, len(self.param_groups) - 1, self.param_groups[-1])
+                add_group(self.model, self._chunk_states, self._update, self.param_groups)
             except BaseException:
                 self.param_groups.pop()
                 raise

@@ -112,7 +112,8 @@ def load_optimizer_state(
     saved = _numbered(saved)
     _check(groups, saved, by_number, states)
     masters = saved.get("masters", {})
-    model.trainability.take_state(_wanted(by_number, saved, states))
+    with states.expecting(_flat_names(by_number, saved)):
+        model.trainability.take_state(_wanted(by_number, saved, states))
     for group, loaded in zip(groups, saved["param_groups"], strict=True):
         group.update({name: value for name, value in loaded.items() if name != "params"})
     for chunk_state in states.by_chunk.values():
@@ -147,6 +148,19 @@ def _wanted(
     return wanted
 
 
+def _flat_names(by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any]) -> dict[int, set[str]]:
+    """The flat states that the dict has of some of its parameters, by chunk index. The sets are only counted."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for number, entry in saved["state"].items():
+        managed = by_number[number]
+        found[managed.chunk.index].update(name for name, value in entry.items() if _is_flat(name, value, managed))
+    return found
+
+
+def _is_flat(name: str, value: Any, managed: ManagedParameter) -> bool:
+    return isinstance(value, Tensor) and value.shape == managed.shape and name != "step"
+
+
 def _load_entry(
     states: States, chunk_state: ChunkOptimizerState, managed: ManagedParameter, entry: Mapping[str, Any] | None
 ) -> None:
@@ -158,7 +172,7 @@ def _load_entry(
     scalars: dict[str, Any] = {}
     chunk_state.scalars[position] = scalars
     for name, value in entry.items():
-        if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
+        if _is_flat(name, value, managed):
             # A torch optimizer creates its states at the first step, and this one may not have stepped.
             if name not in chunk_state.flats:
                 chunk_state.allocate([name], states.step.params)

@@ -6,13 +6,15 @@ from gemini.errors import BudgetError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import Tier
+from gemini.placement.following import has_room_for
 from gemini.placement.refusals import check_host_room_for_steps
 
 
 def take_states(model: ShardedModel, states: ChunkStates) -> None:
     """Allocate gradients, masters and optimizer state. Collective.
 
+    The plan in force counts Adam's two states per element. Another one is made for an optimizer with fewer or more.
     If the device has less memory than the budget, model data shrinks as after an out-of-memory step, and all of it is
     tried again. It is tried again once if the host has more free memory now than when it was read. Raises BudgetError,
     alike on all ranks, and holds nothing then.
@@ -20,10 +22,13 @@ def take_states(model: ShardedModel, states: ChunkStates) -> None:
     purpose = model.trainability.purpose
     # Free memory of the host may grow again and again by chance. Look once, or this might never end.
     has_looked = False
-    with purpose.beginning_training("an optimizer"):
+    numbers = [states.num_states(chunk) for chunk in model.chunk_manager.chunks]
+    with purpose.beginning_training("an optimizer", numbers):
         while True:
             error = _try_states(model.chunk_manager, states, purpose.may_make_room())
             if error is None:
+                if has_room_for(model.plan, numbers):
+                    states.note_followed()
                 return
             if error.is_shortage:
                 found = purpose.make_room()
@@ -42,12 +47,13 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
     device, host = manager.memory.tiers
     was_there, num_shortages = training.is_there, device.num_shortages
     trained = [chunk for chunk in manager.chunks if chunk.trainable]
-    tiers = {chunk: manager.plan.placement.homes[chunk.index][Kind.OPTIM] for chunk in trained}
+    plan = manager.plan
+    homes = {chunk: plan.placement.optim_home(plan.demand, chunk.index) for chunk in trained}
     try:
         try:
-            training.allocate(states.missing_host_bytes(tiers))
-            states.add_all(tiers)
-            check_host_room_for_steps(manager.plan, host.ledger.total_bytes)
+            training.allocate(states.missing_host_bytes(homes))
+            states.add_all(homes)
+            check_host_room_for_steps(plan, host.ledger.total_bytes)
             if stays_on_device and device.num_shortages > num_shortages:
                 error = BudgetError("device: no memory for optimizer state", tier=Tier.DEVICE, is_shortage=True)
         except BudgetError as refusal:

@@ -90,7 +90,7 @@ def difference_in_words(demand: Demand, before: Placement, after: Placement) -> 
                 for chunk, had, has in zip(demand.chunks, before.homes, after.homes, strict=True)
                 if kind in chunk.home_bytes and has[kind] is tier and had[kind] is not tier
             ]
-            if moved:
+            if any(moved):  # a chunk without optimizer state has a tier for its update nevertheless
                 moves.append(f"{words} of {_chunks(len(moved))} ({sum(moved)} bytes)")
         if moves:
             found.append(f"{' and '.join(moves)} would rest on the {tier}")

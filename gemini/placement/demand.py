@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Tier(StrEnum):
@@ -34,7 +35,14 @@ WRAPPED_KINDS = (Kind.PARAM, Kind.GRAD, Kind.MASTER)
 """States that take memory when a model is wrapped. Optimizer state follows when the optimizer is made."""
 
 OPTIM_STATES = 2
-"""States per element that placement counts: Adam's two moments. Further states of an optimizer rest on the host."""
+"""States per element that a plan counts until an optimizer is made: Adam's two moments."""
+
+
+class StateHome(NamedTuple):
+    """Where a plan has room for a chunk's optimizer state, and for how many states per element."""
+
+    tier: Tier
+    num_states: int = OPTIM_STATES
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class ChunkDemand:
     persists: bool = False  # the parameters must rest whole on the device: they never take a slot
     numel: int = 0  # elements of the payload
     link: LinkBytes = LinkBytes()
+    optim_states: int = field(default=OPTIM_STATES, compare=False)  # per element; in `home_bytes`, if it has any
 
     def needs_slot_of(self, kind: Kind) -> bool:
         """Whether using its parameters (or gradient) takes a slot even where they are at home on the device."""
@@ -142,6 +151,10 @@ class Placement:
             found["gradient slots"] = _total(self.num_gradient_slots, demand.gradient_slot_bytes)
             found["scratch"] = demand.scratch_bytes
         return found
+
+    def optim_home(self, demand: Demand, index: int) -> StateHome:
+        """The home of the optimizer state of chunk `index`, which must have one."""
+        return StateHome(self.homes[index][Kind.OPTIM], demand.chunks[index].optim_states)
 
     def device_bytes(self, demand: Demand) -> int:
         """Model data that this placement puts on the device, slots and scratch included."""

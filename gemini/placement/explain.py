@@ -117,7 +117,7 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers
     if grads:
         found.append(f"Reduced gradients go to the host: {_bytes(grads)}.")
     if apart:
-        found.append(f"Of {len(apart)} chunks the optimizer state rests on the other tier: weights go there and back.")
+        found.append(f"Of {len(apart)} chunks the update runs on the other tier: weights go there and back.")
     yield from found or [f"Nothing moves in a {'forward' if infers else 'step'}."]
 
 

@@ -7,10 +7,12 @@ as much again. The first reading of all is no such change: what it shows is foll
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from gemini.placement.budget import Budget
-from gemini.placement.demand import Tier
+from gemini.placement.demand import Kind, Tier
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import format_bytes
 
@@ -132,6 +134,23 @@ def micro_batches_in_words(before: Plan, after: Plan) -> str:
     """One line: the number of micro-batches that steps turned out to have, and how many states have moved."""
     was, now = (plan.demand.micro_batches for plan in (before, after))
     return f"steps have {now} micro-batches, and the plan was for {was}: {_moved_in_words(before, after)}"
+
+
+def has_room_for(plan: Plan, optim_states: Sequence[int]) -> bool:
+    """Whether the plan counts these numbers of states per element, for the chunks that have a home for any."""
+    pairs = zip(plan.demand.chunks, optim_states, strict=True)
+    return all(chunk.optim_states == number for chunk, number in pairs if Kind.OPTIM in chunk.home_bytes)
+
+
+def states_in_words(optim_states: Sequence[int]) -> str:
+    """How many states per element an optimizer keeps, in runs of chunks that have equally many."""
+    runs = [f"{number} of {len(list(its))} chunks" for number, its in groupby(optim_states)]
+    return f"states per element: {', '.join(runs)}"
+
+
+def optimizer_in_words(before: Plan, after: Plan) -> str:
+    """One line: the optimizer has made states that the plan did not count, and how many states have moved."""
+    return f"the optimizer keeps other states than the plan was for: {_moved_in_words(before, after)}"
 
 
 def _moved_in_words(before: Plan, after: Plan) -> str:

@@ -20,7 +20,7 @@ def link_bytes(demand: Demand, placement: Placement) -> int:
         elif chunk.needs_slot and index not in placement.kept:
             fetched[chunk.oversize].append(0)
     num_bytes = sum(
-        count * _at_rest(chunk, homes) for chunk, homes, count in placement.alike(demand) if Kind.GRAD in homes
+        count * at_rest_bytes(chunk, homes) for chunk, homes, count in placement.alike(demand) if Kind.GRAD in homes
     )
     passes = 2 * demand.micro_batches
     for users, count in zip(fetched, placement.num_slots, strict=True):
@@ -31,7 +31,7 @@ def link_bytes(demand: Demand, placement: Placement) -> int:
     return num_bytes
 
 
-def _at_rest(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
+def at_rest_bytes(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
     """The bytes that gradients and the update move for a trained chunk."""
     link, param, at = chunk.link, homes[Kind.PARAM], homes.get(Kind.OPTIM, homes[Kind.PARAM])
     grad = homes[Kind.GRAD] if chunk.home_bytes[Kind.GRAD] else param  # without a home it rests in the parameters'

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gemini.placement.chunk_facts import ChunkFacts
-from gemini.placement.demand import OPTIM_STATES, Kind, Tier
+from gemini.placement.demand import Kind, Tier
 from gemini.placement.traffic import Exchange
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
     reduced = predicted.exchanged.get(Exchange.REDUCE, (0, 0))
     gathers = [found for what, found in predicted.exchanged.items() if what is not Exchange.REDUCE]
     updated = {Tier.DEVICE: 0, Tier.HOST: 0}
-    for facts, homes in zip(plan.packing.chunks, plan.placement.homes, strict=True):
+    its = zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True)
+    for facts, chunk, homes in its:
         if Kind.GRAD in homes:  # frozen chunks have no gradient and are not updated
-            updated[homes[Kind.OPTIM]] += update_bytes(facts)
+            updated[homes[Kind.OPTIM]] += update_bytes(facts, chunk.optim_states)
     return Moves(
         to_device_bytes=links.get("host->device", 0),
         to_host_bytes=links.get("device->host", 0),
@@ -64,10 +65,13 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
     )
 
 
-def update_bytes(facts: ChunkFacts) -> int:
-    """Bytes that Adam reads and writes for a chunk on one rank: 26 per parameter with split masters, 28 in fp32."""
+def update_bytes(facts: ChunkFacts, optim_states: int) -> int:
+    """Bytes that an update reads and writes for a chunk on one rank.
+
+    Adam, with two states, takes 26 bytes per parameter with split masters and 28 in fp32.
+    """
     dtypes = facts.dtypes
-    states = 2 * OPTIM_STATES * max(4, dtypes.weight.itemsize)
+    states = 2 * optim_states * max(4, dtypes.weight.itemsize)
     master = 2 * facts.master_itemsize if dtypes.weight.is_half else 0
     # The update writes the weight. It reads the weight only where that is the master or the upper half of a split one.
     weight = dtypes.weight.itemsize * (1 if dtypes.weight.is_half and not facts.splits_master else 2)

@@ -38,11 +38,13 @@ def demand_of(
     *,
     micro_batches: int = 1,
     max_host_bytes: int | None = None,
+    optim_states: Sequence[int] | None = None,
 ) -> Demand:
     """The demand of these chunks.
 
     trained: for each weight, in the order of the chunks. kept: the states that frozen chunks still have, by chunk
     index. micro_batches: per step, whose gradients are added up. max_host_bytes: budget of the host. None: no bound.
+    optim_states: how many states per element the optimizer keeps, by chunk. None: Adam's two.
     """
     # One trained weight makes its chunk a trained one: gradient and optimizer state are allocated per chunk.
     flags = iter(trained)
@@ -51,11 +53,12 @@ def demand_of(
     # Equal chunks share one object, so nobody may write to it. `Placement.alike` groups chunks by this identity.
     demands: dict[tuple[object, ...], ChunkDemand] = {}
     of_chunks = []
-    for chunk in chunks:
+    states = [OPTIM_STATES] * len(chunks) if optim_states is None else optim_states
+    for chunk, num_states in zip(chunks, states, strict=True):
         is_trained, has = chunk.index in indices, kept.get(chunk.index, frozenset())
-        alike = _key_of(chunk), is_trained, has
+        alike = _key_of(chunk), is_trained, has, num_states
         if alike not in demands:
-            demands[alike] = _chunk_demand(chunk, is_trained, has, stage, world_size, micro_batches)
+            demands[alike] = _chunk_demand(chunk, is_trained, has, stage, world_size, micro_batches, num_states)
         of_chunks.append(demands[alike])
     return Demand(
         tuple(of_chunks),
@@ -91,7 +94,13 @@ def _key_of(chunk: ChunkFacts) -> tuple[object, ...]:
 
 
 def _chunk_demand(
-    chunk: ChunkFacts, is_trained: bool, kept: frozenset[Kind], stage: int, world_size: int, micro_batches: int
+    chunk: ChunkFacts,
+    is_trained: bool,
+    kept: frozenset[Kind],
+    stage: int,
+    world_size: int,
+    micro_batches: int,
+    optim_states: int,
 ) -> ChunkDemand:
     dtypes, optim_numel = chunk.dtypes, chunk.optim_layout.shard_numel
     home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * dtypes.weight.itemsize}
@@ -103,7 +112,7 @@ def _chunk_demand(
     if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
         home_bytes[Kind.MASTER] = chunk.master_itemsize * optim_numel
     if is_trained or Kind.OPTIM in kept:
-        home_bytes[Kind.OPTIM] = OPTIM_STATES * max(4, dtypes.weight.itemsize) * optim_numel
+        home_bytes[Kind.OPTIM] = optim_states * max(4, dtypes.weight.itemsize) * optim_numel
     is_sharded = chunk.home_layout.world_size > 1
     # With one rank, fp32 micro-batches accumulate in the gradient home itself. Several ranks, and gradients that rest
     # in another dtype or in 16 bits, need a slot: the new gradient must not overwrite the running sum.
@@ -119,6 +128,7 @@ def _chunk_demand(
         persists=chunk.persists,
         numel=chunk.layout.numel,
         link=_link_bytes(chunk, stage, world_size, micro_batches) if is_trained else LinkBytes(),
+        optim_states=optim_states,
     )
 
 

@@ -54,6 +54,7 @@ def packing_demand(
     world_size: int,
     max_host_bytes: int | None = None,
     micro_batches: int = 1,
+    optim_states: Sequence[int] | None = None,
 ) -> Demand:
     """`demand_of` the chunks of `packing`. settings: all count but for the budgets and the policy."""
     return demand_of(
@@ -66,6 +67,7 @@ def packing_demand(
         settings.max_live_parameters,
         micro_batches=settings.gradient_accumulation_steps or micro_batches,
         max_host_bytes=max_host_bytes,
+        optim_states=optim_states,
     )
 
 

@@ -23,7 +23,7 @@ from gemini.placement.budget_use import least_device_bytes
 from gemini.placement.choosing import best_of, is_short
 from gemini.placement.chunk_facts import Packing, packings
 from gemini.placement.chunk_size import CHUNKS_PLACED
-from gemini.placement.demand import WRAPPED_KINDS, Demand, Kind, Placement
+from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Demand, Kind, Placement
 from gemini.placement.needs import uses_of
 from gemini.placement.packed import Packed, packing_demand, trained_at_first
 from gemini.placement.placing import place
@@ -127,8 +127,9 @@ class Plan:
         settings, demand = self.settings, self.demand
         if not demand.chunks:
             return "No weights are planned: nothing rests on the device or on the host, and nothing moves."
+        most_states = max(chunk.optim_states for chunk in demand.chunks)
         others = {
-            words: _minimum_bytes(self.spec, changed, self.world_size, self.infers)
+            words: _minimum_bytes(self.spec, changed, self.world_size, self.infers, most_states)
             for words, changed in explain.other_choices(settings, self.is_first)
         }
         slot_bytes = [
@@ -247,6 +248,7 @@ class PlanChanges(TypedDict, total=False):
     budget: Budget
     infers: bool
     micro_batches: int  # per step, if the settings do not fix the number
+    optim_states: Sequence[int]  # states per element that the optimizer keeps, by chunk index
 
 
 def replan(
@@ -267,8 +269,10 @@ def replan(
     settings, budget = changes.get("settings", before.settings), changes.get("budget", before.budget)
     infers = changes.get("infers", before.infers)
     micro_batches = changes.get("micro_batches", before.demand.micro_batches)
+    states = changes.get("optim_states", [chunk.optim_states for chunk in before.demand.chunks])
+    packing, size = before.packing, before.world_size
     try:
-        plan = _place(spec, settings, before.world_size, budget, before.packing, trained, kept, infers, micro_batches)
+        plan = _place(spec, settings, size, budget, packing, trained, kept, infers, micro_batches, states)
     except BudgetError as error:
         # until training begins, no step has shown its activations
         raise advised(error, spec, settings, is_by_default=before.is_first and budget == before.budget) from None
@@ -285,9 +289,11 @@ def _place(
     kept: Mapping[int, frozenset[Kind]],
     infers: bool = False,
     micro_batches: int = 1,
+    optim_states: Sequence[int] | None = None,
 ) -> Plan:
     counted = [False] * len(trained) if infers else trained
-    demand = packing_demand(packing, spec, counted, kept, settings, world_size, budget.host, micro_batches)
+    host_bytes = budget.host
+    demand = packing_demand(packing, spec, counted, kept, settings, world_size, host_bytes, micro_batches, optim_states)
     return _placed(spec, settings, world_size, budget, packing, trained, demand, infers)
 
 
@@ -323,13 +329,16 @@ def _kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kin
     return {chunk.index: masters for chunk in packing.chunks if not exact.isdisjoint(chunk.names)}
 
 
-def _minimum_bytes(spec: ModelSpec, settings: Settings, world_size: int, infers: bool) -> int | None:
+def _minimum_bytes(
+    spec: ModelSpec, settings: Settings, world_size: int, infers: bool, num_states: int = OPTIM_STATES
+) -> int | None:
     """The least bytes that the device needs, over all chunk sizes that may be chosen."""
     found = []
     for packing in packings(spec, settings, world_size):
         trained, kept = trained_at_first(spec, packing), {}
         if infers:
             trained, kept = [False] * len(trained), _kept_at_first(spec, packing)
-        demand = packing_demand(packing, spec, trained, kept, settings, world_size)
+        states = [num_states] * len(packing.chunks)
+        demand = packing_demand(packing, spec, trained, kept, settings, world_size, optim_states=states)
         found.append(least_device_bytes(demand, settings.policy))
     return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)

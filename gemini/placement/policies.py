@@ -209,6 +209,9 @@ class StaticPolicy:
         kept_whole = [chunk.persists or bool(whole[i] and i not in given_up) for i, chunk in _counted(demand)]
         params = [0 if kept_whole[i] else _bytes(chunk, Kind.PARAM) for i, chunk in _counted(demand)]
         states = [sum(_bytes(chunk, kind) for kind in OF_OPTIMIZER) for chunk in demand.chunks]
+        # Without optimizer state, as with SGD, the fraction is one of the gradients, which would leave with it.
+        if not any(states):
+            states = [_bytes(chunk, Kind.GRAD) for chunk in demand.chunks]
         on_host = {Kind.PARAM: _last_of(params, self.offload_param_frac)}
         on_host |= dict.fromkeys((Kind.GRAD, *OF_OPTIMIZER), _last_of(states, self.offload_optim_frac))
         homes = tuple(

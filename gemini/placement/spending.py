@@ -8,9 +8,12 @@ update and back, which is as much as two fetches. Numbers only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.placement.link_bytes import at_rest_bytes
 from gemini.placement.policy import Addition, fill_slots, keep_slots, more_slots, slots_for, that_fit
 
 OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
@@ -49,7 +52,25 @@ def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps:
             placement = keep_slots(demand, placement, budget_bytes)
         else:
             placement = _move_in(demand, placement, step, budget_bytes)
-    return placement
+    return _updated_where_least_moves(demand, placement)
+
+
+def _updated_where_least_moves(demand: Demand, placement: Placement) -> Placement:
+    """`placement`, with the updates of chunks without optimizer state on the tier where they move the fewest bytes.
+
+    SGD without momentum keeps no state, so that either tier costs no memory.
+    """
+    if all(chunk.optim_states for chunk in demand.chunks):
+        return placement
+    found: dict[tuple[int, int], dict[Kind, Tier]] = {}  # by chunk and homes, which thousands of chunks share
+    keys = list(zip(map(id, demand.chunks), map(id, placement.homes), strict=True))
+    for key, chunk, homes in zip(keys, demand.chunks, placement.homes, strict=True):
+        if key not in found:
+            found[key] = homes
+            if not chunk.optim_states and Kind.OPTIM in homes and Kind.GRAD in homes:
+                ways = [homes, *({**homes, Kind.OPTIM: tier} for tier in Tier)]
+                found[key] = min(ways, key=partial(at_rest_bytes, chunk))  # the first of equal ones
+    return replace(placement, homes=tuple(found[key] for key in keys))
 
 
 def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int | None) -> Placement:
