@@ -4,6 +4,27 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "the refusal of an optimizer names the least of the chunk size in force, not of all sizes",
+        "gemini/access/purpose.py",
+        "if error is not None and refused is not None and",
+        "if False and refused is not None and",
+        "tests/features/test_any_budget.py::test_a_model_trains_at_its_least_budget_with_the_bits_of_the_plain_one",
+    ),
+    Mutant(
+        "an update without optimizer state runs on the tier that its last purchase has left it",
+        "gemini/placement/spending.py",
+        "            if not chunk.optim_states and Kind.OPTIM in homes",
+        "            if chunk.optim_states and Kind.OPTIM in homes",
+        "tests/features/test_plan_of_an_optimizer.py::test_an_update_without_state_runs_where_it_moves_fewest_bytes",
+    ),
+    Mutant(
+        "another plan forgets how many states the optimizer keeps",
+        "gemini/placement/plan.py",
+        'changes.get("optim_states", [chunk.optim_states for chunk in before.demand.chunks])',
+        'changes.get("optim_states")',
+        "tests/features/test_plan_of_an_optimizer.py::test_another_plan_counts_as_many_states_as_the_one_before",
+    ),
+    Mutant(
         "what an update will change stays in its slot for the next pass",
         "gemini/placement/next_use.py",
         "        return (2 if is_last and chunk in self.outdated else 1) * num_touches + uses[0]",
@@ -48,7 +69,7 @@ MUTANTS = [
     Mutant(
         "gradients that pass through the host are found out in the first backward",
         "gemini/optimizer/taking.py",
-        "            check_host_room_for_steps(manager.plan, host.ledger.total_bytes)\n",
+        "            check_host_room_for_steps(plan, host.ledger.total_bytes)\n",
         "",
         "tests/features/test_host_room.py::test_gradients_that_pass_through_the_host_are_counted_before_a_step",
     ),
