@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from gemini import BudgetError, estimate_memory
+from gemini import BudgetError, ShardedModel, ShardedOptimizer, Tier, estimate_memory
 from tests.harness.ledger import WRAPS, assert_equals_ledger
 from tests.zoo import mlp
 
@@ -47,11 +47,36 @@ def test_a_hugging_face_config_is_enough() -> None:
         assert found.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("policy", ["auto", "cuda"])
+@pytest.mark.parametrize("budget", [None, 30000])
+@pytest.mark.parametrize(("states", "momentum"), [(0, 0.0), (1, 0.9)])
+def test_the_estimate_of_another_optimizer_is_what_one_rank_takes(
+    states: int, momentum: float, budget: int | None, policy: str
+) -> None:
+    """With the policy "cuda" a budget has no room for Adam's states, so the first plan is one for inference."""
+    wrap: dict[str, Any] = {"chunk_size": mlp.CHUNK_NUMEL, "tensor_placement_policy": policy}
+    if budget is not None and policy == "cuda":
+        budget = (2 + states) * 4 * mlp.LAYERS * mlp.CHUNK_NUMEL
+    wrap["model_data_memory"] = budget
+    found = estimate_memory(mlp.build(), optim_states=states, **wrap)
+    model = ShardedModel(mlp.build(), device="emulated", **wrap)
+    ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))
+    assert (found.device, found.host) == (
+        model.plan.placement.bytes_by_kind(model.plan.demand, Tier.DEVICE),
+        model.plan.placement.bytes_by_kind(model.plan.demand, Tier.HOST),
+    )
+    assert found.device["optim"] + found.host["optim"] == states * 4 * mlp.LAYERS * mlp.CHUNK_NUMEL
+    model.close()
+
+
 def test_bad_questions_are_refused() -> None:
     with pytest.raises(TypeError, match="a torch module or a Hugging Face config, found str"):
         estimate_memory("gpt2")
     for bad in (0, True, 2.5):
         with pytest.raises(ValueError, match="world_size must be an integer"):
             estimate_memory(mlp.build(), world_size=bad)  # type: ignore[arg-type]
+    for bad in (-1, True, 1.0):
+        with pytest.raises(ValueError, match="optim_states must be an integer of at least 0"):
+            estimate_memory(mlp.build(), optim_states=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3"):
         estimate_memory(mlp.build(), stage=4)

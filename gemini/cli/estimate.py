@@ -15,6 +15,7 @@ from gemini.cli.dtypes import dtype_option
 from gemini.cli.model import NotAModel, model_named
 from gemini.errors import BudgetError
 from gemini.model.estimate import MemoryEstimate, estimate_memory
+from gemini.placement.demand import OPTIM_STATES
 from gemini.settings import Options
 
 _STATES = {"param": "weights", "grad": "grads", "master": "masters", "optim": "moments"}
@@ -30,9 +31,15 @@ def estimate(
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="Only this ZeRO stage.")] = None,
     policy: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     model_data_memory: Annotated[str | None, typer.Option(help="Budget of it on a device, as in 20GiB.")] = None,
+    optim_states: Annotated[
+        int, typer.Option(min=0, help="States per element of the optimizer: 2 for Adam, 0 for SGD, 1 with momentum.")
+    ] = OPTIM_STATES,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes as JSON instead of a table.")] = False,
 ) -> None:
-    """Print what training takes on every rank: model data with Adam, without activations. Nothing is allocated."""
+    """Print what training takes on every rank: model data, by default with Adam, without activations.
+
+    Nothing is allocated.
+    """
     console = Console(stderr=True)
     options: Options = {
         "dtype": dtype_option(dtype),
@@ -45,7 +52,7 @@ def estimate(
         for each in (0, 1, 2, 3) if stage is None else (stage,):
             try:
                 options["stage"] = each
-                found[each] = estimate_memory(named, world_size=ranks, **options)
+                found[each] = estimate_memory(named, world_size=ranks, optim_states=optim_states, **options)
             except BudgetError as error:
                 found[each] = str(error)
     except (NotAModel, ValueError, TypeError) as error:

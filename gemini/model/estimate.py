@@ -1,7 +1,7 @@
 """The memory that training a model takes on each rank, from its shapes alone: nothing is allocated.
 
-The estimate uses the packing and the policies of `ShardedModel`, so the bytes are exact for Adam and one micro-batch
-per step. Activations are not included.
+The estimate uses the packing and the policies of `ShardedModel`, so the bytes are exact for Adam, or for another
+number of states, and one micro-batch per step. Activations are not included.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from gemini.errors import UnsupportedError
 from gemini.model.aliases import tie_aliases
 from gemini.model.specs import specs_of
 from gemini.placement.budget import FreeBytes
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import OPTIM_STATES, Kind, Tier
+from gemini.placement.inference import plan_training
 from gemini.placement.packed import Packed
 from gemini.placement.plan import Plan, plan_packed
+from gemini.placement.specs import ModelSpec
 from gemini.settings import Options, Settings, Strategy
 
 
@@ -60,6 +62,7 @@ def estimate_memory(
     world_size: int = 1,
     settings: Settings | None = None,
     shard_strategy: Strategy = None,
+    optim_states: int = OPTIM_STATES,
     **options: Unpack[Options],
 ) -> MemoryEstimate:
     """The bytes of model data that every rank of `ShardedModel(model, settings=settings, **options)` will hold.
@@ -72,6 +75,8 @@ def estimate_memory(
         world_size: the number of ranks.
         settings: as for `ShardedModel`. A budget that is not given is no bound: free memory is not read.
         shard_strategy: as for `ShardedModel`.
+        optim_states: how many states per element the optimizer keeps: 2 for Adam, 3 for amsgrad, 0 for SGD, 1 for SGD
+            with momentum.
         options: fields of `Settings`, in place of those that `settings` has.
 
     Raises TypeError or ValueError for options that are not valid, UnsupportedError for a module that is wrapped
@@ -85,10 +90,12 @@ def estimate_memory(
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be an integer of at least 1, found {world_size!r}")
-    others = "model", "world_size", "settings"
+    if isinstance(optim_states, bool) or not isinstance(optim_states, int) or optim_states < 0:
+        raise ValueError(f"optim_states must be an integer of at least 0, found {optim_states!r}")
+    others = "model", "world_size", "optim_states", "settings"
     settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
     module = module_of(model)
-    plan = plan_of(module, settings, world_size)
+    plan = plan_training(_spec_of(module, settings, world_size), settings, world_size, optim_states)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     return MemoryEstimate(num_parameters, on_device, on_host, plan)
@@ -107,13 +114,16 @@ def packed_of(module: nn.Module, settings: Settings, world_size: int) -> Packed:
 
     Raises ValueError for settings that the module contradicts.
     """
+    return Packed(_spec_of(module, settings, world_size), settings, world_size)
+
+
+def _spec_of(module: nn.Module, settings: Settings, world_size: int) -> ModelSpec:
     ties = tie_aliases(module)  # as wrapping does, but for the time of this call
     try:
-        spec = specs_of(module, settings, world_size)
+        return specs_of(module, settings, world_size)
     finally:
         for tie in ties:
             tie.undo()
-    return Packed(spec, settings, world_size)
 
 
 def module_of(model: Any) -> nn.Module:

@@ -110,6 +110,13 @@ def test_bytes_are_those_of_the_library() -> None:
     assert json.loads(shown) == {"2": {"parameters": its.num_parameters, "device": its.device, "host": its.host}}
 
 
+def test_states_of_another_optimizer_than_adam_are_counted() -> None:
+    _, shown = run(SMALL, "--ranks", "1", "--stage", "3", "--optim-states", "1", "--json")
+    its = estimate_memory(Mlp(), optim_states=1)
+    assert json.loads(shown)["3"]["device"] == its.device
+    assert 2 * its.device["optim"] == estimate_memory(Mlp()).device["optim"]
+
+
 def test_a_budget_that_is_too_small_is_said_and_an_error_if_no_stage_fits() -> None:
     code, shown = run(SMALL, "--model-data-memory", "1KiB")
     assert code == 1

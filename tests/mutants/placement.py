@@ -4,6 +4,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "an estimate counts Adam's states whatever it is asked",
+        "gemini/placement/inference.py",
+        "    if optim_states == OPTIM_STATES:",
+        "    if True:",
+        "tests/test_estimate.py::test_the_estimate_of_another_optimizer_is_what_one_rank_takes",
+    ),
+    Mutant(
         "the refusal of an optimizer names the least of the chunk size in force, not of all sizes",
         "gemini/access/purpose.py",
         "if error is not None and refused is not None and",
