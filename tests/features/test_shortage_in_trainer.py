@@ -4,7 +4,10 @@ On an emulated device whose capacity counts activations, one batch is larger tha
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 import gemini
 from gemini import EmulatedDevice, RemoteRankError, state_hash
 from gemini.engine.trainer import Hook, Trainer
+from gemini.memory.emulated import EmulatedTier
 from tests.features.test_out_of_memory import TOTAL
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told
@@ -114,6 +118,42 @@ def test_a_criterion_without_memory_repeats_the_window_on_all_ranks(rank: int, w
         engine._criterion = criterion = Short(is_short and rank == world_size - 1)
         Trainer(engine).fit(batches(rank, 1), 1)
         assert criterion.most_alive <= 1, "outputs of the micro-batches before take memory"
+        found.append((state_hash(engine.model, engine.optimizer), engine.global_steps, engine.micro_steps))
+        engine.close()
+    assert found[0] == found[1]
+
+
+@contextmanager
+def holding_at_most(device: EmulatedDevice, num_bytes: int) -> Iterator[None]:
+    """Inside, the device has no memory for more model data than that, whatever its budget says."""
+    allocate = EmulatedTier._allocate
+
+    def _allocate(tier: EmulatedTier, wanted: int, kind: str) -> Tensor:
+        if tier.ledger.total_bytes + wanted > num_bytes:
+            device._num_ooms += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB")
+        return allocate(tier, wanted, kind)
+
+    with mock.patch.object(EmulatedTier, "_allocate", _allocate):
+        yield
+
+
+@on_ranks(1, 2)
+@pytest.mark.filterwarnings("ignore:a (forward|backward).* ended with an exception")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_slots_without_memory_repeat_the_window_on_all_ranks(rank: int, world_size: int, micro_batches: int) -> None:
+    """Another process has taken the memory that the slots of the last rank were to have."""
+    found = []
+    for is_short in (True, False):
+        device = EmulatedDevice(TOTAL)
+        engine = engine_on(device, gradient_accumulation_steps=micro_batches, tensor_placement_policy="cpu")
+        at_first = engine.model.plan.device_bytes
+        most = at_first - 1 if is_short and rank == world_size - 1 else 10**9
+        with told() as lines, holding_at_most(device, most):
+            Trainer(engine).fit(batches(rank, 1), 1)
+        assert (engine.model.plan.device_bytes < at_first) == is_short
+        said = [line for line in lines if "ran out of memory in step 1, which is made once more" in line]
+        assert bool(said) == (is_short and rank == 0), lines
         found.append((state_hash(engine.model, engine.optimizer), engine.global_steps, engine.micro_steps))
         engine.close()
     assert found[0] == found[1]

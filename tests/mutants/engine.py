@@ -143,6 +143,20 @@ MUTANTS = [
         "::test_a_step_without_memory_is_made_once_more_with_the_same_bits[1rank-1]",
     ),
     Mutant(
+        "a step is not made once more whose model data found no memory",
+        "gemini/engine/trainer/window.py",
+        "        return error.is_shortage and error.tier == Tier.DEVICE",
+        "        return False",
+        "tests/features/test_shortage_in_trainer.py::test_slots_without_memory_repeat_the_window_on_all_ranks",
+    ),
+    Mutant(
+        "a rank does not know that another rank's model data found no memory",
+        "gemini/engine/trainer/window.py",
+        "        return error.message.startswith(_OF_RANKS)",
+        "        return error.message.startswith(_OF_RANKS[0])",
+        "tests/features/test_shortage_in_trainer.py::test_slots_without_memory_repeat_the_window_on_all_ranks",
+    ),
+    Mutant(
         "a signal ends a training in the middle of a window",
         "gemini/engine/trainer/together.py",
         "(stops and not (fills_windows and self._engine.is_window_open()))",

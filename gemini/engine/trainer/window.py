@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from gemini.dist_logger import get_dist_logger
 from gemini.engine.engine import Engine
 from gemini.engine.trainer.batches import Outcome, run
-from gemini.errors import GeminiError, RemoteRankError
+from gemini.errors import BudgetError, GeminiError, RemoteRankError
+from gemini.placement.demand import Tier
+
+_OF_RANKS = torch.OutOfMemoryError.__name__, f"{BudgetError.__name__}: {Tier.DEVICE}: no memory for "
+"""How the error of another rank begins whose device has no memory: for activations, or for model data."""
 
 
 class Window:
@@ -32,8 +36,9 @@ class Window:
     def train(self, batch: Any) -> Outcome:
         """Forward and backward of one more micro-batch. Collective.
 
-        Raises GeminiError if the model returns no loss, and what the model raises. A torch.OutOfMemoryError of this or
-        another rank is raised only if model data has made no room since the last one.
+        Raises GeminiError if the model returns no loss, and what the model raises. A torch.OutOfMemoryError, or a
+        BudgetError of a device without memory, of this or another rank is raised only if model data has made no room
+        since the last one.
         """
         if not self._engine.is_window_open():
             self._batches, self._failed_bytes = [], None
@@ -50,7 +55,7 @@ class Window:
             try:
                 self._engine.step(last=last)
                 break
-            except (torch.OutOfMemoryError, RemoteRankError) as error:  # of this step, or another rank's backward
+            except (torch.OutOfMemoryError, BudgetError, RemoteRankError) as error:  # or of another rank's backward
                 self._begin_again(error)
             self._train(self._batches)
         if not self._engine.is_window_open():
@@ -64,7 +69,7 @@ class Window:
                     for each in batches[:-1]:  # their outputs would take the memory that the others need
                         self._micro_batch(each)
                     return self._micro_batch(batches[-1])
-            except (torch.OutOfMemoryError, RemoteRankError) as error:
+            except (torch.OutOfMemoryError, BudgetError, RemoteRankError) as error:
                 self._begin_again(error)
             batches = self._batches
 
@@ -98,7 +103,9 @@ class Window:
 
 def _is_shortage(error: Exception) -> bool:
     if isinstance(error, RemoteRankError):
-        return error.message.startswith(torch.OutOfMemoryError.__name__)
+        return error.message.startswith(_OF_RANKS)
+    if isinstance(error, BudgetError):
+        return error.is_shortage and error.tier == Tier.DEVICE
     return isinstance(error, torch.OutOfMemoryError)
 
 
