@@ -312,7 +312,7 @@ class ChunkGradient:
         """
         held = self.got if self.content is Content.SUM else self.fired
         # The common case of a payload that was just opened: without a loop over the parameters.
-        if not any(held) and all(self.trained):
+        if self.all_trained and not any(held):
             self.expects = list(self.views)
             return
         rows = zip(self.fired, held, self.trained, self.views, strict=True)
@@ -321,6 +321,7 @@ class ChunkGradient:
     def expect_all(self) -> None:
         """Count the payload as complete once every parameter has a gradient. Call it again after flags changed."""
         self.trained = bytes(managed.requires_grad for managed in self.chunk.parameters)
+        self.all_trained = all(self.trained)
         self.expected = len(self.trained)
 
 

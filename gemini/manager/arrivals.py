@@ -95,23 +95,23 @@ class Arrivals:
         if chunk.index not in self.begun:
             return False
         waiting = self._waiting[chunk.index]
-        arrived = dict.fromkeys(waiting.arrived)
-        # A parameter that is noted twice: autograd has added its gradients in `.grad`.
-        if len(arrived) < len(waiting.arrived):
+        noted = list(map(waiting.positions.__getitem__, waiting.arrived))
+        # Once each, in order. A parameter that is noted twice: autograd has added its gradients in `.grad`.
+        positions: Sequence[int] = list(dict.fromkeys(noted))
+        if len(positions) < len(noted):
             gradient.in_pieces = True
-        waiting.arrived.clear()
-        num_missing = gradient.expected - gradient.num_fired - len(arrived)
+        num_missing = gradient.expected - gradient.num_fired - len(positions)
         if are_all or num_missing <= 0 or not self._memory.is_in_nobodys_way(gradient):
             self.begun.remove(chunk.index)
             waiting.due = 0
             waiting.copied.clear()
         else:
             self._await(gradient, num_missing)
-            waiting.copied.update(arrived)
-        # A range stands for all parameters, the common case, without a list of positions.
-        positions: Sequence[int] = range(len(chunk.raw))
-        if len(arrived) < len(positions):
-            positions = list(map(waiting.positions.__getitem__, arrived))
+            waiting.copied.update(waiting.arrived)
+        waiting.arrived.clear()
+        # A range stands for all parameters, which needs no list of them.
+        if len(positions) == len(chunk.raw):
+            positions = range(len(chunk.raw))
         parameters = _at(positions, chunk.raw)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             # The loops over parameters run in C. `.grad` is cleared first: autograd would add the next gradient to it.
@@ -129,7 +129,7 @@ class Arrivals:
                 grads = [grad.to_dense() if grad.layout is not torch.strided else grad for grad in grads]
             fired = gradient.fired
             # Gradients that must be added, or refused, are taken one by one.
-            if not all(gradient.trained) or (gradient.num_fired and any(map(fired.__getitem__, positions))):
+            if not gradient.all_trained or (gradient.num_fired and any(map(fired.__getitem__, positions))):
                 for position, grad in zip(positions, grads, strict=True):
                     self.add(chunk, position, grad, backward)
                 return True

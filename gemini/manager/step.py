@@ -29,6 +29,7 @@ from gemini.manager.payloads import Payloads
 from gemini.manager.recorder import Recorder
 from gemini.manager.staying import make_plain
 from gemini.manager.underway import Underway
+from gemini.placement.demand import Kind
 from gemini.placement.trace import PassKind, Phase
 from gemini.ranks.communicator import Communicator
 
@@ -94,7 +95,11 @@ class Step:
         self.grads.end_scaled_loss()
         self.position.set(0, Phase.FORWARD)
         self.params.finish_prefetch()
-        self.binding.write_back_all()
+        self.binding.write_back_all(self._with_copies() if self.is_resident else None)
+
+    def _with_copies(self) -> list[Chunk]:
+        """The chunks whose weights are somewhere else, too. The others' edits have nowhere to go before an update."""
+        return [chunk for chunk in self.chunks if chunk.slot is not None or Kind.MASTER in chunk.homes]
 
     def begin_pass(self) -> None:
         """Begin the pass of a forward: operators may come. Collective."""
