@@ -103,7 +103,7 @@ class LivePlan:
         if optimizer is None or not optimizer.states.have_changed or not self._replanning.is_possible:
             return False
         optimizer.states.note_followed()
-        numbers = [optimizer.states.num_states(chunk) for chunk in self._manager.chunks]
+        numbers = optimizer.states.state_counts(self._manager.chunks)
         if has_room_for(before, numbers):
             return False
         try:

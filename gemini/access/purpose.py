@@ -103,9 +103,10 @@ class Purpose:
                 raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
             refused = manager.training.refused
             error = refused if is_usual and refused is not None else self._try_training(shown, optim_states, change)
-            # The refusal from wrapping names the least of all chunk sizes, this one that of the size in force.
-            if error is not None and refused is not None and _is_of_device(error, refused):
-                error = min(error, refused, key=lambda each: each.needed_bytes or 0)
+            # The refusal from wrapping names the least of all chunk sizes, this one that of the size in force. That
+            # is enough for an optimizer that keeps no more than Adam.
+            if error is not None and refused is not None and max(optim_states) <= OPTIM_STATES:
+                error = _lesser(error, refused)
         elif not has_room_for(plan, optim_states) and self._replanning.is_possible:
             error = self._try_training(shown, optim_states, change)
         if error is not None:
@@ -213,6 +214,8 @@ class Purpose:
         get_dist_logger().warning(words, ranks=[0])
 
 
-def _is_of_device(*refusals: BudgetError) -> bool:
-    """Whether all of them say how many bytes the device would have to hold."""
-    return all(each.tier == Tier.DEVICE and each.needed_bytes is not None for each in refusals)
+def _lesser(one: BudgetError, other: BudgetError) -> BudgetError:
+    """The refusal that asks for fewer bytes of the device: `one`, if they are not both of the device."""
+    if one.tier != Tier.DEVICE or other.tier != Tier.DEVICE or one.needed_bytes is None or other.needed_bytes is None:
+        return one
+    return other if other.needed_bytes < one.needed_bytes else one

@@ -84,7 +84,7 @@ class Replanning:
         }
         optimizer = self._manager.optimizer
         if optimizer is not None and "optim_states" not in changes:
-            changes["optim_states"] = [optimizer.states.num_states(chunk) for chunk in self._manager.chunks]
+            changes["optim_states"] = optimizer.states.state_counts(self._manager.chunks)
         return replan(self._manager.plan, flags, kept, **changes)
 
     def fitting(self, **changes: Unpack[PlanChanges]) -> Plan:

@@ -127,7 +127,7 @@ class Trainability:
         """
         manager, optimizer = self._manager, self._manager.optimizer
         if optimizer is not None and self._replanning.is_possible:
-            numbers = [optimizer.states.num_states(chunk) for chunk in manager.chunks]
+            numbers = optimizer.states.state_counts(manager.chunks)
             if not has_room_for(manager.plan, numbers):
                 self._replan(self._flags, f"{shown}; {states_in_words(numbers)}", OPTIM_CHANGED)
 

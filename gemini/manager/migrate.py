@@ -8,6 +8,7 @@ way. What the optimizer keeps is its own business; it is told through a `StateSt
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -53,8 +54,8 @@ class StateStore(Protocol):
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Host bytes of the chunk's state if it is planned at `home`."""
 
-    def num_states(self, chunk: Chunk) -> int:
-        """How many states per element the chunk has or needs. Equal on all ranks."""
+    def state_counts(self, chunks: Iterable[Chunk]) -> list[int]:
+        """How many states per element each chunk has or needs. Equal on all ranks."""
 
     def note_followed(self) -> None:
         """The plan counts these numbers of states, or cannot."""

@@ -16,11 +16,10 @@ from gemini.access.link import link_of
 from gemini.errors import UnsupportedError
 from gemini.model.aliases import tie_aliases
 from gemini.model.specs import specs_of
-from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import OPTIM_STATES, Kind, Tier
 from gemini.placement.inference import plan_training
 from gemini.placement.packed import Packed
-from gemini.placement.plan import Plan, plan_packed
+from gemini.placement.plan import Plan
 from gemini.placement.specs import ModelSpec
 from gemini.settings import Options, Settings, Strategy
 
@@ -99,14 +98,6 @@ def estimate_memory(
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     return MemoryEstimate(num_parameters, on_device, on_host, plan)
-
-
-def plan_of(module: nn.Module, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
-    """The plan that `ShardedModel` would make for `module` with these free bytes. Local.
-
-    Raises ValueError for settings that the module contradicts, and BudgetError if nothing fits.
-    """
-    return plan_packed(packed_of(module, settings, world_size), settings, free)
 
 
 def packed_of(module: nn.Module, settings: Settings, world_size: int) -> Packed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -32,8 +32,8 @@ class ChunkStates:
         self._update = update
         self._param_groups = param_groups
         self._group_of = dict(group_of)
-        self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; frozen ones may be among them
-        self._fp16: dict[int, Chunk] = {}  # those of them in fp16
+        self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; may contain frozen chunks
+        self._fp16: dict[int, Chunk] = {}  # the chunks in `by_chunk` with fp16 weights
         self._flat_names: dict[int, tuple[str, tuple[str, ...]]] = {}  # by param group: its settings, its flat states
         self._expected: Mapping[int, Collection[str]] = {}  # flat states that are about to be loaded, by chunk index
         self.have_changed = True  # as in `StateStore`
@@ -74,8 +74,11 @@ class ChunkStates:
         state = self.by_chunk.get(chunk.index)
         return state is not None and any(scalars is not None for scalars in state.scalars)
 
-    def num_states(self, chunk: Chunk) -> int:
-        """How many states per element the chunk has or its groups need. Equal on all ranks."""
+    def state_counts(self, chunks: Iterable[Chunk]) -> list[int]:
+        """How many states per element each chunk has or its groups need. Equal on all ranks."""
+        return [self._num_states(chunk) for chunk in chunks]
+
+    def _num_states(self, chunk: Chunk) -> int:
         state = self._of(chunk)
         return len({*state.flats, *self._missing(state), *self._expected.get(chunk.index, ())})
 
@@ -114,17 +117,17 @@ class ChunkStates:
             self.by_chunk.update(ordered)
 
     def reserve(self, homes: Mapping[Chunk, StateHome]) -> None:
-        """Map host memory, in one piece, for what `missing_host_bytes` says. Raises BudgetError."""
+        """Reserve host memory, in one piece, for what `missing_host_bytes` says. Raises BudgetError."""
         self._params.host.reserve(self.missing_host_bytes(homes), Kind.OPTIM)
 
     def missing_host_bytes(self, homes: Mapping[Chunk, StateHome]) -> int:
-        """Bytes that the chunks' states, if they had these homes, lack on the host."""
+        """Bytes on the host that the chunks' state still needs if it is planned at these homes."""
         there = (self.by_chunk[chunk.index] for chunk in homes if self.has(chunk))
         held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
         return sum(self.host_bytes(chunk, home) for chunk, home in homes.items()) - held
 
     def add_all(self, homes: Mapping[Chunk, StateHome]) -> None:
-        """The first chunks get fresh state. Raises BudgetError, and holds nothing then."""
+        """Allocate fresh state for the first chunks. Raises BudgetError, and holds nothing then."""
         try:
             self.reserve(homes)
             for chunk, home in homes.items():
@@ -191,12 +194,12 @@ class ChunkStates:
 
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Bytes on the host of a chunk's state whose planned home is `home`."""
-        count = self.num_states(chunk)
+        count = self._num_states(chunk)
         is_there = resting_tier(home, count, self._params.memory) is Tier.HOST
         return count * self._of(chunk).num_flat_bytes if is_there else 0
 
     def _of(self, chunk: Chunk) -> ChunkOptimizerState:
-        """A chunk's state. One that does not exist yet is stood for by one without memory."""
+        """A chunk's state. Where there is none yet, an object without memory stands for it."""
         return self.by_chunk.get(chunk.index) or self._new(chunk, StateHome(Tier.HOST))
 
     def _new(self, chunk: Chunk, home: StateHome) -> ChunkOptimizerState:

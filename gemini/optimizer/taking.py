@@ -22,7 +22,7 @@ def take_states(model: ShardedModel, states: ChunkStates) -> None:
     purpose = model.trainability.purpose
     # Free memory of the host may grow again and again by chance. Look once, or this might never end.
     has_looked = False
-    numbers = [states.num_states(chunk) for chunk in model.chunk_manager.chunks]
+    numbers = states.state_counts(model.chunk_manager.chunks)
     with purpose.beginning_training("an optimizer", numbers):
         while True:
             error = _try_states(model.chunk_manager, states, purpose.may_make_room())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import DivergenceError, ShardedModel, ShardedOptimizer, Tier, estimate_memory
+from gemini import BudgetError, DivergenceError, ShardedModel, ShardedOptimizer, Tier, estimate_memory
 from gemini.placement.demand import Kind
 from gemini.placement.link_bytes import link_bytes
 from gemini.placement.plan import replan
@@ -148,6 +148,14 @@ def test_an_optimizer_that_keeps_less_than_adam_trains_where_adam_would_not_fit(
     assert differences([model.plan.predicted], measured[2:]) == []
 
 
+def test_a_refusal_names_what_this_optimizer_needs() -> None:
+    """Not what Adam would need, for which the model was refused when it was wrapped."""
+    model = wrapped(model_data_memory=3 * STATE_BYTES, tensor_placement_policy="cuda")
+    with pytest.raises(BudgetError) as refused:
+        ShardedOptimizer(model, KEEPS["amsgrad"][1](model.parameters()))
+    assert refused.value.needed_bytes == 5 * STATE_BYTES
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
 def test_an_update_without_state_runs_where_it_moves_fewest_bytes(dtype: torch.dtype | None) -> None:
     """No memory is the price of either tier."""
@@ -155,8 +163,8 @@ def test_an_update_without_state_runs_where_it_moves_fewest_bytes(dtype: torch.d
     for budget in range(plan.minimum_bytes or 0, 40000, 1000):
         for ratio in (None, 0.5):
             settings = replace(plan.settings, gpu_margin_mem_ratio=ratio)
-            changes = {"settings": settings, "budget": replace(plan.budget, device=budget), "optim_states": [0] * 6}
-            after = replan(plan, plan.trained, {}, **changes)  # type: ignore[arg-type]
+            device = replace(plan.budget, device=budget)
+            after = replan(plan, plan.trained, {}, settings=settings, budget=device, optim_states=[0] * 6)
             moved = link_bytes(after.demand, after.placement)
             for index, homes in enumerate(after.placement.homes):
                 for tier in Tier:

@@ -4,6 +4,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "the refusal of an optimizer with three states names what Adam would need",
+        "gemini/access/purpose.py",
+        "refused is not None and max(optim_states) <= OPTIM_STATES:",
+        "refused is not None:",
+        "tests/features/test_plan_of_an_optimizer.py::test_a_refusal_names_what_this_optimizer_needs",
+    ),
+    Mutant(
         "an estimate counts Adam's states whatever it is asked",
         "gemini/placement/inference.py",
         "    if optim_states == OPTIM_STATES:",
@@ -13,8 +20,8 @@ MUTANTS = [
     Mutant(
         "the refusal of an optimizer names the least of the chunk size in force, not of all sizes",
         "gemini/access/purpose.py",
-        "if error is not None and refused is not None and",
-        "if False and refused is not None and",
+        "refused is not None and max(optim_states) <= OPTIM_STATES:",
+        "refused is not None and False:",
         "tests/features/test_any_budget.py::test_a_model_trains_at_its_least_budget_with_the_bits_of_the_plain_one",
     ),
     Mutant(

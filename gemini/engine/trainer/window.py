@@ -55,7 +55,8 @@ class Window:
             try:
                 self._engine.step(last=last)
                 break
-            except (torch.OutOfMemoryError, BudgetError, RemoteRankError) as error:  # or of another rank's backward
+            # Of this step, or of another rank's backward.
+            except (torch.OutOfMemoryError, BudgetError, RemoteRankError) as error:
                 self._begin_again(error)
             self._train(self._batches)
         if not self._engine.is_window_open():
