@@ -38,6 +38,13 @@ def loss_of(model: nn.Module, step: int, dtype: torch.dtype | None = None, **how
 
 
 def raw_grads(model: nn.Module) -> int:
-    """Gradients that are where autograd puts them."""
+    """Gradients that wait where autograd has put them: with memory of their own, not attached to a home."""
     with torch._C.DisableTorchFunctionSubclass():
-        return sum(parameter.grad is not None for parameter in model.parameters())
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return sum(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads)
+
+
+def attached_grads(model: nn.Module) -> int:
+    """Gradients that are views of a home, where autograd adds to them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(parameter.grad is not None for parameter in model.parameters()) - raw_grads(model)

@@ -41,11 +41,19 @@ def watch_gradients(step: Step, parameters: Iterable[ManagedParameter]) -> Itera
         if not (chunk.dtype.is_floating_point or chunk.dtype.is_complex):
             continue
         hook: Hook = partial(_take_gradient, reference, chunk.index, managed.position)
+        keep_apart: Callable[[], None] = partial(_keep_apart, reference, chunk.index)
         if chunk.is_fine:
             if chunk.index not in of_fine:
                 of_fine[chunk.index] = _note_gradients(reference, chunk.index, step.grads.arrivals.waiting_of(chunk))
             hook = of_fine[chunk.index]
-        yield hook_last(managed.parameter, hook)
+        yield hook_last(managed.parameter, hook, keep_apart)
+
+
+def _keep_apart(reference: weakref.ref[Step], index: int) -> None:
+    """A parameter of chunk `index` gets a hook of the user's."""
+    step = reference()
+    if step is not None and step.chunks[index].is_fine:
+        step.grads.keep_apart(step.chunks[index])
 
 
 def _take_gradient(reference: weakref.ref[Step], index: int, position: int, parameter: Tensor) -> None:
@@ -102,25 +110,34 @@ class GradientHooks(OrderedDict[int, Hook]):
     """A parameter's post-accumulate hooks by id. The model's own hook comes last."""
 
     _own_id: int | None = None
+    _before_users: Callable[[], None] | None = None
 
     def __setitem__(self, key: int, hook: Hook) -> None:
         """Called by torch when a hook is registered."""
+        if self._before_users is not None:
+            self._before_users()
         super().__setitem__(key, partial(_call_guarded, hook))
         if self._own_id is not None and self._own_id in self:
             # torch calls hooks in the order in which keys came into the dict, which move_to_end() would not change.
             own = self.pop(self._own_id)
             super().__setitem__(self._own_id, own)
 
-    def add_own(self, hook: Hook) -> RemovableHandle:
-        """Add the model's own hook. The handle removes it."""
+    def add_own(self, hook: Hook, before_users: Callable[[], None]) -> RemovableHandle:
+        """Add the model's own hook. The handle removes it.
+
+        before_users: called before hooks of the user's, of which there may be some already, run beside it.
+        """
+        if self:
+            before_users()
+        self._before_users = before_users
         handle = RemovableHandle(self)
         self._own_id = handle.id
         super().__setitem__(handle.id, hook)
         return handle
 
 
-def hook_last(parameter: nn.Parameter, hook: Hook) -> RemovableHandle:
-    """Register the model's own hook on a parameter, which may have hooks of the user's already."""
+def hook_last(parameter: nn.Parameter, hook: Hook, before_users: Callable[[], None]) -> RemovableHandle:
+    """Register the model's own hook on a parameter, which may have hooks of the user's: see `GradientHooks.add_own`."""
     with torch._C.DisableTorchFunctionSubclass():
         before = parameter._post_accumulate_grad_hooks
         hooks = before if isinstance(before, GradientHooks) else GradientHooks()
@@ -128,7 +145,7 @@ def hook_last(parameter: nn.Parameter, hook: Hook) -> RemovableHandle:
             # The handles of the user's hooks refer to the old dict: one hook calls whatever is in it.
             hooks[RemovableHandle(hooks).id] = partial(_call_all, before)
         parameter._post_accumulate_grad_hooks = hooks
-    return hooks.add_own(hook)
+    return hooks.add_own(hook, before_users)
 
 
 def _call_all(hooks: dict[int, Hook], parameter: Tensor) -> None:

@@ -15,7 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from gemini.chunks.attached import Attached, may_attach
 from gemini.chunks.chunk import Chunk
+from gemini.chunks.gradient_home import gaps_of, numel_without_sums, shard_of
 from gemini.memory.region import Region
 from gemini.memory.slot import Slot
 from gemini.placement.demand import Kind, Tier
@@ -49,7 +51,7 @@ class Content(Enum):
     """The content of an open payload's elements to which no gradient was written since it was opened.
 
     UNDEFINED: whatever was in that memory before. They must be zeroed before the payload is read as a whole.
-    ZERO: zeros.
+    ZERO: zeros, or negative zeros in an attached home.
     SUM: the reduced gradient of this step. New gradients are added to it, so the merge replaces the shard.
     """
 
@@ -109,12 +111,13 @@ class ChunkGradient:
         count = len(chunk.parameters)
         self.chunk: Final = chunk
         self.is_alone: Final = chunk.layout.world_size == 1  # one rank: the local gradient is the mean already
-        self.gaps: Final = _gaps(chunk)  # (start, end) of each padding, in payload elements
+        self.gaps: Final = gaps_of(chunk)  # (start, end) of each padding, in payload elements
         self._keeps_whole: Final = keeps_whole and chunk.gradient_dtype is chunk.dtype
 
         # memory, taken when it is needed for the first time, and kept from step to step
         self.wide: Region | None = None  # fp32, (optim_numel,)
         self.wide_is_planned = False  # `wide` is a view of the last part of the GRAD home
+        self._attached: Attached | None = None
         self.adopt_home()
         self.unsynced: Region | None = None  # fp32 (fp64 for fp64), (numel,), on the host
 
@@ -147,16 +150,17 @@ class ChunkGradient:
 
     def adopt_home(self) -> None:
         """Use the chunk's GRAD home, if it has one by now. Nothing is open or reduced at this moment."""
+        self.detach_home()
         chunk, home = self.chunk, self.chunk.homes.get(Kind.GRAD)
         has_whole = home is not None and self._keeps_whole and home.tier is Tier.DEVICE
         # Without a home of its own the gradient rests in the parameter home, see manager/grad_homes.py.
         self.home = home
-        self.own_shard = None if home is None else _shard_of(home, chunk, self._keeps_whole)  # (optim_numel,)
+        self.own_shard = None if home is None else shard_of(home, chunk, self._keeps_whole)  # (optim_numel,)
         # A GRAD home with room for a whole payload on the device takes gradients directly, without a slot.
         self.whole = home[: chunk.numel] if home is not None and has_whole else None
         self.whole_views = () if self.whole is None else chunk.views_of(self.whole.flat)
         # The plan may put the fp32 sums of micro-batches at the end of the home.
-        sums = None if home is None else home[_numel_without_sums(chunk, self._keeps_whole) :]
+        sums = None if home is None else home[numel_without_sums(chunk, self._keeps_whole) :]
         if (sums is not None and sums.numel > 0) or self.wide_is_planned:
             self.wide_is_planned = sums is not None and sums.numel > 0
             self.wide = sums.view(torch.float32) if sums is not None and self.wide_is_planned else None
@@ -168,6 +172,27 @@ class ChunkGradient:
         self.in_pieces = before.in_pieces
         for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
             flags[:] = old
+
+    # -- attaching, see [Note: Attached gradients]
+
+    @property
+    def attached(self) -> Attached | None:
+        """What autograd adds to, or None if gradients come in `.grad` and are copied."""
+        return self._attached if self._attached is not None and self._attached.is_complete else None
+
+    def attach_home(self) -> None:
+        """Let autograd add to the home, if it may, and make it blank. Nothing is open or reduced now. Local."""
+        if self._attached is None and self.in_place and self.whole is not None and may_attach(self.chunk, self.whole):
+            # Noted before the first `.grad` is set, for `detach_home` after an interrupt.
+            self._attached = Attached(self.chunk.raw, self.whole, self.whole_views)
+        if self._attached is not None:
+            self._attached.attach_all()
+
+    def detach_home(self) -> None:
+        """Let gradients come in `.grad` from now on. Local."""
+        if self._attached is not None:
+            self._attached.detach_all()
+            self._attached = None
 
     # -- transitions
 
@@ -323,28 +348,3 @@ class ChunkGradient:
         self.trained = bytes(managed.requires_grad for managed in self.chunk.parameters)
         self.all_trained = all(self.trained)
         self.expected = len(self.trained)
-
-
-def _numel_without_sums(chunk: Chunk, keeps_whole: bool) -> int:
-    """Elements of a GRAD home before the part for fp32 sums of micro-batches, which a plan may append."""
-    if not keeps_whole or chunk.is_stepped_whole:
-        return chunk.optim_numel
-    return chunk.numel + (chunk.optim_numel if len(chunk.layout.units) > 1 else 0)
-
-
-def _shard_of(home: Region, chunk: Chunk, keeps_whole: bool) -> Region:
-    """(optim_numel,) the part of the GRAD home that holds what this rank updates."""
-    if not keeps_whole or chunk.is_stepped_whole:
-        return home[: chunk.optim_numel]
-    # This rank's slices of several units are not contiguous in the payload: their shard lies behind it.
-    if len(chunk.layout.units) > 1:
-        return home[chunk.numel : chunk.numel + chunk.optim_numel]
-    start = chunk.layout.slices(chunk.rank)[0].payload_start
-    return home[start : start + chunk.optim_numel]
-
-
-def _gaps(chunk: Chunk) -> tuple[tuple[int, int], ...]:
-    """The parts of a payload that belong to no parameter."""
-    ranges = sorted((managed.offset, managed.offset + managed.numel) for managed in chunk.parameters)
-    ends, starts = [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), chunk.numel]
-    return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)

@@ -10,6 +10,9 @@ them to what an earlier backward of the step has left in the home: (a + b) + c h
 If a long-open gradient makes no other one lack a slot, 256 gradients are copied at a time: they are still in the
 processor's cache then, and the next gradients reuse their memory. A parameter whose gradient was copied in this way has
 no other gradient wait in the same backward, again for the same bits.
+
+Where gradients are attached to their home (see gemini/chunks/attached.py), autograd has added them already by the time
+their hooks run. They are noted together in the same way, at any number of chunks, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -42,11 +45,12 @@ _AT_A_TIME = 256
 class Waiting:
     """Which gradients of one chunk wait. Hooks of parameters hold it, so it must not refer to tensors or a model."""
 
-    __slots__ = ("arrived", "copied", "due", "positions")
+    __slots__ = ("arrived", "copied", "due", "may_attach", "positions")
 
     def __init__(self, chunk: Chunk) -> None:
         self.arrived: list[int] = []  # ids of parameters, in order of arrival
         self.due = 0  # number of arrivals at which `Arrivals` is called
+        self.may_attach = True  # no parameter has hooks of the user's on its gradient
         self.copied: set[int] = set()  # ids of those copied in this backward while others wait: membership only
         self.positions = {id(parameter): position for position, parameter in enumerate(chunk.raw)}
 
@@ -71,19 +75,24 @@ class Arrivals:
 
         With create_graph=True (grad mode is on) it may not: the gradient is refused by the parameter's name.
         """
-        if gradient.num_fired or gradient.is_open or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not (gradient.attached or self._may_wait(gradient, backward)):
             return False
-        # These gradients are added to the sum one by one, in autograd's order.
-        if gradient.is_reduced and (gradient.in_place or gradient.resumes(backward)):
-            return False
+        if gradient.attached is not None:
+            gradient.attached.note_gradients()
         index = gradient.chunk.index
-        self._await(gradient, gradient.expected)
+        self._await(gradient, max(1, gradient.expected - gradient.num_fired))
         self.begun.append(index)
         return True
 
+    def _may_wait(self, gradient: ChunkGradient, backward: int) -> bool:
+        if gradient.num_fired or gradient.is_open:
+            return False
+        # Else these gradients are added to the sum one by one, in autograd's order.
+        return not gradient.is_reduced or not (gradient.in_place or gradient.resumes(backward))
+
     def _await(self, gradient: ChunkGradient, count: int) -> None:
         """Expect `count` more gradients of the chunk."""
-        at_a_time = _AT_A_TIME if self._memory.is_in_nobodys_way(gradient) else count
+        at_a_time = _AT_A_TIME if gradient.attached is None and self._memory.is_in_nobodys_way(gradient) else count
         self._waiting[gradient.chunk.index].due = min(count, at_a_time)
 
     def collect(self, gradient: ChunkGradient, backward: int, are_all: bool = True) -> bool:
@@ -107,8 +116,13 @@ class Arrivals:
             waiting.copied.clear()
         else:
             self._await(gradient, num_missing)
-            waiting.copied.update(waiting.arrived)
+            # Autograd itself adds to what is attached.
+            if gradient.attached is None:
+                waiting.copied.update(waiting.arrived)
         waiting.arrived.clear()
+        if gradient.attached is not None:
+            self._note_added(gradient, positions, backward)
+            return True
         # A range stands for all parameters, which needs no list of them.
         if len(positions) == len(chunk.raw):
             positions = range(len(chunk.raw))
@@ -139,6 +153,15 @@ class Arrivals:
         gradient.note_all_fired(positions)
         return True
 
+    def _note_added(self, gradient: ChunkGradient, positions: Sequence[int], backward: int) -> None:
+        """Note gradients that autograd has added to the home."""
+        if not gradient.all_trained:
+            for position in positions:
+                _check_trained(gradient.chunk, position)
+        self._open(gradient, backward)
+        # Some may have been noted before, when gradients were read inside of this backward.
+        gradient.note_all_fired([each for each in positions if not gradient.fired[each]])
+
     def accept(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
         """Copy one dense gradient, of the parameter at `position`, to its chunk's payload."""
         gradient = self._memory.gradients.get(chunk.index)
@@ -156,11 +179,7 @@ class Arrivals:
 
         Raises UnsupportedError for a parameter that was unfrozen after its forward began.
         """
-        managed = chunk.parameters[position]
-        if not managed.requires_grad:
-            raise UnsupportedError(
-                f"{managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"
-            )
+        _check_trained(chunk, position)
         gradient = self._memory.gradients[chunk.index]
         self._open(gradient, backward)
         view = gradient.views[position]
@@ -178,11 +197,26 @@ class Arrivals:
             self._accumulation.make_way(gradient)
             self._memory.open(gradient, backward, zero)
 
+    def attach_homes(self) -> None:
+        """A step is over: let autograd add the gradients of the next one to their homes, where it may. Local."""
+        for index, waiting in self._waiting.items():
+            gradient = self._memory.gradients.get(index)
+            # Gradients that stay are in a home that is not blank.
+            if waiting.may_attach and gradient is not None and not (gradient.is_reduced or gradient.is_open):
+                gradient.attach_home()
+
+    def keep_apart(self, chunk: Chunk) -> None:
+        """A user's hook is to find one backward's gradient alone in `.grad`: never attach the chunk. Local."""
+        self.waiting_of(chunk).may_attach = False
+        gradient = self._memory.gradients.get(chunk.index)
+        if gradient is not None:
+            gradient.detach_home()
+
     def drop(self) -> None:
         """Discard all waiting gradients: autograd would add those of the next backward to them."""
         self.begun.clear()
         for index, waiting in self._waiting.items():
-            if waiting.arrived and index in self._memory.gradients:
+            if waiting.arrived and index in self._memory.gradients and not self._memory.gradients[index].attached:
                 chunk = self._memory.gradients[index].chunk
                 with torch._C.DisableTorchFunctionSubclass():
                     for each in waiting.arrived:
@@ -190,6 +224,14 @@ class Arrivals:
             waiting.arrived.clear()
             waiting.copied.clear()
             waiting.due = 0
+
+
+def _check_trained(chunk: Chunk, position: int) -> None:
+    managed = chunk.parameters[position]
+    if not managed.requires_grad:
+        raise UnsupportedError(
+            f"{managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"
+        )
 
 
 def graph_refused(name: str) -> UnsupportedError:

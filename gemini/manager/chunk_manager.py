@@ -247,6 +247,7 @@ class ChunkManager:
 
     def close(self) -> None:
         """Give slots and process group back. Collective. Raises nothing of its own."""
+        self.grads.detach_homes()
         self.params.close()
         self.memory.gradient_slots.close()
         self.communicator.close()

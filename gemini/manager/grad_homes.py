@@ -113,6 +113,8 @@ class GradHomes:
         with untracked():
             self.before_reduction(gradient.chunk)
             self._make_room(gradient, backward)
+            # To zeros of the user's a gradient is added as in plain PyTorch, and not as to blank memory.
+            gradient.detach_home()
             ready(gradient.reduced()).zero_()
 
     def widen(self, gradient: ChunkGradient, backward: int) -> None:

@@ -90,6 +90,8 @@ class GradMemory:
                 content = Content.SUM
         elif gradient.in_place and gradient.is_reduced:
             content = Content.SUM
+        elif gradient.attached is not None:
+            content = Content.ZERO
         # The slot's last content may still be on its way to the host, or this one's on its way to the slot.
         wait_on_stream(payload)
         if zero and content is Content.UNDEFINED and not gradient.in_place:
@@ -125,7 +127,7 @@ class GradMemory:
         """Close a gradient that was written to its home. Elements that got no gradient become zero."""
         if gradient.reduced_state is ReducedState.NONE:
             gradient.become_reduced(ReducedState.IN_SHARD, backward)
-            if gradient.num_fired < len(gradient.fired):
+            if gradient.content is Content.UNDEFINED and gradient.num_fired < len(gradient.fired):
                 _zero_unwritten(gradient)
         self.close(gradient)
 

@@ -193,8 +193,20 @@ class GradStore:
         self.leftovers.end(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
         self.accumulation.end(self.has_zeros)
+        with untracked():
+            self.arrivals.attach_homes()
 
     # -- memory, and which chunks have gradients
+
+    def keep_apart(self, chunk: Chunk) -> None:
+        """A parameter of the chunk gets a hook of the user's, which is to find one backward's gradient. Local."""
+        self.collect_all()
+        self.arrivals.keep_apart(chunk)
+
+    def detach_homes(self) -> None:
+        """No `.grad` refers to memory of ours any more. Local."""
+        for gradient in self.memory.gradients.values():
+            gradient.detach_home()
 
     def take_memory(self) -> None:
         """Take all slots and scratch, at the first use; none while the model only infers. Raises BudgetError."""
@@ -233,6 +245,7 @@ class GradStore:
         """Drop all gradients after a failed step, and what ranks had agreed on about when to reduce which."""
         self.num_failed += 1
         self.discard_all()
+        self.detach_homes()
         with torch._C.DisableTorchFunctionSubclass():
             for gradient in self.memory.gradients.values():
                 # An interrupted backward may have left gradients in `.grad`: autograd would add the next ones to them.

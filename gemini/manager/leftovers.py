@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+from gemini.chunks.attached import BLANK
 from gemini.chunks.chunk import ManagedParameter
 from gemini.chunks.gradient import ChunkGradient, UnsyncedState
 from gemini.manager.grad_homes import GradHomes
@@ -88,10 +89,10 @@ class Leftovers:
                 gradient.unsynced.flat[managed.offset : managed.offset + managed.numel].zero_()
         if not gradient.is_reduced:
             return
-        reduced = ready(gradient.reduced())
+        reduced, zero = ready(gradient.reduced()), 0.0 if gradient.attached is None else BLANK
         for managed in some:
             for part in managed.own_parts(reduced):
-                part.zero_()
+                part.fill_(zero)
 
     def write_zeros(self, backward: int) -> None:
         """Write the zeros that a step is about to read. See [Note: Zeros]. Every rank calls it at the same point."""

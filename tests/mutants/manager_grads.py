@@ -4,6 +4,69 @@ from tests.mutants.mutant import HALF, MEMORY, ONE_RANK, PAIRS, TWO_RANKS, Mutan
 
 MUTANTS = [
     Mutant(
+        "a gradient is added to positive zeros",
+        "gemini/chunks/attached.py",
+        "BLANK = -0.0\n",
+        "BLANK = 0.0\n",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "an attached home keeps the gradient of the last step",
+        "gemini/chunks/attached.py",
+        "        self._is_blank = False\n\n    def detach_all",
+        "        pass\n\n    def detach_all",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "a hook that comes later finds the sum of micro-batches",
+        "gemini/access/gradient_hooks.py",
+        "            self._before_users()\n",
+        "            pass\n",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "gradients stay attached to a home that has moved",
+        "gemini/chunks/gradient.py",
+        "        self.detach_home()\n        chunk, home",
+        "        chunk, home",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "a gradient that a user gives leaves the others attached to its zeros",
+        "gemini/manager/grad_homes.py",
+        "            gradient.detach_home()\n",
+        "",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "a discarded gradient leaves positive zeros where autograd adds",
+        "gemini/manager/leftovers.py",
+        "0.0 if gradient.attached is None else BLANK",
+        "0.0",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "parameters without a gradient get positive zeros where autograd adds",
+        "gemini/manager/grad_memory.py",
+        "gradient.content is Content.UNDEFINED and gradient.num_fired < len",
+        "gradient.num_fired < len",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "an attached gradient that comes in pieces is added twice",
+        "gemini/manager/arrivals.py",
+        "            if gradient.attached is None:\n                waiting.copied",
+        "            if True:\n                waiting.copied",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "a closed model leaves gradients attached",
+        "gemini/manager/chunk_manager.py",
+        "        self.grads.detach_homes()\n",
+        "",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
         "a slot for many small gradients keeps what it held",
         "gemini/manager/grad_memory.py",
         "            payload.flat.zero_()\n            content = Content.ZERO\n",
@@ -20,8 +83,8 @@ MUTANTS = [
     Mutant(
         "a gradient waits although it is added to what an earlier micro-batch has left",
         "gemini/manager/arrivals.py",
-        "        if gradient.is_reduced and (gradient.in_place or gradient.resumes(backward)):\n",
-        "        if False:\n",
+        "        return not gradient.is_reduced or not (gradient.in_place or gradient.resumes(backward))\n",
+        "        return True\n",
         "tests/features/test_small_parameters.py",
     ),
     Mutant(
@@ -160,8 +223,8 @@ MUTANTS = [
     Mutant(
         "a discarded gradient comes back with its copy",
         "gemini/manager/leftovers.py",
-        "        reduced = ready(gradient.reduced())\n",
-        "        reduced = gradient.reduced().flat\n",
+        "        reduced, zero = ready(gradient.reduced()), ",
+        "        reduced, zero = gradient.reduced().flat, ",
         "tests/features/test_late_copies.py",
     ),
 ]
