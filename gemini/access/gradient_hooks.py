@@ -88,7 +88,7 @@ def _note_gradients(reference: weakref.ref[Step], index: int, waiting: Waiting) 
         identity = id(parameter)
         # An earlier gradient of this parameter was copied in this backward: this one is added to it now, for the same
         # bits.
-        if identity in copied:
+        if copied and identity in copied:
             _take_gradient(reference, index, waiting.positions[identity], parameter)
             return
         arrived.append(identity)

@@ -173,17 +173,14 @@ class ChunkGradient:
         for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
             flags[:] = old
 
-    # -- attaching, see [Note: Attached gradients]
-
     @property
     def attached(self) -> Attached | None:
-        """What autograd adds to, or None if gradients come in `.grad` and are copied."""
+        """What autograd adds to, or None if gradients are copied. See [Note: Attached gradients]."""
         return self._attached if self._attached is not None and self._attached.is_complete else None
 
     def attach_home(self) -> None:
         """Let autograd add to the home, if it may, and make it blank. Nothing is open or reduced now. Local."""
         if self._attached is None and self.in_place and self.whole is not None and may_attach(self.chunk, self.whole):
-            # Noted before the first `.grad` is set, for `detach_home` after an interrupt.
             self._attached = Attached(self.chunk.raw, self.whole, self.whole_views)
         if self._attached is not None:
             self._attached.attach_all()
@@ -244,10 +241,13 @@ class ChunkGradient:
         """As `note_fired`, of several parameters of which none has fired since it was opened. Raises as that does."""
         if self.payload is None or self.state is _REDUCING:
             raise self._not_open(positions[0])
-        fired, got, expects = self.fired, self.got, self.expects
-        for position in positions:
-            fired[position] = got[position] = 1
-            expects[position] = None
+        if len(positions) == len(self.fired):  # without a loop over the parameters
+            self.fired[:] = self.got[:] = b"\1" * len(positions)
+            self.expects = [None] * len(positions)
+        else:
+            for position in positions:
+                self.fired[position] = self.got[position] = 1
+                self.expects[position] = None
         self.num_fired += len(positions)
 
     def become_reduced(self, state: ReducedState, backward: int = 0) -> None:

@@ -45,7 +45,7 @@ _AT_A_TIME = 256
 class Waiting:
     """Which gradients of one chunk wait. Hooks of parameters hold it, so it must not refer to tensors or a model."""
 
-    __slots__ = ("arrived", "copied", "due", "may_attach", "positions")
+    __slots__ = ("_last", "arrived", "copied", "due", "may_attach", "positions")
 
     def __init__(self, chunk: Chunk) -> None:
         self.arrived: list[int] = []  # ids of parameters, in order of arrival
@@ -53,6 +53,17 @@ class Waiting:
         self.may_attach = True  # no parameter has hooks of the user's on its gradient
         self.copied: set[int] = set()  # ids of those copied in this backward while others wait: membership only
         self.positions = {id(parameter): position for position, parameter in enumerate(chunk.raw)}
+        self._last: tuple[list[int], list[int]] = [], []  # what arrived, and its positions
+
+    def take_arrived(self) -> tuple[list[int], Sequence[int], bool]:
+        """What has arrived, its positions once each, and whether some came twice. Nothing is left."""
+        arrived = self.arrived[:]
+        self.arrived.clear()
+        # Mostly the order of the last backward. A comparison takes a fraction of the time of the look-ups.
+        if arrived != self._last[0]:
+            self._last = arrived, list(dict.fromkeys(map(self.positions.__getitem__, arrived)))
+        positions = self._last[1]
+        return arrived, positions, len(positions) < len(arrived)
 
 
 class Arrivals:
@@ -104,10 +115,9 @@ class Arrivals:
         if chunk.index not in self.begun:
             return False
         waiting = self._waiting[chunk.index]
-        noted = list(map(waiting.positions.__getitem__, waiting.arrived))
-        # Once each, in order. A parameter that is noted twice: autograd has added its gradients in `.grad`.
-        positions: Sequence[int] = list(dict.fromkeys(noted))
-        if len(positions) < len(noted):
+        arrived, positions, has_pieces = waiting.take_arrived()
+        # Autograd has added the gradients of a parameter that came twice.
+        if has_pieces:
             gradient.in_pieces = True
         num_missing = gradient.expected - gradient.num_fired - len(positions)
         if are_all or num_missing <= 0 or not self._memory.is_in_nobodys_way(gradient):
@@ -118,8 +128,7 @@ class Arrivals:
             self._await(gradient, num_missing)
             # Autograd itself adds to what is attached.
             if gradient.attached is None:
-                waiting.copied.update(waiting.arrived)
-        waiting.arrived.clear()
+                waiting.copied.update(arrived)
         if gradient.attached is not None:
             self._note_added(gradient, positions, backward)
             return True
@@ -159,8 +168,9 @@ class Arrivals:
             for position in positions:
                 _check_trained(gradient.chunk, position)
         self._open(gradient, backward)
-        # Some may have been noted before, when gradients were read inside of this backward.
-        gradient.note_all_fired([each for each in positions if not gradient.fired[each]])
+        if gradient.num_fired:  # they were read inside of this backward
+            positions = [each for each in positions if not gradient.fired[each]]
+        gradient.note_all_fired(positions)
 
     def accept(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
         """Copy one dense gradient, of the parameter at `position`, to its chunk's payload."""

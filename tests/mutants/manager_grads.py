@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "a gradient waits whose parameter had another one copied in the same backward",
         "gemini/access/gradient_hooks.py",
-        "        if identity in copied:\n",
+        "        if copied and identity in copied:\n",
         "        if False:\n",
         "tests/features/test_small_parameters_in_turns.py",
     ),
