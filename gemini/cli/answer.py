@@ -17,6 +17,7 @@ from gemini.model.first_batch import gradient_bytes
 from gemini.model.workload import blocks_of, workload_of
 from gemini.placement.budget import ACTIVATION_FRACTION
 from gemini.placement.cost import ModelledStep, modelled_step
+from gemini.placement.demand import OPTIM_STATES
 from gemini.placement.dtypes import Dtype
 from gemini.placement.explain import budgets_in_words
 from gemini.placement.moves import Moves, moves_of
@@ -68,9 +69,12 @@ class Answer:
         return self.activations[self.batch.is_checkpointed]
 
 
-def answer(module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch) -> Answer:
+def answer(
+    module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch, optim_states: int = OPTIM_STATES
+) -> Answer:
     """Plan for `module` and model its step. Local; nothing is allocated.
 
+    optim_states: states per element that the optimizer keeps.
     Raises ValueError for settings that the module contradicts.
     """
     dtype = _dtype_of(module, settings)
@@ -78,7 +82,8 @@ def answer(module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch
     itemsize = None if settings.dtype is None else dtype.itemsize
     with uncollected():
         packed = packed_of(module, settings, cluster.ranks.count)
-        question = Question(module, settings, cluster, batch, dtype, work, gradient_bytes(module, itemsize), packed)
+        gradients = gradient_bytes(module, itemsize)
+        question = Question(module, settings, cluster, batch, dtype, work, gradients, packed, optim_states)
         return _Answering(question).answer()
 
 

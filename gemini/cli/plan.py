@@ -20,6 +20,7 @@ from gemini.cli.options import with_options
 from gemini.cli.plan_report import as_json, show
 from gemini.cli.question import Batch
 from gemini.model.estimate import module_of
+from gemini.placement.demand import OPTIM_STATES
 from gemini.settings import Settings
 
 _LENGTH = 4096  # of sequences, where the model takes as many
@@ -66,10 +67,15 @@ def plan(
     gradient_accumulation_steps: Annotated[
         int, typer.Option(min=1, help="Micro-batches of a step, each of --batch sequences.")
     ] = 1,
+    optim_states: Annotated[
+        int, typer.Option(min=0, help="States per element of the optimizer: 2 for Adam, 0 for SGD, 1 with momentum.")
+    ] = OPTIM_STATES,
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Elements of a chunk. Default: searched.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Numbers as JSON instead of tables.")] = False,
 ) -> None:
-    """Print where training with Adam would put a model's bytes, and a modelled step time. Nothing is allocated.
+    """Print where training, by default with Adam, would put a model's bytes, and a modelled step time.
+
+    Nothing is allocated.
 
     Exit code 1: it does not fit, and what would help is said. Exit code 2: the question is wrong.
     """
@@ -95,7 +101,7 @@ def plan(
         length = sequence_length or _length_of(module)
         each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
         with _saying(console, "planning"):
-            found = answer(module, settings, cluster, each)
+            found = answer(module, settings, cluster, each, optim_states)
     except (NotAModel, ValueError, TypeError) as error:
         console.print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(2) from None

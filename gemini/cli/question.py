@@ -11,9 +11,11 @@ from gemini.cli.cluster import Cluster
 from gemini.errors import BudgetError
 from gemini.model.estimate import packed_of
 from gemini.placement.budget import ACTIVATION_FRACTION, MORE_ACTIVATIONS, RESERVE, FreeBytes
+from gemini.placement.demand import OPTIM_STATES
 from gemini.placement.dtypes import Dtype
+from gemini.placement.inference import plan_training
 from gemini.placement.packed import Packed
-from gemini.placement.plan import Plan, plan_packed
+from gemini.placement.plan import Plan
 from gemini.placement.policy import PlacementPolicy
 from gemini.placement.sizes import format_bytes
 from gemini.placement.workload import Workload
@@ -56,6 +58,7 @@ class Question:
         dtype: of most of the weights.
         workload: of a token.
         gradient_bytes: that autograd holds of gradients before their chunks take them.
+        optim_states: states per element that the optimizer keeps.
         packed: the packings of `module` for these settings and ranks, which all tries of other budgets, policies and
             batches share.
     """
@@ -68,6 +71,7 @@ class Question:
     workload: Workload
     gradient_bytes: int
     packed: Packed
+    optim_states: int = OPTIM_STATES
 
     @property
     def activations(self) -> int | None:
@@ -82,12 +86,12 @@ class Question:
         """For training. Local. Raises BudgetError also where there is room for the weights alone."""
         there, free, plan = self.cluster.host_bytes, FreeBytes(activations=self.activations), None
         try:
-            plan = plan_packed(self.packed, self._settings_with(there), free)
+            plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states)
         except BudgetError as error:
             if error.tier != "host":
                 raise
         if plan is None or (there is not None and plan.host_bytes > there):  # to say what training takes
-            plan = plan_packed(self.packed, self._settings_with(None), free)
+            plan = plan_training(self.packed, self._settings_with(None), free, self.optim_states)
         needed = plan.host_bytes if there is None else plan.predicted.host_peak
         words = f"training needs {needed} bytes ({format_bytes(needed)}) on the host of each rank"
         if needed > plan.host_bytes:

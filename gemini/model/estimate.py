@@ -16,6 +16,7 @@ from gemini.access.link import link_of
 from gemini.errors import UnsupportedError
 from gemini.model.aliases import tie_aliases
 from gemini.model.specs import specs_of
+from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import OPTIM_STATES, Kind, Tier
 from gemini.placement.inference import plan_training
 from gemini.placement.packed import Packed
@@ -94,7 +95,7 @@ def estimate_memory(
     others = "model", "world_size", "optim_states", "settings"
     settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
     module = module_of(model)
-    plan = plan_training(_spec_of(module, settings, world_size), settings, world_size, optim_states)
+    plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), optim_states)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     return MemoryEstimate(num_parameters, on_device, on_host, plan)

@@ -50,6 +50,7 @@ from gemini.monitor.device import DeviceSource, source_of
 from gemini.observe import Observer
 from gemini.placement.demand import Kind, kind_named
 from gemini.placement.inference import plan_first
+from gemini.placement.packed import Packed
 from gemini.placement.placing import PLACE_ALIKE, placement_in_words
 from gemini.placement.plan import Plan
 from gemini.ranks.communicator import Communicator
@@ -126,7 +127,7 @@ class ShardedModel(PlainView):
                 communicator.agree(repr((given, spec, [*built])).encode(), "the model", describe(given, spec, [*built]))
                 own = bytes_freed(places, device_tier.device, device), 0
                 free = read_free(settings, own, communicator, device)
-                first, refused = plan_first(spec, settings, communicator.world_size, free)
+                first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
                 wrapping.chunks = make_chunks(
                     first.packing.chunks, by_name, spec, device_tier.device, communicator.rank
                 )

@@ -15,8 +15,9 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from gemini import FreeBytes, Settings, plan_model, specs_of
+from gemini import FreeBytes, Settings, ShardedModel, ShardedOptimizer, plan_model, specs_of
 from gemini.cli.app import app
+from gemini.placement.demand import Tier
 from gemini.placement.machines import MACHINES
 from tests.zoo.mlp import Mlp
 
@@ -76,6 +77,27 @@ def test_the_plan_is_the_librarys() -> None:
     assert (found["cluster"]["ranks"], found["cluster"]["device_memory"]) == (2, 20 * 1024)
     assert "modelled" not in found, "nobody said how fast that machine is"
     assert any("--rates" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("states", [0, 1, 3])
+def test_the_plan_is_that_of_an_optimizer_with_so_many_states(states: int) -> None:
+    options = (SMALL, "--ranks", "1", "--device-memory", "26KiB")
+    found, of_adam = asked(*options, "--optim-states", str(states)), asked(*options)
+    module = Mlp()
+    model = ShardedModel(module, device="emulated", **found["wrap_with"])
+    optimizers: dict[int, Any] = {
+        0: torch.optim.SGD(model.parameters(), lr=0.1),
+        1: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        3: torch.optim.AdamW(model.parameters(), amsgrad=True),
+    }
+    ShardedOptimizer(model, optimizers[states])
+    for tier in Tier:
+        assert found[tier.value] == model.plan.placement.bytes_by_kind(model.plan.demand, tier)
+    total = {
+        name: sum(its["device"].values()) + sum(its["host"].values())
+        for name, its in (("found", found), ("Adam", of_adam))
+    }
+    assert (total["found"] > total["Adam"]) == (states > 2)
 
 
 def test_seconds_are_bytes_and_flops_by_the_rates_that_are_given(tmp_path: Path) -> None:

@@ -91,9 +91,9 @@ def test_all_tries_of_a_question_share_their_packings(
     monkeypatch: pytest.MonkeyPatch, model: str, options: tuple[str, ...], num_packed: int
 ) -> None:
     """Other ranks have others."""
-    packings, plan_packed, made, plans = packed_module.packings, questions.plan_packed, [], []
+    packings, plan_training, made, plans = packed_module.packings, questions.plan_training, [], []
     monkeypatch.setattr(packed_module, "packings", lambda *given: made.append(given) or packings(*given))
-    monkeypatch.setattr(questions, "plan_packed", lambda *given: plans.append(given) or plan_packed(*given))
+    monkeypatch.setattr(questions, "plan_training", lambda *given: plans.append(given) or plan_training(*given))
     refused(model, "--ranks", "2", "--device-memory", "300KB", "--host-memory", "1MB", *options)
     assert len(plans) > num_packed
     assert len(made) == num_packed

@@ -15,10 +15,17 @@ MUTANTS = [
     Mutant(
         "every try of gemini plan makes packings of its own",
         "gemini/cli/question.py",
-        "            plan = plan_packed(self.packed, self._settings_with(there), free)",
+        "            plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states)",
         "            made = packed_of(self.module, self.settings, self.cluster.ranks.count)\n"
-        "            plan = plan_packed(made, self._settings_with(there), free)",
+        "            plan = plan_training(made, self._settings_with(there), free, self.optim_states)",
         f"{_REFUSALS}::test_all_tries_of_a_question_share_their_packings",
+    ),
+    Mutant(
+        "gemini plan counts Adam's states, whatever it is asked",
+        "gemini/cli/question.py",
+        "self._settings_with(there), free, self.optim_states)",
+        "self._settings_with(there), free)",
+        "tests/features/test_plan_command.py::test_the_plan_is_that_of_an_optimizer_with_so_many_states",
     ),
     Mutant(
         "other ranks are planned with the packings of these",
