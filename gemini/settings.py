@@ -119,8 +119,8 @@ class Settings:
             parameter again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter
             less. bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A
             chunk whose parameters are used between backward and step (several micro-batches, `state_dict()`), or seen
-            in views, gets gradient memory of its own from then on, on the host where the device is full. At stages 1
-            and 2 a chunk of several units has that memory from the start.
+            in views, gets gradient memory of its own from then on, on the host where the device is full. The plan has
+            it where it knows of several micro-batches. At stages 1 and 2 a chunk of several units has it anyway.
         dtype: of the weights in chunks; bf16 and fp16 ones keep fp32 masters. None keeps the module's own dtypes. Or
             by module: {torch.nn.LayerNorm: torch.float32, "head.*": None, "*": torch.bfloat16}, with classes and
             names (shell patterns) as keys. The innermost module that a key chooses decides for all that it contains,

@@ -105,9 +105,9 @@ def _chunk_demand(
     dtypes, optim_numel = chunk.dtypes, chunk.optim_layout.shard_numel
     home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * dtypes.weight.itemsize}
     if is_trained:
-        home_bytes[Kind.GRAD] = _gradient_home_numel(chunk, stage) * dtypes.rest.itemsize
+        home_bytes[Kind.GRAD] = _gradient_home_numel(chunk, stage, micro_batches) * dtypes.rest.itemsize
         # From the second micro-batch on the sum is kept in fp32, in addition to the 16-bit home.
-        if micro_batches > 1 and dtypes.widens and not chunk.lends_home:
+        if micro_batches > 1 and dtypes.widens:
             home_bytes[Kind.GRAD] += FLOAT32.itemsize * optim_numel
     if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
         home_bytes[Kind.MASTER] = chunk.master_itemsize * optim_numel
@@ -151,10 +151,10 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
     )
 
 
-def _gradient_home_numel(chunk: ChunkFacts, stage: int) -> int:
+def _gradient_home_numel(chunk: ChunkFacts, stage: int, micro_batches: int) -> int:
     """Elements of the gradient's own home: the whole payload at stages 0 and 1, else this rank's shard."""
-    # The reduced gradient takes the memory of the parameters, and needs none of its own.
-    if chunk.lends_home:
+    # The reduced gradient takes the memory of the parameters, unless another micro-batch needs these.
+    if chunk.lends_home and micro_batches == 1:
         return 0
     optim_numel = chunk.optim_layout.shard_numel
     if stage >= 2 or chunk.layout.world_size == 1 or chunk.dtypes.rest != chunk.dtypes.weight:

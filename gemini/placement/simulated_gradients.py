@@ -42,7 +42,7 @@ class Gradients:
                 home = plan.placement.homes[index][Kind.GRAD] if has_home else None
                 dtypes = chunks[index].dtypes
                 has_sums = plan.demand.micro_batches > 1 and dtypes.widens
-                wide = home if has_sums and not chunks[index].lends_home else None
+                wide = home if has_sums else None
                 self.of[index] = Gradient(home, len(chunks[index].names), wide=wide)
                 if self._keeps_whole and dtypes.rest == dtypes.weight and home is Tier.DEVICE:
                     self._whole.add(index)

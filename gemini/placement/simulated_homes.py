@@ -48,6 +48,11 @@ class Homes:
         self._gradients = gradients
         self._payloads = payloads
         self._traffic = traffic
+        # Those whose plan has no memory for the gradient beside the parameters.
+        self._lends = [
+            facts.lends_home and not demand.home_bytes.get(Kind.GRAD)
+            for facts, demand in zip(self._facts, plan.demand.chunks, strict=True)
+        ]
         self._free = None if plan.budget.device is None else plan.budget.device - plan.device_bytes
         self._held = {Tier.DEVICE: 0, Tier.HOST: 0}  # bytes in use that the plan has not counted
         self._peaks = dict(self._held)  # their peaks
@@ -122,7 +127,7 @@ class Homes:
     def before_reduction(self, chunk: int) -> None:
         """Release a kept slot whose home will be lent, unless the chunk is used after its reduction."""
         payloads = self._payloads
-        if not self._facts[chunk].lends_home or not payloads.is_kept(chunk):
+        if not self._lends[chunk] or not payloads.is_kept(chunk):
             return
         self._note_gather(chunk)
         self._gathers[chunk] = payloads.num_gathers[chunk]
@@ -134,7 +139,7 @@ class Homes:
     def end_step(self) -> None:
         """Begin another step: reductions from now on belong to it."""
         for chunk in self._gradients:
-            if self._facts[chunk].lends_home:
+            if self._lends[chunk]:
                 self._note_gather(chunk)
         self._gathers.clear()
 
@@ -166,7 +171,7 @@ class Homes:
 
     def _may_lend(self, chunk: int) -> bool:
         payloads = self._payloads
-        if not self._facts[chunk].lends_home or payloads.is_coming(chunk):
+        if not self._lends[chunk] or payloads.is_coming(chunk):
             return False
         if payloads.at_home[chunk]:
             return not payloads.pins[chunk]

@@ -63,7 +63,7 @@ def test_a_plan_that_knows_of_micro_batches_holds_their_sums(rank: int, world_si
 
         found.append(train_while(model, optimizer, rank, between, steps=4, dtype=dtype))
         planned = [model.plan.placement.bytes_by_kind(model.plan.demand, tier)[Kind.GRAD] for tier in gemini.Tier]
-        if micro_batches == 2 and "reuse" not in options:
+        if micro_batches == 2:
             assert held[0] == held[-1] == tuple(planned), "a step with two micro-batches takes none"
         elif options != "fp16 that is reused":
             assert sum(held[-1]) > sum(planned)
@@ -138,6 +138,17 @@ def test_the_sums_are_in_estimates_and_moved_by_policies() -> None:
         for number in (1, 4)
     )
     assert several.state_bytes - one.state_bytes == 4 * LAYERS * CHUNK_NUMEL
+    reused = (
+        estimate_memory(
+            build(),
+            chunk_size=CHUNK_NUMEL,
+            dtype=torch.float16,
+            reuse_fp16_shard=True,
+            gradient_accumulation_steps=number,
+        ).state_bytes
+        for number in (1, 4)
+    )
+    assert -next(reused) + next(reused) == (2 + 4) * LAYERS * CHUNK_NUMEL, "parameters are needed again, too"
     for dtype, more in ((None, {}), (torch.bfloat16, {"accumulate_dtype": torch.float32})):
         same = (
             estimate_memory(
