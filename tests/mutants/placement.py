@@ -4,6 +4,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "a plan of several micro-batches leaves the gradients of reuse_fp16_shard out",
+        "gemini/placement/needs.py",
+        "    if chunk.lends_home and micro_batches == 1:\n",
+        "    if chunk.lends_home:\n",
+        "tests/features/test_planned_micro_batches.py::test_the_sums_are_in_estimates_and_moved_by_policies",
+    ),
+    Mutant(
         "the refusal of an optimizer with three states names what Adam would need",
         "gemini/access/purpose.py",
         "refused is not None and max(optim_states) <= OPTIM_STATES:",
