@@ -30,6 +30,20 @@ def test_autocast_equals_the_plain_module_under_autocast(place: str) -> None:
     )
 
 
+def test_a_weight_that_is_used_twice_is_cast_twice() -> None:
+    """Plain autocast casts it once by default, and adds the gradients of both uses in 16 bits."""
+    grads = []
+    for cache_enabled, make in ((True, mlp.build), (False, mlp.build), (True, lambda: sharded("cuda")[0])):
+        module = make()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+            loss = module(module(mlp.inputs(0))).square().mean()
+        loss.backward()
+        grads.append(mlp.weight(module, 0).grad.clone())
+    cached, twice, ours = grads
+    assert torch.equal(ours, twice) and not torch.equal(cached, twice)
+    assert torch.allclose(cached, twice, rtol=0, atol=cached.abs().max().item() * 2**-7), "some roundings to 16 bits"
+
+
 @everywhere
 def test_autograd_does_not_keep_autocasts_casts_of_weights(place: str) -> None:
     """Seen by hooks below ours, which get all that is not a handle. Convolutions and transposed views too."""

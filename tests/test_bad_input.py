@@ -312,3 +312,32 @@ def _replaced(model: ShardedModel, optimizer: ShardedOptimizer, replace: Callabl
 def test_parameters_without_data_are_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(UnsupportedError, match="has no data yet"):
         ShardedModel(nn.Sequential(make()), device="emulated")
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.turn).abs().sum()
+
+
+def test_a_complex_parameter_is_refused_by_name_before_it_is_trained() -> None:
+    model = ShardedModel(_Complex(), device="emulated")
+    with pytest.raises(UnsupportedError, match=r"'turn' is torch\.complex64.*ignored_parameters="):
+        ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.module.turn.requires_grad_(False)
+    optimizer = ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.module.layer.weight.detach().clone()
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+    assert not torch.equal(model.module.layer.weight.detach(), before)
+    ignoring = ShardedModel(_Complex(), device="emulated", ignored_parameters=["turn"])
+    model, optimizer = (
+        ignoring,
+        ShardedOptimizer(ignoring, torch.optim.SGD([*ignoring.module.layer.parameters()], lr=0.1)),
+    )
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()

@@ -92,6 +92,9 @@ def has_gradient(link: Link) -> bool:
     a backward whose gradients await their reduction.
     """
     managed, gradients = link.managed, link.step.grads
+    # The backward may have ended with an exception, which the script has caught.
+    if gradients.in_backward:
+        link.step.failures.find()
     if not gradients.in_backward:
         with link.step.publishing():
             gradients.catch_up()

@@ -50,7 +50,7 @@ class Waiting:
     def __init__(self, chunk: Chunk) -> None:
         self.arrived: list[int] = []  # ids of parameters, in order of arrival
         self.due = 0  # number of arrivals at which `Arrivals` is called
-        self.may_attach = True  # no parameter has hooks of the user's on its gradient
+        self.may_attach = True  # no gradient is sparse, or has a hook of the user's
         self.copied: set[int] = set()  # ids of those copied in this backward while others wait: membership only
         self.positions = {id(parameter): position for position, parameter in enumerate(chunk.raw)}
         self._last: tuple[list[int], list[int]] = [], []  # what arrived, and its positions
@@ -149,6 +149,8 @@ class Arrivals:
             if any(map(_has_graph, grads)):
                 raise graph_refused(chunk.parameters[positions[list(map(_has_graph, grads)).index(True)]].name)
             if not _STRIDED.issuperset(map(_layout_of, grads)):
+                # Added to a blank home, a sparse gradient would leave negative zeros in the rows that it does not have.
+                waiting.may_attach = False
                 grads = [grad.to_dense() if grad.layout is not torch.strided else grad for grad in grads]
             fired = gradient.fired
             # Gradients that must be added, or refused, are taken one by one.

@@ -127,8 +127,8 @@ class GradMemory:
         """Close a gradient that was written to its home. Elements that got no gradient become zero."""
         if gradient.reduced_state is ReducedState.NONE:
             gradient.become_reduced(ReducedState.IN_SHARD, backward)
-            if gradient.content is Content.UNDEFINED and gradient.num_fired < len(gradient.fired):
-                _zero_unwritten(gradient)
+            if gradient.num_fired < len(gradient.fired):
+                _zero_unwritten(gradient, are_left=gradient.content is Content.ZERO)
         self.close(gradient)
 
     def close(self, gradient: ChunkGradient) -> None:
@@ -202,8 +202,11 @@ class GradMemory:
         return self.observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
 
 
-def _zero_unwritten(gradient: ChunkGradient) -> None:
-    """Zero the views of the open payload to which no gradient was written."""
-    for fired, view in zip(gradient.fired, gradient.views, strict=True):
-        if not fired:
+def _zero_unwritten(gradient: ChunkGradient, are_left: bool = False) -> None:
+    """Zero the views of the open payload to which no gradient was written.
+
+    are_left: only those of parameters that zero_grad(set_to_none=False) has left zeros; the others stay blank.
+    """
+    for fired, got, view in zip(gradient.fired, gradient.got, gradient.views, strict=True):
+        if not fired and (got or not are_left):
             view.zero_()

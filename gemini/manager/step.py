@@ -21,7 +21,7 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.param_state import ParamState
 from gemini.errors import GeminiError
 from gemini.manager.backward import Backward
-from gemini.manager.calls import Call, Operator, other_thread
+from gemini.manager.calls import Call, Operator, backward_runs, other_thread
 from gemini.manager.failures import Failures
 from gemini.manager.grads import GradStore
 from gemini.manager.params import ParamStore
@@ -237,6 +237,12 @@ class Step:
     def publishing(self) -> AbstractContextManager[None]:
         """Around a block: an exception that leaves it is told to the other ranks."""
         return self.failures.publishing()
+
+    def check_outside_backward(self, what: str) -> None:
+        """Raises GeminiError inside a backward; one that has ended with an exception is over. Local."""
+        self.failures.find()
+        if self.grads.in_backward and backward_runs():
+            raise GeminiError(f"{what} inside a backward")
 
     def check_idle(self, what: str) -> None:
         """Raises GeminiError inside a forward or backward. Recovers from an earlier failure."""

@@ -20,7 +20,6 @@ from gemini.access.states import States
 from gemini.access.trainability import Trainability
 from gemini.access.unasked import guard_placeholders
 from gemini.building.link import built_link_of
-from gemini.errors import GeminiError
 from gemini.manager.calls import Operator
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.leftovers import Becomes
@@ -343,8 +342,7 @@ class ShardedModel(PlainView):
 
         Raises GeminiError inside a backward.
         """
-        if self.chunk_manager.grads.in_backward:
-            raise GeminiError("close() inside a backward")
+        self.chunk_manager.step.check_outside_backward("close()")
         self._hooks.remove()
         self._copies.remove()
         self.chunk_manager.close()

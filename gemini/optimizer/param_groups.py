@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gemini.access.link import link_of
 from gemini.chunks.chunk import ManagedParameter
+from gemini.errors import UnsupportedError
 from gemini.manager.step import Step
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
@@ -24,7 +25,10 @@ def managed_of(step: Step, parameter: object) -> ManagedParameter | None:
 
 
 def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> list[ManagedParameter]:
-    """The parameters of a param group of `owner`. Raises ValueError if one is not this model's, or there twice."""
+    """The parameters of a param group of `owner`.
+
+    Raises ValueError if one is not this model's, or there twice, and UnsupportedError for one that is complex.
+    """
     members: dict[int, ManagedParameter] = {}
     for parameter in group["params"]:
         managed = managed_of(step, parameter)
@@ -33,6 +37,12 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
                 f"param group {number} of {owner} has a parameter of shape {tuple(parameter.shape)} that is not this "
                 "model's: take model.parameters() of the wrapped model, without those of ignored_parameters=, which "
                 "an optimizer of their own trains"
+            )
+        if managed.dtype.is_complex and parameter.requires_grad:
+            raise UnsupportedError(
+                f"{managed.name!r} is {managed.dtype}, and updates are of real numbers. Keep it as a real parameter of "
+                "two numbers each, for torch.view_as_complex() in forward; or name it in ignored_parameters= and train "
+                "it with an optimizer of its own"
             )
         if managed.index in members:
             raise ValueError(f"param group {number} of {owner} has {managed.name!r} twice")

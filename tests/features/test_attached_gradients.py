@@ -140,6 +140,15 @@ def leave_zeros(both: list[tuple[Any, Any]]) -> None:
         loss_of(model, 4, used=slice(20)).backward()
 
 
+def leave_zeros_to_a_backward(both: list[tuple[Any, Any]]) -> None:
+    """Zeros, of which a backward reaches some."""
+    for model, optimizer in both:
+        loss_of(model, 3).backward()
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, 4, used=slice(20)).backward()
+        loss_of(model, 5, used=slice(10, 30)).backward()
+
+
 def give_one(both: list[tuple[Any, Any]]) -> None:
     """A gradient that no backward has made, to which one is added."""
     for model, _ in both:
@@ -197,6 +206,7 @@ def backward_twice(both: list[tuple[Any, Any]]) -> None:
         clip,
         read_inside,
         leave_zeros,
+        leave_zeros_to_a_backward,
         give_one,
         come_in_pieces,
         freeze_and_train,
@@ -242,6 +252,24 @@ def test_a_hook_that_is_registered_later_sees_the_gradient_of_one_backward(regis
     assert len(seen) == (4 if registered == "between steps" else 3)
     mlp.assert_same_models(both)
     assert attached_grads(model) < ALL, "its chunk keeps backwards apart"
+
+
+def test_rows_that_a_sparse_gradient_does_not_have_are_zeros() -> None:
+    model = ShardedModel(mlp.build(Chain), device="emulated", chunk_size=CHUNK_NUMEL)
+    model.module.table.sparse = True
+    plain = mlp.build(Chain)
+    both: list[tuple[Any, Any]] = [
+        (model, ShardedOptimizer(model, mlp.adam(model.parameters()))),
+        (plain, mlp.adam(plain.parameters())),
+    ]
+    for step in range(3):
+        for each, _ in both:
+            loss_of(each, step).backward()
+        assert_same_gradients(both)
+        for _, optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    mlp.assert_same_models(both)
 
 
 def test_homes_that_move_take_their_gradients_with_them() -> None:

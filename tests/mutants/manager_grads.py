@@ -4,6 +4,34 @@ from tests.mutants.mutant import HALF, MEMORY, ONE_RANK, PAIRS, TWO_RANKS, Mutan
 
 MUTANTS = [
     Mutant(
+        "zeros that zero_grad left stay blank",
+        "gemini/manager/grad_memory.py",
+        "(got or not are_left)",
+        "not are_left",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "a chunk with a sparse gradient is attached",
+        "gemini/manager/arrivals.py",
+        "                waiting.may_attach = False\n",
+        "",
+        "tests/features/test_attached_gradients.py",
+    ),
+    Mutant(
+        "a gradient is asked for inside a backward that has failed",
+        "gemini/access/gradient.py",
+        "        link.step.failures.find()\n    if not",
+        "        pass\n    if not",
+        "tests/test_after_failed_backward.py",
+    ),
+    Mutant(
+        "a model cannot be closed after a backward that has failed",
+        "gemini/manager/step.py",
+        "self.grads.in_backward and backward_runs()",
+        "self.grads.in_backward",
+        "tests/test_after_failed_backward.py",
+    ),
+    Mutant(
         "a gradient is added to positive zeros",
         "gemini/chunks/attached.py",
         "BLANK = -0.0\n",
@@ -48,8 +76,8 @@ MUTANTS = [
     Mutant(
         "parameters without a gradient get positive zeros where autograd adds",
         "gemini/manager/grad_memory.py",
-        "gradient.content is Content.UNDEFINED and gradient.num_fired < len",
-        "gradient.num_fired < len",
+        "are_left=gradient.content is Content.ZERO",
+        "are_left=False",
         "tests/features/test_attached_gradients.py",
     ),
     Mutant(
@@ -125,7 +153,7 @@ MUTANTS = [
     Mutant(
         "gradient slots are not zeroed",
         "gemini/manager/grad_memory.py",
-        "        if not fired:\n            view.zero_()",
+        "        if not fired and (got or not are_left):\n            view.zero_()",
         "        pass",
         f"{TWO_RANKS}[sometimes_unused]",
     ),
