@@ -10,7 +10,7 @@ _OPTIONS = (
     ("host_memory=", "--host-memory"),
     ("chunk_size=", "--chunk-size"),
 )
-_POLICY = re.compile(r"\btensor_placement_policy='(\w+)'")
+_POLICY = re.compile(r"\btensor_placement_policy='(\w+)(?:\([^']*\))?'")  # "static" names its fractions
 
 
 def with_options(text: str) -> str:

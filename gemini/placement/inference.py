@@ -40,7 +40,9 @@ def plan_training(packed: Packed, settings: Settings, free: FreeBytes, optim_sta
     if optim_states == OPTIM_STATES:
         return plan_packed(packed, settings, free)
     first, _ = plan_first(packed, settings, free)
-    return replan(first, first.trained, {}, infers=False, optim_states=[optim_states] * len(first.packing.chunks))
+    states = [optim_states] * len(first.packing.chunks)
+    is_by_default = free.are_activations_unknown
+    return replan(first, first.trained, {}, infers=False, optim_states=states, is_by_default=is_by_default)
 
 
 def are_alike(before: Plan, after: Plan) -> bool:

@@ -249,6 +249,7 @@ class PlanChanges(TypedDict, total=False):
     infers: bool
     micro_batches: int  # per step, if the settings do not fix the number
     optim_states: Sequence[int]  # states per element that the optimizer keeps, by chunk index
+    is_by_default: bool  # a refusal says what the default leaves to activations
 
 
 def replan(
@@ -275,7 +276,8 @@ def replan(
         plan = _place(spec, settings, size, budget, packing, trained, kept, infers, micro_batches, states)
     except BudgetError as error:
         # until training begins, no step has shown its activations
-        raise advised(error, spec, settings, is_by_default=before.is_first and budget == before.budget) from None
+        is_by_default = changes.get("is_by_default", before.is_first and budget == before.budget)
+        raise advised(error, spec, settings, is_by_default) from None
     return replace(plan, is_first=False)
 
 

@@ -34,12 +34,14 @@ class Fused(nn.Sequential):
             self.add_module(f"experts{number}", FusedExperts())
 
 
-def test_a_refusal_names_options_and_no_share_that_does_not_apply() -> None:
+@pytest.mark.parametrize("more", [(), ("--optim-states", "0"), ("--policy", "static")], ids=" ".join)
+def test_a_refusal_names_options_and_no_share_that_does_not_apply(more: tuple[str, ...]) -> None:
     """Activations are known, so that nothing of the device is left to them by default."""
-    found, said = refused(BLOCKS, "--ranks", "2", "--device-memory", "60KB")
+    found, said = refused(BLOCKS, "--ranks", "2", "--device-memory", "60KB", *more)
     message = found["refused"]["message"]
     assert "until a step has shown" not in message and "70%" not in message
-    assert "--policy auto needs" in message and "Allow more with --device-memory." in message
+    assert f"--policy {'static' if 'static' in more else 'auto'} needs" in message
+    assert "Allow more with --device-memory" in message and "device_memory" not in message
     assert not re.search(r"\w=", message), "a setting of Python's"
     assert message in said, "for people too"
 
