@@ -12,22 +12,18 @@ whatever a hook leaves of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import ManagedParameter
 from gemini.chunks.gradient import GradState
+from gemini.chunks.own_grad import grad_of, set_grad_of
 from gemini.errors import GeminiError, UnsupportedError
 
 if TYPE_CHECKING:
     from gemini.access.link import Link
-
-
-_GRAD: Any = Tensor.grad
-grad_of, set_grad_of = _GRAD.__get__, _GRAD.__set__
-"""Getter and setter of torch's own `.grad`. Call them where `__torch_function__` is disabled."""
 
 
 class WholeGradient:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gemini.access.gradient import grad_of, of_one_rank, own_grad, set_grad_of, set_own_grad
+from gemini.access.gradient import of_one_rank, own_grad, set_own_grad
 from gemini.access.link import link_of
 from gemini.chunks.chunk import ManagedParameter
+from gemini.chunks.own_grad import grad_of, set_grad_of
 from gemini.manager.arrivals import Waiting, graph_refused
 from gemini.manager.step import Step
 from gemini.memory.modes import num_modes, unseen
@@ -34,25 +35,27 @@ def watch_gradients(step: Step, parameters: Iterable[ManagedParameter]) -> Itera
     The hooks hold nothing of the model: autograd keeps them where the cycle collector does not look.
     """
     reference = weakref.ref(step)
-    of_fine: dict[int, Hook] = {}  # by chunk index
+    of_fine: dict[int, tuple[Hook, Callable[[], None]]] = {}  # by chunk index
     for managed in parameters:
         chunk = managed.chunk
         # Integer parameters have no gradients.
         if not (chunk.dtype.is_floating_point or chunk.dtype.is_complex):
             continue
         hook: Hook = partial(_take_gradient, reference, chunk.index, managed.position)
-        keep_apart: Callable[[], None] = partial(_keep_apart, reference, chunk.index)
+        keep_apart = None
         if chunk.is_fine:
             if chunk.index not in of_fine:
-                of_fine[chunk.index] = _note_gradients(reference, chunk.index, step.grads.arrivals.waiting_of(chunk))
-            hook = of_fine[chunk.index]
+                waiting = step.grads.arrivals.waiting_of(chunk)
+                hooks = _note_gradients(reference, chunk.index, waiting), partial(_keep_apart, reference, chunk.index)
+                of_fine[chunk.index] = hooks
+            hook, keep_apart = of_fine[chunk.index]
         yield hook_last(managed.parameter, hook, keep_apart)
 
 
 def _keep_apart(reference: weakref.ref[Step], index: int) -> None:
     """A parameter of chunk `index` gets a hook of the user's."""
     step = reference()
-    if step is not None and step.chunks[index].is_fine:
+    if step is not None:
         step.grads.keep_apart(step.chunks[index])
 
 
@@ -85,6 +88,7 @@ def _note_gradients(reference: weakref.ref[Step], index: int, waiting: Waiting) 
     arrived, copied = waiting.arrived, waiting.copied
 
     def note_gradient(parameter: Tensor) -> None:
+        """Note that autograd has made the gradient of `parameter`."""
         identity = id(parameter)
         # An earlier gradient of this parameter was copied in this backward: this one is added to it now, for the same
         # bits.
@@ -122,12 +126,12 @@ class GradientHooks(OrderedDict[int, Hook]):
             own = self.pop(self._own_id)
             super().__setitem__(self._own_id, own)
 
-    def add_own(self, hook: Hook, before_users: Callable[[], None]) -> RemovableHandle:
+    def add_own(self, hook: Hook, before_users: Callable[[], None] | None) -> RemovableHandle:
         """Add the model's own hook. The handle removes it.
 
         before_users: called before hooks of the user's, of which there may be some already, run beside it.
         """
-        if self:
+        if self and before_users is not None:
             before_users()
         self._before_users = before_users
         handle = RemovableHandle(self)
@@ -136,7 +140,7 @@ class GradientHooks(OrderedDict[int, Hook]):
         return handle
 
 
-def hook_last(parameter: nn.Parameter, hook: Hook, before_users: Callable[[], None]) -> RemovableHandle:
+def hook_last(parameter: nn.Parameter, hook: Hook, before_users: Callable[[], None] | None) -> RemovableHandle:
     """Register the model's own hook on a parameter, which may have hooks of the user's: see `GradientHooks.add_own`."""
     with torch._C.DisableTorchFunctionSubclass():
         before = parameter._post_accumulate_grad_hooks

@@ -9,23 +9,20 @@ would be a launch of its own, where one launch copies all gradients that wait.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk
+from gemini.chunks.own_grad import set_grads
 from gemini.memory.region import Region
 from gemini.memory.transfer import ready
 
 BLANK = -0.0
 _DTYPES = {torch.float32, torch.float64}
 """Of several micro-batches, 16-bit gradients are added in fp32. A complex zero cannot be filled with both signs."""
-_GRAD: Any = Tensor.grad
-_set_grad = _GRAD.__set__
 
 
 class Attached:
@@ -47,7 +44,7 @@ class Attached:
             ready(self._home).fill_(BLANK)
             self._is_blank = True
         if not self.is_complete:
-            self._set(self._views)
+            set_grads(self._parameters, self._views)
             self.is_complete = True
 
     def note_gradients(self) -> None:
@@ -57,11 +54,7 @@ class Attached:
     def detach_all(self) -> None:
         """Set every `.grad` to None. What was added stays in the home. Local."""
         self.is_complete = False
-        self._set(repeat(None))
-
-    def _set(self, grads: Iterable[Tensor | None]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            deque(map(_set_grad, self._parameters, grads), 0)
+        set_grads(self._parameters, repeat(None))
 
 
 def may_attach(chunk: Chunk, home: Region) -> bool:

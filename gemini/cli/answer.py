@@ -93,6 +93,7 @@ class _Answering:
         self._notes = list(question.workload.notes)
 
     def answer(self) -> Answer:
+        """The plan with what it costs, or why there is none; and what would change it."""
         question, refusal, predicted, moves, step, setting = self._question, None, None, None, None, None
         plan: Plan | None = None
         try:

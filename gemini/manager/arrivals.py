@@ -17,7 +17,6 @@ their hooks run. They are noted together in the same way, at any number of chunk
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from types import NoneType
@@ -28,13 +27,11 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.gradient import ChunkGradient, Content, GradState
+from gemini.chunks.own_grad import grad_of, set_grads
 from gemini.errors import UnsupportedError
 from gemini.manager.accumulate import Accumulation
 from gemini.manager.grad_memory import GradMemory
 
-_GRAD: Any = Tensor.grad
-_grad_of = _GRAD.__get__
-_set_grad = _GRAD.__set__
 _has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _layout_of: Callable[[Tensor], torch.layout] = cast(Any, Tensor).layout.__get__
 _STRIDED = {torch.strided}
@@ -138,8 +135,8 @@ class Arrivals:
         parameters = _at(positions, chunk.raw)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             # The loops over parameters run in C. `.grad` is cleared first: autograd would add the next gradient to it.
-            grads = list(map(_grad_of, parameters))
-            deque(map(_set_grad, parameters, repeat(None)), 0)
+            grads = list(map(grad_of, parameters))
+            set_grads(parameters, repeat(None))
             # A post-accumulate hook of the user's has set `.grad` to None.
             if NoneType in map(type, grads):
                 positions = [position for position, grad in zip(positions, grads, strict=True) if grad is not None]
@@ -230,9 +227,7 @@ class Arrivals:
         for index, waiting in self._waiting.items():
             if waiting.arrived and index in self._memory.gradients and not self._memory.gradients[index].attached:
                 chunk = self._memory.gradients[index].chunk
-                with torch._C.DisableTorchFunctionSubclass():
-                    for each in waiting.arrived:
-                        _set_grad(chunk.raw[waiting.positions[each]], None)
+                set_grads((chunk.raw[waiting.positions[each]] for each in waiting.arrived), repeat(None))
             waiting.arrived.clear()
             waiting.copied.clear()
             waiting.due = 0

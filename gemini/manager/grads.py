@@ -8,13 +8,14 @@ decides what remains after a step, and `GradMemory` holds the memory of all of i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.gradient import ChunkGradient
+from gemini.chunks.own_grad import set_grads
 from gemini.errors import GeminiError
 from gemini.manager.accumulate import AccumulateInPlace, Accumulation
 from gemini.manager.arrivals import MAX_WAITING, Arrivals, Waiting
@@ -27,9 +28,6 @@ from gemini.memory.modes import unseen, untracked
 from gemini.memory.scratch import Scratch
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
-
-_GRAD: Any = Tensor.grad
-_set_grad = _GRAD.__set__
 
 
 class GradStore:
@@ -246,11 +244,9 @@ class GradStore:
         self.num_failed += 1
         self.discard_all()
         self.detach_homes()
-        with torch._C.DisableTorchFunctionSubclass():
-            for gradient in self.memory.gradients.values():
-                # An interrupted backward may have left gradients in `.grad`: autograd would add the next ones to them.
-                for parameter in gradient.chunk.raw:
-                    _set_grad(parameter, None)
+        for gradient in self.memory.gradients.values():
+            # An interrupted backward may have left gradients in `.grad`: autograd would add the next ones to them.
+            set_grads(gradient.chunk.raw, repeat(None))
         self.memory.pools.empty()
         # Other memory: a collective that failed may still write to the old one.
         self.scratch.resize(self.scratch.num_bytes)

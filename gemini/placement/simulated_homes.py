@@ -36,6 +36,7 @@ class Gradient:
 
     @property
     def is_open(self) -> bool:
+        """There is a local gradient, and its reduction has not begun."""
         return self.state not in ("closed", "reducing")
 
 
