@@ -22,10 +22,11 @@ import typer
 
 from gemini.placement.demand import Demand, Kind, Placement, Tier
 from gemini.placement.dtypes import FLOAT32, Dtype
-from gemini.placement.plan import Plan, plan_model
+from gemini.placement.plan import Plan
 from gemini.placement.policies import AutoPolicy
 from gemini.placement.policy import PlacementPolicy, slots_for
 from gemini.placement.predict import predict
+from gemini.placement.search import plan_model
 from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
 from gemini.placement.traffic import Purpose
 from gemini.settings import Settings

@@ -56,9 +56,10 @@ from gemini.optimizer.hashing import state_hash
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
-from gemini.placement.plan import Plan, plan_model
+from gemini.placement.plan import Plan
 from gemini.placement.policies import StaticPolicy
 from gemini.placement.policy import PlacementPolicy, check_fits, slots_for, spend_rest
+from gemini.placement.search import plan_model
 from gemini.settings import Settings
 from optim import CPUAdam, HybridAdam, clip_grad_norm_
 from sharding import (

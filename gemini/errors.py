@@ -45,12 +45,12 @@ class BudgetError(GeminiError):
         self.is_shortage = is_shortage
         return self
 
-    def reworded(self, message: str) -> "BudgetError":
-        """The same refusal, with its numbers, in other words."""
+    def reworded(self, message: str, needed_bytes: int | None = None) -> "BudgetError":
+        """The same refusal, with its numbers, in other words. needed_bytes: in place of its own."""
         return BudgetError(
             message,
             tier=self.tier,
-            needed_bytes=self.needed_bytes,
+            needed_bytes=self.needed_bytes if needed_bytes is None else needed_bytes,
             budget_bytes=self.budget_bytes,
             needed_numel=self.needed_numel,
             is_shortage=self.is_shortage,

@@ -23,9 +23,9 @@ from gemini.errors import BudgetError, GeminiError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.collector import uncollected
 from gemini.placement.budget import is_less
-from gemini.placement.demand import OPTIM_STATES, Tier
+from gemini.placement.demand import OPTIM_STATES
 from gemini.placement.following import budget_after_shortage, has_room_for, states_in_words
-from gemini.placement.inference import are_alike
+from gemini.placement.inference import are_alike, with_least
 from gemini.placement.plan import Plan, PlanChanges
 from gemini.placement.sizes import format_bytes
 
@@ -103,14 +103,11 @@ class Purpose:
                 raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
             refused = manager.training.refused
             error = refused if is_usual and refused is not None else self._try_training(shown, optim_states, change)
-            # The refusal from wrapping names the least of all chunk sizes, this one that of the size in force. That
-            # is enough for an optimizer that keeps no more than Adam.
-            if error is not None and refused is not None and max(optim_states) <= OPTIM_STATES:
-                error = _lesser(error, refused)
         elif not has_room_for(plan, optim_states) and self._replanning.is_possible:
             error = self._try_training(shown, optim_states, change)
         if error is not None:
-            raise error.reworded(str(error))
+            error = with_least(error, manager.plan, max(optim_states))
+            raise error.reworded(str(error))  # another object each time, as a kept one would keep its traceback
         self._may_infer = False
 
     @contextmanager
@@ -212,10 +209,3 @@ class Purpose:
             f"{format_bytes(after)} of it rest there, after {format_bytes(before)}"
         )
         get_dist_logger().warning(words, ranks=[0])
-
-
-def _lesser(one: BudgetError, other: BudgetError) -> BudgetError:
-    """The refusal that asks for fewer bytes of the device: `one`, if they are not both of the device."""
-    if one.tier != Tier.DEVICE or other.tier != Tier.DEVICE or one.needed_bytes is None or other.needed_bytes is None:
-        return one
-    return other if other.needed_bytes < one.needed_bytes else one

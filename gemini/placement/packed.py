@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gemini.placement.chunk_facts import Packing, packings
-from gemini.placement.demand import Demand, Kind
+from gemini.placement.demand import OPTIM_STATES, Demand, Kind
 from gemini.placement.needs import demand_of
 from gemini.placement.specs import ModelSpec
 from gemini.settings import Settings
@@ -27,22 +27,33 @@ class Packed:
         self.world_size = world_size
         self._settings = settings
         self._unmade = packings(spec, settings, world_size)
-        self._made: list[tuple[Packing, Demand]] = []
+        self._made: list[Packing] = []
+        self._demanded: dict[int, list[tuple[Packing, Demand]]] = {}  # by states per element
 
     def __iter__(self) -> Iterator[tuple[Packing, Demand]]:
         """Raises ValueError if the shard strategy loses or repeats a weight."""
+        return self.with_states(OPTIM_STATES)
+
+    def with_states(self, optim_states: int) -> Iterator[tuple[Packing, Demand]]:
+        """The packings with their demands for an optimizer that keeps so many states per element. Raises likewise."""
+        demanded = self._demanded.setdefault(optim_states, [])
         place = 0
         while place < len(self._made) or self._makes_one_more():
-            yield self._made[place]
+            if place == len(demanded):
+                packing = self._made[place]
+                demanded.append((packing, self._demand_of(packing, optim_states)))
+            yield demanded[place]
             place += 1
 
     def _makes_one_more(self) -> bool:
         packing = next(self._unmade, None)
         if packing is not None:
-            trained = trained_at_first(self.spec, packing)
-            demand = packing_demand(packing, self.spec, trained, {}, self._settings, self.world_size)
-            self._made.append((packing, demand))
+            self._made.append(packing)
         return packing is not None
+
+    def _demand_of(self, packing: Packing, optim_states: int) -> Demand:
+        trained, states = trained_at_first(self.spec, packing), [optim_states] * len(packing.chunks)
+        return packing_demand(packing, self.spec, trained, {}, self._settings, self.world_size, optim_states=states)
 
 
 def packing_demand(

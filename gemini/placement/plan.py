@@ -1,11 +1,9 @@
 """The plan of a model: how it is cut into chunks, where their states rest, and the least budget.
 
-`plan_model` is a pure function: the same specs, settings, number of ranks and free bytes give the same plan, in any
-process. It reads no memory and asks no other rank. `ShardedModel` carries out the plan of its module, `estimate_memory`
-adds up the plan's bytes, and `replan` follows a change of what is trained.
-
-If the user names no chunk size, all candidate sizes are tried and the one with the cheapest step is chosen
-(`chunk_size.py`, `choosing.py`). A model is refused only if no size fits.
+Plans are made by pure functions: the same specs, settings, number of ranks and free bytes give the same plan, in any
+process. They read no memory and ask no other rank. `search.py` makes the first plan of a model and chooses the chunk
+size, `ShardedModel` carries it out, `estimate_memory` adds up its bytes, and `replan` follows a change of what is
+trained.
 """
 
 from __future__ import annotations
@@ -18,17 +16,15 @@ from typing import TypedDict, Unpack
 
 from gemini.errors import BudgetError
 from gemini.placement import explain
-from gemini.placement.budget import Budget, FreeBytes, later_device_bytes
+from gemini.placement.budget import Budget
 from gemini.placement.budget_use import least_device_bytes
-from gemini.placement.choosing import best_of, is_short
 from gemini.placement.chunk_facts import Packing, packings
-from gemini.placement.chunk_size import CHUNKS_PLACED
-from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Demand, Kind, Placement
+from gemini.placement.demand import Demand, Kind, Placement
 from gemini.placement.needs import uses_of
-from gemini.placement.packed import Packed, packing_demand, trained_at_first
+from gemini.placement.packed import packing_demand, trained_at_first
 from gemini.placement.placing import place
 from gemini.placement.predict import Predicted, predict, predict_inference
-from gemini.placement.refusals import advised, check_host_room, has_host_room, has_host_room_for_steps, least_of
+from gemini.placement.refusals import advised
 from gemini.placement.specs import ModelSpec, OperatorSpec
 from gemini.settings import Settings
 
@@ -100,8 +96,12 @@ class Plan:
         policy refuses without saying what it needs.
         """
         if self.is_first:
-            return _minimum_bytes(self.spec, self.settings, self.world_size, self.infers)
+            return least_of_all_packings(self.spec, self.settings, self.world_size, self.infers, self._most_states)
         return self.packed_minimum_bytes
+
+    @property
+    def _most_states(self) -> int:
+        return max((chunk.optim_states for chunk in self.demand.chunks), default=0)
 
     @cached_property
     def packed_minimum_bytes(self) -> int | None:
@@ -127,9 +127,8 @@ class Plan:
         settings, demand = self.settings, self.demand
         if not demand.chunks:
             return "No weights are planned: nothing rests on the device or on the host, and nothing moves."
-        most_states = max(chunk.optim_states for chunk in demand.chunks)
         others = {
-            words: _minimum_bytes(self.spec, changed, self.world_size, self.infers, most_states)
+            words: least_of_all_packings(self.spec, changed, self.world_size, self.infers, self._most_states)
             for words, changed in explain.other_choices(settings, self.is_first)
         }
         slot_bytes = [
@@ -153,91 +152,6 @@ class Plan:
             ),
         ]
         return "\n".join(lines)
-
-
-def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
-    """The plan of each of `world_size` ranks. A pure function: local, and equal for equal arguments.
-
-    Args:
-        spec: the module's description, from `specs_of`.
-        settings: the settings that `spec` was made with.
-        world_size: the number of ranks.
-        free: free bytes of the tiers for which `settings` name no budget. None: no bound there.
-
-    Raises BudgetError with the needed bytes, which are the least over all chunk sizes if those are searched. Raises
-    ValueError if the shard strategy loses or repeats a parameter.
-
-    Example:
-        >>> settings = Settings(stage=2)
-        >>> spec = specs_of(torch.nn.Linear(64, 64), settings, world_size=4)
-        >>> plan_model(spec, settings, world_size=4).minimum_bytes
-        62208
-    """
-    return plan_packed(Packed(spec, settings, world_size), settings, free)
-
-
-def plan_packed(packed: Packed, settings: Settings, free: FreeBytes | None = None) -> Plan:
-    """`plan_model` of packings that other plans of the same model and ranks have made, or will use again. Local.
-
-    settings: those of `packed`; budgets and policy may be others. Raises as `plan_model` does.
-    """
-    spec, world_size = packed.spec, packed.world_size
-    budget = Budget.of(settings, free or FreeBytes())
-    refused: list[BudgetError] = []
-    infers = trains = None
-    placed: list[Plan] = []
-    num_placed = 0
-    for packing, demand in packed:
-        if placed and num_placed >= CHUNKS_PLACED:
-            break
-        num_placed += len(packing.chunks)
-        try:
-            trained, needs = trained_at_first(spec, packing), replace(demand, max_host_bytes=budget.host)
-            plan = _placed(spec, settings, world_size, budget, packing, trained, needs)
-            check_host_room(plan, (Kind.PARAM,))
-        except BudgetError as error:
-            refused.append(error)
-            continue
-        if has_host_room(plan, tuple(Kind)):
-            placed.append(plan)
-            if is_short(plan):
-                continue
-            break  # sizes come in order of cost, so no later size with which everything fits is cheaper
-        if has_host_room(plan, WRAPPED_KINDS):
-            trains = trains or plan
-        infers = infers or plan
-    while placed:
-        best = best_of(placed, later_device_bytes(settings, free or FreeBytes()))
-        if has_host_room_for_steps(best):
-            return best
-        placed = [plan for plan in placed if plan is not best]
-        trains = trains or best
-    if trains is not None:  # with an optimizer that keeps less than Adam does
-        return trains
-    # Without room to train the model may be meant for inference. An optimizer or a backward raises the refusal.
-    if infers is not None:
-        return infers
-    raise _refusal(refused, spec, settings, free) from None
-
-
-def plan_inference(spec: ModelSpec, settings: Settings, world_size: int, free: FreeBytes | None = None) -> Plan:
-    """Like `plan_model`, for a model that only infers. Raises BudgetError if even that does not fit."""
-    budget = Budget.of(settings, free or FreeBytes())
-    refused: list[BudgetError] = []
-    for packing in packings(spec, settings, world_size):
-        trained, kept = trained_at_first(spec, packing), _kept_at_first(spec, packing)
-        try:
-            plan = _place(spec, settings, world_size, budget, packing, trained, kept, infers=True)
-            check_host_room(plan, WRAPPED_KINDS)
-            return plan
-        except BudgetError as error:
-            refused.append(error)
-    raise _refusal(refused, spec, settings, free) from None
-
-
-def _refusal(refused: list[BudgetError], spec: ModelSpec, settings: Settings, free: FreeBytes | None) -> BudgetError:
-    error = least_of(refused, is_searched=settings.chunk_size is None)
-    return advised(error, spec, settings, is_by_default=free is None or free.are_activations_unknown)
 
 
 class PlanChanges(TypedDict, total=False):
@@ -273,7 +187,7 @@ def replan(
     states = changes.get("optim_states", [chunk.optim_states for chunk in before.demand.chunks])
     packing, size = before.packing, before.world_size
     try:
-        plan = _place(spec, settings, size, budget, packing, trained, kept, infers, micro_batches, states)
+        plan = plan_packing(spec, settings, size, budget, packing, trained, kept, infers, micro_batches, states)
     except BudgetError as error:
         # until training begins, no step has shown its activations
         is_by_default = changes.get("is_by_default", before.is_first and budget == before.budget)
@@ -281,7 +195,7 @@ def replan(
     return replace(plan, is_first=False)
 
 
-def _place(
+def plan_packing(
     spec: ModelSpec,
     settings: Settings,
     world_size: int,
@@ -293,13 +207,17 @@ def _place(
     micro_batches: int = 1,
     optim_states: Sequence[int] | None = None,
 ) -> Plan:
+    """The plan with the chunks of `packing`. Local. Raises BudgetError if the device budget is too small.
+
+    The arguments are those of `replan`, and fields of `Plan`. optim_states: by chunk index. None: Adam's.
+    """
     counted = [False] * len(trained) if infers else trained
-    host_bytes = budget.host
-    demand = packing_demand(packing, spec, counted, kept, settings, world_size, host_bytes, micro_batches, optim_states)
-    return _placed(spec, settings, world_size, budget, packing, trained, demand, infers)
+    room = budget.host
+    demand = packing_demand(packing, spec, counted, kept, settings, world_size, room, micro_batches, optim_states)
+    return plan_demand(spec, settings, world_size, budget, packing, trained, demand, infers)
 
 
-def _placed(
+def plan_demand(
     spec: ModelSpec,
     settings: Settings,
     world_size: int,
@@ -309,6 +227,7 @@ def _placed(
     demand: Demand,
     infers: bool = False,
 ) -> Plan:
+    """`plan_packing` of chunks whose demand is known."""
     placement = place(demand, budget.device, settings.policy)
     hash_ = hash_of(packing, placement, settings, trained)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
@@ -324,23 +243,27 @@ def hash_of(packing: Packing, placement: Placement, settings: Settings, trained:
     return zlib.crc32(f"({chunks}, {placed}, {settings.shared()!r}, {tuple(trained)})".encode())
 
 
-def _kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kind]]:
+def kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kind]]:
     """The masters that even inference must keep: those that hold more than the 16-bit weights rounded from them."""
     exact = {weight.name for weight in spec.weights if weight.trainable and weight.is_rounded}  # membership only
     masters = frozenset((Kind.MASTER,))
     return {chunk.index: masters for chunk in packing.chunks if not exact.isdisjoint(chunk.names)}
 
 
-def _minimum_bytes(
-    spec: ModelSpec, settings: Settings, world_size: int, infers: bool, num_states: int = OPTIM_STATES
+def least_of_all_packings(
+    spec: ModelSpec, settings: Settings, world_size: int, infers: bool, optim_states: int
 ) -> int | None:
-    """The least bytes that the device needs, over all chunk sizes that may be chosen."""
+    """The least bytes of model data that the device needs, over all chunk sizes that may be chosen. Local.
+
+    infers: for inference, else for training with an optimizer that keeps `optim_states` states per element. None: a
+    user's policy does not say it.
+    """
     found = []
     for packing in packings(spec, settings, world_size):
         trained, kept = trained_at_first(spec, packing), {}
         if infers:
-            trained, kept = [False] * len(trained), _kept_at_first(spec, packing)
-        states = [num_states] * len(packing.chunks)
+            trained, kept = [False] * len(trained), kept_at_first(spec, packing)
+        states = [optim_states] * len(packing.chunks)
         demand = packing_demand(packing, spec, trained, kept, settings, world_size, optim_states=states)
         found.append(least_device_bytes(demand, settings.policy))
     return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)

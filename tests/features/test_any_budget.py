@@ -10,9 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from gemini import BudgetError, Settings, ShardedModel, ShardedOptimizer, SlotError, plan_model, specs_of
+from gemini import (
+    BudgetError,
+    Settings,
+    ShardedModel,
+    ShardedOptimizer,
+    SlotError,
+    estimate_memory,
+    plan_model,
+    specs_of,
+)
+from gemini.placement.plan import Plan
 from gemini.placement.specs import ModelSpec
-from tests.harness.on_ranks import on_ranks_with
+from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.reference import Recipe, train_plain
 from tests.harness.runs import assert_equal_runs, wanted_on
 from tests.harness.sharded import train_sharded
@@ -31,14 +41,19 @@ def settings_of(case: ModelCase, dtype: torch.dtype | None, **options: Any) -> S
     return Settings(device="emulated", host_memory="4GB", dtype=dtype, **options)
 
 
-def least_of_all_sizes(spec: ModelSpec, settings: Settings, world_size: int) -> int:
-    """Of model data on the device, as the refusals say of each chunk size that a user may give."""
+def chunk_sizes(spec: ModelSpec, world_size: int) -> list[int]:
+    """In elements: the ones that a user may give, but for those that make the same chunks as another."""
     sizes = [weight.dtype.itemsize for weight in spec.weights]
     itemsize = max(sorted(set(sizes)), key=sizes.count)  # in which chunk_size= counts
     quantum = 256 * world_size * max(sizes)
     in_all = sum(-(-weight.numel * weight.dtype.itemsize // quantum) * quantum for weight in spec.weights)
+    return [1, *range(STEP_BYTES // itemsize, (in_all + quantum) // itemsize + 1, STEP_BYTES // itemsize)]
+
+
+def least_of_all_sizes(spec: ModelSpec, settings: Settings, world_size: int) -> int:
+    """Of model data on the device, as the refusals say of each chunk size."""
     found = []
-    for size in [1, *range(STEP_BYTES // itemsize, (in_all + quantum) // itemsize + 1, STEP_BYTES // itemsize)]:
+    for size in chunk_sizes(spec, world_size):
         given = dataclasses.replace(settings, chunk_size=size)
         found.append(plan_model(spec, given, world_size).packed_minimum_bytes)
     return min(each for each in found if each is not None)
@@ -73,9 +88,52 @@ def test_the_least_budget_is_the_least_of_every_chunk_size_for_every_model(name:
                 check_minimum(MODELS[name], world_size, policy, dtype)
 
 
-def train_within(case: ModelCase, budget: int) -> None:
-    model = ShardedModel(case.build(), device="emulated", host_memory="4GB", model_data_memory=budget)
-    ShardedOptimizer(model, torch.optim.SGD(model.parameters()))
+HALF = {"tensor_placement_policy": "static", "offload_optim_frac": 0.5}
+LAST = {"tensor_placement_policy": "static", "offload_optim_frac": 0.8, "offload_param_frac": 0.3}
+CUDA = {"tensor_placement_policy": "cuda"}
+OPTIMIZERS: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("odd_shapes", 2, 0, CUDA),
+    ("zero_size", 2, 1, HALF),
+    ("borrowed", 3, 1, LAST),
+    ("vit", 2, 3, HALF),
+    ("odd_shapes", 3, 3, CUDA),
+    ("llama", 1, 0, HALF),
+]
+"""Model, ranks, states per element that the optimizer keeps, and the policy, which is one whose least depends on them.
+
+Chunks are there before the optimizer, so that their size has to suit whichever comes.
+"""
+
+
+def check_minimum_of(
+    name: str, world_size: int, states: int, policy: dict[str, Any], dtype: torch.dtype | None
+) -> None:
+    case = MODELS[name]
+    settings = settings_of(case, dtype, **policy)
+    module = case.build(torch.float32)
+
+    def planned(**options: Any) -> Plan:
+        return estimate_memory(module, world_size=world_size, settings=settings, optim_states=states, **options).plan
+
+    sizes = chunk_sizes(specs_of(module, settings, world_size), world_size)
+    least = [planned(chunk_size=size).packed_minimum_bytes for size in sizes]
+    wanted = min(each for each in least if each is not None)
+    at_least = planned(model_data_memory=wanted)
+    assert at_least.device_bytes <= wanted == at_least.minimum_bytes == planned().minimum_bytes
+    with pytest.raises(BudgetError) as refused:
+        planned(model_data_memory=wanted - 1)
+    assert refused.value.needed_bytes == wanted
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("place", range(len(OPTIMIZERS)))
+def test_the_least_budget_of_another_optimizer_is_the_least_of_every_chunk_size(place: int) -> None:
+    check_minimum_of(*OPTIMIZERS[place], [None, torch.bfloat16][place % 2])
+
+
+def train_within(case: ModelCase, budget: int, momentum: float = 0.0, **policy: Any) -> None:
+    model = ShardedModel(case.build(), device="emulated", host_memory="4GB", model_data_memory=budget, **policy)
+    ShardedOptimizer(model, torch.optim.SGD(model.parameters(), momentum=momentum))
 
 
 def train_at_minimum(rank: int, world_size: int, case: ModelCase, steps: int) -> None:
@@ -109,6 +167,28 @@ def test_a_model_trains_at_its_least_budget_with_the_bits_of_the_plain_one(
 ) -> None:
     for name in names:
         train_at_minimum(rank, world_size, MODELS[name], steps=2)
+
+
+@pytest.mark.sampled(3)
+@on_ranks(1, 2)
+@pytest.mark.parametrize("policy", [CUDA, HALF, LAST], ids=["cuda", "half", "last"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_trains_at_its_least_budget_where_adam_would_not_fit(
+    rank: int, world_size: int, momentum: float, policy: dict[str, Any]
+) -> None:
+    """The model is wrapped for inference then, with chunks of a size that suits the optimizer to come."""
+    case, options = MODELS["odd_shapes"], {"device": "emulated", "host_memory": "4GB", **policy}
+    states = 1 if momentum else 0
+    least = estimate_memory(case.build(), world_size=world_size, optim_states=states, **options).plan.minimum_bytes
+    assert least is not None
+    sgd: dict[str, Any] = {"steps": 2, "optimizer": "sgd", "momentum": momentum}
+    wanted = wanted_on(rank, train_plain(case, world_size=world_size, **sgd))
+    run, facts = train_sharded(case, Recipe(**sgd), rank, chunk_size=None, model_data_memory=least, **policy)
+    assert facts.peak_bytes <= least
+    assert_equal_runs(dataclasses.replace(run, norms=None), wanted)  # torch adds the squares up in another order
+    with pytest.raises(BudgetError) as refused:
+        train_within(case, least - 1, momentum, **policy)
+    assert refused.value.needed_bytes == least
 
 
 def read_weight(model: ShardedModel, *given: Any) -> None:

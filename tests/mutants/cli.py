@@ -7,7 +7,7 @@ _REFUSALS = "tests/features/test_plan_refusals.py"
 MUTANTS = [
     Mutant(
         "a refusal of gemini plan speaks of a share of the device that does not apply",
-        "gemini/placement/plan.py",
+        "gemini/placement/search.py",
         "is_by_default=free is None or free.are_activations_unknown",
         "is_by_default=True",
         f"{_REFUSALS}::test_a_refusal_names_options_and_no_share_that_does_not_apply",

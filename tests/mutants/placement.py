@@ -2,6 +2,8 @@
 
 from tests.mutants.mutant import Mutant
 
+_ANY_BUDGET = "tests/features/test_any_budget.py"
+
 MUTANTS = [
     Mutant(
         "a plan of several micro-batches leaves the gradients of reuse_fp16_shard out",
@@ -13,8 +15,8 @@ MUTANTS = [
     Mutant(
         "the refusal of an optimizer with three states names what Adam would need",
         "gemini/access/purpose.py",
-        "refused is not None and max(optim_states) <= OPTIM_STATES:",
-        "refused is not None:",
+        "error = refused if is_usual and refused is not None else",
+        "error = refused if refused is not None else",
         "tests/features/test_plan_of_an_optimizer.py::test_a_refusal_names_what_this_optimizer_needs",
     ),
     Mutant(
@@ -27,9 +29,30 @@ MUTANTS = [
     Mutant(
         "the refusal of an optimizer names the least of the chunk size in force, not of all sizes",
         "gemini/access/purpose.py",
-        "refused is not None and max(optim_states) <= OPTIM_STATES:",
-        "refused is not None and False:",
-        "tests/features/test_any_budget.py::test_a_model_trains_at_its_least_budget_with_the_bits_of_the_plain_one",
+        "            error = with_least(error, manager.plan, max(optim_states))\n",
+        "",
+        f"{_ANY_BUDGET}::test_sgd_trains_at_its_least_budget_where_adam_would_not_fit",
+    ),
+    Mutant(
+        "an estimate's refusal names the least of the chunk size that was chosen, not of all sizes",
+        "gemini/placement/inference.py",
+        "        raise with_least(error, first, optim_states) from None\n",
+        "        raise error\n",
+        f"{_ANY_BUDGET}::test_the_least_budget_of_another_optimizer_is_the_least_of_every_chunk_size",
+    ),
+    Mutant(
+        "where Adam does not fit, chunks are those that suit inference best, though other sizes would suit SGD",
+        "gemini/placement/inference.py",
+        "        if lighter is not None:\n",
+        "        if False:\n",
+        f"{_ANY_BUDGET}::test_sgd_trains_at_its_least_budget_where_adam_would_not_fit",
+    ),
+    Mutant(
+        "a chunk size that suits Adam alone is kept, though another has room for a third state",
+        "gemini/placement/search.py",
+        "    if plan.settings.chunk_size is not None or",
+        "    if True or",
+        f"{_ANY_BUDGET}::test_the_least_budget_of_another_optimizer_is_the_least_of_every_chunk_size",
     ),
     Mutant(
         "an update without optimizer state runs on the tier that its last purchase has left it",
@@ -75,14 +98,14 @@ MUTANTS = [
     ),
     Mutant(
         "the first chunk size that fits is taken, however little of the budget it uses",
-        "gemini/placement/plan.py",
+        "gemini/placement/search.py",
         "            if is_short(plan):\n                continue\n",
         "",
         "tests/features/test_budget_use.py::test_nearly_all_of_a_small_models_budget_is_used",
     ),
     Mutant(
         "a chunk size with which everything fits is taken at any price",
-        "gemini/placement/plan.py",
+        "gemini/placement/search.py",
         "        best = best_of(placed, later",
         "        best = best_of(placed[-1:], later",
         "tests/pure/test_plan.py::test_a_size_with_which_everything_fits_is_not_taken_at_any_price",
@@ -124,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "a chunk size is taken with which the optimizer's state has no room on the host",
-        "gemini/placement/plan.py",
+        "gemini/placement/search.py",
         "        if has_host_room(plan, tuple(Kind)):\n",
         "        if has_host_room(plan, WRAPPED_KINDS):\n",
         "tests/pure/test_plan.py::test_a_chunk_size_is_found_with_which_the_optimizers_state_fits_on_the_host_too",

@@ -8,7 +8,7 @@ import pytest
 from gemini import FreeBytes, Plan, Settings, plan_model
 from gemini.errors import BudgetError
 from gemini.placement.packed import Packed
-from gemini.placement.plan import plan_packed
+from gemini.placement.search import plan_packed
 from tests.pure.test_plan import LINE
 
 
