@@ -235,19 +235,21 @@ def test_an_explanation_says_what_would_lower_the_minimum() -> None:
     assert f"the largest is 'layer0', with {lowest.demand.slot_bytes[0]} bytes" in lowest.explain()
 
 
+HALF = Settings(tensor_placement_policy="static", offload_optim_frac=0.5)
+
+
 @pytest.mark.parametrize(
-    ("policy", "ranks", "budget"), [("auto", 1, 40_000), ("auto", 1, 47_500), ("auto", 1, 52_500), ("cpu", 2, 47_500)]
+    "settings",
+    [Settings(model_data_memory=budget) for budget in (40_000, 47_500, 52_500)] + [HALF],
+    ids=["40k", "47k", "52k", "half"],
 )
-def test_a_chunk_size_is_found_with_which_the_optimizers_state_fits_on_the_host_too(
-    policy: str, ranks: int, budget: int
-) -> None:
-    """Other chunks leave more of the device to states, or have less padding, so that less of them rests on the host."""
-    settings = Settings(model_data_memory=budget, tensor_placement_policy=policy)
-    rest = plan_model(LINE, settings, ranks).host_bytes
+def test_a_chunk_size_is_found_with_which_the_optimizers_state_fits_on_the_host_too(settings: Settings) -> None:
+    """Smaller chunks leave more of the device to states, or are nearer to a fraction: less rests on the host."""
+    rest = plan_model(LINE, settings, 1).host_bytes
     sizes = [replace(settings, chunk_size=size) for size in (256, 512, 1280)]
-    least = min(plan_model(LINE, each, ranks).predicted.host_peak for each in sizes)
+    least = min(plan_model(LINE, each, 1).predicted.host_peak for each in sizes)
     assert least < rest, "or the case shows nothing"
-    assert plan_model(LINE, replace(settings, host_memory=least), ranks).host_bytes <= least
+    assert plan_model(LINE, replace(settings, host_memory=least), 1).host_bytes <= least
 
 
 @examples(max_examples=60, deadline=None)
