@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedOptimizer
-from gemini.optimizer.elementwise import TESTED
+from gemini.optimizer.torch_update import TESTED
 from optim import CPUAdam, HybridAdam
 from tests.zoo.mlp import (
     CHUNK_NUMEL,

@@ -165,9 +165,11 @@ class ChunkOptimizerState:
         weights, grad: of the whole chunk, `grad` with shape (optim_numel,). None for a run without elements.
         """
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
-        flat = {name: self.flats[name][part] for name in self.names(run.positions[0]) if name in self.flats}
+        names = self.names(run.positions[0])
+        flat = {name: self.flats[name][part] for name in names if name in self.flats}
+        room = {name: each[part] for name, each in self.flats.items() if name not in names}
         grad = torch.zeros(0, dtype=self.dtype, device="cpu") if grad is None else grad[part]
-        return RunUpdate(run, weights, grad, flat, dict(scalars or {}), is_new=scalars is None)
+        return RunUpdate(run, weights, grad, flat, dict(scalars or {}), is_new=scalars is None, room=room)
 
     def store_updates(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
         """Store the states and scalars that the updates of a step have made."""
@@ -178,7 +180,8 @@ class ChunkOptimizerState:
             for name, value in each.made.items():
                 if name not in self.flats:
                     self.allocate([name], params)
-                self.flats[name][part].copy_(value)
+                if name not in each.room:  # else it was made there
+                    self.flats[name][part].copy_(value)
         # All parameters of a run share its scalars from now on. A parameter that is cut into several runs is assigned
         # equal scalars several times, which counts one step.
         for each in updates:

@@ -13,7 +13,8 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.manager.params import ParamStore
 from gemini.optimizer.chunk_state import ChunkOptimizerState, resting_tier
-from gemini.optimizer.elementwise import ElementwiseUpdate, EntryNames
+from gemini.optimizer.elementwise import ElementwiseUpdate
+from gemini.optimizer.runs import EntryNames
 from gemini.placement.demand import Kind, StateHome, Tier
 
 

@@ -20,8 +20,8 @@ from gemini.manager.step import Step
 from gemini.memory.region import Region
 from gemini.memory.transfer import ready, wait_on_stream
 from gemini.optimizer.chunk_state import ChunkOptimizerState
-from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors
-from gemini.optimizer.runs import Run, RunUpdate
+from gemini.optimizer.elementwise import ElementwiseUpdate
+from gemini.optimizer.runs import GradientFactors, Run, RunUpdate
 from gemini.optimizer.shard_view import ShardView, staged_bytes
 from gemini.optimizer.staging import Staging
 from gemini.optimizer.summary import GradientSummary
@@ -75,6 +75,8 @@ class ChunkUpdates:
         Local. Raises torch.OutOfMemoryError or BudgetError, and nothing has changed then.
         """
         needs: dict[tuple[Tier, str], int] = {}
+        device = self._step.params.memory.device.device
+        temporaries = 0  # on the device; the host has no bound that an allocation would find
         gathers_in_slot = False
         for chunk in chunks:
             gradient = self._step.grads.of(chunk)
@@ -86,10 +88,13 @@ class ChunkUpdates:
                 staged["gradient"] = reduced.nbytes
             for name, num_bytes in staged.items():
                 needs[tier, name] = max(num_bytes, needs.get((tier, name), 0))
+            if tier is Tier.DEVICE:
+                its = self._update.temporary_bytes(chunk.optim_numel, self._states[chunk.index].dtype, device)
+                temporaries = max(temporaries, its)
             gathers_in_slot |= _is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
         if gathers_in_slot:
             self._step.payloads.take_room()
-        return self._staging.reserved(needs)
+        return self._staging.reserved(needs, temporaries)
 
     def update(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors) -> None:
         """Update chunks on the tiers of their states. Local until new weights are gathered.

@@ -14,8 +14,8 @@ from gemini.errors import UnsupportedError
 from gemini.manager.step import Step
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
-from gemini.optimizer.elementwise import ElementwiseUpdate, GradientFactors
-from gemini.optimizer.runs import Run, RunUpdate
+from gemini.optimizer.elementwise import ElementwiseUpdate
+from gemini.optimizer.runs import GradientFactors, Run, RunUpdate
 
 
 def managed_of(step: Step, parameter: object) -> ManagedParameter | None:

@@ -1,10 +1,10 @@
-"""Runs: the elements of a chunk that one update works on, and the tensors that the update gets for them."""
+"""Runs: the elements of a chunk that one update works on, what the update gets for them, and what it tells of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,7 +38,23 @@ class RunUpdate:
     flat: dict[str, Tensor]  # (numel,) each: views into the chunk's state
     scalars: dict[str, Any]  # shared by all elements; the update replaces them
     is_new: bool  # these elements have not been updated before
+    room: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: of states that the update may create
     made: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: states that the update created
+
+
+class GradientFactors(NamedTuple):
+    """The factors that every gradient is multiplied by before the update, in this order."""
+
+    inv_scale: float = 1.0
+    clip: float = 1.0
+
+
+class EntryNames(NamedTuple):
+    """The keys of a parameter's entry in an optimizer state dict."""
+
+    needed: tuple[str, ...]  # without one of these an update would fail, or continue from zeros
+    flat: tuple[str, ...]  # per-element states: tensors of the parameter's shape
+    known: tuple[str, ...] | None  # any other key is of another optimizer; None: this optimizer's keys are not known
 
 
 def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tuple[int, ...]]]:

@@ -20,9 +20,10 @@ from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm,
 from gemini.optimizer.chunk_optimizer import ChunkOptimizer
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.chunk_update import ChunkUpdates
-from gemini.optimizer.elementwise import GradientFactors, resolve_update
+from gemini.optimizer.elementwise import resolve_update
 from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.param_groups import add_group, members_of
+from gemini.optimizer.runs import GradientFactors
 from gemini.optimizer.scaling import Scaling
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
 from gemini.optimizer.state_view import StateView

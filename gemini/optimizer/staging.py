@@ -6,7 +6,9 @@ slots of payloads. So a step allocates only what does not fit there, and that is
 
 [Note: Room for an update] An update that finds no memory after the first chunk was updated would leave the model half
 updated, on one rank or on all. So `reserve` finds all pieces before ranks agree on the step, for the chunk that needs
-the most of each: a rank without memory fails while nobody has changed anything, and the others fail with it.
+the most of each: a rank without memory fails while nobody has changed anything, and the others fail with it. What a
+torch optimizer takes and gives back by itself (see [Note: Tiles] in torch_update.py) is only tried: torch's allocator
+keeps the memory for it.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ class Staging:
         self._lent: list[Region] = []  # parts that pieces lie in
 
     @contextmanager
-    def reserved(self, needs: Needs) -> Iterator[None]:
+    def reserved(self, needs: Needs, temporaries: int = 0) -> Iterator[None]:
         """Inside, `buffer` finds pieces of at most these sizes without taking memory. See [Note: Room for an update].
 
+        temporaries: bytes on the device that are free beside the pieces when this begins.
         Raises torch.OutOfMemoryError, and holds nothing on the device then.
         """
         if any(tier is Tier.DEVICE for tier, _ in needs):
@@ -47,6 +50,8 @@ class Staging:
         try:
             for (tier, name), num_bytes in sorted(needs.items(), key=lambda need: -need[1]):
                 self._piece(tier, name, num_bytes)
+            if temporaries:
+                torch.empty(temporaries, dtype=torch.uint8, device=self._device.device)
             yield
         finally:
             self._give_back()

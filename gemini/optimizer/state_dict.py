@@ -24,7 +24,7 @@ from gemini.manager.masters import set_master
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.chunk_states import ChunkStates
-from gemini.optimizer.elementwise import EntryNames
+from gemini.optimizer.runs import EntryNames
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
 from optim import HALF_DTYPES

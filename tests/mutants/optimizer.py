@@ -4,6 +4,34 @@ from tests.mutants.mutant import HALF, ONE_RANK, PAIRS, TWO_RANKS, Mutant
 
 MUTANTS = [
     Mutant(
+        "temporaries of a torch optimizer are looked for in the middle of a step",
+        "gemini/optimizer/staging.py",
+        "            if temporaries:\n",
+        "            if False:\n",
+        "tests/features/test_tiles.py::test_a_step_without_room_for_temporaries_changes_nothing",
+    ),
+    Mutant(
+        "a torch optimizer is given all of a chunk at once",
+        "gemini/optimizer/torch_update.py",
+        "            numel = min(room, each.run.numel - start)\n",
+        "            numel = each.run.numel - start\n",
+        "tests/features/test_tiles.py::test_an_update_takes_no_more_than_it_says",
+    ),
+    Mutant(
+        "every tile of a run counts one step more than the one before",
+        "gemini/optimizer/torch_update.py",
+        "                    tile.after[name] = _copy(value)\n",
+        "                    tile.each.scalars[name] = _copy(value)\n",
+        "tests/features/test_tiles.py::test_no_bit_depends_on_the_size_of_tiles",
+    ),
+    Mutant(
+        "new states are made beside the room that there is for them",
+        "gemini/optimizer/torch_update.py",
+        "    elif name in each.room:\n",
+        "    elif False:\n",
+        "tests/features/test_tiles.py::test_an_update_takes_no_more_than_it_says",
+    ),
+    Mutant(
         "an idle parameter moves",
         "gemini/optimizer/chunk_state.py",
         "active = [i for i, group in enumerate(self.groups) if steps[i] and group is not None]",
@@ -48,7 +76,7 @@ MUTANTS = [
     Mutant(
         "an update takes memory between its chunks",
         "gemini/optimizer/chunk_update.py",
-        "        return self._staging.reserved(needs)\n",
+        "        return self._staging.reserved(needs, temporaries)\n",
         "        return self._staging.reserved({})\n",
         "tests/features/test_shortage_in_step.py",
     ),
@@ -110,7 +138,7 @@ MUTANTS = [
     ),
     Mutant(
         "a torch optimizer's state is taken in its first step",
-        "gemini/optimizer/elementwise.py",
+        "gemini/optimizer/torch_update.py",
         "        return tuple(self._probe(group).made)",
         "        return ()",
         "tests/test_bad_input.py",

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from gemini.engine.config.nearest import nearest
 from gemini.engine.config.problem import problems_of
 from gemini.engine.config.schedules import SCHEDULES
-from gemini.optimizer.elementwise import TESTED
+from gemini.optimizer.torch_update import TESTED
 from optim import CPUAdam, HybridAdam
 
 T = TypeVar("T")

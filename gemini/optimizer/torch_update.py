@@ -1,0 +1,200 @@
+"""The update of runs by a torch optimizer that works element by element.
+
+[Note: Tiles] A torch optimizer makes temporaries as large as what it updates, which no plan counts. So it is given
+tiles of at most `TILE_NUMEL` elements, one after another: temporaries are of that size whatever the size of a chunk,
+and a step finds room for them before anything has changed (`ChunkUpdates.room`). No bit depends on where tiles end, as
+every element is updated by itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.optimizer.runs import EntryNames, GradientFactors, Run, RunUpdate
+
+TILE_NUMEL = {"cpu": 2**20, "cuda": 2**22}
+"""Elements that are updated at once, by the type of their device. On the CPU temporaries stay in its caches then, which
+takes half of the time that 16 times as many take. On a fast GPU launches would take more time than kernels."""
+MOST_TEMPORARIES = 8
+"""Tensors of its tile's size that an update by one of `TESTED` has at once at most, fp32 gradients included."""
+_SCALARS = 2**12
+"""Bytes for tensors of one element."""
+
+TESTED: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers whose updates of flat runs are tested to equal those of separate parameters."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Elements [start, start + numel) of a run."""
+
+    each: RunUpdate
+    start: int
+    numel: int
+    after: dict[str, Any]  # scalars after the update, of the whole run
+
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == self.each.run.numel
+
+    def of(self, tensor: Tensor, first: int = 0) -> Tensor:
+        """The tile's elements of a tensor whose element `first` is the first of the run."""
+        return tensor[first + self.start : first + self.start + self.numel]
+
+
+def _most(device: torch.device) -> int:
+    return TILE_NUMEL.get(device.type, TILE_NUMEL["cuda"])
+
+
+def _in_tiles(updates: Sequence[RunUpdate], after: Sequence[dict[str, Any]]) -> Iterator[list[_Tile]]:
+    """All elements of the runs in groups of tiles, each group of at most `TILE_NUMEL` elements."""
+    group: list[_Tile] = []
+    # A run without elements has a gradient on the CPU.
+    most = room = max((_most(each.grad.device) for each in updates), default=1)
+    for each, its in zip(updates, after, strict=True):
+        start = 0
+        while True:
+            numel = min(room, each.run.numel - start)
+            group.append(_Tile(each, start, numel, its))
+            start, room = start + numel, room - numel
+            if not room:
+                yield group
+                group, room = [], most
+            if start == each.run.numel:
+                break
+    if group:
+        yield group
+
+
+class TorchUpdate:
+    """A `torch.optim` optimizer to which the runs of one chunk are passed as its parameters, in tiles.
+
+    It uses the optimizer's loop over parameters, not its `foreach` and `fused` forms, whose bits differ and would
+    depend on how parameters are cut into runs.
+    """
+
+    is_fused = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        accepted = inspect.signature(type(optimizer).__init__).parameters
+        settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        self._make = lambda parameter: type(optimizer)([parameter], **settings)
+        self._worker = self._make(torch.zeros(1, device="cpu"))
+        self._starts_with_state = bool(self._worker.state)  # Adagrad creates its state in the constructor
+
+    def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """See `AdamUpdate.flat_names`."""
+        return tuple(self._probe(group).made)
+
+    def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
+        """See `AdamUpdate.entry_names`."""
+        if type(self._worker) not in TESTED:
+            return EntryNames((), (), None)
+        # SGD creates a missing momentum buffer in any step, so none is needed.
+        if isinstance(self._worker, torch.optim.SGD):
+            return EntryNames((), ("momentum_buffer",), ("momentum_buffer",))
+        probe = self._probe(group)
+        names = (*probe.scalars, *probe.made)
+        return EntryNames(names, tuple(probe.made), names)
+
+    def _probe(self, group: Mapping[str, Any]) -> RunUpdate:
+        """A first update of no elements, which shows the states and scalars that the optimizer creates."""
+        first = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
+        # An optimizer that is not on the tested list may draw random numbers, which must not change the user's.
+        with torch.random.fork_rng(devices=[]):
+            self.update([first], [group], GradientFactors())
+        return first
+
+    def temporary_bytes(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
+        """See `AdamUpdate.temporary_bytes`. Of an optimizer that is not in `TESTED` a guess."""
+        return MOST_TEMPORARIES * min(numel, _most(device)) * dtype.itemsize + _SCALARS
+
+    def update(
+        self, updates: Sequence[RunUpdate], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
+    ) -> None:
+        """See `AdamUpdate.update`, for the runs of one chunk. Raises what the optimizer raises."""
+        # A run that is cut into several tiles starts each of them with the scalars from before the update.
+        after: list[dict[str, Any]] = [{} for _ in updates]
+        for tiles in _in_tiles(updates, after):
+            self._update_tiles(tiles, groups, factors)
+        for each, scalars in zip(updates, after, strict=True):
+            each.scalars.update(scalars)
+
+    def _update_tiles(
+        self, tiles: Sequence[_Tile], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
+    ) -> None:
+        worker = self._worker
+        worker.state.clear()
+        worker.param_groups.clear()
+        lent = [self._lend(tile, factors) for tile in tiles]
+        for number, group in enumerate(groups):
+            members = [parameter for tile, parameter in zip(tiles, lent, strict=True) if tile.each.run.group == number]
+            if members:
+                options = {name: False if name in ("foreach", "fused") else value for name, value in group.items()}
+                worker.param_groups.append({**options, "params": members})
+        worker.step()
+        for tile, parameter in zip(tiles, lent, strict=True):
+            for name, value in worker.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() == 1:
+                    _store(tile, name, value)
+                else:
+                    tile.after[name] = _copy(value)
+        worker.state.clear()
+
+    def _lend(self, tile: _Tile, factors: GradientFactors) -> Tensor:
+        """The tile's weights as a parameter of the worker, with their gradient and state."""
+        each = tile.each
+        lent = (
+            torch.zeros_like(each.grad) if each.weights is None else tile.of(each.weights.load(), first=each.run.start)
+        )
+        lent = lent.detach()
+        grad = tile.of(each.grad).to(lent.dtype)
+        for factor in factors:
+            if factor != 1.0:
+                grad = grad * torch.tensor(factor, dtype=lent.dtype, device=lent.device)
+        lent.grad = grad
+        if not each.is_new:
+            flat = {name: tile.of(state) for name, state in each.flat.items()}
+            self._worker.state[lent] = flat | {name: _copy(value) for name, value in each.scalars.items()}
+        elif self._starts_with_state:
+            self._worker.state[lent] = self._make(lent).state[lent]
+        return lent
+
+
+def _store(tile: _Tile, name: str, value: Tensor) -> None:
+    """Store a state that the optimizer updated in place, created or replaced."""
+    each = tile.each
+    if name in each.flat:
+        its = tile.of(each.flat[name])
+        if its.data_ptr() != value.data_ptr():
+            its.copy_(value)
+    elif name in each.room:
+        each.made[name] = each.room[name]
+        tile.of(each.room[name]).copy_(value)
+    elif tile.is_whole:
+        each.made[name] = value
+    else:
+        whole = each.made.setdefault(name, value.new_empty(each.run.numel))
+        tile.of(whole).copy_(value)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
