@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from gemini.errors import BudgetError
 from gemini.placement.budget import FreeBytes
-from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Tier
+from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Kind, Tier
 from gemini.placement.packed import Packed, trained_at_first
 from gemini.placement.plan import Plan, least_of_all_packings, replan
-from gemini.placement.refusals import has_host_room, has_host_room_for_steps
+from gemini.placement.refusals import check_host_room, check_host_room_for_steps, has_host_room_for_steps
 from gemini.placement.search import find_plans, infer_with, plan_inference, plan_packed, train_with
 from gemini.settings import Settings
 
@@ -21,8 +21,15 @@ def plan_first(packed: Packed, settings: Settings, free: FreeBytes) -> tuple[Pla
     Raises BudgetError where neither fits: of the two refusals the one that asks for less, which is enough to wrap.
     """
     first, refused = _plan_for_adam(packed, settings, free)
-    if settings.chunk_size is None and not (refused is None and has_host_room_for_steps(first)):
-        first = _with_room_for_fewer(first, refused is not None, packed, free)
+    if settings.chunk_size is not None or (refused is None and has_host_room_for_steps(first)):
+        return first, refused
+    # There is no room for Adam: see [Note: Optimizers to come] in search.py.
+    for optim_states in reversed(range(OPTIM_STATES)):
+        if train_with(first, optim_states) is not None:
+            break
+        lighter = find_plans(packed, settings, free, optim_states).trains
+        if lighter is not None:
+            return _wrap_with(lighter, first, refused, free)
     return first, refused
 
 
@@ -41,32 +48,35 @@ def _plan_for_adam(packed: Packed, settings: Settings, free: FreeBytes) -> tuple
     raise refused
 
 
-def _with_room_for_fewer(first: Plan, infers: bool, packed: Packed, free: FreeBytes) -> Plan:
-    """`first`, which has no room for Adam, or a plan with chunks that have room for an optimizer with fewer states.
+def _wrap_with(
+    lighter: Plan, first: Plan, refused: BudgetError | None, free: FreeBytes
+) -> tuple[Plan, BudgetError | None]:
+    """`first` and `refused` with the chunks of `lighter`; as they are if a model cannot be wrapped with these.
 
-    infers: the device refuses to train with Adam, so that the model is wrapped with a plan for inference. See [Note:
-    Optimizers to come] in search.py.
+    refused: None if Adam has room on the device with the chunks of `first`, and only the host lacks some.
     """
-    for optim_states in reversed(range(OPTIM_STATES)):
-        if train_with(first, optim_states) is not None:
-            return first
-        lighter = find_plans(packed, first.settings, free, optim_states).trains
-        if lighter is not None:
-            return _wrap_with(lighter, first, infers, free)
-    return first
-
-
-def _wrap_with(lighter: Plan, first: Plan, infers: bool, free: FreeBytes) -> Plan:
-    """`first` with the chunks of `lighter`; `first` itself if a model cannot be wrapped with these."""
-    spec, settings, world_size = first.spec, first.settings, first.world_size
+    spec, settings, packing = first.spec, first.settings, lighter.packing
+    if refused is None:
+        try:
+            plan = replan(lighter, lighter.trained, {}, optim_states=[OPTIM_STATES] * len(packing.chunks))
+            check_host_room(plan, WRAPPED_KINDS)
+            return replace(plan, is_first=True), None
+        except BudgetError:
+            pass
     try:
-        if infers:
-            return infer_with(lighter.packing, spec, settings, world_size, free)
-        states = [OPTIM_STATES] * len(lighter.packing.chunks)
-        plan = replan(lighter, lighter.trained, {}, optim_states=states)
+        plan = infer_with(packing, spec, settings, first.world_size, free)
     except BudgetError:
-        return first
-    return replace(plan, is_first=True) if has_host_room(plan, WRAPPED_KINDS) else first
+        return first, refused
+    return plan, refused or _host_refusal(first)
+
+
+def _host_refusal(plan: Plan) -> BudgetError | None:
+    try:
+        check_host_room(plan, tuple(Kind))
+        check_host_room_for_steps(plan)
+    except BudgetError as error:
+        return error
+    return None
 
 
 def plan_training(packed: Packed, settings: Settings, free: FreeBytes, optim_states: int = OPTIM_STATES) -> Plan:

@@ -3,6 +3,7 @@
 The least budget of any chunk size is found by trying them all, one after the other.
 """
 
+import contextlib
 import dataclasses
 from functools import partial
 from typing import Any
@@ -189,6 +190,30 @@ def test_sgd_trains_at_its_least_budget_where_adam_would_not_fit(
     with pytest.raises(BudgetError) as refused:
         train_within(case, least - 1, momentum, **policy)
     assert refused.value.needed_bytes == least
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", [{}, HALF, LAST], ids=["auto", "half", "last"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_trains_with_the_least_host_memory_of_every_chunk_size(momentum: float, policy: dict[str, Any]) -> None:
+    """Which depends on the chunk size by what rests there, and by gradients that find no slot on the device."""
+    case, states = MODELS["odd_shapes"], 1 if momentum else 0
+    settings = Settings(device="emulated", **policy)
+    sizes, least = chunk_sizes(specs_of(case.build(), settings, 1), 1), []
+    settings = dataclasses.replace(settings, model_data_memory=110_000 if policy is LAST else 95_000)
+    for size in sizes:
+        with contextlib.suppress(BudgetError):
+            given = dataclasses.replace(settings, chunk_size=size)
+            plan = estimate_memory(case.build(), settings=given, optim_states=states).plan
+            least.append(plan.predicted.host_peak)
+    settings = dataclasses.replace(settings, host_memory=min(least))
+    model = ShardedModel(case.build(), settings=settings)
+    optimizer = ShardedOptimizer(model, torch.optim.SGD(model.parameters(), momentum=momentum))
+    for step in range(2):
+        case.loss(model, case.batch(step, 0, 1, 0)).backward()
+        optimizer.step()
+    assert model.chunk_manager.memory.host.ledger.peak_bytes <= min(least)
+    model.close()
 
 
 def read_weight(model: ShardedModel, *given: Any) -> None:

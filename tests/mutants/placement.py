@@ -48,6 +48,13 @@ MUTANTS = [
         f"{_ANY_BUDGET}::test_sgd_trains_at_its_least_budget_where_adam_would_not_fit",
     ),
     Mutant(
+        "where the host has no room for Adam, chunks with which Adam fits the device are kept",
+        "gemini/placement/inference.py",
+        "        plan = infer_with(packing, spec, settings, first.world_size, free)\n",
+        "        plan = infer_with(first.packing, spec, settings, first.world_size, free)\n",
+        f"{_ANY_BUDGET}::test_sgd_trains_with_the_least_host_memory_of_every_chunk_size",
+    ),
+    Mutant(
         "a chunk size that suits Adam alone is kept, though another has room for a third state",
         "gemini/placement/search.py",
         "    if plan.settings.chunk_size is not None or",
