@@ -107,5 +107,5 @@ def torn(words: str) -> GeminiError:
     """The error for going on after a failure, described by `words`, that left some weights changed and some not."""
     return GeminiError(
         f"an optimizer step, or a change of what is trained, failed half way ({words}): some weights are changed and "
-        "some are not. Build model and optimizer anew and load a checkpoint"
+        "some are not. Build model and optimizer again and load a checkpoint"
     )

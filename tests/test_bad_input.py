@@ -166,7 +166,7 @@ def test_a_step_that_fails_half_way_is_final() -> None:
     optimizer.param_groups[0]["momentum"] = 0.0
     going_on: list[Any] = [lambda: train_step(model, optimizer, 2), lambda: weights_of(model)]
     for goes_on in (*going_on, lambda: weight(model, 0).sum()):
-        with pytest.raises(GeminiError, match=r"failed half way \(BudgetError: .*Build model and optimizer anew"):
+        with pytest.raises(GeminiError, match=r"failed half way \(BudgetError: .*Build model and optimizer again"):
             goes_on()
     model.close()
 

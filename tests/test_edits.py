@@ -95,7 +95,7 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "init.normal_": lambda p: nn.init.normal_(p, generator=_generator()),
     "init.zeros_": lambda p: nn.init.zeros_(p),
     "data = x": _assign,
-    # values of the weight's own dtype: wider ones reach its master unrounded, see tests/wide_values.py
+    # values of the weight's own dtype: wider ones reach its master unrounded, see tests/features/test_wide_values.py
     "copy_": lambda p: p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype)),
     "+=": _add_in_place,
     "out=": lambda p: torch.mul(p, 0.5, out=p),

@@ -23,6 +23,15 @@ STATES = {
         "unsynced_state": {"become_unsynced"},
     },
     CHUNKS: {field: {"become"} for field in ("state", "slot", "payload")},
+    "gemini/ranks/position.py": {"now": {"set", "return_to", "reset"}},
+    "gemini/ranks/communicator.py": {"plan_hash": {"follow_plan"}},
+    "gemini/manager/accumulate.py": {"synchronizes": {"__post_init__", "unsynchronized"}},
+    "gemini/manager/payloads.py": {"has_room": {"take_room", "miss_room", "give_room"}},
+    "gemini/manager/grads.py": {
+        "in_backward": {"begin_backward", "end_backward", "abandon_backward"},
+        "expects_scaled_loss": {"expect_scaled_losses"},
+        "loss_is_scaled": {"begin_scaled_loss", "end_scaled_loss"},
+    },
 }
 CONTAINERS = {"fired", "expects"}  # an item that is written through a local name is written all the same
 # Attributes of other classes that are called the same: "FILE" or "FILE EXPRESSION", and why it is no state of ours.
@@ -30,7 +39,7 @@ NAMESAKES = {
     "gemini/placement/simulated_gradients.py": "a simulated gradient: placement/ knows numbers and imports no chunk",
     "gemini/placement/simulated_homes.py": "a simulated gradient, too",
     "gemini/manager/reduce.py order.fired": "a ReductionOrder's list of the chunks whose gradients are complete",
-    "gemini/optimizer/elementwise.py self._worker.state": "a torch optimizer's dict of states by parameter",
+    "gemini/optimizer/torch_update.py self._worker.state": "a torch optimizer's dict of states by parameter",
 }
 SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)
 MUTATORS = {"append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update", "__setitem__"}

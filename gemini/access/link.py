@@ -251,7 +251,7 @@ class Link(ParameterLink):
 
     def replace_data(self, value: Tensor) -> None:
         """Raises ReleasedParameterError: a chunk has room for this shape and dtype only."""
-        remedy = "To change a size, load model.state_dict() into the plain module, change that, and wrap it anew"
+        remedy = "To change a size, load model.state_dict() into the plain module, change that, and wrap it again"
         if value.shape == self.managed.shape:
             remedy = "A dtype is chosen by ShardedModel(..., dtype=)"
         raise ReleasedParameterError(

@@ -38,7 +38,7 @@ class Replanning:
 
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
-        self._managed = [each for chunk in manager.chunks for each in chunk.parameters]
+        self._managed = manager.parameters
         self.host = HostRoom(manager)
 
     @property

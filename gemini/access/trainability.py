@@ -50,7 +50,7 @@ class Trainability:
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
         self._step = manager.step
-        self._managed = [each for chunk in manager.chunks for each in chunk.parameters]
+        self._managed = manager.parameters
         self._parameters = [each.parameter for each in self._managed]
         self._flags = [each.requires_grad for each in self._managed]
         self.unfrozen: set[int] = set()  # trained ones, by index, that were frozen at wrapping or later

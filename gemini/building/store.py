@@ -185,7 +185,7 @@ class BuildStore:
             if overwrites:
                 self.binding.valid[wanted[0].chunk].add(wanted[0].position)
         finally:
-            self._position.now = before
+            self._position.return_to(before)
             for chunk in pinned:
                 chunk.pins -= 1
                 if not chunk.pins and chunk.plain:
@@ -334,7 +334,7 @@ class BuildStore:
 
     def _check_open(self, what: str) -> None:
         if self.is_closed:
-            raise GeminiError(f"{what}: the ranks of its ZeroInitContext have parted; build the model anew")
+            raise GeminiError(f"{what}: the ranks of its ZeroInitContext have parted; build the model again")
 
 
 def _links_of(chunk: Chunk) -> list[BuiltLink]:

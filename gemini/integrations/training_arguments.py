@@ -40,7 +40,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parallelism_config": (lambda args: args.parallelism_config, "divides models in ways that gemini does not"),
     "auto_find_batch_size": (
         lambda args: args.auto_find_batch_size,
-        "starts a training anew after one rank has run out of memory, which the others do not follow: choose "
+        "starts a training again after one rank has run out of memory, which the others do not follow: choose "
         "per_device_train_batch_size, with gradient_accumulation_steps; `gemini estimate` says what fits",
     ),
     "fp16_full_eval": (lambda args: args.fp16_full_eval, "casts the model: give fp16=True, and weights are fp16"),

@@ -6,7 +6,8 @@ in reduce.py: several ranks reduce every micro-batch at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +34,15 @@ class Accumulation:
         self.synchronizes = True  # False inside no_sync()
         self.awaits_reduction = False  # gradients from under no_sync() are left; equal on all ranks
         self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
+
+    @contextmanager
+    def unsynchronized(self) -> Iterator[None]:
+        """A context in which backwards add gradients up on this rank and reduce none. Local."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = before
 
     def note_placement(self, is_resident: bool) -> None:
         """is_resident: no payload leaves between forward and update."""

@@ -78,7 +78,7 @@ class Binding:
             lost = next(m.name for m, a, b in zip(chunk.parameters, before, now, strict=True) if a != b)
             raise ReleasedParameterError(
                 f"parameter {lost!r} was written to through a view that was taken before it left the device; the write "
-                "is lost. Write to the parameter itself, or take the view anew"
+                "is lost. Write to the parameter itself, or take the view again"
             )
 
     def shows_payload(self, chunk: Chunk) -> bool:

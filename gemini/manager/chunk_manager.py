@@ -69,6 +69,7 @@ class ChunkManager:
 
     Attributes:
         chunks: all chunks of the model, in the order of `model.plan`.
+        parameters: all parameters of the chunks, by index.
         memory: the tiers with their ledgers, copies between them, and the slots.
         plan: the one in force; `model.plan`.
         communicator: collectives, and what ranks agree on.
@@ -102,6 +103,7 @@ class ChunkManager:
     ) -> None:
         placement, demand, stage = plan.placement, plan.demand, plan.settings.stage
         self.chunks = list(chunks)
+        self.parameters = [each for chunk in chunks for each in chunk.parameters]
         self.memory = memory
         self.communicator = communicator
         self.plan = plan
@@ -171,7 +173,7 @@ class ChunkManager:
                     return error
         finally:
             self.memory.allow(before.budget)
-        self.communicator.plan_hash = plan.hash
+        self.communicator.follow_plan(plan.hash)
         self.adopt(plan)
         return None
 
@@ -238,7 +240,7 @@ class ChunkManager:
         """Make the model's optimizer known to its chunks. Local. Raises UnsupportedError for a second one."""
         self.refuse_second()
         self.optimizer = optimizer
-        self.grads.expects_scaled_loss = True
+        self.grads.expect_scaled_losses()
 
     def refuse_second(self) -> None:
         """Raises UnsupportedError if the model has an optimizer. Local."""

@@ -126,7 +126,7 @@ class Failures:
             # The exception's traceback may hold a view of a slot, and `reset` would find the slot held.
             clear_our_frames()
             self._underway.forget_forward()
-            self._communicator.position.now = 0
+            self._communicator.position.reset()
             self._params.reset()
 
     def abandon(self) -> None:
@@ -135,10 +135,10 @@ class Failures:
         clear_our_frames()
         self._underway.reset()
         self._grads.reset()
-        self._communicator.position.now = 0
+        self._communicator.position.reset()
         self._params.reset()
         # Written last: after an interrupt in this method the next use abandons the step again.
-        self._grads.in_backward = False
+        self._grads.abandon_backward()
 
     @contextmanager
     def tearing(self) -> Iterator[None]:

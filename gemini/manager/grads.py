@@ -61,7 +61,7 @@ class GradStore:
         self.num_forgotten = 0  # how often `num_backwards` became 0: a `.grad` from before is stale
         self.num_failed = 0  # how often a failed step was the reason
         self.in_backward = False
-        self.expects_scaled_loss = False  # there is an optimizer: it scales losses while fp16 weights are trained
+        self.expects_scaled_loss = False
         self.loss_is_scaled = False  # the running backward came through a scaled loss
         self._trains_fp16 = self._has_fp16()
 
@@ -86,6 +86,14 @@ class GradStore:
                 "optimizer.scale(loss).backward()"
             )
 
+    def expect_scaled_losses(self) -> None:
+        """There is an optimizer, which scales losses while fp16 weights are trained. Local."""
+        self.expects_scaled_loss = True
+
+    def begin_scaled_loss(self) -> None:
+        """A backward begins that comes through a scaled loss. Local."""
+        self.loss_is_scaled = True
+
     def end_scaled_loss(self) -> None:
         """The backward that came through a scaled loss is over. Local."""
         self.loss_is_scaled = False
@@ -96,6 +104,10 @@ class GradStore:
         self.in_backward = True
         self.num_backwards += 1
         self.accumulation.begin_backward()
+
+    def abandon_backward(self) -> None:
+        """The running backward failed, and nothing of it counts. Local."""
+        self.in_backward = False
 
     def on_gradient(self, chunk: Chunk, position: int, grad: Tensor) -> None:
         """Take over a gradient of the chunk, of the parameter at `position`."""
@@ -185,7 +197,7 @@ class GradStore:
         if becomes is not Becomes.NONE:
             self.collect_all()
         self.arrivals.drop()
-        self.loss_is_scaled = False
+        self.end_scaled_loss()
         self.num_forgotten += 1
         self.num_backwards = 0
         self.leftovers.end(becomes, stay or {})

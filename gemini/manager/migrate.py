@@ -156,8 +156,7 @@ class Rehoming:
         self._grads.homes.reset_lending()
         self._grads.reset_order()
         step.payloads.note_placement()
-        # Slots and buffers take their memory at the next use.
-        step.payloads.has_room = False
+        step.payloads.miss_room()
         self._params.next_use.reset_trace()
 
     def _move_all(self, states: StateStore | None, moves_in: bool) -> None:

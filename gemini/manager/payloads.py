@@ -47,6 +47,10 @@ class Payloads:
             self.params.pools.fill()
             self.grads.take_memory()
 
+    def miss_room(self) -> None:
+        """The plan has other slots and buffers than there are: `take_room` makes them at the next use. Local."""
+        self.has_room = False
+
     def give_room(self) -> None:
         """Free the memory of all slots and buffers between steps, until the next use. Local."""
         self.params.release_all()

@@ -61,11 +61,11 @@ class Recorder:
         """
         self._running = None  # one that a failed step has left
         with PositionPeaks(self._source.peak_meter()) as peaks:
-            self._position.recording = EventPeaks(peaks, self._ledger)
+            self._position.begin_recording(EventPeaks(peaks, self._ledger))
             try:
                 yield
             finally:
-                self._position.recording = None
+                self._position.end_recording()
         self._learn(peaks)
 
     def note_batch(self, num_bytes: int) -> None:
@@ -76,21 +76,22 @@ class Recorder:
         """A training pass begins. Local."""
         # The last recorded pass had no backward: a script that never calls one must not be recorded at each forward.
         if self._running is not None:
-            self._running = self._position.recording = None
+            self._running = None
+            self._position.end_recording()
             self._num_in_vain += 1
-        is_free = self._position.recording is None and self._num_in_vain < _MOST_IN_VAIN
+        is_free = not self._position.is_recorded and self._num_in_vain < _MOST_IN_VAIN
         if is_free and self._batch_bytes > self._largest_batch:
             meter = self._source.peak_meter()
             # A dispatch mode would have to be entered around the whole step.
             if not isinstance(meter, TorchDispatchMode):
                 self._running = PositionPeaks(meter).__enter__()
-                self._position.recording = EventPeaks(self._running, self._ledger)
+                self._position.begin_recording(EventPeaks(self._running, self._ledger))
 
     def end_pass(self) -> None:
         """The pass's backward is over. Local."""
         peaks, self._running = self._running, None
         if peaks is not None:
-            self._position.recording = None
+            self._position.end_recording()
             peaks.__exit__(None, None, None)
             self._learn(peaks)
             self._num_in_vain = 0
@@ -104,7 +105,8 @@ class Recorder:
         """
         found: Iterable[tuple[Hashable, int]] = self.non_model_bytes.items()
         if has_failed and self._running is not None:
-            failed, self._running, self._position.recording = self._running, None, None
+            failed, self._running = self._running, None
+            self._position.end_recording()
             failed.__exit__(None, None, None)
             found = failed.by_position.items()
         event, _ = max(found, key=lambda pair: pair[1], default=(None, 0))

@@ -110,7 +110,7 @@ class AccumulateAndReduce(Accumulation):
                 break
             self.reduce(gradient, backward)
             self._next_in_order += 1
-        position.now = before
+        position.return_to(before)
 
     def due(self) -> Sequence[int]:
         """See `Accumulation`. If backward gathers parameters, fetches are points that all ranks share."""

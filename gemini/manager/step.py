@@ -200,7 +200,7 @@ class Step:
                 yield
         finally:
             self._underway.end_touch(pinned)
-            self.position.now = before
+            self.position.return_to(before)
             self._after_use(bound)
 
     # -- around the step

@@ -66,7 +66,7 @@ def check_wrapped(
             raise GeminiError(
                 f"parameter {name!r} was added or replaced after ShardedModel(...) and would not be trained: "
                 "change the module before it is wrapped, and values with model.load_state_dict() or in place. To "
-                "change a size now, load model.state_dict() into the plain module, change that, and wrap it anew"
+                "change a size now, load model.state_dict() into the plain module, change that, and wrap it again"
             )
 
 

@@ -98,7 +98,7 @@ class MovingOut:
         if self.communicator.watch is not None:
             self.communicator.restart()
         # The hash is part of every tag, and only some ranks may have set it.
-        self.communicator.plan_hash = 0
+        self.communicator.follow_plan(0)
         has_plan, device = bool(self.chunks), self.communicator.device
         planned = torch.tensor([has_plan, not has_plan], dtype=torch.int64, device=device)
         self.communicator.all_reduce_max_(planned, "what was planned")

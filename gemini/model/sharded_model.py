@@ -132,7 +132,7 @@ class ShardedModel(PlainView):
                 )
                 had = placement_in_words(first.placement, first.budget_bytes)
                 communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)
-                communicator.plan_hash = first.hash
+                communicator.follow_plan(first.hash)
                 memory.allow(first.budget)
                 self._show(module)
                 for store in wrapping.stores:
@@ -168,10 +168,9 @@ class ShardedModel(PlainView):
         self._states = States(self.chunk_manager)
         step = self.chunk_manager.step
         saved_tensors = SavedTensors(step)
-        self._managed = [managed for chunk in chunks for managed in chunk.parameters]
         self._places: list[tuple[str, int]] = []  # places of parameters at their last check
         self.trainability = Trainability(self.chunk_manager)
-        for managed in self._managed:
+        for managed in self.chunk_manager.parameters:
             link = Link(managed, self._states, self.trainability, saved_tensors)
             managed.parameter._gemini = link  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
@@ -181,7 +180,7 @@ class ShardedModel(PlainView):
         self._copies.install(self.module)
         for each, casting in weights.casting.items():
             self._hooks.take_over(casting.install(each))
-        self._hooks.take_over(watch_gradients(step, self._managed))
+        self._hooks.take_over(watch_gradients(step, self.chunk_manager.parameters))
         self._hooks.take_over(StateHooks(self._states).install(self.module))
         table = self.module, operators, self.chunk_manager, self.trainability, self._hooks
         self._table = OperatorTable(*table, self._ignored)
@@ -219,12 +218,8 @@ class ShardedModel(PlainView):
         reducing every micro-batch. A backward inside raises BudgetError if the host has no room.
         """
         accumulation = self.chunk_manager.grads.accumulation
-        before = accumulation.synchronizes
-        accumulation.synchronizes = False
-        try:
+        with accumulation.unsynchronized():
             yield
-        finally:
-            accumulation.synchronizes = before
 
     def check_parameters(self) -> None:
         """Check that the module still has the wrapped parameters, as every step does. Local.
@@ -234,7 +229,7 @@ class ShardedModel(PlainView):
         places = parameter_places(self.module)
         if places == self._places:  # the steady state
             return
-        check_wrapped(self.module, self._managed, self._ignored, self.world_size)
+        check_wrapped(self.module, self.chunk_manager.parameters, self._ignored, self.world_size)
         self._places = places
 
     @property

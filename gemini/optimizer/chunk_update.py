@@ -75,7 +75,7 @@ class ChunkUpdates:
         Local. Raises torch.OutOfMemoryError or BudgetError, and nothing has changed then.
         """
         needs: dict[tuple[Tier, str], int] = {}
-        device = self._step.params.memory.device.device
+        memory = self._step.params.memory
         temporaries = 0  # on the device; the host has no bound that an allocation would find
         gathers_in_slot = False
         for chunk in chunks:
@@ -89,7 +89,9 @@ class ChunkUpdates:
             for name, num_bytes in staged.items():
                 needs[tier, name] = max(num_bytes, needs.get((tier, name), 0))
             if tier is Tier.DEVICE:
-                its = self._update.temporary_bytes(chunk.optim_numel, self._states[chunk.index].dtype, device)
+                its = self._update.temporary_bytes(
+                    chunk.optim_numel, self._states[chunk.index].dtype, memory.device.device
+                )
                 temporaries = max(temporaries, its)
             gathers_in_slot |= _is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
         if gathers_in_slot:

@@ -38,7 +38,7 @@ class Scaling:
         return scaled
 
     def _on_scaled_loss(self, grad: Tensor) -> None:
-        self._gradients.loss_is_scaled = True
+        self._gradients.begin_scaled_loss()
         # `end_backward()` resets the mark too, but does not run if this backward reaches nothing of the model.
         torch.autograd.Variable._execution_engine.queue_callback(self._gradients.end_scaled_loss)
 

@@ -98,7 +98,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip_grad_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
         self.model = model
         self._manager = manager = model.chunk_manager
-        self._num_parameters = len(model._managed)
         given, name = optimizer.param_groups, type(optimizer).__name__
         members = [members_of(manager.step, name, number, group) for number, group in enumerate(given)]
         group_of = {managed.index: number for number, group in enumerate(members) for managed in group}
@@ -215,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What all ranks must know."""
         trained, ungrouped = self._chunk_states.trained, self._chunk_states.ungrouped()
         live = self._manager.live if self.model.settings.model_data_memory is None else None
-        step, num_parameters = self._manager.step, self._num_parameters
+        step, num_parameters = self._manager.step, len(self._manager.parameters)
         return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live)
 
     def _step(self) -> None:
@@ -250,7 +249,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skipped = None
         factors = GradientFactors(1.0 / self.loss_scale)
         if summary.non_finite is not None:
-            skipped = self.model._managed[summary.non_finite].name
+            skipped = self._manager.parameters[summary.non_finite].name
             warnings.warn(
                 f"step {self._num_steps} skipped on all ranks: the gradient of {skipped!r} is not finite", stacklevel=5
             )

@@ -40,7 +40,7 @@ def whole_optimizer_state(
 
     With `rank0_only` the other ranks take part in the collectives and keep nothing.
     """
-    step = model.chunk_manager.step
+    step, parts = model.chunk_manager.step, States(model.chunk_manager)
     keep = not rank0_only or step.communicator.rank == 0
     step.check_idle("optimizer.state_dict()")
     numbers = _numbers(groups)
@@ -51,13 +51,11 @@ def whole_optimizer_state(
         for chunk in step.chunks:
             known = [managed for managed in chunk.parameters if managed.index in numbers]
             if states.has(chunk):
-                entries = _whole_entries(
-                    model._states, states.by_chunk[chunk.index], names[chunk.index], known if keep else ()
-                )
+                entries = _whole_entries(parts, states.by_chunk[chunk.index], names[chunk.index], known if keep else ())
                 state |= {numbers[index]: entry for index, entry in entries.items()}
             if Kind.MASTER in chunk.homes:
                 mastered = [managed for managed in known if managed.owns_master]
-                copies = model._states.full_precision(chunk).copies(mastered if keep else ())
+                copies = parts.full_precision(chunk).copies(mastered if keep else ())
                 masters |= {numbers[index]: master for index, master in copies.items()}
     if not keep:
         return {}
@@ -104,11 +102,11 @@ def load_optimizer_state(
 
     Raises ValueError or KeyError, or BudgetError if there is no room, before anything is changed.
     """
-    step = model.chunk_manager.step
+    step, parts = model.chunk_manager.step, States(model.chunk_manager)
     step.check_idle("optimizer.load_state_dict()")
     model.trainability.apply_unfrozen()
     step.binding.write_back_all()  # edits of weights must not overwrite the loaded masters later
-    by_number = {number: model._managed[index] for index, number in _numbers(groups).items()}
+    by_number = {number: model.chunk_manager.parameters[index] for index, number in _numbers(groups).items()}
     saved = _numbered(saved)
     _check(groups, saved, by_number, states)
     masters = saved.get("masters", {})
@@ -124,9 +122,9 @@ def load_optimizer_state(
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
             if its_state is not None:
-                _load_entry(model._states, its_state, managed, saved["state"].get(number))
+                _load_entry(parts, its_state, managed, saved["state"].get(number))
             if number in masters and Kind.MASTER in managed.chunk.homes:
-                _load_master(model._states, managed, masters[number])
+                _load_master(parts, managed, masters[number])
 
 
 def _wanted(

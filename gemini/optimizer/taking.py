@@ -65,7 +65,7 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
     if error is not None:
         _give_back(manager, states, was_there)
     elif not was_there:
-        manager.step.payloads.has_room = False  # gradient slots are allocated at the next use
+        manager.step.payloads.miss_room()  # there are no gradient slots yet
     return error
 
 

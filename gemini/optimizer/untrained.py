@@ -18,7 +18,7 @@ def refuse_ungrouped(model: ShardedModel, states: ChunkStates) -> None:
     """Raises GeminiError if an unfrozen parameter is in no param group."""
     if not model.trainability.unfrozen:
         return
-    unfrozen = [each for each in model._managed if each.index in model.trainability.unfrozen]
+    unfrozen = [each for each in model.chunk_manager.parameters if each.index in model.trainability.unfrozen]
     names = [each.name for each in unfrozen if states.group(each) is None]
     if names:
         raise GeminiError(
@@ -31,7 +31,7 @@ def refuse_idle(model: ShardedModel, summary: GradientSummary) -> None:
     """Raises GeminiError on all ranks if a trained parameter has no gradient, unless the settings ignore that."""
     if model.settings.ignore_unused_parameters:
         return
-    trained = [each for each in model._managed if each.requires_grad and each.parameter.requires_grad]
+    trained = [each for each in model.chunk_manager.parameters if each.requires_grad and each.parameter.requires_grad]
     names = [each.name for each in trained if not summary.has_gradient[each.index]]
     if names:
         raise GeminiError(
@@ -43,7 +43,7 @@ def refuse_idle(model: ShardedModel, summary: GradientSummary) -> None:
 def frozen_among(model: ShardedModel, parameters: Iterable[Tensor] | None) -> list[ManagedParameter]:
     """The given frozen parameters, or all of the model. Raises ValueError if one is trained or not the model's."""
     if parameters is None:
-        return [managed for managed in model._managed if not managed.requires_grad]
+        return [managed for managed in model.chunk_manager.parameters if not managed.requires_grad]
     if isinstance(parameters, Tensor):
         raise TypeError("discard_state() takes several parameters, found a tensor: put it into a list")
     found: dict[int, ManagedParameter] = {}

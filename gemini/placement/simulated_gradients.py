@@ -236,7 +236,6 @@ class Gradients:
         if self._resumes(chunk):
             num_bytes = self.homes.num_bytes(chunk)
             self._traffic.copy(self.homes.tier_of(chunk), Tier.DEVICE, num_bytes, Purpose.GRADIENT)
-            gradient.is_sum = True
 
     def _take_slot(self, chunk: int) -> None:
         size = self._facts[chunk].oversize
@@ -256,7 +255,7 @@ class Gradients:
     def _close(self, chunk: int) -> None:
         gradient = self.of[chunk]
         self._inside[self._facts[chunk].oversize].pop(chunk, None)
-        gradient.state, gradient.is_sum, gradient.fired = "closed", False, set()
+        gradient.state, gradient.fired = "closed", set()
 
     # -- reductions
 

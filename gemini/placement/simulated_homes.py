@@ -25,7 +25,6 @@ class Gradient:
     home: Tier | None  # tier of its own home; None: it rests in the parameter home
     expected: int  # weights whose gradients complete the chunk
     state: str = "closed"  # or "at home", "in slot", "spilled", "reducing"
-    is_sum: bool = False  # the open payload began with the reduced gradient
     fired: set[int] = field(default_factory=set)  # weights whose gradients are in the open payload
     got: set[int] = field(default_factory=set)  # weights with a gradient since the last step
     is_reduced: bool = False

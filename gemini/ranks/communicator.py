@@ -46,7 +46,7 @@ class Communicator:
         self, group: dist.ProcessGroup | None, position: StepPosition, rank_timeout_s: float, device: torch.device
     ) -> None:
         self.position = position
-        self.plan_hash = 0
+        self.plan_hash = 0  # of the plan in force; 0 before there is one
         self._sequence = 0
         self._process = os.getpid()
         self._doing = "start", 0, 0  # (kind, chunk, position) of the last collective
@@ -63,6 +63,10 @@ class Communicator:
         self._own: OwnGroup | None = None
         self.collectives = self._connect()
         self._end_dropped()
+
+    def follow_plan(self, plan_hash: int) -> None:
+        """Collectives from now on are of the plan with this hash, which their tags have. 0: of none. Local."""
+        self.plan_hash = plan_hash
 
     @property
     def rank(self) -> int:

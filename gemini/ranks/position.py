@@ -29,9 +29,9 @@ class StepPosition:
 
     def __init__(self, operators: Sequence[str]) -> None:
         self.operators = list(operators)
-        self.now = 0
+        self.now = 0  # in this process; it is in the tags of collectives
         self.events = Events()
-        self.recording: Recording | None = None  # measures the events of the running step, if it is recorded
+        self._recording: Recording | None = None  # measures the events of the running step, if it is recorded
 
     @property
     def operator(self) -> int:
@@ -47,8 +47,29 @@ class StepPosition:
         """Move to `phase` of `operator`, and count that as an event."""
         self.now = operator * len(Phase) + phase
         self.events.reach(operator, phase)
-        if self.recording is not None:
-            self.recording.reached(self.events.now)
+        if self._recording is not None:
+            self._recording.reached(self.events.now)
+
+    def return_to(self, position: int) -> None:
+        """Be at `position` again, which `now` was before a use that has ended. That is no event."""
+        self.now = position
+
+    def reset(self) -> None:
+        """Be where a step begins: the running one failed."""
+        self.now = 0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recording of the running step has begun."""
+        return self._recording is not None
+
+    def begin_recording(self, recording: Recording) -> None:
+        """Tell `recording` of every event from now on."""
+        self._recording = recording
+
+    def end_recording(self) -> None:
+        """Tell the recording of no event any more. Without one nothing happens."""
+        self._recording = None
 
     def here(self) -> str:
         """The current position in words."""

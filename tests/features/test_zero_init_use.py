@@ -211,5 +211,5 @@ def test_a_write_through_a_view_that_comes_too_late_is_an_error(rank: int, world
             row.zero_()
             first.weight.sum()
 
-    with pytest.raises(ReleasedParameterError, match=r"Linear 0\.weight(?s:.*)take the view anew"):
+    with pytest.raises(ReleasedParameterError, match=r"Linear 0\.weight(?s:.*)take the view again"):
         build()
