@@ -41,12 +41,18 @@ class BudgetError(GeminiError):
         self.is_shortage = is_shortage
 
     def as_shortage(self, is_shortage: bool) -> "BudgetError":
-        """The same refusal, of which ranks have agreed whether it is one of the device's memory."""
+        """The same refusal, of which ranks have agreed whether it is one of the device's memory.
+
+        Local; raises nothing.
+        """
         self.is_shortage = is_shortage
         return self
 
     def reworded(self, message: str, needed_bytes: int | None = None) -> "BudgetError":
-        """The same refusal, with its numbers, in other words. needed_bytes: in place of its own."""
+        """The same refusal, with its numbers, in other words. needed_bytes: in place of its own.
+
+        Local; raises nothing.
+        """
         return BudgetError(
             message,
             tier=self.tier,

@@ -193,7 +193,7 @@ class Settings:
         """`settings`, or the defaults, with `options` in place of the fields of these names.
 
         owner, others: the function that was given the options, and its other arguments, for the error of an unknown
-        option. Raises TypeError or ValueError.
+        option. Local. Raises TypeError or ValueError.
         """
         valid = [each.name for each in fields(Settings)]
         refuse_unknown_arguments(owner, [name for name in options if name not in valid], [*valid, *others])
@@ -208,20 +208,26 @@ class Settings:
         return resolve_policy(self.tensor_placement_policy, **self._of_policy())
 
     def with_policy(self, policy: str | PlacementPolicy) -> Settings:
-        """These settings with another policy, and without the fractions of theirs."""
+        """These settings with another policy, and without the fractions of theirs.
+
+        Local. Raises ValueError for an unknown name.
+        """
         none: dict[str, Any] = dict.fromkeys((*FRACTIONS, MARGIN))
         return replace(self, tensor_placement_policy=policy, **none)
 
     def budget_bytes(self, name: str) -> int | None:
-        """One of the three budgets, in bytes."""
+        """One of the three budgets, in bytes. Local; raises nothing."""
         return parse_bytes(getattr(self, name), name)
 
     def gathers(self, world_size: int) -> bool:
-        """Parameters are gathered from other ranks."""
+        """Parameters are gathered from other ranks. Local; raises nothing."""
         return self.stage == 3 and world_size > 1
 
     def chunk_dtypes(self, weight: Dtype) -> ChunkDtypes:
-        """The dtypes of a chunk of such weights. Only fp32, fp16 and bf16 gradients travel and rest in other ones."""
+        """The dtypes of a chunk of such weights. Only fp32, fp16 and bf16 gradients travel and rest in other ones.
+
+        Local; raises nothing.
+        """
         if weight not in map(dtype_of, CASTABLE_DTYPES):
             return ChunkDtypes(weight, weight, weight, weight, widens=False)
         return ChunkDtypes(
@@ -233,7 +239,10 @@ class Settings:
         )
 
     def shared(self) -> tuple[str, ...]:
-        """`name=value` of each field that all ranks must have in common; these decide the order of collectives."""
+        """`name=value` of each field that all ranks must have in common; these decide the order of collectives.
+
+        Raises nothing.
+        """
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         values["shard_strategy"] = type(resolve_strategy(self.shard_strategy)).__name__
         values["tensor_placement_policy"] = self.policy.name

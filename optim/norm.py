@@ -29,8 +29,8 @@ NUM_LIMBS = VALUE_LIMBS + 2
 LOWEST_EXPONENT = -352
 """Limb i counts multiples of 2**(32 * i - 352). The smallest sum is 2**-298, 52 fraction bits reach to
 2**-350; the largest is below 256 * 2**256 = 2**264, inside limb 19."""
-# Each tile adds less than 2**32 to any limb, and a limb holds 2**63: none overflows before 2**31 tiles have been added over
-# all ranks together, which are 5.5e11 elements.
+# Each tile adds less than 2**32 to any limb, and a limb holds 2**63: none overflows before 2**31 tiles have been added,
+# over all ranks together, which are 5.5e11 elements.
 SMALLEST_FP32_SUM = 2.0**-80
 """Above it, what 256 squares lost to underflow (each below 2**-149) is under 2**-61 of the sum."""
 

@@ -39,7 +39,10 @@ class ShardStrategy(ABC):
 
     @abstractmethod
     def units(self, operators: Sequence[Sequence[ParameterSpec]]) -> list[list[ParameterSpec]]:
-        """The units of a model, in order of first use. Each parameter is in exactly one operator and one unit."""
+        """The units of a model, in order of first use. Each parameter is in exactly one operator and one unit.
+
+        operators: the parameters of each operator, in order of first use. Local; raises nothing.
+        """
 
 
 class TensorShardStrategy(ShardStrategy):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import doctest
 import enum
+import functools
 import inspect
 import io
 import re
@@ -90,6 +91,32 @@ def test_a_public_docstring_says_arguments_errors_and_who_calls(
         needed = []
     missing = [each for each in needed if not re.search(rf"\b{each}\b", text)]
     assert not missing, f"{name}: {', '.join(missing)} not in its docstring"
+
+
+def members() -> Iterator[tuple[str, Any]]:
+    """Public methods and properties of exported classes, records and errors included."""
+    for name in gemini.__all__:
+        thing = getattr(gemini, name)
+        for owner in thing.__mro__ if isinstance(thing, type) else ():
+            if owner.__module__.split(".")[0] in ("gemini", "optim", "sharding"):
+                for member, value in vars(owner).items():
+                    is_ours = isinstance(value, property | functools.cached_property | staticmethod | classmethod)
+                    if not member.startswith("_") and (is_ours or inspect.isfunction(value)):
+                        yield f"{name}.{member}", getattr(thing, member)
+
+
+def test_a_public_member_has_a_docstring_and_a_method_says_errors_and_who_calls() -> None:
+    found = []
+    for name, member in members():
+        text = inspect.getdoc(member) or ""
+        if not text:
+            found.append(f"{name} has no docstring")
+        elif not isinstance(member, property | functools.cached_property):
+            if not COLLECTIVE.search(text):
+                found.append(f"{name}: collective, local, or called by every rank?")
+            if not RAISES.search(text):
+                found.append(f"{name}: what does it raise?")
+    assert not found, "\n".join(found)
 
 
 def needs_example(thing: Any) -> bool:

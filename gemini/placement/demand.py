@@ -73,7 +73,10 @@ class ChunkDemand:
     optim_states: int = field(default=OPTIM_STATES, compare=False)  # per element; in `home_bytes`, if it has any
 
     def needs_slot_of(self, kind: Kind) -> bool:
-        """Whether using its parameters (or gradient) takes a slot even where they are at home on the device."""
+        """Whether using its parameters (or gradient) takes a slot even where they are at home on the device.
+
+        Local; raises nothing.
+        """
         return self.needs_gradient_slot if kind is Kind.GRAD else self.needs_slot
 
 
@@ -133,11 +136,16 @@ class Placement:
         """Group identical (demand, homes) pairs and count them, so that planning is linear in distinct chunks.
 
         Pairs are identical if they are the same two objects. `needs.demand_of` shares one object among equal chunks.
+
+        Local; raises nothing.
         """
         return self.groups.of(demand.chunks, self.homes)
 
     def bytes_by_kind(self, demand: Demand, tier: Tier) -> dict[str, int]:
-        """Bytes that this placement puts on a tier: states by kind, and on the device slots and scratch."""
+        """Bytes that this placement puts on a tier: states by kind, and on the device slots and scratch.
+
+        Local; raises nothing.
+        """
         found: dict[str, int] = {str(kind): 0 for kind in Kind}
         for chunk, homes, count in self.alike(demand):
             for kind, num_bytes in chunk.home_bytes.items():
@@ -153,19 +161,22 @@ class Placement:
         return found
 
     def optim_home(self, demand: Demand, index: int) -> StateHome:
-        """The home of the optimizer state of chunk `index`, which must have one."""
+        """The home of the optimizer state of chunk `index`, which must have one.
+
+        Local; raises KeyError if it has none.
+        """
         return StateHome(self.homes[index][Kind.OPTIM], demand.chunks[index].optim_states)
 
     def device_bytes(self, demand: Demand) -> int:
-        """Model data that this placement puts on the device, slots and scratch included."""
+        """Model data that this placement puts on the device, slots and scratch included. Local; raises nothing."""
         return sum(self.bytes_by_kind(demand, Tier.DEVICE).values())
 
     def live_numel(self, demand: Demand) -> int:
-        """Elements that all slots may hold together, kept ones included."""
+        """Elements that all slots may hold together, kept ones included. Local; raises nothing."""
         return sum(demand.chunks[index].numel for index in self.kept) + _total(self.num_slots, demand.slot_numel)
 
     def host_bytes(self, demand: Demand, kinds: Collection[Kind] = tuple(Kind)) -> int:
-        """Bytes of these states at rest in host memory."""
+        """Bytes of these states at rest in host memory. Local; raises nothing."""
         by_kind = self.bytes_by_kind(demand, Tier.HOST)
         return sum(by_kind[kind] for kind in kinds)
 

@@ -123,6 +123,8 @@ class Plan:
 
         They tell what was chosen and why, where states rest, what a step moves, what another budget would change, and
         the minimum.
+
+        Local; raises nothing.
         """
         settings, demand = self.settings, self.demand
         if not demand.chunks:

@@ -202,7 +202,7 @@ class StaticPolicy:
         return f"static({', '.join(f'{name}={getattr(self, name)}' for name in FRACTIONS)})"
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        """See `PlacementPolicy.place`. Raises BudgetError if the fractions do not fit into the budget."""
+        """See `PlacementPolicy.place`. Local. Raises BudgetError if the fractions do not fit into the budget."""
         # Choose what is resharded, then what is offloaded of the rest.
         whole = [chunk.payload_bytes if chunk.may_keep_slot else 0 for chunk in demand.chunks]
         given_up = _last_of(whole, self.shard_param_frac)
