@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def activations_at_hand(self) -> int | None:
-        """With the batch's checkpointing."""
+        """Bytes of activations with the batch's own choice of checkpointing. None: they are not known."""
         return self.activations[self.batch.is_checkpointed]
 
 
@@ -191,7 +191,7 @@ def chosen_of(settings: Settings) -> dict[str, float]:
 
 
 def _dtype_of(module: nn.Module, settings: Settings) -> Dtype:
-    """Of most of the elements."""
+    """The dtype that most of the model's elements have once it is wrapped."""
     counts: Counter[Dtype] = Counter()
     for parameter in module.parameters():
         counts[dtype_of(parameter.dtype)] += parameter.numel()

@@ -101,7 +101,7 @@ def _bytes(value: str | None, option: str) -> int | None:
 
 
 def _rates(wanted: str | None, published: Machine | None, is_here: bool) -> Rates | None:
-    """Of a machine that is described by its memory alone none: nobody measured or published them."""
+    """Measured or published rates. None for a machine of which only the memory is told, unless `wanted` names some."""
     if wanted is None:
         wanted = published.name if published else "measured" if is_here else "none"
     if wanted == "none":

@@ -9,7 +9,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_option(name: str) -> torch.dtype | None:
-    """Of `--dtype`; None for "own". Raises typer.BadParameter."""
+    """The dtype that `--dtype` names; None for "own". Raises typer.BadParameter."""
     if name not in (*DTYPES, "own"):
         raise typer.BadParameter(f"must be one of own, {', '.join(DTYPES)}, found {name!r}", param_hint="--dtype")
     return DTYPES.get(name)

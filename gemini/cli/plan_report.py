@@ -92,7 +92,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
 
 
 def _settings_of(found: Answer, model_data_memory: int) -> dict[str, float | None]:
-    """With which `ShardedModel` makes the plan."""
+    """The settings with which `ShardedModel` makes the same plan."""
     return {
         "device_memory": found.cluster.device_bytes,
         "model_data_memory": model_data_memory,
@@ -102,7 +102,7 @@ def _settings_of(found: Answer, model_data_memory: int) -> dict[str, float | Non
 
 
 def show(name: str, found: Answer, console: Console) -> None:
-    """For people."""
+    """Print the answer for people to read."""
     ranks, batch, plan = found.cluster.ranks, found.batch, found.plan
     nodes = f" on {ranks.num_nodes} nodes of {ranks.on_a_node}" if ranks.num_nodes > 1 else ""
     lines = [

@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch of one rank."""
+        """The tokens in a micro-batch of one rank."""
         return self.sequences * self.length
 
 
@@ -83,7 +83,7 @@ class Question:
         return kept + self.gradient_bytes
 
     def plan(self) -> Plan:
-        """For training. Local. Raises BudgetError also where there is room for the weights alone."""
+        """The plan for training. Local. Raises BudgetError also where there is room for the weights alone."""
         there, free, plan = self.cluster.host_bytes, FreeBytes(activations=self.activations), None
         try:
             plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states)
@@ -141,15 +141,15 @@ class Question:
         return math.floor(free_bytes / of_one)
 
     def with_sequences(self, sequences: int) -> Question:
-        """Of another batch."""
+        """The same question for another number of sequences in a micro-batch."""
         return replace(self, batch=replace(self.batch, sequences=sequences))
 
     def with_memory(self, device_bytes: int | None, host_bytes: int | None) -> Question:
-        """Of ranks with other memory."""
+        """The same question for ranks with other memory."""
         return replace(self, cluster=replace(self.cluster, device_bytes=device_bytes, host_bytes=host_bytes))
 
     def with_ranks(self, count: int) -> Question:
-        """Of so many ranks, each with as much memory."""
+        """The same question for `count` ranks, each with as much memory as now."""
         ranks = replace(self.cluster.ranks, count=count)
         packed = packed_of(self.module, self.settings, count)
         return replace(self, cluster=replace(self.cluster, ranks=ranks), packed=packed)

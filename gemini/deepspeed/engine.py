@@ -36,7 +36,7 @@ class DeepSpeedEngine(Engine):
         return self.batch_sizes.accumulation
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """The stage, 0 to 3."""
         return self.model.settings.stage
 
     def get_global_grad_norm(self) -> float | None:

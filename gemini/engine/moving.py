@@ -36,7 +36,7 @@ class MovedByEngine:
         self._count: int | None = None  # `last_epoch` of the schedule after its last move
 
     def after_backward(self) -> None:
-        """Does nothing."""
+        """Nothing happens at a backward: the schedule moves with updates."""
 
     def after_update(self) -> None:
         count = getattr(self.shown, "last_epoch", None)

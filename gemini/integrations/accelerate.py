@@ -132,7 +132,7 @@ class Accelerator(accelerate.Accelerator):
     # -- prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As in Accelerate; every module with parameters becomes a `ShardedModel`. Collective.
+        """Prepare objects as Accelerate does; every module with parameters becomes a `ShardedModel`. Collective.
 
         Raises UnsupportedError for an optimizer of parameters of no module that is, or was, prepared, and what
         `ShardedModel` and `ShardedOptimizer` raise.
@@ -203,7 +203,7 @@ class Accelerator(accelerate.Accelerator):
         return {ours: getattr(handler, theirs or ours) for ours, theirs in names.items()}
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
-        """As in Accelerate, for a schedule of the plain or of the prepared optimizer. Local. Raises nothing."""
+        """Prepare a schedule, of the plain or of the prepared optimizer. Local. Raises nothing."""
         for optimizer in self._optimizers:
             if scheduler.optimizer.param_groups[0] is optimizer.param_groups[0]:
                 break
@@ -290,7 +290,7 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Path:
-        """As in Accelerate: whole weights, the whole optimizer state and all the rest. Collective.
+        """Save as Accelerate does: whole weights, the whole optimizer state and all the rest. Collective.
 
         On return the files are there, on every rank. The arguments are Accelerate's. Raises UnsupportedError if a model
         whose optimizer was prepared was not, and would be left out, and OSError, on the other ranks RemoteRankError, if

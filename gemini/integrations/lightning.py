@@ -107,7 +107,7 @@ class GeminiStrategy(DDPStrategy):
     # -- set up
 
     def setup_distributed(self) -> None:
-        """As for DDP; one rank needs no process group. Collective. Raises what torch raises."""
+        """Set up the process group as for DDP; one rank needs none. Collective. Raises what torch raises."""
         if self.num_nodes * self.num_processes > 1:
             super().setup_distributed()
         else:

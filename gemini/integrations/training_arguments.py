@@ -120,7 +120,7 @@ def _of_the_optimizer(given: dict[str, Any], args: Any) -> Iterator[tuple[str, A
 
 
 def class_and_arguments(optimizer: OptimizerConfig, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Of the config's optimizer; what it leaves out and TrainingArguments have is taken from them. Local."""
+    """Class and arguments of the config's optimizer, and what TrainingArguments say of it beside that. Local."""
     made = optimizer.make([nn.Parameter(torch.zeros(1, device="cpu"))])
     found = {name: value(args) for name, value in _OPTIMIZER.items() if name in made.defaults}
     return type(made), {**found, **optimizer.params}

@@ -143,7 +143,7 @@ class ShardedTraining(_Trainer):
         return self._sharded
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As of the Trainer: a model for every training. The one before gives its memory back. Collective."""
+        """Make a model for every training, as the Trainer does. The one before gives its memory back. Collective."""
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
@@ -151,7 +151,7 @@ class ShardedTraining(_Trainer):
         return made
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As of the Trainer. Raises UnsupportedError if Accelerate was told to shard the model itself."""
+        """Do what the Trainer does. Raises UnsupportedError if Accelerate was told to shard the model itself."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = TrainerAccelerator
         self.accelerator.check()
@@ -250,7 +250,7 @@ class ShardedTraining(_Trainer):
         communicator.wait_for_all(done)
 
     def end(self) -> None:
-        """As of the Trainer, at the very end: the model gives its memory back too. Collective."""
+        """Do what the Trainer does at the very end: the model gives its memory back too. Collective."""
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
@@ -274,11 +274,11 @@ class Seq2SeqTrainer(ShardedTraining, transformers.Seq2SeqTrainer):
     """
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As of the Seq2SeqTrainer. Collective. Raises what the model raises."""
+        """Do what the Seq2SeqTrainer does. Collective. Raises what the model raises."""
         return super().evaluate(*args, **{"synced_gpus": self._gathers, **kwargs})
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the Seq2SeqTrainer. Collective. Raises what the model raises."""
+        """Do what the Seq2SeqTrainer does. Collective. Raises what the model raises."""
         return super().predict(*args, **{"synced_gpus": self._gathers, **kwargs})
 
     @property

@@ -74,7 +74,7 @@ class Completion:
         return [index for index in touched if self._num_ranks[index] == world_size]
 
     def _news(self) -> array[int]:
-        """For each chunk that became complete or incomplete: two times its index, plus 1 if it is complete."""
+        """Words of each chunk that became complete or incomplete: two times its index, plus 1 if it is complete."""
         gradients = self._memory.gradients
         if self._asked:
             suspects = sorted(self._changed)

@@ -84,7 +84,7 @@ def _itemsizes(parameters: list[nn.Parameter]) -> tuple[int, int]:
 
 
 def _checkpointed(module: nn.Module, blocks: list[nn.Module]) -> list[bool]:
-    """For each block whether it is checkpointed, by its own flags, or by the model's flags if no block has one."""
+    """Whether each block is checkpointed, by its own flags, or by the model's flags if no block has one."""
     by_block = [[flag for each in block.modules() if (flag := _flag_of(each)) is not None] for block in blocks]
     if any(by_block):
         return [any(flags) for flags in by_block]

@@ -35,7 +35,7 @@ from gemini.model.tensors import tensors_in
 
 @dataclass(frozen=True)
 class Handles:
-    """Of all hooks that one model's modules and parameters have because of us, as they are registered and removed."""
+    """Handles of all hooks that the modules and parameters of one model have because of us."""
 
     of_operators: list[RemovableHandle] = field(default_factory=list)  # and of the root
     of_others: list[RemovableHandle] = field(default_factory=list)

@@ -155,7 +155,7 @@ class ShardView:
 
 
 def staged_bytes(chunk: Chunk, tier: Tier, loads: bool) -> dict[str, int]:
-    """Of what a `ShardView` on `tier` stages, by name. loads: `load` will be called."""
+    """Bytes that a `ShardView` on `tier` stages, by name. loads: `load` will be called."""
     home, master, numel = chunk.homes[Kind.PARAM], chunk.homes.get(Kind.MASTER), chunk.optim_numel
     found = {}
     if master is not None and master.tier is not tier:

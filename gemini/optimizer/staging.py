@@ -29,7 +29,7 @@ Needs = Mapping[tuple[Tier, str], int]
 
 
 class Staging:
-    """Of one optimizer. All of it is local."""
+    """The staging buffers of one optimizer. All of it is local."""
 
     def __init__(self, step: Step) -> None:
         self._step = step

@@ -83,6 +83,6 @@ def packing_demand(
 
 
 def trained_at_first(spec: ModelSpec, packing: Packing) -> list[bool]:
-    """Of every weight, in the order of the chunks: whether it is trained when the model is wrapped."""
+    """Whether each weight is trained when the model is wrapped, in the order of the chunks."""
     trainable = {weight.name: weight.trainable for weight in spec.weights}
     return [trainable[name] for chunk in packing.chunks for name in chunk.names]

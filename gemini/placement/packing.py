@@ -80,7 +80,7 @@ class _Line:
         self.row_numels = sorted({self.starts[end] - self.starts[first] for first, end in its if 0 < first < end - 1})
 
     def up_to(self, chunk_bytes: int) -> _Line:
-        """Without units that are larger than a chunk."""
+        """The line without the units that are larger than a chunk."""
         return _Line([[unit for unit in row if unit.payload_bytes <= chunk_bytes] for row in self.rows])
 
 
@@ -117,7 +117,7 @@ class Packer:
             size = then
 
     def num_units(self) -> int:
-        """Of all chunks together, whatever their size."""
+        """The number of units in all chunks together, whatever the chunk size."""
         return sum(len(line.units) for _, _, line in self._groups)
 
     def seal(self, cuts: Sequence[Cut]) -> tuple[PackedChunk, ...]:

@@ -101,7 +101,7 @@ def _forward(spec: ModelSpec, indices: Iterable[int], task: int = -1, node: int 
 
 
 def _operators_inside(spec: ModelSpec, names: Sequence[str]) -> dict[int, list[int]]:
-    """For each operator in one of the named modules, all operators in the same module."""
+    """All operators in the same module, for each operator in one of the named modules."""
     wanted, groups = frozenset(names), dict[str, list[int]]()
     found: dict[int, list[int]] = {}
     for index, operator in enumerate(spec.operators):

@@ -158,7 +158,7 @@ def find_plans(
 def refusal_of(
     refused: list[BudgetError], spec: ModelSpec, settings: Settings, free: FreeBytes | None = None
 ) -> BudgetError:
-    """Of the refusals by all packings the one to raise, with what would help."""
+    """The one to raise of the refusals by all packings, with what would help."""
     error = least_of(refused, is_searched=settings.chunk_size is None)
     return advised(error, spec, settings, is_by_default=free is None or free.are_activations_unknown)
 

@@ -45,7 +45,7 @@ class ModelSpec:
     operators: tuple[OperatorSpec, ...]
 
     def first_uses(self) -> list[list[WeightSpec]]:
-        """For each operator the weights that it is the first to use. Every weight is in exactly one row."""
+        """The weights that each operator is the first to use, by operator. Every weight is in one row only."""
         taken: set[int] = set()  # membership only
         rows = []
         for operator in self.operators:

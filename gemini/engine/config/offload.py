@@ -28,7 +28,7 @@ class OptimizerOnHostPolicy:
 
     @property
     def name(self) -> str:
-        """With the ratio, so that plans of ranks that chose others differ."""
+        """The name with the ratio, so that ranks with different ratios have different plan hashes."""
         words = [f"ratio={self.ratio}"] if self.ratio < 1 else []
         words += ["offloads_params"] if self.offloads_params else []
         return f"optimizer_on_host({', '.join(words)})" if words else "optimizer_on_host"

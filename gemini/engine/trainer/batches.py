@@ -13,7 +13,7 @@ from gemini.engine.engine import Engine
 
 
 class Outcome(NamedTuple):
-    """Of one micro-batch."""
+    """What the forward of one micro-batch gave."""
 
     output: Any
     label: Any  # None where the model makes its loss itself
@@ -71,7 +71,7 @@ def num_samples(batch: Any) -> int:
 
 
 def num_tokens(batch: Any) -> int:
-    """Of `input_ids` in a mapping, or of integer data; 0 where a batch has no tokens."""
+    """The number of tokens: of `input_ids` in a mapping, or of integer data; 0 where a batch has no tokens."""
     data = batch.get("input_ids") if isinstance(batch, Mapping) else batch[0]
     if not isinstance(data, Tensor) or data.is_floating_point():
         return 0

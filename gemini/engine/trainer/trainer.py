@@ -59,7 +59,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> Any:
-        """The engine's."""
+        """The engine's optimizer."""
         return self.engine.optimizer
 
     @property

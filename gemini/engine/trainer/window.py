@@ -24,7 +24,7 @@ _OF_RANKS = torch.OutOfMemoryError.__name__, f"{BudgetError.__name__}: {Tier.DEV
 
 
 class Window:
-    """Of an engine's trainer. Every rank makes the same calls."""
+    """The micro-batches since the last update, from which a step can be made again. Every rank makes the same calls."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
