@@ -20,22 +20,23 @@ class DistributedLogger:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
             self._logger.addHandler(handler)
+            # A handler of the root logger would print every message a second time.
             self._logger.propagate = False
 
     def debug(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """ranks: who writes; None: all of them."""
+        """Write `message` at level DEBUG on the given ranks. None: on all of them."""
         self._log(logging.DEBUG, message, ranks)
 
     def info(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """ranks: who writes; None: all of them."""
+        """Write `message` at level INFO on the given ranks. None: on all of them."""
         self._log(logging.INFO, message, ranks)
 
     def warning(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """ranks: who writes; None: all of them."""
+        """Write `message` at level WARNING on the given ranks. None: on all of them."""
         self._log(logging.WARNING, message, ranks)
 
     def error(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """ranks: who writes; None: all of them."""
+        """Write `message` at level ERROR on the given ranks. None: on all of them."""
         self._log(logging.ERROR, message, ranks)
 
     def _log(self, level: int, message: str, ranks: Collection[int] | None) -> None:

@@ -17,6 +17,7 @@ from gemini.device import current_device
 from gemini.dist_logger import get_dist_logger
 from gemini.errors import UnsupportedError
 
+# A rank that failed, or was killed, never counts itself as gone: the others stop waiting after this time.
 _LEAVE_S = 20.0
 _POLL_S = 0.02
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below those that systems give to connections
@@ -106,6 +107,7 @@ def launch_from_slurm(
     # a step may have fewer tasks and nodes than its job
     nodes = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST", "")
     of_job = _FIRST_PORT + (int(given.get("SLURM_JOB_ID", 0)) + int(given.get("SLURM_STEP_ID", 0))) % _NUM_PORTS
+    # `init_process_group()` reads these variables.
     given.update(
         RANK=given["SLURM_PROCID"],
         WORLD_SIZE=given.get("SLURM_STEP_NUM_TASKS", given["SLURM_NTASKS"]),
@@ -133,8 +135,10 @@ def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: b
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     has_gpus = torch.accelerator.is_available()
     if has_gpus:
+        # Otherwise every rank of this machine would use its first device.
         torch.accelerator.set_device_index(_device_index(local_rank, torch.accelerator.device_count()))
     if backend is None:
+        # gloo carries what lies on the CPU: control words, and weights of a model under construction.
         backend = "cpu:gloo,cuda:nccl" if has_gpus and current_device().type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout))
     atexit.register(_leave)
@@ -160,6 +164,8 @@ def _device_index(local_rank: int, num_devices: int) -> int:
 
 def _leave() -> None:
     """The end of the script: nobody closes connections that another rank still reads from."""
+    # Python keeps an uncaught exception in `sys.last_value`. A rank that failed does not wait: the others may be in a
+    # collective that it will never join, and so would not leave.
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
     store = dist.distributed_c10d._get_default_store()
@@ -168,6 +174,7 @@ def _leave() -> None:
         num_left = store.add("gemini/left", 1)
         while num_left < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+            # `add` returns the number, which 0 leaves as it is.
             num_left = store.add("gemini/left", 0)
         dist.destroy_process_group()
     except RuntimeError:  # the store's rank has ended first

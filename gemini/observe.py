@@ -120,6 +120,7 @@ class Observer:
             reason = moving.reason if isinstance(moving.reason, str) else moving.reason()
             ends = moving.source, moving.target
             move = Move(moving.what, moving.chunk, *ends, moving.num_bytes, moving.seconds * 1e3, reason)
+            # The loop has a copy: a listener that ends itself changes the list, and the next one would be passed over.
             for listener in tuple(self._listeners):
                 listener(move)
 

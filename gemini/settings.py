@@ -244,6 +244,7 @@ class Settings:
         Raises nothing.
         """
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        # These two are compared by name: the repr of an object has its address, which differs between ranks.
         values["shard_strategy"] = type(resolve_strategy(self.shard_strategy)).__name__
         values["tensor_placement_policy"] = self.policy.name
         return tuple(f"{name}={value}" for name, value in values.items() if name not in _OF_THIS_RANK)

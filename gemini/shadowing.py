@@ -10,6 +10,7 @@ from pathlib import Path
 for _name in ("optim", "sharding"):
     _spec = importlib.util.find_spec(_name)
     _origin = _spec.origin if _spec is not None else None
+    # A user's package of this name has an `__init__.py`, too, but hardly a `py.typed` beside it.
     if _origin is None or not (Path(_origin).parent / "py.typed").is_file() or Path(_origin).name != "__init__.py":
         raise ImportError(
             f"gemini needs its own package {_name!r}, but Python finds {_origin or 'nothing'}: rename that file or "

@@ -181,10 +181,12 @@ class HybridAdam(Optimizer):
         for name in FP32_STATES:
             if name in saved:
                 state[name] = saved[name].detach().to(parameter.device, torch.float32, copy=True)
+        # An fp32 parameter is its own master.
         if parameter.dtype not in HALF_DTYPES:
             state.pop("master", None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Groups of torch's optimizers lack keys of ours, and say by `decoupled_weight_decay` whether they are AdamW's.
         defaults = state.get("defaults") or self.defaults
         for group in state["param_groups"]:
             decoupled = group.pop("decoupled_weight_decay", defaults["adamw_mode"])
@@ -234,5 +236,5 @@ class _Update(NamedTuple):
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """(numel,) contiguous: a view of a contiguous tensor, else a copy."""
+    """Flatten to (numel,), contiguous: a view of a contiguous tensor, else a copy."""
     return tensor.detach().contiguous().view(-1)

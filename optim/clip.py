@@ -55,6 +55,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type must be 2 or inf, found {norm_type}")
+    # Called for its check: a bad `max_norm` raises before any gradient is read.
     clip_coefficient(0.0, max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     # A parameter given twice is still one parameter: scaled once, counted once.

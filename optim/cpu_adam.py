@@ -49,6 +49,7 @@ def _rows(piece: AdamPiece) -> list[tuple[int, ...]]:
             for start, numel in spans
         ]
 
+    # The addresses are the key: after a tensor has moved another table is made.
     rows: list[tuple[int, ...]] = spans.remembered("cpu", whole, cut)
     return rows
 

@@ -62,6 +62,7 @@ def _default_num_threads() -> int:
     if given:
         return _positive(NUM_THREADS_VARIABLE, int(given) if given.isdecimal() else given)
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    # A launcher or a container may have bound the process to some of the cores.
     usable = min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores
     return max(1, usable // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 

@@ -45,6 +45,7 @@ def refuse_unknown_arguments(owner: str, unknown: Iterable[str], valid: Iterable
     """Raise a TypeError that names the first unknown argument and the valid name nearest to it."""
     valid = list(valid)
     for name in unknown:
+        # With a cutoff of 0 there is always a nearest name.
         nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
         raise TypeError(
             f"{owner}() has no argument {name!r}; the nearest valid name is {nearest[0]!r} (valid: {', '.join(valid)})"

@@ -100,7 +100,7 @@ def _sum_block(values: Tensor, out: Tensor) -> None:
 
 
 def _halving_sum(values: Tensor, lanes: torch.dtype) -> Tensor:
-    """(tiles,) sums in the written order; valid until the next call with the same lanes on this thread."""
+    """Return (tiles,) sums in the written order, valid until the next call with the same lanes on this thread."""
     numel = values.numel()
     num_tiles = -(-numel // TILE)
     flat = scratch("norm lanes", num_tiles * TILE, lanes, values.device)

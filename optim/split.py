@@ -26,6 +26,7 @@ def split_master_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
             its_bits.bitwise_left_shift_(16)
             torch.sub(values.view(torch.int32), its_bits, out=its_bits)
             lo.copy_(its_bits)
+            # As in `optim.rounding`: on the CPU one sum tells whether there can be a NaN.
             if values.device.type != "cpu" or values.sum().isnan().item():
                 lo.masked_fill_(values.isnan(), 0)
 

@@ -22,7 +22,7 @@ def prefers_wide_square_root(device: torch.device) -> bool:
 
 
 def square_root_(out: Tensor, values: Tensor, wide: Tensor | None) -> None:
-    """out = sqrt(values), fp32, contiguous; `wide` is fp64 scratch of that length, or None to use NumPy."""
+    """Write the roots of `values` to `out`, both fp32, contiguous. wide: fp64 scratch as long, or None to use NumPy."""
     if wide is None:
         with np.errstate(invalid="ignore"):
             np.sqrt(values.numpy(), out=out.numpy())

@@ -63,7 +63,7 @@ def flags(scalars: AdamScalars) -> dict[str, bool]:
 
 
 def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars) -> None:
-    """All pieces are of one variant, none is empty."""
+    """Launch the kernel for pieces of one variant, none of them empty."""
     rows, num_blocks, pointer_bits = [], 0, 0
     for piece in pieces:
         tensors = (*piece[:4], piece.remainder if piece.half is None else piece.half)
@@ -74,6 +74,8 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
             rows.append((num_blocks, numel, *shifted))
             num_blocks += -(-numel // BLOCK_NUMEL)
             for pointer in shifted:
+                # A low bit that is set in one pointer is set in the union, which is thus aligned only if all pointers
+                # are.
                 pointer_bits |= pointer
     grad_dtype, its_layout = variant
     device = pieces[0].weight.device
@@ -94,6 +96,7 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
         )
 
 
+# Triton would compile the kernel once more for a list of one piece, and for lengths that 16 divides.
 @triton.jit(do_not_specialize=["num_pieces"])
 def adam_kernel(
     table: tl.tensor,  # (num_pieces, 7) int64
@@ -194,7 +197,7 @@ def _load(
     mask: tl.tensor,
     LAYOUT: tl.constexpr,
 ) -> tl.tensor:
-    """Master, gradient and moments, fp32."""
+    """Load master, gradient and moments as fp32."""
     p = tl.load(weights + i, mask=mask)
     if LAYOUT == "split":
         high = p.to(tl.int32)

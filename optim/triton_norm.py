@@ -90,7 +90,7 @@ def tile_sums_kernel(
 
 @triton.jit
 def limbs_kernel(sums: tl.tensor, num_tiles: tl.tensor, limbs: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Adds every num_programs-th block of `sums` to `limbs`."""
+    """Add every num_programs-th block of `sums` to `limbs`."""
     column = tl.arange(0, _COLUMNS)
     digits = tl.zeros((BLOCK, _COLUMNS), tl.int64)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -99,6 +99,7 @@ def limbs_kernel(sums: tl.tensor, num_tiles: tl.tensor, limbs: tl.tensor, BLOCK:
         digits += _digits(tl.load(sums + i, mask=i < num_tiles, other=0.0), column[None, :])
         start += tl.num_programs(0) * BLOCK
     totals = tl.sum(digits, axis=0)
+    # Most limbs get nothing. Zeros are left out: all programs add to the same addresses, one after the other.
     tl.atomic_add(limbs + column, totals, mask=(column < _NUM_LIMBS) & (totals != 0), sem="relaxed")
 
 
@@ -121,7 +122,7 @@ def _tile_sums(
 
 @triton.jit
 def _square(flat: tl.tensor, start: tl.tensor, PART: tl.constexpr, numel: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """(TILES, 32): the squares of the tiles' elements from 32 * PART on, zeros behind the end of `flat`."""
+    """Return (TILES, 32): the squares of the tiles' elements from 32 * PART on, zeros behind the end of `flat`."""
     i = start[:, None] + (tl.arange(0, _SLICE) + PART * _SLICE)[None, :]
     x = _fp32(tl.load(flat + i, mask=i < numel, other=0)).to(LANES)
     return x * x
@@ -129,7 +130,7 @@ def _square(flat: tl.tensor, start: tl.tensor, PART: tl.constexpr, numel: tl.ten
 
 @triton.jit
 def _fp32(x: tl.tensor) -> tl.tensor:
-    """Values of fp32, fp16 or the bits of bf16."""
+    """Convert fp32, fp16 or the bits of bf16 to fp32."""
     if x.dtype == tl.int16:
         return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -138,13 +139,13 @@ def _fp32(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _halve(x: tl.tensor, TILES: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
-    """(TILES, HALF): the lower half of the columns plus the upper one. A sum of two has one order."""
+    """Return (TILES, HALF): the lower half of the columns plus the upper one. A sum of two has one order."""
     return tl.sum(tl.reshape(x, (TILES, 2, HALF)), axis=1)
 
 
 @triton.jit
 def _digits(sums: tl.tensor, column: tl.tensor) -> tl.tensor:
-    """(BLOCK, 32) int64: what each fp64 sum adds to each limb, and to the two counts behind them."""
+    """Return (BLOCK, 32) int64: what each fp64 sum adds to each limb, and to the two counts behind them."""
     bits = sums.to(tl.int64, bitcast=True)
     biased = (bits >> 52) & 0x7FF
     fraction = bits & 0xFFFFFFFFFFFFF

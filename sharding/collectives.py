@@ -70,7 +70,7 @@ class Collectives:
         )
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, tag: Tag | None) -> None:
-        """`start_all_gather` and its `finish`."""
+        """Run `start_all_gather` and its `finish`."""
         self.start_all_gather(payload, shard, layout, tag).finish()
 
     def start_all_gather(
@@ -200,6 +200,7 @@ class Collectives:
             return told
         device = self._control_device
         every = torch.empty(width * self.world_size, dtype=torch.uint8, device=device)
+        # A bytearray, because torch warns of a buffer that cannot be written to.
         own = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         self._gather_flat(every, own.to(device))
         everything = every.cpu().numpy().tobytes()
@@ -236,6 +237,7 @@ class Collectives:
             self._count("all_reduce", self.world_size * tensor.nbytes)
             self._gloo.all_reduce(tensor, op, tag)
             return
+        # A ring sends each part twice: to be summed, and then the sum to all ranks.
         self._count("all_reduce", 2 * tensor.nbytes)
         beside = self._announce(tag, tensor.device, "all_reduce")
         self.wait(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))

@@ -47,6 +47,7 @@ class Envelopes:
         """
         words = (0, 0) if tag is None else tag.pack()
         own = (_HEADER.pack(*words, len(data)) + data[:MOST_TOLD_BYTES]).ljust(_NUM_BYTES, b"\0")
+        # Row i goes to rank i: every rank gets the same envelope.
         self._sent.copy_(torch.frombuffer(bytearray(own), dtype=torch.int64))
         received, sent = self._received.view(-1), self._sent.view(-1)
         self._wait(dist.all_to_all_single(received, sent, group=self._group, async_op=True))

@@ -38,16 +38,16 @@ class Piece:
 
     @property
     def in_payload(self) -> slice:
-        """Its elements of a flat payload: `payload[piece.in_payload]`."""
+        """The piece's elements of a flat payload: `payload[piece.in_payload]`."""
         return slice(self.payload_start, self.payload_start + self.numel)
 
     @property
     def in_shard(self) -> slice:
-        """Its elements of a flat shard: `shard[piece.in_shard]`."""
+        """The piece's elements of a flat shard: `shard[piece.in_shard]`."""
         return slice(self.shard_start, self.shard_start + self.numel)
 
     def from_start(self, start: int) -> Piece:
-        """The same elements, where what holds the payload begins with payload element `start`."""
+        """The same elements, in memory that begins with payload element `start`."""
         return Piece(self.payload_start - start, self.shard_start, self.numel)
 
 
@@ -104,7 +104,7 @@ class ShardLayout:
         return tuple(piece for piece in overlaps if piece is not None)
 
     def owner_pieces(self, start: int, numel: int) -> tuple[tuple[int, Piece], ...]:
-        """(rank, piece) for all of the payload interval [start, start + numel), in payload order."""
+        """Return (rank, piece) for all of the payload interval [start, start + numel), in payload order."""
         found = []
         for unit in self._touched(start, numel):
             slice_numel = unit.numel // self.world_size
@@ -130,6 +130,7 @@ class ShardLayout:
             return []
         first = bisect_right(self._starts, start) - 1
         last = bisect_right(self._starts, end - 1)
+        # Units without elements overlap nothing, and `owner_pieces` would divide by the size of their slices.
         return [unit for unit in self.units[first:last] if unit.numel]
 
     @cached_property

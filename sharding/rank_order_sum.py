@@ -15,7 +15,7 @@ SUM_TILE_NUMEL = 1 << 18
 
 
 def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-    """out = (rows[0] + rows[1] + ...) / divisor, in this order; elementwise, so tiles change no bit."""
+    """Set out = (rows[0] + rows[1] + ...) / divisor, added in this order. Elementwise, so tiles change no bit."""
     half = rows.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if half else rows.dtype
     numel = out.numel()

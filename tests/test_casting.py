@@ -2,14 +2,18 @@
 
 import dataclasses
 import warnings
+from collections import UserDict
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 import gemini
 from gemini import ShardedModel
+from gemini.engine.trainer import batches
+from gemini.model.tensors import map_tensors, tensors_in
 from tests.zoo import mlp
 
 
@@ -47,6 +51,21 @@ class Derived:
 class Named(NamedTuple):
     hidden: Tensor
     mask: Tensor | None = None
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping that torch does not know, as what a tokenizer returns."""
+
+    def __init__(self, hidden: Tensor, mask: Tensor | None = None) -> None:
+        super().__init__(hidden=hidden, mask=mask)
+
+    @property
+    def hidden(self) -> Tensor:
+        return self["hidden"]  # type: ignore[no-any-return]
+
+    @property
+    def mask(self) -> Tensor | None:
+        return self["mask"]  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass
@@ -90,11 +109,12 @@ HIDDEN = torch.linspace(-1, 1, 8, dtype=torch.bfloat16).view(2, 4)
 BATCHES = [
     *(lambda kind=kind: kind(HIDDEN, MASK) for kind in (Open, Frozen, Slotted, Derived, Named)),
     lambda: Nested({"parts": [Frozen(HIDDEN)], "size": 2}, MASK),
+    lambda: Encoding(HIDDEN, MASK),
 ]
 
 
-@pytest.mark.parametrize("make", BATCHES, ids=["open", "frozen", "slots", "derived", "tuple", "nested"])
-def test_tensors_in_a_dataclass_are_cast_as_those_in_a_tuple_are(make: Any) -> None:
+@pytest.mark.parametrize("make", BATCHES, ids=["open", "frozen", "slots", "derived", "tuple", "nested", "encoding"])
+def test_tensors_in_a_dataclass_or_mapping_are_cast_as_those_in_a_tuple_are(make: Any) -> None:
     model = ShardedModel(mlp.build(Around), device="emulated", dtype={"unpacks": torch.float32, "*": torch.bfloat16})
     plain = mlp.build(Around).to(torch.bfloat16)
     plain.unpacks.float()
@@ -113,6 +133,17 @@ def test_tensors_in_a_dataclass_are_cast_as_those_in_a_tuple_are(make: Any) -> N
     assert torch.equal(out, plain.last(returned.bfloat16()))
     out.float().square().mean().backward()
     assert model.module.unpacks.layer.weight.grad.isfinite().all()
+
+
+def test_tensors_in_any_container_are_mapped_and_what_does_not_change_is_the_same_object() -> None:
+    one, two = torch.ones(1), torch.ones(1, dtype=torch.int64)
+    for make in (lambda *its: set(its), lambda *its: frozenset(its), lambda *its: UserDict(enumerate(its))):
+        values = make(one, two)
+        mapped = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, values)
+        assert type(mapped) is type(values)
+        assert sorted(str(tensor.dtype) for tensor in tensors_in(mapped)) == ["torch.float64", "torch.int64"]
+        assert {id(tensor) for tensor in tensors_in(values)} == {id(one), id(two)}
+        assert map_tensors(lambda tensor: tensor, values) is values
 
 
 def test_a_dataclass_without_a_tensor_to_cast_is_handed_on_as_it_is() -> None:
@@ -148,3 +179,9 @@ def test_reusing_16_bit_memory_of_a_model_that_has_none_is_said_once() -> None:
         for dtype in (torch.float16, torch.bfloat16, {"layers.1": torch.float16}):
             mlp.wrap("cuda", reuse_fp16_shard=True, dtype=dtype)
         mlp.wrap("cuda")
+
+
+def test_a_tokenizers_batch_moves_to_the_models_device() -> None:
+    batch = BatchEncoding({"input_ids": torch.ones(2, 3, dtype=torch.int64), "n": 1})
+    there = batches.moved(batch, torch.device("meta"))
+    assert there["input_ids"].is_meta and not batch["input_ids"].is_meta and batches.num_samples(there) == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import ShardedOptimizer
+from gemini import ShardedModel, ShardedOptimizer, UnsupportedError
 from gemini.optimizer.torch_update import TESTED
 from optim import CPUAdam, HybridAdam
 from tests.zoo.mlp import (
@@ -148,3 +148,24 @@ def test_the_switches_of_our_adam(kind: type[HybridAdam], option: str) -> None:
         train_step(model, optimizer, step)
         train_step(reference, plain_optimizer, step)
     assert_same(weights_of(model), weights_of(reference))
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.double_ = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.double_(self.single(x).double())  # type: ignore[no-any-return]
+
+
+def test_fp64_weights_are_refused_before_hybrid_adam_has_updated_others() -> None:
+    model = ShardedModel(TwoDtypes(), device="emulated")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters()))
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        with pytest.raises(UnsupportedError, match="HybridAdam updates fp32 weights; this model has fp64 ones"):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

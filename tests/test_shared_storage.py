@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import GatheredParameters, ReleasedParameterError, ShardedModel, UnsupportedError, ZeroInitContext
+from gemini import (
+    BudgetError,
+    GatheredParameters,
+    ReleasedParameterError,
+    ShardedModel,
+    UnsupportedError,
+    ZeroInitContext,
+)
 from tests.zoo.mlp import PLACES, WIDTH, Mlp, assert_same, build, plain, sharded, train_step, weights_of, wrap
 
 # ---- between a wrapped parameter and a plain one ---------------------------------------------------------------
@@ -211,6 +218,27 @@ def test_what_overlaps_otherwise_is_refused_by_both_names_and_left_as_it_is(chan
     for name, value in module.state_dict(keep_vars=True).items():
         assert value is before[name][0]
         assert torch.equal(value, before[name][1])
+
+
+@pytest.mark.filterwarnings("ignore:'layers.1.weight' and 'layers.3.weight' share")
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"dtype": {"nowhere": torch.float16}}, ValueError), ({"model_data_memory": 1}, BudgetError)],
+    ids=["option", "budget"],
+)
+def test_parameters_of_the_same_memory_are_as_before_if_wrapping_fails(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    module: Any = build(_with(_shared))
+    before = dict(module.named_parameters(remove_duplicate=False))
+    with pytest.raises(error):
+        ShardedModel(module, device="emulated", **options)
+    after = dict(module.named_parameters(remove_duplicate=False))
+    assert all(after[name] is before[name] for name in before) and len(list(module.parameters())) == len(before)
+    one, other = module.layers[1].weight, module.layers[3].weight
+    assert one.data_ptr() == other.data_ptr() and torch.equal(one, build(_with(_shared)).layers[1].weight)
+    model = ShardedModel(module, device="emulated")
+    assert model.layers[3].weight is model.layers[1].weight
 
 
 def test_buffers_may_share_memory() -> None:

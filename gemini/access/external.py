@@ -36,6 +36,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     registered = external_parameters(module)
     # By identity: `in` would compare values.
     if not any(parameter is known for known in registered):
+        # In a list, a parameter does not become the module's own: `parameters()` and state dicts do not see it.
         setattr(module, _EXTERNAL, [*registered, parameter])
 
 

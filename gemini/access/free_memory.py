@@ -75,9 +75,11 @@ class FreeMemory:
             words = torch.tensor(self._live.shortage(), dtype=torch.int64, device=self._communicator.device)
             self._communicator.all_reduce_max_(words, "shortage of memory")
             self._live.agree_on_shortage(words.tolist())
+            # A failure for another reason brings no new reading: only steps are followed.
             after = self._live.pop_agreed()
             seen = after if after is not None and after.is_short else seen
         if seen is not None:
+            # `is_short` has these failures on all ranks now. The next step must not report them once more.
             self._live.forgive()
             self.is_short = self.is_short or seen.is_short
         self._seen = seen
@@ -143,6 +145,7 @@ class FreeMemory:
 
         Local, and equal on all ranks. The next step does not find this shortage again.
         """
+        # The figures are not needed: the call counts the shortage as handled.
         self._live.shortage()
         budget = budget_after_shortage(plan, plan.budget)
         if budget is not None:
@@ -172,6 +175,7 @@ class FreeMemory:
 
         Nothing is lost, and no step ran short: the next reading does not find this shortage again.
         """
+        # As above, this call counts the shortage as handled.
         self._live.shortage()
         self._cap.set(plan.device_bytes)
         get_dist_logger().warning(f"states stay where they are: {refusal}", ranks=[0])

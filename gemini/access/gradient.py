@@ -104,7 +104,7 @@ def has_gradient(link: Link) -> bool:
 
 
 def assign(link: Link, value: Tensor) -> None:
-    """`parameter.grad = value`. Collective if no rank had a gradient of it. Raises before anything has changed."""
+    """Carry out `parameter.grad = value`. Collective if no rank had a gradient of it. Raises before any change."""
     managed, step = link.managed, link.step
     step.check_idle(f"setting the gradient of {managed.name!r}")
     with step.publishing(), torch.inference_mode(False), torch.no_grad():

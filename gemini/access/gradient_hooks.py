@@ -153,6 +153,7 @@ def hook_last(parameter: nn.Parameter, hook: Hook, before_users: Callable[[], No
 
 
 def _call_all(hooks: dict[int, Hook], parameter: Tensor) -> None:
+    # The loop runs over a copy, as a hook may remove itself.
     for hook in tuple(hooks.values()):
         hook(parameter)
 
@@ -165,6 +166,7 @@ def _call_guarded(hook: Hook, parameter: Tensor) -> None:
         return
     step = link.step
     with step.publishing():
+        # The model's own hook, which otherwise begins the backward, runs after this one.
         step.backward.begin()
         had = own_grad(parameter) is not None
         link.in_user_hook = True

@@ -63,7 +63,7 @@ class ParameterLink(ABC):
         """
 
     def gathered(self, links: Sequence[Any]) -> AbstractContextManager[None]:
-        """`fetched` between steps, for as long as the user likes. Raises GeminiError inside a step."""
+        """Do what `fetched` does, between steps, for as long as the user likes. Raises GeminiError inside a step."""
         return self.fetched(links, overwrites=False, detached=False)
 
     def whole(self) -> Tensor:
@@ -146,7 +146,7 @@ class ParameterLink(ABC):
 
     @abstractmethod
     def replace_data(self, value: Tensor) -> None:
-        """`.data = value` with another shape or dtype. May raise ReleasedParameterError."""
+        """Carry out `.data = value` with another shape or dtype. May raise ReleasedParameterError."""
 
     def gradient(self) -> Tensor | None:
         """The answer of `.grad`. May be collective, and raise."""
@@ -154,7 +154,7 @@ class ParameterLink(ABC):
 
     @abstractmethod
     def set_gradient(self, value: Tensor | None) -> None:
-        """`.grad = value`. May be collective, and raise."""
+        """Carry out `.grad = value`. May be collective, and raise."""
 
     def raise_flag(self) -> None:
         """requires_grad becomes True."""
@@ -211,6 +211,8 @@ class Link(ParameterLink):
             # Edits so far go home, so that the snapshots below show only what the block writes.
             step.binding.write_back_all(chunks)
             for chunk in chunks:
+                # This is done for all parameters of the chunk: `touching` may have made all of them plain, and writes
+                # to plain ones show only afterwards.
                 for managed in chunk.parameters:
                     step.binding.before_write(managed)
             yield

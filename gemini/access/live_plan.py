@@ -46,6 +46,7 @@ class LivePlan:
     def _follow_memory(self) -> bool:
         """Follow a device that has more or less room by now, or that ran out of memory."""
         before, free = self._manager.plan, self._free
+        # `is_possible` looks at all chunks, so it comes last: a loop with GatheredParameters asks for each parameter.
         if not free.look() or not self._replanning.is_possible:
             return False
         is_short = free.is_short  # `wanted` resets it
@@ -58,6 +59,8 @@ class LivePlan:
         except BudgetError as error:
             free.refuse(budget, str(error))
             return False
+        # Under a smaller budget something may have to go although no home moves: sums of gradients that no plan counts,
+        # see `ChunkManager._carry_out`.
         if _are_alike(plan, before) and not is_less(plan.budget.device, before.budget.device):
             # The policy wants no more of the device than before: nothing has to move.
             self._manager.adopt(plan)
@@ -77,6 +80,7 @@ class LivePlan:
         before, steps = self._manager.plan, self._manager.micro_batches
         if not steps.have_changed or not self._replanning.is_possible:
             return False
+        # The number is noted even if nothing comes of it: one that no plan fits must not be tried at every forward.
         number = steps.follow()
         if before.settings.gradient_accumulation_steps is not None or number == before.demand.micro_batches:
             return False
@@ -102,6 +106,7 @@ class LivePlan:
         before, optimizer = self._manager.plan, self._manager.optimizer
         if optimizer is None or not optimizer.states.have_changed or not self._replanning.is_possible:
             return False
+        # This, too, is noted even if nothing comes of it.
         optimizer.states.note_followed()
         numbers = optimizer.states.state_counts(self._manager.chunks)
         if has_room_for(before, numbers):

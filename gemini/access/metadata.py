@@ -10,6 +10,7 @@ _T: Any = torch.Tensor
 
 
 def _getters(*names: str) -> set[Any]:
+    # `__torch_function__` is given this method when an attribute is read.
     return {getattr(_T, name).__get__ for name in names if hasattr(_T, name)}
 
 

@@ -78,7 +78,7 @@ class Purpose:
         self._may_infer = True
 
     def begin_graph(self) -> None:
-        """A graph is about to be built, between steps: `begin_training`. If there is no room, the backward raises."""
+        """A graph is about to be built, between steps: begin training. If there is no room, the backward raises."""
         self._may_infer = False
         if self._manager.plan.infers and self._manager.training.refused is None:
             error = self._try_training("a graph of trained parameters")
@@ -93,6 +93,7 @@ class Purpose:
         alike on all ranks, if there is no room; the plan in force then stays.
         """
         manager, plan, error, change = self._manager, self._manager.plan, None, _BEGUN
+        # The plan of wrapping counts Adam's two states for each trained chunk.
         pairs = zip(manager.chunks, optim_states, strict=True)
         is_usual = all(number == OPTIM_STATES for chunk, number in pairs if chunk.trainable)
         # Ranks agree on these words, so that those which make other optimizers are told so.
@@ -102,6 +103,7 @@ class Purpose:
             if manager.is_in_use:
                 raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
             refused = manager.training.refused
+            # What was refused before was a plan with Adam's states: for others it is tried again.
             error = refused if is_usual and refused is not None else self._try_training(shown, optim_states, change)
         elif not has_room_for(plan, optim_states) and self._replanning.is_possible:
             error = self._try_training(shown, optim_states, change)

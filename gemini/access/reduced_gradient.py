@@ -69,6 +69,7 @@ class ReducedGradient(Tensor):
         if special is not None:
             return special(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        # Attributes are those of the stand-in, except for the few whose getters return the data.
         if func in METADATA or (name in ("__get__", "__set__") and func not in _READS_DATA):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -169,6 +170,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
 def _still_shows(gradient: ReducedGradient, tensor: Tensor, whole: Tensor) -> bool:
     window = gradient._window
     same = tensor.shape == window.shape and tensor.stride() == window.stride
+    # Empty tensors have no address by which shared memory shows.
     return same and (whole.numel() == 0 or shares_memory(tensor, whole))
 
 

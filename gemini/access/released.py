@@ -136,6 +136,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     name = _name(func)
     in_place = name in ("__setitem__", "__iter__", "numpy", "__array__", "__dlpack__") or kwargs.get("inplace") is True
     in_place = in_place or (name.endswith("_") and not name.endswith("__"))
+    # In-place operators are named like `__iadd__`.
     in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     first = (args[0] if args else kwargs) if in_place else ()
     return pytree.tree_leaves((first, kwargs.get("out")))
@@ -187,6 +188,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     managed = link.managed
     if not isinstance(value, Tensor):
         raise ReleasedParameterError(f"parameter {managed.name!r}: its .data cannot be of type {type(value).__name__}")
+    # `p.data = p.data` changes nothing.
     if any_link_of(value) is link:
         return
     link.refuse_sharing(value)
@@ -200,7 +202,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 def _set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -> Tensor:
-    """`set_`, by which a parametrization assigns the values that its inverse has found."""
+    """Carry out `set_`, by which a parametrization assigns the values that its inverse has found."""
     if not isinstance(source, Tensor) or rest or kwargs:
         _refuse("set_ to a storage", "write to it in place, or assign a tensor to its .data")(tensor)
     _set_data(tensor, source)
@@ -208,7 +210,7 @@ def _set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -
 
 
 def _copy(tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
-    """`copy_`, as `Module.load_state_dict()` calls it: the fp32 master takes the values before they are rounded."""
+    """Carry out `copy_`, as `Module.load_state_dict()` does: the fp32 master takes values before they are rounded."""
     link = _link(tensor) if isinstance(tensor, (ReleasedParameter, LazyDetach)) else None
     if link is None or not isinstance(source, Tensor) or isinstance(source, (ReleasedParameter, LazyDetach)):
         return cast(Tensor, _use(_T.copy_, (tensor, source), {"non_blocking": non_blocking}))

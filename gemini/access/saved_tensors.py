@@ -94,6 +94,7 @@ class Foreign:
     def unpack(self) -> Tensor:
         task, early = _graph_task(), self._early
         self._early = None
+        # One that an earlier backward has left unused is dropped here.
         if early is not None and self._task == task:
             return early
         self._task = task
@@ -154,6 +155,7 @@ class SavedTensors:
         storage = tensor.untyped_storage()._cdata
         slot = self._slots.get(storage)
         step = self._step
+        # The table also has slots that are free, or that were given back.
         if slot is not None and slot.chunk is not None:
             chunk = step.chunks[slot.chunk]
         elif storage in self._resident:
@@ -169,8 +171,7 @@ class SavedTensors:
         """The handle of a cast of one of our parameters, which was not written to in this forward; else None.
 
         Autocast casts a weight right before the operation that reads it, and autograd saves the cast. The cast's graph
-        tells its
-        origin: a `ToCopyBackward0` of the parameter itself.
+        tells its origin: a `ToCopyBackward0` of the parameter itself.
         """
         base = tensor._base if tensor._base is not None else tensor  # a transpose of the cast may be what is saved
         node = base.grad_fn
@@ -225,6 +226,7 @@ class SavedTensors:
             step.backward.note_read(chunk, handle.operator)
             with unseen():
                 return self._view(handle)
+        # Autograd runs its nodes in grad mode only for create_graph=True.
         if torch.is_grad_enabled() and step.is_recomputing():
             raise UnsupportedError(
                 f"double backward (create_graph=True) through {chunk.names()} is not possible while it can leave "

@@ -48,6 +48,7 @@ class StateHooks:
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._keeps_vars = keep_vars
+        # With keep_vars=True the caller gets the parameters themselves, for which nothing is gathered.
         if not keep_vars:
             with self._step.publishing():
                 self._step.check_idle("state_dict()")

@@ -254,7 +254,7 @@ class GradientAccess(FlatAccess):
         gradient.num_writes += 1
 
     def set_of_each_rank(self, managed: ManagedParameter, values: Tensor) -> None:
-        """`set_whole` with values that may differ by rank: each rank's own part counts. Collective at stage 0.
+        """Call `set_whole` with values that may differ by rank: each rank's own part counts. Collective at stage 0.
 
         Without the exchange, ranks that hold whole gradients would step their copies of the weights apart.
         """

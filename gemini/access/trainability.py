@@ -82,13 +82,13 @@ class Trainability:
         self._free.most_activations = most_activations
 
     def before_training(self) -> None:
-        """A forward with gradients begins: `apply_flags`, and make room for its activations. Collective then."""
+        """A forward with gradients begins: apply the flags, and make room for its activations. Collective then."""
         self.apply_flags()
         if self.asks_for_bound():
             self._live.make_room()
 
     def apply_unfrozen(self) -> None:
-        """`apply_flags` if a parameter was unfrozen: a graph that is about to be built needs its gradient memory.
+        """Call `apply_flags` if a parameter was unfrozen: a graph that is about to be built needs its gradient memory.
 
         What was only frozen keeps its gradient memory until the next forward: it may be trained again by then. Only
         flags that were raised since the last call are read, as this may be called after each of them.
@@ -102,7 +102,7 @@ class Trainability:
         self._note_graphs()
 
     def apply_outside(self, module: nn.Module | None = None) -> None:
-        """A flag was raised: `apply_unfrozen` if a graph is about to be built outside the model's forward.
+        """A flag was raised: call `apply_unfrozen` if a graph is about to be built outside the model's forward.
 
         module: the module whose call is about to begin. Collective if something was unfrozen.
         """
@@ -182,7 +182,7 @@ class Trainability:
                 self._replan(self._flags, "states reloaded", _OFFLOADED)
 
     def before_use(self) -> None:
-        """The model is about to be used: `reload`, if nothing prevents it; follow free memory and the kind of use.
+        """The model is about to be used: reload, if nothing prevents it; follow free memory and the kind of use.
 
         Collective then. States that cannot come back now are used where they are.
         """

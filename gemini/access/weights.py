@@ -26,6 +26,7 @@ def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix
     """Copies of all parameters and buffers under the plain module's names, on the CPU. Collective."""
     step = states.step
     step.check_idle("state_dict()")
+    # keep_vars gives the parameters themselves, which have links, and the hooks of state_hooks.py let them pass.
     entries: Mapping[str, Any] = nn.Module.state_dict(module, prefix=prefix, keep_vars=True)
     links = {name: link_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
     keep = not rank0_only or step.communicator.rank == 0
@@ -61,6 +62,7 @@ def load_whole_state_dict(
     """
     step = states.step
     step.check_idle("load_state_dict()")
+    # A parameter that was unfrozen since the last forward gets its master before it is set.
     trainability.apply_unfrozen()
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict() takes a dict of tensors, found {type(state).__name__}")
@@ -114,10 +116,11 @@ def load_part(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """`load_whole_state_dict` of the keys with `prefix`, as torch loads a module that contains the model."""
+    """Load the keys with `prefix`, as torch loads a module that contains the model. See `load_whole_state_dict`."""
     own_entries = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
     try:
         result = load_whole_state_dict(module, states, trainability, own_entries, strict=False)
+    # torch collects the errors of all parts and raises them together.
     except RuntimeError as error:
         errors.append(str(error))
     else:

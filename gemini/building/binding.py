@@ -42,6 +42,7 @@ class BuildBinding(Binding):
         """
         parameter = managed.parameter
         torch.autograd.graph.increment_version(parameter)
+        # Assigning `.data` of the released class would fetch the parameter first.
         parameter.__class__ = nn.Parameter
         set_data(parameter, managed.placeholder)
         parameter.__class__ = self.released_class
@@ -51,6 +52,7 @@ class BuildBinding(Binding):
 
         A higher version later means that the user wrote to a view of the old memory, and that write would be lost.
         """
+        # Only `versions()` needs `raw` here: it would keep parameters alive that the user drops.
         chunk.raw = [managed.parameter for managed in chunk.parameters]
         self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in chunk.versions()]
         chunk.raw = []

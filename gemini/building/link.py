@@ -52,6 +52,7 @@ class BuiltLink(ParameterLink):
                 "model in ShardedModel(...) and train that"
             )
 
+        # torch refuses hooks on tensors that need no gradient.
         if parameter.requires_grad:
             self.guard = parameter.register_hook(refuse)
 

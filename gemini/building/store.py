@@ -105,6 +105,7 @@ class BuildStore:
             parameter._gemini = BuiltLink(managed, self)  # type: ignore[attr-defined]
             flats.append(managed.laid_out(parameter.data))
         self._take_rank_0s(chunk, flats)
+        # The plain weights are freed by now, but malloc may keep their memory (memory/freed.py).
         self._freed.note(chunk.payload_bytes)
 
     def _make_chunk(self, dtype: torch.dtype, layout: ShardLayout) -> Chunk:
@@ -126,6 +127,7 @@ class BuildStore:
         tier = self._home_of(num_bytes)
         chunk.allocate_home(Kind.PARAM, tier, self._memory, num_bytes)
         ledger = self._memory.tier(tier).ledger
+        # A chunk ends with the last of its parameters, which the user may drop at any time: then its home is uncounted.
         weakref.finalize(chunk, ledger.count_freed, Kind.PARAM, num_bytes).atexit = False
         self._num_chunks += 1
         self._chunks.add(chunk)
@@ -140,6 +142,7 @@ class BuildStore:
             for managed in chunk.parameters:
                 self.binding.show_placeholder(managed)
                 payload[managed.in_payload].copy_(flats.pop(0))
+            # Ranks have just agreed on what they build, so the broadcasts need no tag.
             communicator.broadcast_(payload, None)
             home = chunk.homes[Kind.PARAM].flat
             for piece in chunk.layout.slices(chunk.rank):
@@ -294,6 +297,7 @@ class BuildStore:
         self.binding.note_left(rounded)
 
     def _in_order(self) -> list[Chunk]:
+        # A WeakSet has no order, and all ranks must go through their chunks in the same one.
         return sorted(self._chunks, key=lambda chunk: chunk.index)
 
     def links(self) -> list[BuiltLink]:

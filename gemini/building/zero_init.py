@@ -154,6 +154,7 @@ class ZeroInitContext:
                     self._move_whole()
                 return
             if error is not None:
+                # Other ranks may wait for this one in a collective: they raise RemoteRankError instead.
                 self._store.communicator.publish(error)
                 return
             self._shard_pending(None)
@@ -187,6 +188,7 @@ class ZeroInitContext:
         # The first parameter of another operator: the one before is complete.
         if module is not self._module:
             self._shard_pending(module)
+        # A parameter that is registered again under another name must not be sharded twice.
         self._pending = {key: other for key, other in self._pending.items() if other is not parameter}
         self._pending[name] = parameter
 
@@ -200,6 +202,7 @@ class ZeroInitContext:
     def _shard_pending(self, following: nn.Module | None) -> None:
         """Put the complete operator onto shards; `following` is the next one. Collective."""
         operator, self._module = type(self._module).__name__, following
+        # While something uses a parameter on shards its class is `nn.Parameter` too. Only its link tells.
         parameters = [(name, p) for name, p in self._pending.items() if any_link_of(p) is None]
         self._pending = {}
         self._colossal.count(sum(parameter.numel() for _, parameter in parameters))
@@ -213,6 +216,7 @@ class ZeroInitContext:
                 self._colossal.count(parameter.numel())
                 moved = parameter.data.to(self._device)
                 if self._dtype is not None and moved.dtype in (torch.float32, torch.float16, torch.bfloat16):
+                    # The rounding is that of shards (`BuildStore._round`), so `shard_param` changes no bit.
                     rounded = torch.empty(moved.shape, dtype=self._dtype, device=moved.device)
                     round_master_(rounded, moved.float().contiguous())
                     moved = rounded
@@ -229,6 +233,7 @@ class ZeroInitContext:
         if self._home == "device":
             return lambda num_bytes: Tier.DEVICE
         half = free_bytes // 2
+        # Read again for each shard: earlier shards, and tensors of the user's, have taken their part of the memory.
         return lambda size: Tier.DEVICE if (monitor.read_device().available_bytes or 0) - size > half else Tier.HOST
 
 

@@ -40,6 +40,7 @@ class Attached:
 
     def attach_all(self) -> None:
         """Make the home blank, and every `.grad` a view of it. Local."""
+        # While the attachment is incomplete, gradients are copied into the home, of which `_is_blank` knows nothing.
         if not (self._is_blank and self.is_complete):
             ready(self._home).fill_(BLANK)
             self._is_blank = True

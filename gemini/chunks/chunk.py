@@ -287,6 +287,8 @@ class Chunk(LocalFacts):
         assert self.payload is not None
         if self.slot is not None:
             return self.slot.views[self.index][0]
+        # Under construction a payload has memory of its own. Its region is made again at each call and would forget the
+        # copies that are under way, all of which are from or to the home: it shares the home's tickets.
         home = self.homes[Kind.PARAM]
         return home if home.flat is self.payload else Region(Tier.DEVICE, self.payload, home.tickets)
 
@@ -298,6 +300,7 @@ class Chunk(LocalFacts):
         assert slot.region is not None
         payload = slot.region[: self.payload_bytes].view(self.dtype)
         if self.home_layout.world_size > 1:
+            # `remember` counts these parts as ours. Cut later, they would pass for views that a user holds.
             payload.cut(piece.in_payload for piece in self.layout.slices(self.rank))
         slot.remember(self.index, payload, self.views_of(payload.flat))
         return payload
@@ -308,6 +311,7 @@ class Chunk(LocalFacts):
         start, end = own.payload_start, own.payload_start + own.numel
         itemsize = self.dtype.itemsize
         slot = KeptSlot(tier, self.payload_bytes, slice(start * itemsize, end * itemsize), self.dtype)
+        # A home that is there lies inside the old slot, which the caller closes once no view shows it.
         before = self.homes.get(Kind.PARAM)
         if before is not None:
             wait_on_stream(before)

@@ -238,7 +238,7 @@ class ChunkGradient:
         self.fired[position] = self.got[position] = 1
 
     def note_all_fired(self, positions: Sequence[int]) -> None:
-        """`note_fired` of several parameters, none of which has fired since it was opened. Raises as that does."""
+        """Note several parameters, none of which has fired since the payload was opened. Raises as `note_fired`."""
         if self.payload is None or self.state is _REDUCING:
             raise self._not_open(positions[0])
         if len(positions) == len(self.fired):  # without a loop over the parameters

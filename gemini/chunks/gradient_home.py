@@ -1,4 +1,4 @@
-"""Which part of a chunk's GRAD home, or of a payload, holds what."""
+"""Says which part of a chunk's GRAD home, or of a payload, holds what."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ def numel_without_sums(chunk: Chunk, keeps_whole: bool) -> int:
     """Elements of a GRAD home before the part for fp32 sums of micro-batches, which a plan may append."""
     if not keeps_whole or chunk.is_stepped_whole:
         return chunk.optim_numel
+    # With several units the shard lies behind the payload, see `shard_of`.
     return chunk.numel + (chunk.optim_numel if len(chunk.layout.units) > 1 else 0)
 
 

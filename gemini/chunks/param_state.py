@@ -17,6 +17,8 @@ class ParamState(Enum):
         (`reuse_fp16_shard`), and there is no payload.
     GATHERED_BESIDE_GRAD: in a payload in a slot of the pool, while the home holds the reduced gradient. Once the slot
         is given up the parameters are in the fp32 master only.
+
+    [Note: Lent homes] in manager/grad_homes.py says when a home holds the gradient.
     """
 
     RELEASED = "released"

@@ -44,7 +44,7 @@ def unguarded() -> Any:
 
 
 def set_data(parameter: nn.Parameter, value: Tensor) -> None:
-    """`parameter.data = value`, where one of the two is, or shows, a placeholder."""
+    """Assign `parameter.data = value`, where one of the two is, or shows, a placeholder."""
     with unguarded():
         parameter.data = value
 
@@ -55,12 +55,14 @@ def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> 
     Parameters with the same dtype, device and shape may share it.
     """
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    # Without `untracked`, wrapping in inference mode fails: torch then calls the wrapper's `__torch_dispatch__`.
     with untracked(), unguarded():
         memory = torch.full((), nothing, dtype=dtype, device=device)
         keyed = torch.Tensor._make_wrapper_subclass(_Keyed, (), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS)
         empty = torch.empty((), dtype=dtype, device=device)
         # Assigning `.data` transfers the guard key to a plain tensor, without the keys of the wrapper class.
         empty.data = keyed
+        # The wrapper has brought no memory. `set_` changes the storage and leaves the key.
         return empty.set_(memory.untyped_storage(), 0, (), ()).expand(shape)
 
 
@@ -70,6 +72,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_contiguous():
         return stride
     expected = 1
+    # The stride of a dimension of size 1 may be any number: no element is reached by it.
     for step, size in sorted((s, n) for s, n in zip(stride, tensor.shape, strict=True) if n > 1):
         if step != expected:
             return torch.empty(tensor.shape, device="meta").stride()

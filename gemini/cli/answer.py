@@ -104,6 +104,7 @@ class _Answering:
         else:
             knobs = [*budgets_in_words(plan.demand, plan.placement, plan.budget, plan.settings.policy)]
             knobs += larger_batch(question, plan)
+            # Checkpointed blocks are computed again in the backward, and fetched for it.
             names = [*blocks_of(question.module)] if question.batch.is_checkpointed else []
             predicted = predict(plan, schedule=expected_schedule(plan, names))
             moves = moves_of(plan, predicted)

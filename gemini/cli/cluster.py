@@ -50,7 +50,7 @@ def described(
     host_memory: str | None,
     rates: str | None,
 ) -> Cluster:
-    """From what was written. Local; reads this machine's memory and rates if they are asked for.
+    """The cluster that the options describe. Local; reads this machine's memory and rates if they are asked for.
 
     Raises typer.BadParameter.
     """
@@ -60,6 +60,7 @@ def described(
         )
     published = MACHINES.get(machine)
     device_bytes, host_bytes = _bytes(device_memory, "--device-memory"), _bytes(host_memory, "--host-memory")
+    # Whoever names a device's memory describes another machine than this one.
     is_here = published is None and device_bytes is None
     count = ranks or (max(1, torch.accelerator.device_count()) if is_here else _PER_NODE)
     per_node = ranks_per_node or (published.ranks_per_node if published else count if is_here else _filled_by(count))

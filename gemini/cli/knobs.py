@@ -12,6 +12,7 @@ from gemini.placement.sizes import format_bytes
 from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
 
 _MOST_RANKS = 2**16
+# Each try makes a plan, which takes seconds for a large model.
 _TRIES = 3
 _DIMENSIONS_OF_EXPERTS = 3  # of their weights in one parameter
 _LEAST_PART = 4
@@ -70,14 +71,14 @@ def _too_large(question: Question, error: BudgetError, budget: int) -> list[Oper
 
 
 def _least_bytes(operator: OperatorSpec, spec: ModelSpec) -> int:
-    """On the device while it is used: every weight in a slot, the largest one in a gradient slot and a buffer, too."""
+    """What an operator in use takes on the device: its weights' slots, a gradient slot and a buffer for the largest."""
     weights = [spec.weights[place] for place in operator.weights]
     gradient = max((_bytes_of(weight) for weight in weights if weight.trainable), default=0)
     return sum(map(_bytes_of, weights)) + 2 * gradient
 
 
 def _smaller_operator(operators: list[OperatorSpec], spec: ModelSpec, budget: int) -> Iterator[str]:
-    """Where one operator, or several that are alike, are all that does not fit."""
+    """Name the operator if it, or several that are alike, are all that does not fit."""
     shapes = {tuple(spec.weights[place].shape for place in operator.weights) for operator in operators}
     if len(shapes) != 1 or not budget:  # activations have taken the room
         return
@@ -100,6 +101,7 @@ def _bytes_of(weight: WeightSpec) -> int:
 def _more_ranks(question: Question, error: BudgetError) -> Iterator[str]:
     """The fewest ranks, in doublings, that share what does not fit."""
     cluster, tries = question.cluster, 0
+    # At stage 0 ranks share nothing, and ranks on this machine share one host memory, which does not grow with them.
     if question.settings.stage == 0 or cluster.is_emulated:
         return
     needed, count, per_rank = (
@@ -114,6 +116,7 @@ def _more_ranks(question: Question, error: BudgetError) -> Iterator[str]:
         count *= 2
         if count < least:  # even weights, gradients and moments have no room
             continue
+        # The command refuses ranks that leave places of a node empty.
         if not cluster.ranks.fill_nodes(count):
             continue
         tries += 1
@@ -135,11 +138,12 @@ def _more_host_memory(question: Question, needed: int, budget: int) -> Iterator[
 
 
 def _more_device_memory(question: Question, needed: int, device: int) -> Iterator[str]:
-    """What the chunks need on the device, with what the host then lacks."""
+    """Advise what the chunks need on the device, together with what the host then lacks."""
     enough, host = question.device_bytes_for(needed), question.cluster.host_bytes
     more = f"{format_bytes(enough)}, {format_bytes(enough - device)} more on each device"
     more = f"--device-memory {enough}B ({more})"
     try:
+        # The host has no bound here, so that the plan shows how much it would have to hold.
         plan = question.with_memory(enough, None).plan()
     except BudgetError:
         return

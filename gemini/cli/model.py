@@ -21,7 +21,7 @@ class NotAModel(ValueError):
 
 
 def check_name(name: str) -> None:
-    """What can be said of a name at once, before anything is imported or measured. Local.
+    """Check what can be said of a name at once, before anything is imported or measured. Local.
 
     Raises NotAModel where no model is there, or has such a name.
     """
@@ -48,14 +48,16 @@ def model_named(name: str) -> Any:
     if path.is_dir() or path.suffix == ".json":
         return _hugging_face(_config_file(path))
     module_name, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    # As with `python -m`, modules in the folder where the command was started are found.
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
     try:
         found = _imported(name, module_name, attribute)
         if not isinstance(found, nn.Module) and callable(found):
             with torch.device("meta"):
                 found = _made(name, found)
     finally:
-        sys.path.pop(0)
+        sys.path.remove(here)  # the user's module may have put others before it
     if not isinstance(found, nn.Module):
         raise NotAModel(f"{name!r} is {type(found).__name__}, neither a module nor something that makes one")
     lazy = [its_name for its_name, parameter in found.named_parameters() if is_lazy(parameter)]

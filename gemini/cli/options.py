@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+# The order matters: the first text ends with the second one.
 _OPTIONS = (
     ("model_data_memory= or device_memory=", "--device-memory"),  # model data has no option: it gets what is left
     ("device_memory=", "--device-memory"),

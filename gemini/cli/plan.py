@@ -81,6 +81,7 @@ def plan(
     """
     console = Console(stderr=True)
     try:
+        # This check comes before the machine is measured, which takes time: a misspelled name is told at once.
         check_name(model)
         settings = Settings(
             dtype=dtype_option(dtype),
@@ -89,6 +90,7 @@ def plan(
             shard_param_frac=shard_param_frac,
             offload_optim_frac=offload_optim_frac,
             offload_param_frac=offload_param_frac,
+            # None means the same as 1, and stays out of the settings that the answer names.
             gradient_accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
             chunk_size=chunk_size,
         )
@@ -122,7 +124,7 @@ def _refuse(found: Answer, console: Console) -> None:
 
 @contextmanager
 def _saying(console: Console, what: str) -> Iterator[None]:
-    """While it takes its time, on a terminal."""
+    """Say on a terminal what is being done, while it takes its time."""
     with console.status(f"{what} ..."):
         yield
 

@@ -142,6 +142,7 @@ def _show_bytes(found: Answer, console: Console) -> None:
     assert plan is not None
     on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     activations = found.activations_at_hand
+    # Gradients that find no slot lie on the host for a part of the step, beside the homes there.
     passing = 0 if found.predicted is None else found.predicted.host_peak - plan.host_bytes
     tier_bytes = plan.device_bytes + (activations or 0), plan.host_bytes + passing
     unit, power = next((each for each in _UNITS if max(tier_bytes) >= 10 ** each[1]), _UNITS[-1])

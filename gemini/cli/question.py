@@ -90,7 +90,8 @@ class Question:
         except BudgetError as error:
             if error.tier != "host":
                 raise
-        if plan is None or (there is not None and plan.host_bytes > there):  # to say what training takes
+        # A plan without a bound on the host says what training takes there.
+        if plan is None or (there is not None and plan.host_bytes > there):
             plan = plan_training(self.packed, self._settings_with(None), free, self.optim_states)
         needed = plan.host_bytes if there is None else plan.predicted.host_peak
         words = f"training needs {needed} bytes ({format_bytes(needed)}) on the host of each rank"
@@ -121,11 +122,13 @@ class Question:
 
     def refusal_at_first(self) -> BudgetError | None:
         """Why `ShardedModel` refuses training where it is told `device_memory` alone, before a step has run."""
+        # With formulas that do not cover the model, activations are as unknown as before a step.
         without = replace(self.workload, covers_activations=False)
         return replace(self, workload=without).refusal()
 
     def device_bytes_for(self, model_bytes: int) -> int:
         """Device memory in which a budget of so much model data is left: see `placement/budget.py`."""
+        # Two bytes more cover the rounding to whole bytes in `Budget.of`.
         activations = self.activations
         if activations is None:
             return math.ceil((model_bytes + 2) / (1 - ACTIVATION_FRACTION))
@@ -151,11 +154,12 @@ class Question:
     def with_ranks(self, count: int) -> Question:
         """The same question for `count` ranks, each with as much memory as now."""
         ranks = replace(self.cluster.ranks, count=count)
+        # Shards, and so packings, depend on the number of ranks.
         packed = packed_of(self.module, self.settings, count)
         return replace(self, cluster=replace(self.cluster, ranks=ranks), packed=packed)
 
     def with_policy(self, policy: str | PlacementPolicy) -> Question:
-        """Under another policy, which packings do not depend on."""
+        """The same question under another policy, which packings do not depend on."""
         return replace(self, settings=self.settings.with_policy(policy))
 
     def _settings_with(self, host_bytes: int | None) -> Settings:

@@ -28,6 +28,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("DeepSpeed", "the names of DeepSpeed's options; gemini trains")
     group.add_argument("--deepspeed", action="store_true", help="accepted; training is always sharded")
     group.add_argument("--deepspeed_config", metavar="PATH", help="a config in DeepSpeed's keys: JSON, YAML or TOML")
+    # Scripts for DeepSpeed's launcher often define it themselves, and argparse refuses a second definition.
     if "--local_rank" not in parser._option_string_actions:
         group.add_argument("--local_rank", type=int, default=-1, help="accepted; the launcher's environment says it")
     return parser

@@ -58,6 +58,7 @@ def initialize(
     if model is None and isinstance(args, nn.Module):
         args, model = None, args
     if dist_init_required is not False and not dist.is_initialized():
+        # As with DeepSpeed, random numbers are left to the script.
         launch_from_torch(seed=None)
     group = mpu.get_data_parallel_group() if mpu is not None else None
     ranks = dist.group.WORLD if group is None and dist.is_initialized() else group

@@ -91,13 +91,14 @@ class Init(ZeroInitContext):
         home = "host" if remote_device == "cpu" else "auto"
         super().__init__(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled)
         if module is not None:
+            # A context is entered once. This one is another, so that `self` can still be entered by a `with` statement.
             with ZeroInitContext(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled) as context:
                 if enabled:
                     context.convert(module)
 
 
 def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
-    """Alike on all ranks: one that could not read its own would leave the others in the first collective."""
+    """Agree on the config: a rank that could not read its own would leave the others in the first collective."""
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     return agreed_config(source, group)

@@ -46,6 +46,7 @@ def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Co
         # Any exception must reach the other ranks, which would wait for this one otherwise.
         error = found
         said = str(found) if isinstance(found, ConfigError) else f"{type(found).__name__}: {found}"
+        # A file's name in a message may have lone surrogates, which UTF-8 cannot encode.
         words = _BAD + said.encode(errors="backslashreplace")
     everyone = collectives.all_gather_bytes(words)
     if error is not None:
@@ -65,6 +66,7 @@ def _difference(one: bytes, other: bytes) -> str:
     """The first field that differs, with both values."""
     one_config, other_config = (json.loads(words[1:]) for words in (one, other))
     name = next(name for name in one_config if one_config[name] != other_config.get(name))
+    # The model's settings are one list of `name=value`; of those only the two that differ are shown.
     if not isinstance(one_config[name], list):
         return f"{name} is {one_config[name]!r} against {other_config.get(name)!r}"
     pair = next((a, b) for a, b in zip(one_config[name], other_config[name], strict=True) if a != b)

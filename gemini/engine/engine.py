@@ -85,6 +85,7 @@ class Engine:
         self._num_failed = manager.grads.num_failed
         self._is_closed = False
         weights = self.config.dtype
+        # Where the config gives dtypes by module, the modules cast their own inputs: see gemini/model/precision.py.
         self._input_dtype = weights if self.config.cast_inputs and isinstance(weights, torch.dtype) else None
 
     # -- a step
@@ -119,6 +120,7 @@ class Engine:
         if not self._in_window:
             self._window_begins = self.micro_steps
         try:
+            # The script's part of the graph may fail on this rank alone, and the model would not hear of it.
             with self.communicator.publishing():
                 if self.batch_sizes.accumulation > 1:
                     loss = loss / self.batch_sizes.accumulation
@@ -197,6 +199,7 @@ class Engine:
         optimizer = self._needs_optimizer("discard_window()")
         self._follow_failures()
         optimizer.zero_grad()
+        # The micro-batches are counted when they are repeated.
         self.micro_steps = self._window_begins
         self._empty_window()
 
@@ -238,6 +241,7 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         """Forward other attributes to the model: `parameters()`, `state_dict()`, `config` of a Hugging Face model."""
+        # `copy` and pickle look attributes up before `model` is set. Forwarding them would recurse for ever.
         if name.startswith("__") or "model" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:

@@ -47,6 +47,7 @@ class WholeWindows:
         return islice(iter(self._loader), len(self))
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` and pickle look attributes up before `_loader` is set. Forwarding them would recurse for ever.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)

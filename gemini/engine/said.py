@@ -27,6 +27,7 @@ _KINDS = {
     "gradient slots": "slots for gradients",
     "scratch": "buffers",
 }
+_OF_TRAINING = Kind.GRAD, Kind.OPTIM, "gradient slots", "scratch"
 
 
 def say(engine: Engine) -> None:
@@ -38,6 +39,7 @@ def say(engine: Engine) -> None:
 
 def in_words(engine: Engine, width: int, is_terminal: bool = False) -> str:
     """The table as text, `width` columns wide. Local."""
+    # The console writes into a string, which rich colours only if it is forced to.
     console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal)
     console.print(table_of(engine))
     assert isinstance(console.file, io.StringIO)
@@ -107,9 +109,10 @@ def _bytes(engine: Engine) -> Table:
     """The bytes of one rank. Rows: states, slots and buffers. Columns: tiers."""
     plan = engine.model.plan
     found = {tier: plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier}
+    # A plan counts what training with Adam takes until an optimizer comes, and this engine trains nothing.
     if engine.optimizer is None:
         for of_tier in found.values():
-            of_tier[Kind.OPTIM] = 0
+            of_tier |= dict.fromkeys(_OF_TRAINING, 0)
     table = Table.grid(padding=(0, 2))
     table.add_column()
     for _ in Tier:

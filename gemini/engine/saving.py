@@ -25,10 +25,12 @@ def save_weights(model: ShardedModel, path: Path) -> None:
             partial = path.with_name(f"{path.name}.partial")
             try:
                 if path.suffix == ".safetensors":
+                    # safetensors refuses tensors that share memory, as tied weights do, or that are not contiguous.
                     save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, partial)
                 else:
                     torch.save(state, partial)
                 os.replace(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
+    # Another rank may read the file as soon as this function has returned there.
     communicator.wait_for_all("weights are saved")

@@ -45,8 +45,10 @@ class NamedSchedule(LRScheduler):
     def __init__(self, optimizer: Optimizer, arguments: Schedule) -> None:
         self._arguments = arguments
         self._cycles_betas = isinstance(arguments, OneCycle) and arguments.cycle_momentum
+        # As in DeepSpeed, momentum is not cycled where the optimizer has no betas.
         if "betas" not in optimizer.defaults:
             self._cycles_betas = False
+        # This comes last: torch asks for the first rates here, which follow from what is set above.
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
@@ -133,6 +135,7 @@ def _risen(its: WarmupLR | WarmupCosineLR, step: int) -> float:
 
 
 def _warmup_steps(its: WarmupLR | WarmupCosineLR) -> int:
+    # DeepSpeed's bound, without which the logarithmic warmup would divide by log(1).
     return max(2, its.warmup_num_steps)
 
 

@@ -77,6 +77,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, gemini: Source = None, **kwargs: Any) -> None:
+        # Arguments may stand by position, too, so they are bound to their names.
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
         _refuse_plugins(given)
         mixed = str(given.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
@@ -170,7 +171,7 @@ class Accelerator(accelerate.Accelerator):
                 "modules in it before prepare(), and leave dynamo_backend out"
             )
         device = self.device if self.gemini.device is None else self.gemini.device
-        # of the config, if that has it
+        # `_take_accumulation` has put the config's number there, if it has one.
         settings = replace(self.gemini.settings(), gradient_accumulation_steps=self.gradient_accumulation_steps)
         sharded_model = ShardedModel(model, settings=settings, device=device, dtype=self._weights)
         self._say(sharded_model.plan.explain().splitlines())
@@ -187,7 +188,7 @@ class Accelerator(accelerate.Accelerator):
             model = _module_of(optimizer, self._sharded_models())
             options = self.gemini.optimizer_options() | self._scaler_options()
             optimizer = ShardedOptimizer(model, optimizer, **options)
-        # with device_placement Accelerate would load the whole state of every rank back into the optimizer
+        # With device_placement Accelerate would load the whole state back into the optimizer, on every rank.
         prepared = PreparedOptimizer(optimizer, device_placement=False, scaler=None)
         self._optimizers.append(prepared)
         return prepared
@@ -205,6 +206,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
         """Prepare a schedule, of the plain or of the prepared optimizer. Local. Raises nothing."""
         for optimizer in self._optimizers:
+            # A schedule of the plain optimizer counts, too: it shares its param groups with the prepared one.
             if scheduler.optimizer.param_groups[0] is optimizer.param_groups[0]:
                 break
         else:
@@ -222,7 +224,7 @@ class Accelerator(accelerate.Accelerator):
     # -- a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Gradients of the loss, which is divided by the micro-batches of a window, and scaled in fp16. Collective.
+        """Compute gradients of the loss, divided by the micro-batches of a window, and scaled in fp16. Collective.
 
         kwargs: of `torch.Tensor.backward`. Raises UnsupportedError if several optimizers have loss scales.
         """
@@ -233,6 +235,7 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.backward(loss) with several optimizers in fp16, each of which has a loss scale of its "
                 "own: call optimizer.optimizer.scale(loss).backward() of the one that this loss trains"
             )
+        # Here no optimizer has a loss scale, and no single model's ranks could be told of a failure.
         if len(optimizers) != 1:
             loss.backward(**kwargs)
             return
@@ -252,6 +255,7 @@ class Accelerator(accelerate.Accelerator):
             if its.isdisjoint(given):
                 continue
             rest = its.symmetric_difference(given)
+            # Frozen parameters have no gradients, so it does not matter whether both lists have them.
             if any(parameter.requires_grad for parameter in rest):
                 raise UnsupportedError(
                     f"clip_grad_norm_() of {len(given)} parameters, and their optimizer has {len(its)}: give it all of "

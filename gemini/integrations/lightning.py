@@ -115,7 +115,7 @@ class GeminiStrategy(DDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`, which builds large models: never whole on any rank. See `ZeroInitContext`."""
+        """A context for `configure_model`: what it builds is never whole on any rank. See `ZeroInitContext`."""
         with ZeroInitContext(self.root_device):
             yield
 
@@ -144,6 +144,7 @@ class GeminiStrategy(DDPStrategy):
                     f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), and by the config {window} "
                     "micro-batches make a step: leave gradient_accumulation_steps and batch sizes out of the config"
                 )
+            # Optimizers come before the wrap, so that what cannot be sharded is refused while the module is plain.
             self.setup_optimizers(trainer)
             _check_optimizers(self.optimizers)
         self.model = self._wrap(module, trainer.accumulate_grad_batches if fits else None)
@@ -185,6 +186,7 @@ class GeminiStrategy(DDPStrategy):
 
     def _shard(self, optimizer: Optimizer) -> Optimizer:
         plain = plain_of(optimizer)
+        # Lightning's stand-in for a module without an optimizer has no param groups.
         if isinstance(plain, ShardedOptimizer) or not plain.param_groups or self._sharded is None:
             return plain  # type: ignore[no-any-return]
         for each in self.lr_scheduler_configs:
@@ -194,6 +196,7 @@ class GeminiStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """The model stays sharded: it can be called, evaluated and saved. Local. Raises nothing of its own."""
+        # Lightning's own would also move the module and the optimizers' states to the CPU, out of their chunks.
         assert self.accelerator is not None and self.cluster_environment is not None
         self.cluster_environment.teardown()
         self._precision.teardown()
@@ -203,7 +206,7 @@ class GeminiStrategy(DDPStrategy):
     # -- a step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, in the model's forward; by itself where it calls backward and step. Collective.
+        """Run the module's step in the model's forward, or by itself where it calls backward and step. Collective.
 
         Raises what it raises.
         """
@@ -216,17 +219,17 @@ class GeminiStrategy(DDPStrategy):
             return self._in_forward("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, in the model's forward. Collective. Raises what it raises."""
+        """Run the module's step in the model's forward. Collective. Raises what it raises."""
         with self._precision.val_step_context():
             return self._in_forward("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, in the model's forward. Collective. Raises what it raises."""
+        """Run the module's step in the model's forward. Collective. Raises what it raises."""
         with self._precision.test_step_context():
             return self._in_forward("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, in the model's forward. Collective. Raises what it raises."""
+        """Run the module's step in the model's forward. Collective. Raises what it raises."""
         with self._precision.predict_step_context():
             return self._in_forward("predict_step", *args, **kwargs)
 
@@ -246,6 +249,7 @@ class GeminiStrategy(DDPStrategy):
             return getattr(module, name)(*args, **kwargs)
 
         module.forward = step  # type: ignore[method-assign]
+        # An exception before the step begins must not leave the step in the place of `forward`.
         try:
             return model(*args, **kwargs)
         finally:
@@ -253,7 +257,7 @@ class GeminiStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Nothing: every micro-batch is reduced, as sums of whole gradients would take 4 bytes a parameter and rank."""
+        """Do nothing: every micro-batch is reduced, since sums of whole gradients take 4 bytes a parameter and rank."""
         yield
 
     # -- checkpoints
@@ -269,6 +273,7 @@ class GeminiStrategy(DDPStrategy):
         Raises GeminiError inside a forward or backward.
         """
         assert self.lightning_module is not None
+        # A module that overrides `state_dict` decides itself what is saved.
         own = type(self.lightning_module).state_dict is not nn.Module.state_dict
         if isinstance(self.model, ShardedModel) and not own:
             return self.model.state_dict(rank0_only=True)
@@ -307,7 +312,7 @@ _OTHERS = {
 
 
 def _tell_device(module: nn.Module, device: torch.device) -> None:
-    """What `module.to(device)` does beside moving parameters, each of which would be fetched for it. Local."""
+    """Do what `module.to(device)` does beside moving parameters, each of which would be fetched for it. Local."""
     for each in module.modules():
         if isinstance(each, Metric):
             each.to(device)  # its state is neither parameter nor buffer

@@ -65,7 +65,7 @@ class GeminiPrecision(Precision):
         return by_name | {"*": torch.float32}
 
     def cast(self, data: Any) -> Any:
-        """A batch, in 16 bits where the step computes in them and is not the model's forward. Local. Raises nothing."""
+        """Cast a batch to 16 bits if the step computes in them outside the model's forward. Local. Raises nothing."""
         dtype = _DTYPES[self.precision] if self.precision.endswith("true") else None
         return data if dtype is None else cast_tensors(data, CASTABLE_DTYPES, dtype)
 
@@ -77,14 +77,14 @@ class GeminiPrecision(Precision):
         return model, optimizers, lr_schedulers
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        """The loss, scaled in fp16. Local. Raises what the module's hooks raise."""
+        """Scale the loss in fp16. Local. Raises what the module's hooks raise."""
         for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedOptimizer):
                 tensor = optimizer.scale(tensor)
         return super().pre_backward(tensor, module)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """By the exact norm over all ranks. Collective. Raises what `ShardedOptimizer.clip_grad_norm_` raises."""
+        """Clip by the exact norm over all ranks. Collective. Raises what `ShardedOptimizer.clip_grad_norm_` raises."""
         plain_optimizer = plain_of(optimizer)
         if isinstance(plain_optimizer, ShardedOptimizer):
             plain_optimizer.clip_grad_norm_(clip_val)
@@ -101,6 +101,7 @@ def _borders(module: nn.Module, above: str = "") -> list[str]:
     """Names of the modules with weights that the steps of `module` call: lists and dicts are looked into."""
     found = []
     for name, child in module.named_children():
+        # These have no forward of their own, so casts around them would never run.
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             found += _borders(child, f"{above}{name}.")
         elif next(child.parameters(), None) is not None:

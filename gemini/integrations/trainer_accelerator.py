@@ -34,17 +34,17 @@ class TrainerAccelerator(accelerate.Accelerator):
         return self.sharded_optimizer
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """A sharded one as it is: Accelerate would load its whole state on every rank."""
+        """Return a sharded optimizer as it is: Accelerate would load its whole state on every rank."""
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer
         return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Gradients of the loss, times the loss scale in fp16. Collective."""
+        """Compute gradients of the loss, times the loss scale in fp16. Collective."""
         self.its_optimizer.backward(loss)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """The exact norm of all gradients, before the next step clips them to `max_norm`, which may be inf."""
+        """Return the exact norm of all gradients, before the next step clips them to `max_norm`, which may be inf."""
         return self.its_optimizer.clip_grad_norm_(max_norm, norm_type)
 
     @property
@@ -55,7 +55,7 @@ class TrainerAccelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing: every micro-batch is reduced, as sums of whole gradients would take 4 bytes a parameter and rank."""
+        """Do nothing: every micro-batch is reduced, since sums of whole gradients take 4 bytes a parameter and rank."""
         yield
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

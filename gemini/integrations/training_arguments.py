@@ -81,6 +81,7 @@ def auto_values(args: Any, num_training_steps: int) -> dict[str, Any]:
         **{f"optimizer.params.{name}": value(args) for name, value in _OPTIMIZER.items()},
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": args.learning_rate,
+        # A schedule refuses a warmup of 0 steps, which is the default of TrainingArguments.
         "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
         "scheduler.params.total_num_steps": num_training_steps,
         "fp16.enabled": args.mixed_precision == "fp16",
@@ -115,6 +116,7 @@ def refuse_contradictions(config: Config, args: Any) -> None:
 def _of_the_optimizer(given: dict[str, Any], args: Any) -> Iterator[tuple[str, Any, str, Any]]:
     words = {"lr": "learning_rate", "betas": "adam_beta1, adam_beta2", "eps": "adam_epsilon"}
     for name, value in _OPTIMIZER.items():
+        # A Python config may have a tuple where TrainingArguments give a list.
         its = given.get(name)
         yield f"optimizer.params.{name}", list(its) if isinstance(its, tuple) else its, words.get(name, ""), value(args)
 
@@ -122,6 +124,7 @@ def _of_the_optimizer(given: dict[str, Any], args: Any) -> Iterator[tuple[str, A
 def class_and_arguments(optimizer: OptimizerConfig, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and arguments of the config's optimizer, and what TrainingArguments say of it beside that. Local."""
     made = optimizer.make([nn.Parameter(torch.zeros(1, device="cpu"))])
+    # TrainingArguments always have betas, which SGD, for example, does not take.
     found = {name: value(args) for name, value in _OPTIMIZER.items() if name in made.defaults}
     return type(made), {**found, **optimizer.params}
 

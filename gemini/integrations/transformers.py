@@ -78,9 +78,11 @@ class ShardedTraining(_Trainer):
     def __init__(self, model: Any = None, args: Any = None, *others: Any, config: Source = None, **more: Any) -> None:
         options = {name: more.pop(name) for name in SETTINGS if name in more}
         takes = inspect.signature(super().__init__).parameters
+        # A Trainer of the user's that takes `**kwargs` checks them itself.
         if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in takes.values()):
             valid = [*takes, "config", *SETTINGS]
             refuse_unknown_arguments(type(self).__name__, [name for name in more if name not in takes], valid)
+        # This is the Trainer's own default: the checks below come before the Trainer makes it.
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
         refuse_unsupported(args, model)
         self._sharded: ShardedModel | None = None
@@ -96,6 +98,7 @@ class ShardedTraining(_Trainer):
             if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
                 raise ConfigError("an optimizer is given to Trainer(...), and another is in the config: leave one out")
             self.optimizer_cls_and_kwargs = class_and_arguments(self.sharding.optimizer, args)
+        # With `model_init` each training makes a model of its own: the one of now is never trained.
         if self.model_init is None:
             self.model_wrapped = self.sharded_model
 
@@ -115,6 +118,7 @@ class ShardedTraining(_Trainer):
             mixed = config.dtype
         dtype = mixed_weights(config, mixed, f"TrainingArguments say {args.mixed_precision}")
         if config.device is None:
+            # None would choose an accelerator that `use_cpu=True` leaves alone.
             fields["device"] = "emulated" if args.device.type == "cpu" else args.device
         fields["dtype"] = dtype
         if fields["gradient_accumulation_steps"] is None:
@@ -160,7 +164,7 @@ class ShardedTraining(_Trainer):
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # a dtype of weights, no autocast
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: what of the model rests on the device is decided by the plan."""
+        """Do nothing: the plan decides what of the model rests on the device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.sharded_model
@@ -185,6 +189,7 @@ class ShardedTraining(_Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The schedule that the config names, else the Trainer's own. Local. Raises what the schedule raises."""
         if self.lr_scheduler is None and self.sharding.scheduler is not None:
+            # The config is read again: what says "auto" may follow from the number of steps, which is known only now.
             named = self._read(self.args, num_training_steps).scheduler
             assert named is not None
             self.lr_scheduler = make_schedule(named, self.optimizer if optimizer is None else optimizer)
@@ -243,7 +248,7 @@ class ShardedTraining(_Trainer):
 
     @contextmanager
     def _writing(self, done: str) -> Iterator[None]:
-        """Who cannot write tells all ranks; on return the files are there."""
+        """A context for writing: a rank that cannot write tells all others, and afterwards the files are there."""
         communicator = self.sharded_model.chunk_manager.communicator
         with communicator.publishing():
             yield

@@ -120,6 +120,7 @@ class AccumulateInPlace(Accumulation):
                 self._memory.rest_in_place(gradient, backward)
             elif gradient.is_open:
                 self.reduce(gradient, backward)
+            # `got` counts since the last step: only in the first backward does it tell what one backward brings.
             if backward == 1 and self.synchronizes:
                 # Unused parameters must not keep the chunk open, and its slot taken, until the end of later backwards.
                 gradient.expected = max(1, sum(gradient.got))

@@ -54,6 +54,7 @@ class Waiting:
 
     def take_arrived(self) -> tuple[list[int], Sequence[int], bool]:
         """What has arrived, its positions once each, and whether some came twice. Nothing is left."""
+        # This copies and empties the list, since hooks of parameters append to the very object.
         arrived = self.arrived[:]
         self.arrived.clear()
         # Mostly the order of the last backward. A comparison takes a fraction of the time of the look-ups.
@@ -88,6 +89,7 @@ class Arrivals:
         if gradient.attached is not None:
             gradient.attached.note_gradients()
         index = gradient.chunk.index
+        # The number is at least 1, as a `due` of 0 means that no gradient of the chunk waits.
         self._await(gradient, max(1, gradient.expected - gradient.num_fired))
         self.begun.append(index)
         return True
@@ -225,6 +227,7 @@ class Arrivals:
         """Discard all waiting gradients: autograd would add those of the next backward to them."""
         self.begun.clear()
         for index, waiting in self._waiting.items():
+            # What autograd has added to an attached home ends with the home's content: `attach_homes` makes it blank.
             if waiting.arrived and index in self._memory.gradients and not self._memory.gradients[index].attached:
                 chunk = self._memory.gradients[index].chunk
                 set_grads((chunk.raw[waiting.positions[each]] for each in waiting.arrived), repeat(None))

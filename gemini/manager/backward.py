@@ -95,6 +95,7 @@ class Backward:
                 return chunk.payload
             self._underway.leave_leaf()
         self._position.set(operator, Phase.BACKWARD)
+        # This lifts the pins of the node before, of which the fetch may need the slot.
         self._underway.follow_node()
         payload = self._payloads.fetch(chunk)
         self._underway.pin_for_node(chunk)

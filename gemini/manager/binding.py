@@ -151,11 +151,12 @@ class Binding:
         chunk.become(ParamState.RELEASED)
         slot.chunk = None
         # Poison the old weights, unless a view of the user's shows them until the next gather.
+        # Each bound parameter is one holder.
         if chunk.bound and slot.num_holders() <= len(chunk.parameters):
             slot.wipe()
 
     def reset(self) -> None:
-        """`cover` after a failure, which may have interrupted `bind` or `unbind` half way."""
+        """Cover all parameters after a failure, which may have interrupted `bind` or `unbind` half way."""
         with untracked(), unguarded():
             for chunk in self.chunks:
                 for managed, parameter in zip(chunk.parameters, chunk.raw, strict=True):
@@ -205,7 +206,7 @@ class Binding:
         return is_marked or (chunk.bound and version != self.versions[chunk.index][position])
 
     def write_back_one(self, managed: ManagedParameter) -> None:
-        """`write_back` of one parameter, in time that does not depend on the size of its chunk."""
+        """Write back one parameter, in time that does not depend on the size of its chunk."""
         chunk = managed.chunk
         if chunk.payload is not None and self.is_edited(managed):
             self.forget_edits(managed)
@@ -240,7 +241,7 @@ class Binding:
             self.versions[chunk.index] = chunk.versions()
 
     def write_back_all(self, chunks: Iterable[Chunk] | None = None) -> None:
-        """`write_back` of every chunk that has a payload."""
+        """Write back every chunk that has a payload."""
         for chunk in self.chunks if chunks is None else chunks:
             if chunk.payload is not None:
                 self.write_back(chunk)
@@ -256,7 +257,9 @@ class Binding:
         """
         chunk = managed.chunk
         home = chunk.homes[Kind.PARAM]
+        # They are read before the copy: without a snapshot the old weights are those in the home.
         before = self.snapshots.read(managed)
+        # Where the home is the payload, or its first part, the values are at home already.
         if home.flat.data_ptr() != payload.flat.data_ptr():
             # A part of the home that holds the gradient is left alone: the step makes those weights from the master.
             for piece in managed.weight_pieces:

@@ -62,6 +62,7 @@ class Call:
 
         late: the user's code has run since, so the hooks may not be on top of torch's stack any more.
         """
+        # They are forgotten first: a second exit would take hooks of the user's off torch's stack.
         hooks, self.hooks = self.hooks, None
         if hooks is not None:
             if late:
@@ -117,6 +118,7 @@ class Calls:
         """
         thread = get_ident()
         calls = self.by_thread.get(thread, [])
+        # torch runs the hook after a call also if `enter` has refused the call.
         if not any(call.operator is operator for call in calls):
             return None
         pinned = list(calls[-1].pinned)
@@ -191,6 +193,7 @@ def _remove(hooks: _Hooks) -> None:
 def backward_runs() -> bool:
     """Whether some thread has called a backward, of whatever graph, that still runs."""
     stacks = map(walk_stack, sys._current_frames().values())
+    # `backward()` and `autograd.grad()` both run autograd's engine inside this function of torch.
     return any(frame.f_code.co_name == "_engine_run_backward" for stack in stacks for frame, _ in stack)
 
 
@@ -204,5 +207,6 @@ def other_thread(what: str) -> GeminiError:
 
 def _num_calls(stack: Iterable[tuple[FrameType, int]], module: nn.Module) -> int:
     """The number of calls of `module(...)` on a thread's stack."""
+    # Every call of a module passes through a function of this name: torch's own, or that of `CompiledCall`.
     calls = (frame for frame, _ in stack if frame.f_code.co_name == "_call_impl")
     return sum(frame.f_locals.get("self") is module for frame in calls)

@@ -115,6 +115,7 @@ class ChunkManager:
         max_prefetch = plan.settings.max_prefetch
         self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, max_prefetch)
         memory.slots.open(demand.slot_bytes, placement.num_slots)
+        # ZeRO divides gradients over ranks from stage 2 on.
         grad_memory = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
         memory.gradient_slots.open(demand.gradient_slot_bytes, placement.num_gradient_slots)
         for chunk in self.chunks:
@@ -147,7 +148,7 @@ class ChunkManager:
             raise refused
 
     def try_plan(self, plan: Plan, shown: str, change: str, remedy: str) -> BudgetError | None:
-        """Like `change_plan`, but if one rank lacks the memory all keep the plan in force: moved states move back.
+        """Do what `change_plan` does, but if one rank lacks memory all keep the plan in force: moved states move back.
 
         A budget is no promise of the machine's: another process may have taken what was free when the plan was made.
         Collective, between steps. shown, change, remedy: as for `change_plan`. Returns None, or why all ranks stay:
@@ -200,6 +201,7 @@ class ChunkManager:
 
     def _agree_on(self, plan: Plan, shown: str, change: str, remedy: str) -> None:
         words = f"{shown}; {placement_in_words(plan.placement, plan.budget_bytes)}"
+        # The hash has a fixed width, so that the bytes that ranks exchange do not depend on its value.
         self.communicator.agree(f"{plan.hash:010d} {shown}".encode(), change, words, remedy)
 
     def agree_on_room(self, error: BudgetError | None) -> BudgetError | None:
@@ -225,6 +227,7 @@ class ChunkManager:
             chunk.trainable = any(its_flags)
         # Sums of micro-batches, and gradients that left a lent home, are not in the plan: a smaller budget may lack the
         # room for these although every state stays where it is. The next step takes it again, or takes it of the host.
+        # A way back starts with states that may be half moved, also between plans with the same homes.
         if migrate.changes or is_way_back or is_less(plan.budget.device, self.plan.budget.device):
             migrate.carry_out(self._states)
 
@@ -249,6 +252,7 @@ class ChunkManager:
 
     def close(self) -> None:
         """Give slots and process group back. Collective. Raises nothing of its own."""
+        # A `.grad` that is a view of a home would keep the home in memory for as long as its parameter lives.
         self.grads.detach_homes()
         self.params.close()
         self.memory.gradient_slots.close()

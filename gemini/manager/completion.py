@@ -62,6 +62,7 @@ class Completion:
         self._communicator.all_reduce_max_(packed_words, _WHAT)
         agreed: list[int] = packed_words.tolist()
         world_size = self._communicator.world_size
+        # Maximum and minimum of each word are equal: all ranks have the same news.
         if all(agreed[i] == ~agreed[i + _DIGEST_WORDS] for i in range(_DIGEST_WORDS)):
             of_ranks = [news] * world_size
         else:

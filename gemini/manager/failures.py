@@ -89,7 +89,9 @@ class Failures:
         try:
             yield
         except BaseException as error:
+            # An interrupt inside `end_forward` may leave `in_step` set although no call runs any more.
             interrupted = calls.end_above(depth) or (self._params.in_step and not calls.by_thread)
+            # Inside a backward it is the backward that has failed, which `find` drops once it no longer runs.
             if interrupted and _graph_task_id() == -1:
                 self._communicator.publish(error)
                 if not calls.by_thread:
@@ -104,6 +106,7 @@ class Failures:
         entering: the module of a call that is about to be entered.
         """
         calls = self._underway.calls
+        # Nothing can be dropped inside a backward: its nodes use the slots.
         if _graph_task_id() != -1:
             return
         if (calls.by_thread or self._params.in_step) and not calls.still_run(entering):

@@ -83,6 +83,7 @@ class GradHomes:
         if gradient.reduced_state is ReducedState.WIDE:
             self.restore(gradient.chunk)
         elif is_first:
+            # For any other reduction this was done when it was launched.
             if is_sum:
                 self.before_reduction(gradient.chunk)
             self._make_room(gradient, backward)
@@ -179,6 +180,7 @@ class GradHomes:
             return False
         if chunk.state is ParamState.RESIDENT:
             return self._leave(chunk)
+        # A payload in a slot of the pool lies beside the home. A kept slot has the home inside.
         return chunk.state is ParamState.RELEASED or chunk.own_slot is None
 
     def _leave(self, chunk: Chunk) -> bool:
@@ -188,6 +190,7 @@ class GradHomes:
         binding = self._params.binding
         binding.write_back(chunk)
         binding.unbind(chunk)
+        # Bound parameters would count as holders: they are unbound before.
         if not self._params.nobody_holds(self._resident[chunk.index]):
             return False
         # As at any release: see [Note: Version bump].
@@ -206,6 +209,7 @@ class GradHomes:
         # The new home is taken first: without memory for it the home stays lent.
         gradient = self._gradients[chunk.index]
         with untracked():
+            # `shard` is the lent part here, and the new home after `_take_home`.
             lent = gradient.shard
             self._take_home(gradient)
             self.transfer.copy(gradient.shard, lent)

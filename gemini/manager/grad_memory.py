@@ -125,6 +125,8 @@ class GradMemory:
 
     def rest_in_place(self, gradient: ChunkGradient, backward: int) -> None:
         """Close a gradient that was written to its home. Elements that got no gradient become zero."""
+        # In a later backward of the step, elements without a gradient keep the sum so far. Paddings have held zeros, of
+        # either sign, since the home was made.
         if gradient.reduced_state is ReducedState.NONE:
             gradient.become_reduced(ReducedState.IN_SHARD, backward)
             if gradient.num_fired < len(gradient.fired):

@@ -100,6 +100,7 @@ class GradStore:
 
     def begin_backward(self) -> None:
         """A backward has reached the model. Local. Raises BudgetError for the first one without an optimizer."""
+        # If this finds no memory, no backward has begun.
         self._begin_training()
         self.in_backward = True
         self.num_backwards += 1
@@ -117,6 +118,7 @@ class GradStore:
     def wait(self, chunk: Chunk, waiting: Waiting) -> bool:
         """Let a noted gradient of a chunk of many small parameters wait in `.grad`. False if it may not wait there."""
         gradient = self.memory.gradients.get(chunk.index)
+        # `due` is 0 until a gradient of the chunk waits.
         if not waiting.due and (gradient is None or not self.arrivals.begin(gradient, self.num_backwards)):
             return False
         # Waiting gradients are held beyond the gradient slots: keep their number small.
@@ -142,6 +144,7 @@ class GradStore:
         if not self.in_backward:
             return
         for index in self.accumulation.due():
+            # Gradients that wait in `.grad` are a part of what is reduced.
             self._collect(index)
             self.accumulation.reduce(self.memory.gradients[index], self.num_backwards)
 
@@ -166,12 +169,13 @@ class GradStore:
         Raises BudgetError.
         """
         self._begin_training()
+        # This counts like a backward: memory must not move while the gradient waits for a step.
         self.num_backwards = max(self.num_backwards, 1)
         self.homes.fill(gradient, self.num_backwards)
         gradient.got[managed.position] = gradient.agreed[managed.position] = 1
 
     def discard(self, managed: ManagedParameter) -> None:
-        """`parameter.grad = None`: later gradients of this step start from zero."""
+        """Carry out `parameter.grad = None`: later gradients of this step start from zero."""
         gradient = self.find(managed.chunk)
         if gradient is None:
             return

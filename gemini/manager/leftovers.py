@@ -89,6 +89,7 @@ class Leftovers:
                 gradient.unsynced.flat[managed.offset : managed.offset + managed.numel].zero_()
         if not gradient.is_reduced:
             return
+        # Autograd adds to an attached home, and -0.0 is the only zero that changes no bit of a gradient.
         reduced, zero = ready(gradient.reduced()), 0.0 if gradient.attached is None else BLANK
         for managed in some:
             for part in managed.own_parts(reduced):
@@ -137,6 +138,7 @@ def keeps(gradient: ChunkGradient, stays: Sequence[bool]) -> bool:
     # Which parameters have unreduced gradients on other ranks is not known here: assume that these have.
     if gradient.is_behind and any(stays):
         return True
+    # `stays` is empty for a chunk of which nothing stays.
     return gradient.is_reduced and any(does and got for does, got in zip(stays, gradient.agreed, strict=False))
 
 

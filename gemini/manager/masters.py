@@ -97,7 +97,7 @@ def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = Tru
 
 
 def set_all_weights(chunk: Chunk, payload: Tensor) -> None:
-    """`set_weights` of all parameters, from a `payload` (layout.numel,) that is zero between them."""
+    """Set all parameters as `set_weights` sets one, from a `payload` (layout.numel,) that is zero between them."""
     home, layout = ready(chunk.homes[Kind.PARAM]), chunk.home_layout
     for piece in layout.slices(chunk.rank if layout.world_size > 1 else 0):
         home[piece.in_shard].copy_(round_as_master(payload[piece.in_payload], chunk.dtype))

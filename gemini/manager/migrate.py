@@ -95,11 +95,13 @@ class Rehoming:
         growth, moves_in = self._host_growth(states)
         device.check_total(on_device, budget.device)
         host.check_total(host.ledger.total_bytes + growth - moves_in, budget.host)
+        # Host memory is mapped now: a lack of it must not be found once some states have moved.
         host.reserve(growth, "states that move there or are new")
 
     def _host_growth(self, states: StateStore | None) -> tuple[int, int]:
         """(bytes that come to the host, less those that are given up before; bytes that leave the host after that)."""
         host, moves_in = self._memory.host, 0
+        # Optimizer state that stays on the host is subtracted here and added again below, like all that comes.
         growth = -host.ledger.bytes_by_kind[Kind.OPTIM]
         for chunk, homes in self._placed:
             if states is not None and Kind.OPTIM in homes:
@@ -150,6 +152,7 @@ class Rehoming:
         memory.gradient_slots.open(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots)
         for chunk, homes in self._placed:
             self._take_missing(chunk, homes, states)
+            # What is known of gradients outlives their memory: zeros that wait, and gradients that come in pieces.
             if chunk.trainable and chunk.index in before:
                 self._grads.of(chunk).take_over(before[chunk.index])
         memory.host.trim()
@@ -165,6 +168,7 @@ class Rehoming:
             target, keeps = homes[Kind.PARAM], chunk.index in self._placement.kept
             had_slot = chunk.own_slot is not None
             if chunk.homes[Kind.PARAM].tier is not target or keeps != had_slot:
+                # What leaves a kept slot moves in the first round, also to a home on the device: the slot makes room.
                 if moves_in == (target is Tier.DEVICE and not had_slot):
                     with self._migrating(chunk, Kind.PARAM, target):
                         self._move_parameters(chunk, target, keeps)

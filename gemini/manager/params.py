@@ -169,6 +169,7 @@ class ParamStore:
         chunk.num_gathers += 1
         if self._left:
             self._close_left()
+        # A spare slot may have joined the pool since the last fetch.
         self.slot_by_storage[slot.storage] = slot
         payload = chunk.payload_in(slot)
         slot.chunk = chunk.index
@@ -283,6 +284,7 @@ class ParamStore:
         if self.nobody_holds(slot):
             return True
         if slot is chunk.own_slot:
+            # An update would write to the home in this slot, which the view shows.
             self._keep_another(chunk)
         else:
             self.pools[chunk.oversize].set_aside(slot)
@@ -314,6 +316,7 @@ class ParamStore:
         for chunk in self.chunks:
             if chunk.slot is not None:
                 self.release(chunk)
+            # An update has outdated the chunk: its parameters still show the slot.
             elif chunk.stays:
                 self.binding.unbind(chunk)
 

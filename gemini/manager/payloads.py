@@ -43,6 +43,7 @@ class Payloads:
         if self.has_room:
             return
         self.has_room = True
+        # Slots that an evaluation took as inference tensors could not be written to in training.
         with torch.inference_mode(False):
             self.params.pools.fill()
             self.grads.take_memory()
@@ -60,12 +61,14 @@ class Payloads:
 
     def fetch(self, chunk: Chunk) -> Tensor:
         """The chunk's payload, (numel,) on the device. Collective where parameters are sharded."""
+        # The home holds the gradient, which a fetch would show, or send to other ranks, as weights.
         if chunk.state is ParamState.HOLDS_GRAD:
             self.restore_parameters(chunk)
         if chunk.state is ParamState.RESIDENT:
             self.note_use(chunk)
             assert chunk.payload is not None
             return chunk.payload
+        # The touch is recorded first: gradients whose point of reduction it is are due before the fetch.
         self.params.next_use.touch(chunk.index)
         if self.grads.in_backward:
             self.grads.before_touch()

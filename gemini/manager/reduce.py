@@ -162,6 +162,7 @@ class AccumulateAndReduce(Accumulation):
         payload = whole.flat
         self._homes.before_reduction(chunk)
         rests_as_is = chunk.gradient_dtype is chunk.dtype
+        # At stage 0 the mean is gathered whole in the dtype in which it rests, which is not that of the payload here.
         if self._stage == 0 and not rests_as_is:
             whole = scratch.region(chunk.numel, chunk.gradient_dtype)
         in_place = gradient.state is GradState.AT_HOME or self._stage == 0
@@ -219,6 +220,7 @@ class AccumulateAndReduce(Accumulation):
                 self.reduce(self._memory.gradients[index], backward)
         is_off = self._reduce_the_rest("end of backward", backward, off or order.points is None)
         self._finish()
+        # A backward that follows no forward of the model has a trace of its own, in which points mean nothing.
         if not is_off or (self._gathers_in_backward and self._next_use.kind is not PassKind.TRAINING):
             return
         # This backward was not the recorded one: the next one follows what it has shown.
@@ -271,6 +273,7 @@ class AccumulateAndReduce(Accumulation):
 
     def end(self, has_zeros: bool) -> None:
         """See `Accumulation`. If zeros are needed, ranks still agree on which parameters had a gradient."""
+        # A reduction is in flight here only after a failure, or inside a backward.
         self._in_flight = None
         self._completion.note_all()
         is_behind = any(gradient.is_behind for gradient in self._memory.gradients.values())

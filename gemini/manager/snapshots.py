@@ -68,7 +68,7 @@ class Snapshots:
                 self._host.free(weights, KIND)
 
     def drop_all(self, chunks: list[Chunk]) -> None:
-        """`drop` for each of `chunks`."""
+        """Drop the snapshots of all `chunks`."""
         for chunk in chunks:
             self.drop(chunk)
 
@@ -77,6 +77,7 @@ def _own_weights(managed: ManagedParameter) -> Tensor:
     """A copy of the parameter's elements that this rank updates, from the home, its pieces joined."""
     chunk = managed.chunk
     pieces = (weights_of(chunk, piece.shard_start, piece.numel) for piece in managed.pieces)
+    # The empty first part gives dtype and device if this rank has no piece.
     return torch.cat([weights_of(chunk, 0, 0), *pieces])
 
 

@@ -43,4 +43,5 @@ def _is_at_home(chunk: Chunk) -> bool:
 
 
 def _may_stay(chunk: Chunk) -> bool:
+    # A home that may be lent leaves its slot at a reduction: see [Note: Lent payloads] in grad_homes.py.
     return chunk.is_fine and chunk.own_slot is not None and not chunk.lends_home

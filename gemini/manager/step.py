@@ -79,11 +79,13 @@ class Step:
         backward, and nothing has changed then.
         """
         recomputing = self.is_recomputing()
+        # A call that has ended unseen would make this one look like an inner one.
         self.failures.find(module)
         is_inner = recomputing or self.calls.num_forwards > 0
         if not is_inner:
             with self.publishing():
                 self.failures.recover()
+            # `find` has dropped a backward that is over: this one runs in another thread.
             if self.grads.in_backward:
                 raise other_thread("a backward")
             self._underway.enter_forward()
@@ -107,6 +109,7 @@ class Step:
 
     def begin_pass(self) -> None:
         """Begin the pass of a forward: operators may come. Collective."""
+        # This comes before the pass makes activations, which would come to lie between slots and buffers.
         self.payloads.take_room()
         if torch.is_grad_enabled():
             if self._underway.begin_forward():
@@ -114,6 +117,7 @@ class Step:
                 self.recorder.begin_pass()
                 self.communicator.begin_pass("forward and backward")
         else:
+            # The replay follows one pass at a time: an evaluation ends the running one, and its collectives carry tags.
             self.params.next_use.begin_pass(PassKind.EVALUATION)
             self.communicator.leave_pass()
         self.position.set(0, Phase.FORWARD)  # the pass's first event
@@ -158,6 +162,7 @@ class Step:
         """The operator is done, or failed: its chunks may leave."""
         chunks = self.calls.leave(operator)
         if chunks and not self.params.in_step:
+            # Calls around this one may use the same chunks.
             self._after_use([chunk for chunk in chunks if not self.calls.pin(chunk)])
 
     def _after_use(self, chunks: Sequence[Chunk]) -> None:
@@ -206,11 +211,15 @@ class Step:
     # -- around the step
 
     def before_update(self) -> None:
-        """Bring home everything that an update reads: edits are written back. Collective."""
+        """Bring home everything that an update reads: edits are written back. Collective.
+
+        Prefetches end first: one that arrived later would show the weights from before the update as current.
+        """
         self.position.set(0, Phase.STEP)
         self.params.finish_prefetch()
         self.params.next_use.note_update()
         self.binding.write_back_all()
+        # The update changes all weights: beside older ones, every element would count as edited later.
         self.binding.snapshots.drop_all(self.chunks)
         self.communicator.begin_pass("step")
 
@@ -253,4 +262,5 @@ class Step:
         self.failures.recover()
         if self.grads.in_backward:
             raise inside
+        # What follows may be collective: its tags get a position that all ranks share.
         self.position.set(0, Phase.TOUCH)

@@ -57,6 +57,7 @@ class TrainingState:
         beside: further bytes that are needed on the host, mapped in one piece with these.
         """
         if self._infers:
+            # This is another object each time: an error that is kept would keep its traceback.
             raise GeminiError(_UNPREPARED) if self.refused is None else self.refused.reworded(str(self.refused))
         if not self.is_there:
             words = "gradients, masters and optimizer state" if beside else "gradients and masters"

@@ -69,6 +69,7 @@ class Underway:
 
     def end_touch(self, pinned: list[Chunk]) -> None:
         """Lift a function's pins, unless a failure has lifted all pins meanwhile."""
+        # Lists are compared by identity, as those of two functions may be equal.
         other_touches = [touch for touch in self._touches if touch is not pinned]
         if len(other_touches) < len(self._touches):
             self._touches = other_touches
@@ -102,6 +103,7 @@ class Underway:
     def leave_backward(self) -> None:
         """Lift all pins of backward: of its nodes and of a leaf."""
         self.leave_leaf()
+        # No graph task has a smaller number: these are the pins of all nodes.
         self._lift(0)
 
     def forget_forward(self) -> None:

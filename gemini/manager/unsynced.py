@@ -28,6 +28,7 @@ from sharding import ALIGNMENT, Piece, ShardLayout, Unit, pieces_within
 def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) -> None:
     """Add an open local gradient of backward number `backward` to the chunk's sum on the host. Local."""
     chunk, all_memory = gradient.chunk, memory.memory
+    # The gradient may have been spilled: bring it back into a slot.
     memory.open(gradient, backward)
     assert gradient.payload is not None
     memory.complete(gradient)

@@ -46,4 +46,5 @@ class Victims:
 def _may_leave(chunks: Sequence[Chunk], index: int) -> bool:
     """Whether the chunk is in a slot of a pool and nothing uses it now."""
     chunk = chunks[index]
+    # A kept slot is no room for another chunk.
     return chunk.slot is not None and not chunk.pins and chunk.own_slot is None

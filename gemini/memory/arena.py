@@ -38,8 +38,7 @@ class Arena:
         extent_bytes: the least that is mapped for a buffer that finds no room.
 
         keeps_pages: free memory stays resident, for buffers that come and go in every step. Otherwise whole free pages
-            go
-        back to the system, except in registered extents: the driver would go on using the pages of before.
+            go back to the system, except in registered extents: the driver would go on using the pages of before.
         """
         self._pinning = pinning
         self._extent_bytes = extent_bytes
@@ -62,11 +61,14 @@ class Arena:
 
     def growth_of(self, num_bytes: int) -> int:
         """Bytes by which `held_bytes` would grow if buffers of `num_bytes` in total were taken."""
+        # In other extents free pages went back to the system: a buffer there takes them again. Only registered extents
+        # hold their free room already.
         return max(0, num_bytes - sum(extent.free_bytes for extent in self._extents if extent.is_registered))
 
     def reserve(self, num_bytes: int) -> None:
         """Map in one piece what buffers of `num_bytes` in total need beyond the free room. Raises OSError."""
         missing = num_bytes - sum(extent.free_bytes for extent in self._extents)
+        # Free room may lie in ranges that are too small for a buffer: `allocate` then maps another extent.
         if missing > 0:
             self._extents.append(Extent(missing, self._pinning, self._keeps_pages))
 
@@ -95,6 +97,7 @@ class Extent:
     def __init__(self, num_bytes: int, pinning: Pinning | None, keeps_pages: bool) -> None:
         """Raises OSError if the system has no room for `num_bytes`."""
         self.num_bytes = num_bytes
+        # Python's default is MAP_SHARED, by which a forked DataLoader worker would write into the memory of its parent.
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._keeps_pages = keeps_pages
         self._free = [(0, num_bytes)]  # (start, end) of the free ranges, sorted; adjacent ranges are merged

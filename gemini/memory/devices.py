@@ -19,6 +19,7 @@ def choose_tiers(device: Device) -> tuple[MemoryTier, HostTier]:
     if resolved.type == "cpu":
         tier = EmulatedTier()
         if isinstance(device, Emulation):
+            # Without this the device's next reading would call the bytes of this model free.
             device.hold(tier.ledger)
         return tier, HostTier()
     return AcceleratorTier(resolved), HostTier(runtime=CudaRuntime(resolved) if resolved.type == "cuda" else None)

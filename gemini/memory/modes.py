@@ -47,6 +47,7 @@ class untracked:
         self._grad_mode = torch.is_grad_enabled()
         self._inference_mode = torch._C._InferenceMode(False)
         self._inference_mode.__enter__()
+        # This comes last: leaving inference mode switches autograd on.
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *error: object) -> None:
@@ -96,6 +97,7 @@ class unhooked:
 
     def __enter__(self) -> None:
         self._taken: list[tuple[Any, Any]] = []
+        # With True torch tells of its hooks also while a compiler traces, when it otherwise says that there are none.
         while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
             self._taken.append(hooks)

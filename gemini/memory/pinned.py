@@ -21,6 +21,7 @@ _registered: dict[int, tuple[int, int]] = {}
 
 def registered_bytes() -> int:
     """Registered bytes of all models of this process whose tensors are alive."""
+    # The sum goes over a copy, as another thread may change the dict meanwhile.
     return sum(num_bytes for process, num_bytes in _registered.copy().values() if process == os.getpid())
 
 

@@ -53,7 +53,7 @@ class Scratch:
         return self.region(numel, dtype).flat
 
     def region(self, numel: int, dtype: torch.dtype) -> Region:
-        """Like `allocate`, but as a region: for data that is copied to another tier."""
+        """Do what `allocate` does, but return a region, for data that is copied to another tier."""
         num_bytes = numel * dtype.itemsize
         start = self._used_bytes
         assert start + num_bytes <= self.num_bytes, "scratch is smaller than the placement's scratch_bytes"

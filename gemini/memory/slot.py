@@ -73,11 +73,13 @@ class Slot(SharedStorage):
         """Give the memory back."""
         region, self.region = self.region, None  # first: memory that an interrupted close gave back is not given twice
         if region is not None:
+            # The cached views would keep the memory.
             self.views.clear()
             self._tier.free(ready(region), self._kind)
 
     def __del__(self) -> None:
         """Give back a slot that an interrupt kept out of its pool: the ledger would count it for ever."""
+        # `region` is missing if its allocation failed.
         if getattr(self, "region", None) is not None:
             # The cycle collector may call this inside any operation of the user's.
             with unseen():
@@ -106,11 +108,13 @@ class KeptSlot(Slot):
         assert self.region is not None
         self.shard = self.region[home].view(dtype)
         self._around = self.region.flat[: home.start], self.region.flat[home.stop :]
+        # This replaces the count of `Slot`, after which the shard and its surroundings became references of ours.
         self._num_ours = _use_count(self.storage)
         # The ledger counts the shard as parameters, as it would in a home of its own.
         tier.ledger.recount("slots", Kind.PARAM, self.shard.nbytes)
 
     def wipe(self) -> None:
+        # The shard shares the tickets of the whole slot, so this waits for copies of the rest, too.
         wait_on_stream(self.shard)
         for part in self._around:
             self._tier.poison(part)
@@ -214,6 +218,7 @@ class SlotPool:
         """Give all memory back."""
         for slot in self.slots + self.held:
             slot.close()
+        # With a count of 0 no later `fill` takes memory again.
         self.slots, self.held, self.count = [], [], 0
         self._free.clear()
 

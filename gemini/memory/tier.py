@@ -44,6 +44,7 @@ class MemoryTier:
 
     def free(self, buffer: Tensor, kind: str) -> None:
         """Free a buffer of `allocate`; its content is lost."""
+        # The memory itself goes back when its last tensor dies: whoever calls this drops its own.
         self.ledger.count_freed(kind, buffer.nbytes)
 
     def trim(self) -> None:

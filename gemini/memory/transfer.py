@@ -67,6 +67,7 @@ class StreamTicket:
             done[self._stream] = self.number
 
     def order(self) -> None:
+        # A copy that the host has waited for is over.
         if self._lane.done.get(self._stream, -1) < self.number:
             stream = self._lane.stream()
             # Work on one stream runs in order already.
@@ -98,6 +99,7 @@ class Transfer:
         Both regions must outlive the copy: a temporary on the host is dropped only after `wait_on_host`.
         """
         if to.tier is source.tier:
+            # This copy runs on the host or the current stream, in order with what follows there: it needs no ticket.
             (wait_on_host if to.tier is Tier.HOST else wait_on_stream)(to, source)
             to.flat.copy_(source.flat)
             return None
@@ -126,13 +128,14 @@ def wait_on_host(*regions: Region) -> None:
 
 def wait_on_stream(*regions: Region) -> None:
     """Order the current stream after all copies from and to these device regions. The host does not wait."""
+    # The tickets stay: the host, or another stream, may still have to wait for them.
     for region in regions:
         for ticket in region.tickets.pending():
             ticket.order()
 
 
 def wait_on_tier(*regions: Region) -> None:
-    """`wait_on_host` for regions on the host, `wait_on_stream` for regions on the device."""
+    """Call `wait_on_host` for regions on the host, and `wait_on_stream` for regions on the device."""
     busy = [region for region in regions if region.tickets.pending()]
     # Rare, and this is called for every chunk: skip the two calls.
     if busy:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from gemini.building.link import built_link_of
 from gemini.errors import UnsupportedError
+from gemini.model.move_out import LOST
 
 
 class _Extent(NamedTuple):
@@ -65,8 +67,24 @@ class Tie(NamedTuple):
     names: tuple[str, str]  # names in the model of the parameter that stayed and of the replaced one
 
     def undo(self) -> None:
-        """Give the owner its own parameter back."""
+        """Give the owner its own parameter back, which shares its memory with the one that stayed."""
+        kept = self.owner._parameters[self.leaf]
+        # A wrapping that failed has given the one that stayed other memory, or has lost its values.
+        if kept is not None and not hasattr(kept, LOST):
+            self.parameter.data = kept.data
         setattr(self.owner, self.leaf, self.parameter)
+
+
+@contextmanager
+def tied_aliases(module: nn.Module) -> Iterator[list[Tie]]:
+    """`tie_aliases` for good, unless the block ends with an exception: the module then has its own parameters again."""
+    ties = tie_aliases(module)
+    try:
+        yield ties
+    except BaseException:
+        for tie in ties:
+            tie.undo()
+        raise
 
 
 def tie_aliases(module: nn.Module) -> list[Tie]:
@@ -116,7 +134,7 @@ def warn_of_ties(ties: Sequence[Tie]) -> None:
 
 
 def _shared(module: nn.Module) -> list[list[_Extent]]:
-    """What lies in one storage with another, in the module's order."""
+    """The tensors that share a storage with another one, by storage, in the module's order."""
     found: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         # These have no strided memory of their own that another tensor could share.
@@ -127,7 +145,7 @@ def _shared(module: nn.Module) -> list[list[_Extent]]:
             place = tensor.device, tensor.untyped_storage().data_ptr()
             found.setdefault(place, []).append((name, tensor))
     several = [[_extent(*each) for each in its] for its in found.values() if len(its) > 1]
-    # buffers may share memory among themselves: they are not moved into chunks
+    # Buffers may share memory among themselves: no chunk holds them.
     return [extents for extents in several if any(each.is_parameter for each in extents)]
 
 

@@ -78,6 +78,7 @@ class GatheredParameters:
             for links in by_owner.values():
                 stack.enter_context(links[0].gathered(links))
             with torch.no_grad():
+                # The copies are on the CPU: no plan has device memory for whole parameters a second time.
                 self._before = [link.managed.parameter.detach().to("cpu", copy=True) for link in self._links]
             self._stack = stack.pop_all()
 

@@ -61,6 +61,7 @@ class Hooks:
             (module, partial(self._around_operator.before, operator), partial(self._around_operator.after, operator))
             for module, operator in operators
         ]
+        # The root comes last: if it is an operator itself, its hooks as root stand around those of the operator.
         around.append((root, self._around_root.before, self._around_root.after))
         for module, before, after in around:
             # Module hooks run inside `module.compile()`, where the compiler would trace them. Wrap the call instead.
@@ -111,6 +112,7 @@ class _AroundOperator:
         with self._step.publishing():
             with unseen():
                 self._step.fetch_operator(call)
+            # A transform of torch.func allows no saved-tensor hooks: its graph would keep weights whose slot is reused.
             check_operator(module, operator.chunks)
             if self._saved_tensors.needed():
                 call.hooks = self._saved_tensors.push()

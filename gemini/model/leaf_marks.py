@@ -63,6 +63,7 @@ def chooses(module: nn.Module) -> bool:
     """Whether the module chooses among its children by data: by its mark, else if it has a list of experts."""
     if is_marked(module):
         return bool(getattr(module, _MARK))
+    # A list of one expert leaves no choice.
     lists = (name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) > 1)
     return any(_EXPERTS.fullmatch(name) for name in lists)
 

@@ -176,7 +176,10 @@ def _fill_given(
                 parameter.data = managed.placeholder
         if communicator.world_size > 1:
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
+            # If this rank alone fails below, `restore` leaves rank 0's values in the parameters, and they go home from
+            # there: see [Note: Nothing is lost] in move_out.py.
             moves.received.update(originals)
+        # A fine chunk has many small weights: one copy of them all is cheaper than a copy for each.
         if chunk.is_fine and len(given) == len(chunk.parameters):
             set_all_weights(chunk, payload)
         else:

@@ -50,7 +50,7 @@ class MovingOut:
         self.memory = memory
 
     def undo(self, error: BaseException) -> None:
-        """After `error`, which every rank has heard of. Collective. Adds a note to it where weights are lost.
+        """Undo the wrapping after `error`, of which all ranks know. Collective. Adds a note to it if weights are lost.
 
         Raises nothing of its own: where the weights cannot be given back, that is the note.
         """
@@ -65,6 +65,7 @@ class MovingOut:
             with torch.inference_mode(False), torch.no_grad():
                 if self._restart():
                     self._give_back()
+            # All ranks are here, so the process group of this wrap can end now.
             self.communicator.close()
         except Exception as second:
             lost = [managed for managed in self._managed() if managed.index in self.moves.originals]
@@ -121,6 +122,7 @@ class MovingOut:
             payloads: dict[bool, Tensor] = {}  # True: gathered from the masters
             for managed in members:
                 original = self.moves.originals[managed.index]
+                # A master has the bits of a wider weight that the chunk's dtype has no room for.
                 exact = Kind.MASTER in chunk.homes and original.dtype is not chunk.dtype
                 if exact not in payloads:
                     payloads[exact] = self._gather(chunk, exact)
@@ -185,6 +187,7 @@ class MovingOut:
     def _free(self, chunk: Chunk) -> None:
         """Free the chunk's memory before the next chunk's weights get memory of their own."""
         if chunk.own_slot is not None:
+            # The parameter home is a part of this slot and must not be freed once more below.
             chunk.own_slot.close()
             del chunk.homes[Kind.PARAM]
             chunk.own_slot = None

@@ -79,6 +79,7 @@ class OperatorTable:
         """Find the operators again and replace the plan. Collective."""
         step, plan = self._step, self._manager.plan
         step.check_idle("compiling a module")
+        # `check_idle` has set the position to a use of a parameter. Errors below name the forward that follows.
         step.position.set(0, Phase.FORWARD)
         by_name = {weight.name: place for place, weight in enumerate(plan.spec.weights)}
         managed = [each for chunk in step.chunks for each in chunk.parameters]

@@ -33,6 +33,7 @@ class PlainView(nn.Module):
         self.module = module
         # torch looks buffers of `named_buffers()` up in this set; names are those of the wrapped module.
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        # A subclass with a `forward` of its own keeps that: an attribute of the instance would hide it.
         if type(self).forward is PlainView.forward:
             self.forward = _with_signature_of(module, self.forward)  # type: ignore[method-assign]
 
@@ -42,6 +43,7 @@ class PlainView(nn.Module):
         Raises what the module raises, SlotError if views that were kept leave too few slots, and, on the other ranks of
         one that failed, RemoteRankError.
         """
+        # torch runs no forward hooks after a KeyboardInterrupt: see [Note: Ended calls] in gemini/manager/calls.py.
         failures = self.chunk_manager.step.failures
         with failures.ending_calls():
             return self.module(*args, **kwargs)
@@ -117,6 +119,7 @@ class PlainView(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load this model as a part of a plain module: torch calls it from that module's `load_state_dict`."""
         with self.chunk_manager.step.publishing():
+            # The last three are lists of missing keys, unexpected keys and errors, to which torch applies `strict`.
             load_part(self.module, self._states, self.trainability, state_dict, prefix, *rest[-3:])
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +144,7 @@ class PlainView(nn.Module):
         raise UnsupportedError("a ShardedModel cannot be pickled: save model.state_dict() instead")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.to()`, `.float()`, `.cuda()` and the like. Raises UnsupportedError if they would change anything."""
+        """Answer `.to()`, `.float()`, `.cuda()` and the like. Raises UnsupportedError if they would change anything."""
         if not changes_nothing(fn, (*self.module.parameters(), *self.module.buffers())):
             raise UnsupportedError(CONVERSION)
         return self

@@ -50,6 +50,7 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
         if key is not None:
             unused.pop(key, None)
             dtype = by_key[key]
+            # A module that keeps its own dtypes gets its inputs in that of its first parameter of 32 or 16 bits.
             own = dtype or next((p.dtype for p in each.parameters() if p.dtype in CASTABLE_DTYPES), None)
             if own is not None:
                 found.casting.setdefault(each, Casting(own, default))

@@ -26,7 +26,7 @@ from gemini.manager.leftovers import Becomes
 from gemini.memory.collector import uncollected
 from gemini.memory.devices import choose_tiers
 from gemini.memory.memory import Memory
-from gemini.model.aliases import tie_aliases, warn_of_ties
+from gemini.model.aliases import tied_aliases, warn_of_ties
 from gemini.model.arguments import check_module, check_wrapped, ranks_of
 from gemini.model.budgets import bytes_freed, read_free
 from gemini.model.compiled import never_traced
@@ -100,56 +100,61 @@ class ShardedModel(PlainView):
         ignored = ignored_in(module, settings)
         by_name = dict(module.named_parameters())
         check_module(by_name, ignored)
-        ties = tie_aliases(module)
-        warn_of_ties(ties)
-        by_name = dict(module.named_parameters()) if ties else by_name
-        weights = weights_of(module, settings)
-        process_group = ranks_of(process_group)
-        device_tier, host_tier = choose_tiers(settings.device)
-        device = source_of(settings.device)
-        super().__init__()
-        self._ignored = ignored
-        num_ranks = 1 if process_group is None else process_group.size()
-        gathers = settings.gathers(num_ranks)
-        places: dict[nn.Parameter, int] = {}
-        operators = find_operators(module, gathers, places, ignored)
-        position = StepPosition(["", *(operator.name for _, operator in operators)])
-        communicator = Communicator(process_group, position, settings.rank_timeout, device_tier.device)
-        memory = Memory(device_tier, host_tier)
-        wrapping = MovingOut(communicator, memory)
-        try:
-            with communicator.publishing():
-                links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
-                built = {name: link for name, link in links if link is not None}
-                wrapping.stores = stores_of(built.values(), communicator.ranks)
-                spec, given = model_spec(by_name, operators, places, weights), settings.shared()
-                communicator.agree(repr((given, spec, [*built])).encode(), "the model", describe(given, spec, [*built]))
-                own = bytes_freed(places, device_tier.device, device), 0
-                free = read_free(settings, own, communicator, device)
-                first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
-                wrapping.chunks = make_chunks(
-                    first.packing.chunks, by_name, spec, device_tier.device, communicator.rank
-                )
-                had = placement_in_words(first.placement, first.budget_bytes)
-                communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)
-                communicator.follow_plan(first.hash)
-                memory.allow(first.budget)
-                self._show(module)
-                for store in wrapping.stores:
-                    store.go_over(communicator)
-                    store.release_all()  # brings edits home before anything moves
-                self._build(wrapping, operators, gathers, weights, first, device)
-                if refused is not None:
-                    self.chunk_manager.training.refuse(refused)
-                communicator.wait_for_all("model is wrapped")
-                close_empty(wrapping.stores, communicator)
-        except BaseException as error:
-            # The module gets its weights back and is as it was.
-            if "_hooks" in vars(self):
-                self._hooks.remove()
-                self._copies.remove()
-            wrapping.undo(error)
-            raise
+        with tied_aliases(module) as ties:
+            warn_of_ties(ties)
+            by_name = dict(module.named_parameters()) if ties else by_name
+            weights = weights_of(module, settings)
+            process_group = ranks_of(process_group)
+            device_tier, host_tier = choose_tiers(settings.device)
+            device = source_of(settings.device)
+            super().__init__()
+            self._ignored = ignored
+            num_ranks = 1 if process_group is None else process_group.size()
+            gathers = settings.gathers(num_ranks)
+            places: dict[nn.Parameter, int] = {}
+            operators = find_operators(module, gathers, places, ignored)
+            position = StepPosition(["", *(operator.name for _, operator in operators)])
+            communicator = Communicator(process_group, position, settings.rank_timeout, device_tier.device)
+            memory = Memory(device_tier, host_tier)
+            wrapping = MovingOut(communicator, memory)
+            try:
+                with communicator.publishing():
+                    links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
+                    built = {name: link for name, link in links if link is not None}
+                    wrapping.stores = stores_of(built.values(), communicator.ranks)
+                    spec, given = model_spec(by_name, operators, places, weights), settings.shared()
+                    communicator.agree(
+                        repr((given, spec, [*built])).encode(), "the model", describe(given, spec, [*built])
+                    )
+                    own = bytes_freed(places, device_tier.device, device), 0
+                    free = read_free(settings, own, communicator, device)
+                    first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
+                    wrapping.chunks = make_chunks(
+                        first.packing.chunks, by_name, spec, device_tier.device, communicator.rank
+                    )
+                    had = placement_in_words(first.placement, first.budget_bytes)
+                    communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)
+                    communicator.follow_plan(first.hash)
+                    memory.allow(first.budget)
+                    self._show(module)
+                    for store in wrapping.stores:
+                        # From here on ranks that gather what was built hear of a failure on any rank.
+                        store.go_over(communicator)
+                        store.release_all()  # brings edits home before anything moves
+                    self._build(wrapping, operators, gathers, weights, first, device)
+                    if refused is not None:
+                        self.chunk_manager.training.refuse(refused)
+                    # No rank returns before all are here: giving the weights back after a failure is collective.
+                    communicator.wait_for_all("model is wrapped")
+                    close_empty(wrapping.stores, communicator)
+            except BaseException as error:
+                # The module gets its weights back and is as it was.
+                # The failure may have come before there were any hooks.
+                if "_hooks" in vars(self):
+                    self._hooks.remove()
+                    self._copies.remove()
+                wrapping.undo(error)
+                raise
 
     def _build(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -26,17 +26,47 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Apply `function` to every tensor in containers that torch knows, and in dataclasses.
+    """Apply `function` to every tensor that `tensors_in` finds, but for those in mappings that cannot be written to.
 
-    Containers are copied. A dataclass is copied only if one of its tensors changes.
+    Containers that torch knows are copied. All others are copied only if one of their tensors changes.
     """
 
     def each(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
+        if isinstance(leaf, MutableMapping):
+            return _map_items(function, leaf)
+        if isinstance(leaf, (set, frozenset)):
+            return _map_members(function, leaf)
         return _map_fields(function, leaf) if _is_dataclass(leaf) else leaf
 
     return pytree.tree_map(each, values)
+
+
+def _map_items(function: Callable[[Tensor], Tensor], mapping: MutableMapping[Any, Any]) -> Any:
+    """The mapping itself if none of its tensors changes, else a copy, such as of a tokenizer's `BatchEncoding`."""
+    changed = {}
+    for key, value in mapping.items():
+        new = map_tensors(function, value)
+        if _differ(value, new):
+            changed[key] = new
+    if not changed:
+        return mapping
+    result = copy.copy(mapping)
+    for key, value in changed.items():
+        result[key] = value
+    return result
+
+
+def _map_members(function: Callable[[Tensor], Tensor], members: Any) -> Any:
+    """The set itself if none of its tensors changes, else another one."""
+    mapped = [(member, map_tensors(function, member)) for member in members]
+    return type(members)(new for _, new in mapped) if any(_differ(*pair) for pair in mapped) else members
+
+
+def _differ(before: Any, after: Any) -> bool:
+    """Whether a tensor in `after` is not the one that `before` has in its place."""
+    return any(a is not b for a, b in zip(tensors_in(before), tensors_in(after), strict=True))
 
 
 def _map_fields(function: Callable[[Tensor], Tensor], instance: Any) -> Any:
@@ -44,7 +74,7 @@ def _map_fields(function: Callable[[Tensor], Tensor], instance: Any) -> Any:
     changed = {}
     for name, value in _fields(instance):
         new = map_tensors(function, value)
-        if any(a is not b for a, b in zip(tensors_in(value), tensors_in(new), strict=True)):
+        if _differ(value, new):
             changed[name] = new
     if not changed:
         return instance

@@ -133,7 +133,8 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, strea
     for module in modules:
         share = shares.get(module, 1.0)
         num_stepwise += _STEPWISE.fullmatch(type(module).__name__) is not None
-        # A token uses only some of the experts in a list.
+        # A token uses only some of the experts in a list. Parents come first, so an expert's modules have their share
+        # here before the loop reaches them.
         if chooses(module):
             lists = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) > 1]
             for each in lists:

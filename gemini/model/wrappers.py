@@ -42,6 +42,8 @@ def is_prepared(world_size: int) -> bool:
             "plain training on several processes (torchrun, or accelerate launch --multi_gpu), and give stage= and the "
             "budgets to ShardedModel(...)"
         )
+    # Accelerate wraps nothing in a single process. Where each of several processes has a whole model of its own, this
+    # answer lets DDP follow, which `refuse_ddp` refuses by name.
     if world_size == 1 and (kind == "NO" or state.num_processes > 1):
         return False
     if state.mixed_precision != "no":

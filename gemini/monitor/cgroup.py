@@ -106,10 +106,11 @@ def tightest(groups: list[Group]) -> GroupReading | None:
 
 
 def _paths(text: str) -> Iterator[tuple[Files, str]]:
-    """(version, path of the process's group) of the lines `number:controllers:path` of a cgroup file."""
+    """Yield (version, path of the process's group) for the lines `number:controllers:path` of a cgroup file."""
     for line in text.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
+        # Version 2 has one tree for all controllers, and its line names none.
         if not controllers:
             yield V2, path
         elif "memory" in controllers.split(","):
@@ -117,12 +118,14 @@ def _paths(text: str) -> Iterator[tuple[Files, str]]:
 
 
 def _mounts(text: str) -> Iterator[tuple[Files, str, Path]]:
-    """(version, mounted group, mount point) of each control group file system in a mountinfo file."""
+    """Yield (version, mounted group, mount point) of each control group file system in a mountinfo file."""
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(" "), right.split(" ")
         if len(fields) < 5 or len(kind) < 3:
             continue
+        # Version 2 has one tree. Version 1 mounts one for each controller, whose name is among the options of the file
+        # system.
         if kind[0] == "cgroup2":
             yield V2, fields[3], Path(_unescaped(fields[4]))
         elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
@@ -136,6 +139,7 @@ def _below(root: str, path: str) -> str:
             return ""
         path = path[len(root) :]
     parts = path.strip("/").split("/")
+    # A path with ".." leads out of the mounted tree: the process was moved out of its namespace.
     return "" if ".." in parts else "/".join(parts)
 
 

@@ -80,6 +80,7 @@ class CudaRuntime:
 
     def uuids(self) -> list[str]:
         """UUIDs by which the driver may know the device. That of a MIG instance comes before that of its GPU."""
+        # torch leaves out the prefix by which the driver tells the UUID of a MIG instance from that of a GPU.
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = self.device.index or 0
@@ -92,11 +93,12 @@ class CudaRuntime:
 
     def has_context(self) -> bool:
         """Whether this process has a context on the device. `free_and_total` would create one, which takes 0.5 GB."""
+        # The function is private to torch. Without it an initialised CUDA counts as a context.
         has_context = getattr(_cuda_bindings, "_cuda_hasPrimaryContext", None)
         return bool(torch.cuda.is_initialized() and (has_context is None or has_context(self.device.index)))
 
     def free_and_total(self) -> tuple[int, int]:
-        """(free, total) bytes of the device by the CUDA runtime."""
+        """Return (free, total) bytes of the device by the CUDA runtime."""
         free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
 
@@ -152,6 +154,7 @@ class CudaSource:
             reserved_bytes=own.reserved,
             inactive_bytes=own.inactive,
             peak_bytes=max(own.peak, self._peak),
+            # The figures are read one after the other, so together they may exceed the total.
             others_bytes=max(0, total - free - (own.reserved if own_bytes is None else own_bytes)),
             tells_processes_apart=own_bytes is not None,
             num_ooms=own.num_ooms,
@@ -230,6 +233,7 @@ class EmulatedDevice:
         self.total_bytes = total_bytes
         self.others_bytes = others_bytes
         self.activation_bytes = activation_bytes
+        # Weak references: a model that was dropped holds no memory of the device any more.
         self._ledgers: WeakSet[Ledger] = WeakSet()
         self._meter: BoundedMeter | None = None
         self._num_ooms = 0
@@ -257,6 +261,7 @@ class EmulatedDevice:
         """Raises OutOfMemoryError if `num_bytes` of activations do not fit."""
         own = sum(ledger.total_bytes for ledger in self._ledgers)
         if self.total_bytes is not None and num_bytes + own + self.others_bytes > self.total_bytes:
+            # Counted as torch's allocator counts failures: `LiveMemory` learns of a shortage by this number.
             self._num_ooms += 1
             raise torch.OutOfMemoryError(
                 f"emulated device out of memory: {num_bytes} bytes of activations beside {own} bytes of model data "
@@ -274,6 +279,7 @@ class EmulatedDevice:
             allocated_bytes=own,
             reserved_bytes=own,
             inactive_bytes=0,
+            # As on CUDA a peak includes model data, which readers subtract.
             peak_bytes=None if peak_bytes is None else own + peak_bytes,
             others_bytes=self.others_bytes,
             tells_processes_apart=True,
@@ -298,5 +304,6 @@ def source_of(device: Device | DeviceSource) -> DeviceSource:
     device = resolve_device(device, "device")
     if device.type != "cuda":
         return EmulatedDevice()
+    # The devices of ROCm have the type "cuda" too, and NVML does not know them.
     is_nvidia = torch.version.cuda is not None
     return CudaSource(CudaRuntime(device), driver_of_process() if is_nvidia else None)

@@ -80,7 +80,9 @@ class LiveMemory:
         self._ledger = ledger
         self._agreed: LiveBytes | None = None
         self._most = MostSeen()
+        # Failures that all ranks have handled, and those of the last reading: the difference is new.
         self._num_ooms = self._read_ooms = self._ooms(source.read())
+        # What this process took before is no activation of this model.
         source.reset_peak()
 
     def words(self, rank: int, world_size: int) -> list[int]:
@@ -93,7 +95,7 @@ class LiveMemory:
         return words
 
     def shortage(self) -> list[int]:
-        """[new out-of-memory failures, activations, negated free bytes] of this rank. Local.
+        """Return [new out-of-memory failures, activations, negated free bytes] of this rank. Local.
 
         `agree_on_shortage` takes the maximum of each over all ranks.
         """
@@ -113,7 +115,7 @@ class LiveMemory:
         )
 
     def bound(self, most_activations: int | None) -> list[int]:
-        """[whether this rank lacks activations or a bound, the bound, negated free bytes] of this rank. Local.
+        """Return [whether this rank lacks activations or a bound, the bound, negated free bytes] of this rank. Local.
 
         `agree_on_bound` takes the maximum of each over all ranks. most_activations: the bound for the batch at hand.
         """
@@ -127,7 +129,7 @@ class LiveMemory:
         return None if is_unknown else LiveBytes(None if free == _UNBOUNDED else -free, most_activations)
 
     def _figures(self, reading: DeviceReading) -> tuple[int, int]:
-        """(free bytes, including the model's own; peak of activations of the last steps)."""
+        """Return (free bytes, including the model's own; peak of activations of the last steps)."""
         self._read_ooms = self._ooms(reading)
         free, peak = reading.available_bytes, reading.peak_bytes
         # Memory that is allocated between backward and update outlives steps, so it is no activation: model data,
@@ -164,6 +166,7 @@ class LiveMemory:
 
         Earlier peaks are kept, and measuring starts again at the end of the block.
         """
+        # The call records the peak so far, which the reset below would lose.
         self._figures(self._source.read())
         try:
             yield

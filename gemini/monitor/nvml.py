@@ -38,6 +38,7 @@ class Nvml:
             if library is None:
                 raise RuntimeError("the package nvidia-ml-py is not installed")
             library.nvmlInit()
+        # Not only NVMLError: without the package there is no such class.
         except Exception as error:
             self._give_up(error)
 
@@ -51,7 +52,8 @@ class Nvml:
                 handle = self._library.nvmlDeviceGetHandleByUUID(uuid)
                 total = int(self._library.nvmlDeviceGetMemoryInfo(handle).total)
             except self._library.NVMLError:
-                continue  # not known by this one
+                # The driver does not know the device by this UUID.
+                continue
             if abs(total - total_bytes) <= total_bytes // _SAME_PART:
                 return handle
         if self._works:
@@ -82,6 +84,7 @@ class Nvml:
         except self._library.NVMLError:
             return None  # the driver hides processes here, but free memory is known all the same
         own = [each.usedGpuMemory for each in processes if each.pid == os.getpid()]
+        # The figure is None where the driver cannot attribute memory to processes.
         return int(own[0]) if own and own[0] is not None else None
 
     def _give_up(self, why: object) -> None:

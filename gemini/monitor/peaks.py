@@ -122,6 +122,8 @@ class StorageMeter(TorchDispatchMode):
             if given is None:
                 given = {each._cdata for each in _storages((args, kwargs))}
             if storage._cdata not in given:
+                # torch keeps the Python object of a storage while its memory lives, so the reference ends with the
+                # memory.
                 self._alive[storage._cdata] = (
                     weakref.ref(storage, partial(self._remove_dead, storage._cdata)),
                     num_bytes,
@@ -201,5 +203,6 @@ class PartMeter:
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in tree_leaves(values):
+        # A sparse tensor raises when it is asked for its storage, and a meta tensor has no memory.
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
             yield leaf.untyped_storage()

@@ -8,6 +8,7 @@ directory, by device, processor, number of threads, version of torch and number 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -63,6 +64,7 @@ def rates_of(device: Device = None, group: dist.ProcessGroup | None = None, *, m
     if found is None:
         found = _measured(resolved, group)
         if group is not None:
+            # Each rank has measured figures of its own. All ranks use those of rank 0.
             found = _agreed(found, group)
             assert found is not None
         _remember(file, key, found)
@@ -153,7 +155,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _collective_rates(device: torch.device, group: dist.ProcessGroup) -> tuple[float | None, float | None, float]:
-    """(bytes per second in a node, between nodes, seconds of a launch) of the slowest rank. Collective."""
+    """Return (bytes per second in a node, between nodes, seconds of a launch) of the slowest rank. Collective."""
     collectives, world_size = Collectives(group, device=device), group.size()
     if world_size == 1:
         return None, None, 0.0
@@ -169,13 +171,16 @@ def _collective_rates(device: torch.device, group: dist.ProcessGroup) -> tuple[f
             collectives.all_gather(payload, shard, layout, None)
             float(payload[0])
             times.append(time.perf_counter() - begun)
+        # As in `_seconds` the first call does not count.
         return min(times[1:])
 
+    # A gather of few bytes takes the time of its launch alone. The slowest rank counts, because all ranks wait for it.
     found = torch.tensor([gather_s(256), gather_s(_PAYLOAD_BYTES // 4)], dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     launch_s, whole_s = found.tolist()
     rate = _PAYLOAD_BYTES * (world_size - 1) / world_size / max(whole_s - launch_s, 1e-9)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    # Between nodes the adapters of all ranks of a node carry the gather (cost.py): one rank has its share of the rate.
     return (rate, None, launch_s) if world_size <= per_node else (None, rate / per_node, launch_s)
 
 
@@ -234,6 +239,7 @@ def _remembered(file: Path, key: str) -> Rates | None:
 def _remember(file: Path, key: str, rates: Rates) -> None:
     """Write the cache file atomically: several ranks may write at once, and others may read."""
     text = json.dumps({"key": key, "rates": rates.to_json()}, indent=1) + "\n"
+    name = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent)
@@ -241,4 +247,7 @@ def _remember(file: Path, key: str, rates: Rates) -> None:
             part.write(text)
         os.replace(name, file)
     except OSError:
+        if name is not None:  # a full disk, for example: no part of a file is left
+            with contextlib.suppress(OSError):
+                os.unlink(name)
         return  # a directory that is not writable: the next process measures again

@@ -52,6 +52,7 @@ class ChunkOptimizer:
 
     def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
         """The factors that the next step applies to `managed`'s gradient: 1 / loss scale, and the clip."""
+        # A clip changes the gradients of this optimizer's groups only.
         is_ours = self.states.group(managed) is not None
         return 1.0 / self._scaling.value, self._coefficient() if is_ours else 1.0
 

@@ -132,6 +132,7 @@ class ChunkOptimizerState:
         changed that decides them: comparing lists of thousands is much faster than deriving runs. Scalars are compared
         by identity, because an update gives new ones to all parameters that share them.
         """
+        # Copies, because both lists are written in place.
         decides = steps, [*self.groups], [*self.made]
         if decides != self._runs_are_of or not all(map(operator.is_, self.scalars, self._scalars_before)):
             self._runs, self._runs_are_of, self._scalars_before = self._find_runs(steps), decides, [*self.scalars]
@@ -187,6 +188,7 @@ class ChunkOptimizerState:
         for each in updates:
             for position in each.run.positions:
                 self.scalars[position] = each.scalars
+                # A master may hold more than the weight from now on, so a frozen chunk keeps it.
                 self.chunk.parameters[position].has_fractions = True
                 if each.made:
                     self.note_made(position, each.made)

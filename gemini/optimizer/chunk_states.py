@@ -93,7 +93,7 @@ class ChunkStates:
             self._expected = {}
 
     def note_followed(self) -> None:
-        """The plan counts these numbers of states, or cannot."""
+        """Record that the plan counts these numbers of states, or that it cannot."""
         self.have_changed = False
 
     def note_step(self) -> None:
@@ -114,6 +114,7 @@ class ChunkStates:
         # `by_chunk` is in order of chunks, which is the order of updates. An unfrozen chunk may come before others.
         if not comes_last:
             ordered = sorted(self.by_chunk.items())
+            # In place: `ChunkUpdates` has this dict.
             self.by_chunk.clear()
             self.by_chunk.update(ordered)
 
@@ -220,6 +221,7 @@ class ChunkStates:
         """The flat states of a param group. A trial update finds them, once for all chunks."""
         group = self._param_groups[number]
         settings = repr([(name, value) for name, value in group.items() if name not in ("params", "param_names")])
+        # The answer depends on hyperparameters: SGD keeps a buffer only while its momentum is above 0.
         if self._flat_names.get(number, ("",))[0] != settings:
             self._flat_names[number] = settings, self._update.flat_names(group)
         return self._flat_names[number][1]

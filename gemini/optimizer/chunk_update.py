@@ -58,14 +58,15 @@ class ChunkUpdates:
 
     def refuse_bad_hyperparameters(self) -> None:
         """Raise for bad hyperparameters before the step, by an update of no elements. Nothing has changed then."""
-        # One parameter per group is enough.
-        checked: set[int | None] = {None}  # membership only
+        # One parameter per group and dtype is enough.
+        checked: set[tuple[int, torch.dtype]] = set()  # membership only
         for state in self._states.values():
-            if checked.issuperset(state.groups):
+            its = {(group, state.dtype) for group in state.groups if group is not None}
+            if checked.issuperset(its):
                 continue
             for position, group in enumerate(state.groups):
-                if group is not None and group not in checked:
-                    checked.add(group)
+                if group is not None and (group, state.dtype) not in checked:
+                    checked.add((group, state.dtype))
                     nothing = state.start(Run(0, 0, (position,), group))
                     self._update.update([nothing], self._param_groups, GradientFactors())
 
@@ -94,6 +95,7 @@ class ChunkUpdates:
                 )
                 temporaries = max(temporaries, its)
             gathers_in_slot |= _is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
+        # Whole weights on the host are gathered in a slot of payloads, which may have no memory yet.
         if gathers_in_slot:
             self._step.payloads.take_room()
         return self._staging.reserved(needs, temporaries)
@@ -115,7 +117,7 @@ class ChunkUpdates:
             self._finish(batch, factors)
 
     def steps(self, chunk: Chunk, summary: GradientSummary) -> bytes:
-        """By position in the chunk: whether the parameter has a gradient on some rank and is in a param group."""
+        """Whether each parameter, by position, has a gradient on some rank and is in a param group."""
         has_gradient = summary.of(chunk)
         groups = self._states[chunk.index].groups
         if None in groups:
@@ -136,6 +138,7 @@ class ChunkUpdates:
         reduced = gradient.reduced()
         is_grad_staged = reduced.tier is not tier
         grad = self._staged(reduced, tier) if is_grad_staged else ready(reduced)
+        # Stage the weights now: only then `is_staged`, which ends the batch, is known.
         view.segments()
         updates = [state.start(run, view, grad) if run.numel else state.start(run) for run in runs]
         batch.append(_ChunkUpdate(state, view, updates))
@@ -152,6 +155,7 @@ class ChunkUpdates:
             state, chunk = each.state, each.state.chunk
             state.store_updates(each.runs, step.params)
             if each.weights is not None:
+                # The gradient is used up: a home that was lent to it takes the new weights in `close`.
                 step.grads.homes.consumed(chunk)
                 each.weights.close(state.are_all([update.run for update in each.runs]))
             # If this rank had nothing to update, the chunk's home may still hold the gradient.
@@ -169,12 +173,12 @@ class ChunkUpdates:
 
 
 def _is_updated_in_parts(chunk: Chunk) -> bool:
-    """Every rank keeps its weights whole and updates a part of them."""
+    """Whether every rank keeps the weights whole and updates a part of them."""
     return chunk.home_layout.world_size < chunk.optim_layout.world_size
 
 
 def _all_gather_weights(step: Step, chunk: Chunk) -> None:
-    """Weights that were updated in parts, as at stages 1 and 2, are whole again on every rank. Collective."""
+    """Make weights that were updated in parts, as at stages 1 and 2, whole again on every rank. Collective."""
     params, home = step.params, chunk.homes[Kind.PARAM]
     with torch.no_grad():
         if home.tier is Tier.DEVICE:

@@ -15,6 +15,7 @@ from typing import Any
 from gemini.errors import GeminiError
 
 MAX_SKIPPED = 20
+# A state dict has only what steps change: bounds and factors are those of the optimizer that loads it.
 _STATE = ("scale", "num_good", "num_bad", "num_skipped")
 
 
@@ -67,7 +68,7 @@ class LossScale:
             return
         self.num_skipped = 0
         self.num_good += 1
-        if self.num_good == self.growth_interval:
+        if self.num_good >= self.growth_interval:  # more, if it was loaded with a longer interval
             self.num_good = self.num_bad = 0
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
 
@@ -93,7 +94,7 @@ class LossScale:
                 raise ValueError(f"{name} of a loss scale must be a number, found {value!r}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError before anything is changed."""
+        """Adopt the scale and the counters of `state`. Raises ValueError before anything is changed."""
         self.check_state(state)
         self.scale = float(state["scale"])
         self.num_good, self.num_bad, self.num_skipped = (int(state[name]) for name in _STATE[1:])

@@ -67,6 +67,7 @@ def add_group(
     words = f"param group {number} of {', '.join(each.name for each in members)} with {settings}"
     remedy = "All ranks must add the same param group at the same step"
     with states.adding_group(number, members):
+        # Compared inside the block, so that a group in which ranks differ is undone on all of them.
         step.communicator.agree(words.encode(), "new param group", remedy=remedy)
         model.trainability.follow_optimizer(f"new param group of {len(members)} parameters")
         states.allocate_all()

@@ -58,7 +58,7 @@ class EntryNames(NamedTuple):
 
 
 def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(first element, number of elements, positions) of contiguous runs in this rank's optimizer shard, in order.
+    """Return (first element, number of elements, positions) of contiguous runs in the optimizer shard, in order.
 
     Parameters that follow each other in the chunk are one run, with the padding between them.
     """
@@ -67,6 +67,7 @@ def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tup
     for position in positions:
         for piece in chunk.parameters[position].pieces:
             start, end = piece.shard_start, piece.shard_start + piece.numel
+            # Only neighbours are joined: between others lie elements of parameters that this update must not change.
             if found and last in (position - 1, position) and start >= found[-1][0] + found[-1][1]:
                 first, _, its = found[-1]
                 found[-1] = first, end - first, (*its, position) if position not in its[-1:] else its

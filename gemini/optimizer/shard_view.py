@@ -128,16 +128,18 @@ class ShardView:
     def close(self, complete: bool) -> None:
         """Bring updated weights back to the homes. complete: all elements were updated."""
         # After a complete update by our kernels the 16-bit copy is up to date. Otherwise round it here.
+        # In a lent home the copy of elements that the update passed over still holds their gradient.
         if self._flat is not None or not complete:
             for segment in self.segments():
                 segment.write_back(self._flat)
         for home, staged in self._staged:
             self._transfer.copy(home, staged)
+        # The host does not wait here: a reader of a home on the host waits for the home's tickets.
         regions = (self._home, self._master, *(staged for _, staged in self._staged))
         wait_on_stream(*(region for region in regions if region is not None and region.tier is Tier.DEVICE))
 
     def _on_tier(self, name: str, parts: list[tuple[int, Region]], reads: bool = True) -> list[tuple[int, Region]]:
-        """(first element, region on the update's tier) of each part of a home. reads: the old values are needed."""
+        """Return (first element, region on the update's tier) of each part of a home. reads: old values are needed."""
         (_, first), *_ = parts
         if first.tier is self._tier:
             return parts
@@ -168,7 +170,7 @@ def staged_bytes(chunk: Chunk, tier: Tier, loads: bool) -> dict[str, int]:
 
 
 def _are_joined(chunk: Chunk) -> bool:
-    """The weights that this rank steps lie in no one tensor of fp32 or fp64."""
+    """Whether the weights that this rank updates lie in no single tensor of fp32 or fp64."""
     return chunk.splits_master or (Kind.MASTER not in chunk.homes and len(chunk.home_slices()) > 1)
 
 

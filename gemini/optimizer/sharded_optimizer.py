@@ -204,21 +204,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
 
     def _collect(self) -> None:
-        """Gradients are complete, and payloads that an update would make stale are released. Collective."""
+        """Complete the gradients, and release payloads that an update would make stale. Collective."""
         step = self._manager.step
         for chunk in self._chunk_states.trained:
             step.before_chunk_update(chunk)
         step.grads.catch_up()
 
     def _summarize(self, norm_type: float) -> GradientSummary:
-        """What all ranks must know."""
+        """Find out what all ranks must know of the gradients."""
         trained, ungrouped = self._chunk_states.trained, self._chunk_states.ungrouped()
         live = self._manager.live if self.model.settings.model_data_memory is None else None
         step, num_parameters = self._manager.step, len(self._manager.parameters)
         return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live)
 
     def _step(self) -> None:
-        """Ranks agree on the step in its last all-reduce before the update. Who cannot update fails before that."""
+        """Agree on the step in its last all-reduce before the update. A rank that cannot update fails before that."""
         step = self._manager.step
         # Everything that may be refused is checked first, while no rank has changed anything.
         self._updates.refuse_bad_hyperparameters()
@@ -239,7 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_all(summary, max_norm)
 
     def _update_all(self, summary: GradientSummary, max_norm: float | None) -> None:
-        """What all ranks have agreed on. Nothing in here may fail on one of them alone."""
+        """Do what all ranks have agreed on. Nothing in here may fail on one rank alone."""
         step = self._manager.step
         self._num_steps += 1
         norm, ungrouped = self._true_norm(summary), self._chunk_states.ungrouped()

@@ -48,6 +48,7 @@ class Staging:
         if any(tier is Tier.DEVICE for tier, _ in needs):
             self._idle = list(self._idle_in_step())
         try:
+            # The largest piece first: a small one might take the only idle memory that is large enough for it.
             for (tier, name), num_bytes in sorted(needs.items(), key=lambda need: -need[1]):
                 self._piece(tier, name, num_bytes)
             if temporaries:
@@ -58,12 +59,13 @@ class Staging:
 
     def _give_back(self) -> None:
         for region in self._lent:
+            # On the emulated device a read of the piece after its step yields NaN.
             self._device.poison(ready(region))
         self._idle, self._lent = [], []  # no view is left: it would pass for a user's that holds the slot
         self._pieces = {key: piece for key, piece in self._pieces.items() if piece.tier is Tier.HOST}
 
     def buffer(self, tier: Tier, name: str, numel: int, dtype: torch.dtype) -> Region:
-        """(numel,) of `dtype`, content irrelevant, valid until the next `buffer` of this name on this tier.
+        """Return (numel,) of `dtype` with undefined content, valid until the next `buffer` of this name on this tier.
 
         Copies of what was there before may still be under way: wait before the host writes to it.
         """
@@ -74,6 +76,7 @@ class Staging:
         piece = self._pieces.get((tier, name))
         if piece is None or piece.numel < num_bytes:
             if piece is not None and tier is Tier.HOST:
+                # Copies from and to the old piece may be under way, and its memory is about to be freed.
                 wait_on_host(piece)
             piece = self._borrowed(num_bytes) if tier is Tier.DEVICE else None
             if piece is None:
@@ -89,12 +92,13 @@ class Staging:
             return None
         region = min(fitting, key=lambda each: each.nbytes)
         self._idle.remove(region)
+        # What is left begins at an aligned byte, because a tensor of any dtype may lie there next.
         self._idle.append(region[round_to_alignment(num_bytes) :])
         self._lent.append(region[:num_bytes])
         return self._lent[-1]
 
     def _idle_in_step(self) -> Iterator[Region]:
-        """What reductions, gradients and payloads have left on the device.
+        """The memory on the device that reductions, gradients and payloads do not use in a step.
 
         On several ranks weights that were updated in parts are gathered into slots of payloads during the update, so
         those are not idle.

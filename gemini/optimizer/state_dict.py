@@ -130,7 +130,7 @@ def load_optimizer_state(
 def _wanted(
     by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any], states: ChunkStates
 ) -> dict[int, frozenset[Kind]]:
-    """By chunk index: the states of frozen parameters that `saved` has and their chunks have no memory for."""
+    """The states, by chunk index, that `saved` has of frozen parameters and their chunks have no memory for."""
     wanted: dict[int, frozenset[Kind]] = {}
     for number, managed in by_number.items():
         chunk = managed.chunk
@@ -156,6 +156,7 @@ def _flat_names(by_number: Mapping[int, ManagedParameter], saved: Mapping[str, A
 
 
 def _is_flat(name: str, value: Any, managed: ManagedParameter) -> bool:
+    # A parameter without dimensions has the shape of its step count, which is no flat state.
     return isinstance(value, Tensor) and value.shape == managed.shape and name != "step"
 
 
@@ -164,6 +165,7 @@ def _load_entry(
 ) -> None:
     """Set one parameter's state to `entry`. None: to that before its first step. Collective."""
     position = managed.position
+    # States that the entry lacks are reset, not kept.
     chunk_state.discard(managed)
     if entry is None:
         return
@@ -259,7 +261,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(groups: list[dict[str, Any]]) -> dict[int, int]:
-    """Parameter index in the model -> its number in torch's state dict."""
+    """Map each parameter's index in the model to its number in torch's state dict."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     return {link.managed.index: n for n, p in enumerate(parameters) if (link := link_of(p)) is not None}
 

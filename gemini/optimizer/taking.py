@@ -65,7 +65,8 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
     if error is not None:
         _give_back(manager, states, was_there)
     elif not was_there:
-        manager.step.payloads.miss_room()  # there are no gradient slots yet
+        # The plan's gradient slots have no memory yet: their next use allocates it.
+        manager.step.payloads.miss_room()
     return error
 
 

@@ -71,6 +71,7 @@ def _in_tiles(updates: Sequence[RunUpdate], after: Sequence[dict[str, Any]]) -> 
     most = room = max((_most(each.grad.device) for each in updates), default=1)
     for each, its in zip(updates, after, strict=True):
         start = 0
+        # A run without elements makes a tile too, because its step must be counted.
         while True:
             numel = min(room, each.run.numel - start)
             group.append(_Tile(each, start, numel, its))
@@ -95,6 +96,7 @@ class TorchUpdate:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         accepted = inspect.signature(type(optimizer).__init__).parameters
+        # AdamW has a default that its constructor does not take: `decoupled_weight_decay`.
         settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         self._make = lambda parameter: type(optimizer)([parameter], **settings)
         self._worker = self._make(torch.zeros(1, device="cpu"))
@@ -157,7 +159,10 @@ class TorchUpdate:
                     _store(tile, name, value)
                 else:
                     tile.after[name] = _copy(value)
+        # What is lent are views of the chunk's states, and of a slot where the update found its staging memory there.
+        # The worker must not keep that memory alive, nor the slot from its next payload.
         worker.state.clear()
+        worker.param_groups.clear()
 
     def _lend(self, tile: _Tile, factors: GradientFactors) -> Tensor:
         """The tile's weights as a parameter of the worker, with their gradient and state."""

@@ -31,6 +31,7 @@ def refuse_idle(model: ShardedModel, summary: GradientSummary) -> None:
     """Raises GeminiError on all ranks if a trained parameter has no gradient, unless the settings ignore that."""
     if model.settings.ignore_unused_parameters:
         return
+    # The managed flag is that of the last forward: a parameter that was frozen since then is not missed.
     trained = [each for each in model.chunk_manager.parameters if each.requires_grad and each.parameter.requires_grad]
     names = [each.name for each in trained if not summary.has_gradient[each.index]]
     if names:

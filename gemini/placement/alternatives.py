@@ -54,6 +54,7 @@ def next_better(demand: Demand, now: Placement, budget_bytes: int, policy: Place
     most = everything.budget_bytes
     # Invariant: the placement at `same` equals `now`, and the one at `other` differs, unless none below `most` does.
     same, other = budget_bytes, most
+    # Start with the size of the smallest state, so that a step seldom passes two changes.
     step = min((size for chunk in demand.chunks for size in chunk.home_bytes.values() if size), default=1)
     # Gallop from the current budget: the next change is near, and each placement of a model of many chunks takes time.
     while same + step < most:
@@ -90,7 +91,8 @@ def difference_in_words(demand: Demand, before: Placement, after: Placement) -> 
                 for chunk, had, has in zip(demand.chunks, before.homes, after.homes, strict=True)
                 if kind in chunk.home_bytes and has[kind] is tier and had[kind] is not tier
             ]
-            if any(moved):  # a chunk without optimizer state has a tier for its update nevertheless
+            # A chunk without optimizer state has a tier for its update nevertheless, and no bytes there.
+            if any(moved):
                 moves.append(f"{words} of {_chunks(len(moved))} ({sum(moved)} bytes)")
         if moves:
             found.append(f"{' and '.join(moves)} would rest on the {tier}")

@@ -37,7 +37,7 @@ class FreeBytes:
 
     @property
     def are_activations_unknown(self) -> bool:
-        """So that `ACTIVATION_FRACTION` of the device is left to them."""
+        """Whether activations are unknown, so that `ACTIVATION_FRACTION` of the device is left to them."""
         return self.activations is None and self.most_activations is None
 
 
@@ -83,6 +83,7 @@ def _whole(settings: Settings, free: FreeBytes) -> int | None:
 def _left_out(whole: int, free: FreeBytes) -> int:
     """The part of `whole` bytes that is withheld from model data."""
     if free.activations is not None:
+        # At most all of it: other processes may by now have taken what the measured activations need.
         return min(whole, int(free.activations * (1 + MORE_ACTIVATIONS) + whole * RESERVE))
     by_default = whole - int(whole * (1 - ACTIVATION_FRACTION))
     # The bound may be twice the true peak or more. It may only take room from model data: granting room before a step

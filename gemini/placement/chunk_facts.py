@@ -61,6 +61,7 @@ def packings(spec: ModelSpec, settings: Settings, world_size: int) -> Iterator[P
         return
     # The user gives `chunk_size` in elements. Convert it with the element size of most parameters.
     itemsizes = [item.itemsize for row in inputs for item in row]
+    # Of sizes that are equally frequent all ranks must take the same: hence the sort.
     chunk_bytes = settings.chunk_size * max(sorted(set(itemsizes)), key=itemsizes.count)
     facts = _facts_of(packer.seal(packer.cut(chunk_bytes)), spec, settings, persistent)
     yield Packing(facts, chunk_bytes, None)
@@ -102,7 +103,10 @@ def _facts_of(
         # Reuse needs the updated elements to be contiguous in the parameter home. At stages 1 and 2 with several units
         # per chunk they are not.
         is_contiguous = home_layout.world_size == optim_layout.world_size or len(layout.units) == 1
+        # The gradient takes the bytes of the parameters, and a step can recreate these only where they have an fp32
+        # master.
         fits = dtypes.weight.is_half and dtypes.rest == dtypes.weight
+        # Weights that persist stay where they are by contract, so their home is not lent.
         lends_home = settings.reuse_fp16_shard and fits and is_contiguous and not persists
         # A split master does not see what a forward writes to the weight itself.
         is_edited = not edited.isdisjoint(packed.names)
@@ -114,6 +118,7 @@ def _facts_of(
             optim_layout=optim_layout,
             dtypes=dtypes,
             lends_home=lends_home,
+            # In a lent home the gradient would overwrite the upper half of a split master, which is the parameter.
             splits_master=dtypes.weight.name == "bfloat16" and not lends_home and not is_edited,
             is_fine=len(packed.names) >= FINE_COUNT and numel <= FINE_NUMEL * len(packed.names),
             is_chosen=not chosen.isdisjoint(packed.names),

@@ -86,6 +86,7 @@ class ModelledStep:
     @property
     def least_seconds(self) -> float:
         """The time of a step in which everything overlaps: that of the resource that is busy longest."""
+        # With one rank the parts have neither gathers nor exchanges.
         busy = {
             resource: sum(self.parts[part] or 0.0 for part in parts if part in self.parts)
             for resource, parts in _RESOURCES.items()

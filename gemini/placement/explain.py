@@ -94,7 +94,7 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Ite
 
 
 def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers: bool) -> Iterator[str]:
-    """What travels in each micro-batch and once in a step, or in each forward without gradients."""
+    """The bytes that travel in each micro-batch and once in a step, or in each forward without gradients."""
     chunks = list(zip(demand.chunks, placement.homes, strict=True))
     from_host = [chunk for chunk, homes in chunks if homes[Kind.PARAM] is Tier.HOST]
     gathered = [chunk for chunk, _ in chunks if chunk.needs_slot]
@@ -142,7 +142,7 @@ def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -
 
 
 def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy) -> Iterator[str]:
-    """What a larger and a smaller device budget would change, with these chunks."""
+    """The changes that a larger and a smaller device budget would bring, with these chunks."""
     held, there = placement.device_bytes(demand), budget.device
     everything = all_on_device(demand, policy)
     most = None if everything is None else everything.budget_bytes

@@ -32,6 +32,8 @@ def budget_to_follow(plan: Plan, now: Budget, is_first: bool = False) -> Budget 
     """
     margin = 0.0 if is_first else _MARGIN
     before, room = plan.budget.device, now.device
+    # Twice the margin: a budget that has just shrunk is one margin below the room, and the same reading must not let it
+    # grow back.
     if before is not None and _wants_more(plan, before) and (room is None or room > before * (1 + 2 * margin)):
         return now
     # Shrink, but only if the room is less than the plan takes: an unused part of the budget may disappear unnoticed.
@@ -103,7 +105,7 @@ def followed_in_words(
     peak: str | None = None,
     room: int | None = None,
 ) -> str:
-    """One line: the room on the device now, and the number of states that have moved.
+    """Say in one line the room on the device now and the number of states that have moved.
 
     activations: bytes that a step was seen to take besides model data. is_short: the device ran out of memory. peak:
     the event of a step with the most activations on rank 0, which tells the line. None: no step was recorded. room:
@@ -121,7 +123,7 @@ def followed_in_words(
 
 
 def bounded_in_words(before: Plan, after: Plan, most_activations: int) -> str:
-    """One line: the bound of activations that model data has made room for, and how many states have moved."""
+    """Say in one line for which bound of activations model data made room, and how many states have moved."""
     budgets = [_in_words(plan.budget.device) for plan in (before, after)]
     return (
         f"this batch takes up to {format_bytes(most_activations)} of activations, by an estimate from the sizes of the "
@@ -131,7 +133,7 @@ def bounded_in_words(before: Plan, after: Plan, most_activations: int) -> str:
 
 
 def micro_batches_in_words(before: Plan, after: Plan) -> str:
-    """One line: the number of micro-batches that steps turned out to have, and how many states have moved."""
+    """Say in one line how many micro-batches steps turned out to have, and how many states have moved."""
     was, now = (plan.demand.micro_batches for plan in (before, after))
     return f"steps have {now} micro-batches, and the plan was for {was}: {_moved_in_words(before, after)}"
 
@@ -149,7 +151,7 @@ def states_in_words(optim_states: Sequence[int]) -> str:
 
 
 def optimizer_in_words(before: Plan, after: Plan) -> str:
-    """One line: the optimizer has made states that the plan did not count, and how many states have moved."""
+    """Say in one line that the optimizer has states that the plan did not count, and how many states have moved."""
     return f"the optimizer keeps other states than the plan was for: {_moved_in_words(before, after)}"
 
 

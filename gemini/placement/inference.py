@@ -24,6 +24,8 @@ def plan_first(packed: Packed, settings: Settings, free: FreeBytes) -> tuple[Pla
     if settings.chunk_size is not None or (refused is None and has_host_room_for_steps(first)):
         return first, refused
     # There is no room for Adam: see [Note: Optimizers to come] in search.py.
+    # Momentum's one state first, then none. Where the chunks of `first` have room for the number they stay: other
+    # chunks would serve no more optimizers.
     for optim_states in reversed(range(OPTIM_STATES)):
         if train_with(first, optim_states) is not None:
             break

@@ -44,6 +44,7 @@ def at_rest_bytes(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
         num_bytes += link.reduced
     if param is Tier.HOST:
         num_bytes += link.made_whole
+    # The update reads and writes the master, so it travels both ways.
     if homes.get(Kind.MASTER, at) is not at:
         num_bytes += 2 * chunk.home_bytes[Kind.MASTER]
     return num_bytes

@@ -47,6 +47,7 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
     predicted = predicted or plan.predicted
     links = predicted.bytes_by_link
     reduced = predicted.exchanged.get(Exchange.REDUCE, (0, 0))
+    # Every exchange but a reduction is an all-gather.
     gathers = [found for what, found in predicted.exchanged.items() if what is not Exchange.REDUCE]
     updated = {Tier.DEVICE: 0, Tier.HOST: 0}
     its = zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True)

@@ -17,6 +17,7 @@ def uses_of(chunks: Sequence[ChunkFacts], spec: ModelSpec) -> tuple[tuple[int, .
     """The chunks that each operator uses, by index, in the order of `spec.operators`."""
     chunk_of = {name: chunk.index for chunk in chunks for name in chunk.names}
     places = [chunk_of[weight.name] for weight in spec.weights]
+    # Sorted, because an operator's chunks are fetched in this order, and a fetch is a collective.
     return tuple(tuple(sorted({places[weight] for weight in operator.weights})) for operator in spec.operators)
 
 
@@ -65,6 +66,7 @@ def demand_of(
         (_largest(chunks), _largest(chunks, oversize=True)),
         min_slots(chunks, spec.operators, _uses_of_slots(chunks, spec)),
         (_largest(trainable), _largest(trainable, oversize=True)),
+        # Two regular slots: while ranks exchange the gradient in one, autograd fills the other instead of waiting.
         # `slots_for` lowers these to the number of users. A chunk without elements counts as a user.
         (2, 1),
         scratch_bytes(trainable, stage, world_size),
@@ -76,7 +78,7 @@ def demand_of(
 
 
 def _key_of(chunk: ChunkFacts) -> tuple[object, ...]:
-    """What `_chunk_demand` looks at. The three layouts are of the same elements."""
+    """The facts that `_chunk_demand` reads. The three layouts are of the same elements."""
     layout = chunk.layout
     return (
         layout.numel,
@@ -112,6 +114,7 @@ def _chunk_demand(
     if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
         home_bytes[Kind.MASTER] = chunk.master_itemsize * optim_numel
     if is_trained or Kind.OPTIM in kept:
+        # fp64 weights have fp64 states, all others have fp32 ones.
         home_bytes[Kind.OPTIM] = optim_states * max(4, dtypes.weight.itemsize) * optim_numel
     is_sharded = chunk.home_layout.world_size > 1
     # With one rank, fp32 micro-batches accumulate in the gradient home itself. Several ranks, and gradients that rest
@@ -137,6 +140,7 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
     dtypes, numel = chunk.dtypes, chunk.optim_layout.shard_numel
     updated = dtypes.weight.itemsize * numel
     is_wide = micro_batches > 1 and dtypes.widens
+    # One rank copies the gradient in the weight's dtype, unless it is rounded on the device before (`narrows`).
     arriving = dtypes.weight if world_size == 1 and not dtypes.narrows else dtypes.rest
     reduced = micro_batches * arriving.itemsize * (chunk.layout.numel if stage == 0 else chunk.layout.shard_numel)
     if world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight:
@@ -157,6 +161,8 @@ def _gradient_home_numel(chunk: ChunkFacts, stage: int, micro_batches: int) -> i
     if chunk.lends_home and micro_batches == 1:
         return 0
     optim_numel = chunk.optim_layout.shard_numel
+    # Autograd writes to a home only in the weight's dtype. A home of another dtype is never a payload, so it holds no
+    # more than the elements that this rank updates.
     if stage >= 2 or chunk.layout.world_size == 1 or chunk.dtypes.rest != chunk.dtypes.weight:
         return optim_numel
     # With several units this rank's part of a whole gradient is in pieces, and the update needs it in one: hence both.

@@ -111,6 +111,7 @@ class NextUse:
         """Record that `chunk` is used now."""
         self.num_touches += 1
         self._last_touch[chunk] = self.num_touches
+        # Outside of a pass a touch only tells when the chunk was last used.
         if not self._running:
             return
         now, touch = self._running[-1], Touch(self._events.now, chunk)
@@ -233,6 +234,7 @@ class NextUse:
         at = bisect_left(uses, now.position)
         if at < len(uses):
             return uses[at]
+        # A pass is counted when it ends, so the running one is number `_num_backwards + 1`.
         is_last = now.kind is not PassKind.EVALUATION and self._num_backwards + 1 >= self._expected_backwards
         return (2 if is_last and chunk in self.outdated else 1) * num_touches + uses[0]
 

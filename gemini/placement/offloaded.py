@@ -32,8 +32,10 @@ def offloaded(before: Plan, kinds: Collection[Kind]) -> Plan:
     if Kind.PARAM in offloaded_kinds:
         least = min_slots(before.packing.chunks, before.spec.operators, before.use_order)
         demand = replace(demand, min_slots=least, max_live_numel=None)
+    # A kept slot contains the parameter home on the device, so it goes when the parameters go.
     moved = slots_for(demand, homes, () if Kind.PARAM in offloaded_kinds else placement.kept)
     if Kind.PARAM not in offloaded_kinds:
+        # `slots_for` gives the fewest slots, but parameters that stay keep all that the plan has.
         moved = replace(moved, num_slots=placement.num_slots)
     hash_ = hash_of(before.packing, moved, before.settings, before.trained)
     return replace(before, demand=demand, placement=moved, hash=hash_, is_first=False, offloaded=offloaded_kinds)

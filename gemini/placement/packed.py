@@ -31,7 +31,7 @@ class Packed:
         self._demanded: dict[int, list[tuple[Packing, Demand]]] = {}  # by states per element
 
     def __iter__(self) -> Iterator[tuple[Packing, Demand]]:
-        """Raises ValueError if the shard strategy loses or repeats a weight."""
+        """Iterate over `with_states` of Adam. Raises ValueError if the shard strategy loses or repeats a weight."""
         return self.with_states(OPTIM_STATES)
 
     def with_states(self, optim_states: int) -> Iterator[tuple[Packing, Demand]]:

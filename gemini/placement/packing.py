@@ -68,7 +68,7 @@ class _Line:
     """Units of one key, laid one after the other into a payload that takes all of them."""
 
     def __init__(self, rows: Sequence[Sequence[_SizedUnit]]) -> None:
-        """rows: of an operator each."""
+        """rows: the units of one operator each."""
         self.rows = rows
         self.units = [unit for row in rows for unit in row]
         self.specs = [unit.specs for unit in self.units]
@@ -76,7 +76,7 @@ class _Line:
         self.firsts = [0, *accumulate(map(len, rows))]  # the number of each row's first unit, and of all units
         self.unit_bytes = sorted({unit.payload_bytes for unit in self.units})
         its = pairwise(self.firsts)
-        # of the rows that a chunk from before might be closed for
+        # Sizes of the operators for which a chunk that began before them may be closed.
         self.row_numels = sorted({self.starts[end] - self.starts[first] for first, end in its if 0 < first < end - 1})
 
     def up_to(self, chunk_bytes: int) -> _Line:
@@ -90,6 +90,7 @@ class Packer:
     def __init__(self, operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int) -> None:
         """operators: in the order of the module tree. Raises ValueError if the strategy loses or repeats one."""
         self._spans_chunk = strategy.spans_chunk
+        # A strategy that spans the chunk merges its units, and only the merged one is padded for the ranks.
         self._unit_alignment = ALIGNMENT if strategy.spans_chunk else world_size * ALIGNMENT
         self._world_size = world_size
         self._quantum = world_size * ALIGNMENT
@@ -149,7 +150,7 @@ class Packer:
             found, bytes_refused = self._fill(key, itemsize, line, chunk_bytes)
             cuts += found
             refused += bytes_refused
-        # stable: within an operator in the order of keys, and what is oversize first
+        # The sort is stable: within an operator the order is that of keys, with oversize chunks first.
         return sorted(cuts, key=attrgetter("place")), min(refused, default=None)
 
     def _fill(self, key: Hashable, itemsize: int, line: _Line, chunk_bytes: int) -> tuple[list[Cut], set[int]]:
@@ -160,7 +161,9 @@ class Packer:
         """
         done: list[Cut] = []
         starts, firsts, quantum = line.starts, line.firsts, self._quantum
+        # A payload is padded to a multiple of the quantum: with a capacity in between it could exceed `chunk_bytes`.
         num_units, capacity = len(line.units), chunk_bytes // itemsize // quantum * quantum
+        # From this size on one more operator fits into a chunk, so that the chunk before it may end at its border.
         refused = set(line.row_numels[bisect_right(line.row_numels, capacity) :][:1])
         first = 0
         while first < num_units:
@@ -169,6 +172,7 @@ class Packer:
                 row, too_many = bisect_right(firsts, end), end + 1
                 before, after = firsts[row - 1], firsts[row]
                 if first < before < after - 1 and starts[after] - starts[before] <= capacity:
+                    # A larger chunk ends here too, until it holds the whole operator.
                     end, too_many = before, after
                 refused.add(starts[too_many] - starts[first])
             payload_bytes = itemsize * round_up(starts[end] - starts[first], quantum)
@@ -201,8 +205,7 @@ def _units_by_operator(
     owner = {spec.name: index for index, operator in enumerate(operators) for spec in operator}
     groups: list[list[list[ParameterSpec]]] = [[] for _ in operators]
     for unit in units:
-        if unit:
-            groups[owner[unit[0].name]].append(unit)
+        groups[owner[unit[0].name]].append(unit)
     return groups
 
 

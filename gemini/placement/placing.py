@@ -38,7 +38,7 @@ def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> 
 
 
 def place_unbounded(demand: Demand, policy: PlacementPolicy) -> Placement:
-    """What the policy says where there is no bound, by which it is seen what more memory would change.
+    """Return the policy's placement without a bound, which shows what more memory would change.
 
     Raises what the policy raises, with a note where that is no BudgetError: the user may have given a budget, and be
     surprised that the policy is asked without one.
@@ -93,6 +93,7 @@ def _problems(demand: Demand, placement: Placement) -> Iterator[str]:
             yield f"keeps a slot for chunk {index}, whose may_keep_slot is False"
         elif homes[index][Kind.PARAM] is not Tier.DEVICE:
             yield f"keeps a slot for chunk {index}, whose parameters are not at home on the device"
+    # `place` raises at the first problem, so homes and kept slots are valid from here on.
     least = slots_for(demand, homes, placement.kept)
     for name, counts, wanted in (
         ("num_slots", placement.num_slots, least.num_slots),
@@ -107,6 +108,7 @@ def _problems_of(index: int, chunk: ChunkDemand, homes: dict[Kind, Tier]) -> Ite
         found, wanted = (", ".join(sorted(map(str, keys))) or "nothing" for keys in (homes, chunk.home_bytes))
         yield f"gave chunk {index} homes for {found}, and it has {wanted}"
         return
+    # The text "device" equals `Tier.DEVICE`, but plans compare tiers by identity: it would count as neither tier.
     other = next((tier for tier in homes.values() if not isinstance(tier, Tier)), None)
     if other is not None:
         yield f"gave chunk {index} the home {other!r}, which is no Tier: choose one of {', '.join(map(str, Tier))}"

@@ -133,6 +133,7 @@ class Plan:
             words: least_of_all_packings(self.spec, changed, self.world_size, self.infers, self._most_states)
             for words, changed in explain.other_choices(settings, self.is_first)
         }
+        # The operator whose chunks take the most slot bytes bounds the minimum: it needs all of them at once.
         slot_bytes = [
             sum(demand.slot_bytes[demand.chunks[index].oversize] for index in chunks) for chunks in self.use_order
         ]
@@ -191,7 +192,7 @@ def replan(
     try:
         plan = plan_packing(spec, settings, size, budget, packing, trained, kept, infers, micro_batches, states)
     except BudgetError as error:
-        # until training begins, no step has shown its activations
+        # Until training begins no step has shown its activations, so the budget leaves them the default.
         is_by_default = changes.get("is_by_default", before.is_first and budget == before.budget)
         raise advised(error, spec, settings, is_by_default) from None
     return replace(plan, is_first=False)
@@ -241,7 +242,9 @@ def hash_of(packing: Packing, placement: Placement, settings: Settings, trained:
     each = {id(homes): homes for homes in placement.homes}  # which thousands of chunks share
     words = {key: repr(homes) for key, homes in each.items()}
     homes = f"({', '.join(words[id(homes)] for homes in placement.homes)}{',' * (len(placement.homes) == 1)})"
+    # Gradient slots are left out: a gradient that spills changes no collective.
     placed = f"({placement.num_slots}, {homes}, {sorted(placement.kept)})"
+    # Ranks compare this number. Python's own `hash` of a text differs between processes.
     return zlib.crc32(f"({chunks}, {placed}, {settings.shared()!r}, {tuple(trained)})".encode())
 
 

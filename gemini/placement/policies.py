@@ -132,6 +132,7 @@ class AutoPolicy:
         """See `PlacementPolicy.place`. Raises BudgetError if the least slots do not fit."""
         everything = CudaPolicy().place(demand, None)
         is_bounded = self.gpu_margin_mem_ratio is not None
+        # With everything on the device no byte crosses the link, so there is no better placement to find.
         if not is_bounded and (budget_bytes is None or everything.device_bytes(demand) <= budget_bytes):
             return everything
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
@@ -151,6 +152,7 @@ class AutoPolicy:
         # Fill what the best order has left.
         for steps in (_THEN, _AT_LAST):
             fuller = spend(demand, best, budget_bytes, steps)
+            # At equal cost the fuller placement is better: it leaves more of the host free.
             if (fuller_cost := _cost(demand, fuller)) <= cost:
                 best, cost = fuller, fuller_cost
         return best

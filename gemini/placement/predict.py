@@ -105,6 +105,7 @@ def predict_forwards(plan: Plan, num_forwards: int, *, schedule: Schedule | None
 
 def predict_inference(plan: Plan, *, schedule: Schedule | None = None) -> Predicted:
     """Predict a forward without gradients, with the arguments of `predict_forwards`. A pure function: local."""
+    # The first forwards differ: they begin with other chunks in the slots, and the very first one has no trace.
     return predict_forwards(plan, _MOST_STEPS, schedule=schedule)[-1]
 
 

@@ -32,6 +32,7 @@ class ReductionOrder:
 
     def begin(self, places: Mapping[Touch, int] | None) -> None:
         """Begin a backward. places: the place of each touch in the trace. None: this kind of backward has no points."""
+        # A trace that has changed is another object (`NextUse.places`): only then the points are looked up again.
         if places is not None and places is not self._places:
             self._place_points(places)
         self._next = 0
@@ -74,6 +75,7 @@ class ReductionOrder:
         # Chunks that some rank did not complete are left out of the order: ranks agree on them at the end.
         places = dict(zip(self.chunks, ranking, strict=True))
         complete = [chunk for chunk in self.chunks if places[chunk] < len(self.chunks)]
+        # Of equal places the later chunk comes first: backward reaches it first.
         self.order = tuple(sorted(complete, key=lambda chunk: (places[chunk], -chunk)))
 
     def ranking(self) -> list[int]:

@@ -82,6 +82,8 @@ def passing_host_bytes(plan: Plan) -> int:
     if plan.infers or plan.budget.host is None:
         return 0
     trained = [chunk for chunk in plan.demand.chunks if Kind.GRAD in chunk.home_bytes]
+    # A trained chunk may have a spilled payload there, a gradient home and an fp32 sum: at most 4 bytes per element for
+    # each of the last two.
     most = sum(chunk.payload_bytes + 2 * FLOAT32.itemsize * chunk.numel for chunk in trained)
     if plan.host_bytes + most <= plan.budget.host:
         return 0

@@ -78,6 +78,7 @@ class Schedule:
         for index, operator in reversed(list(enumerate(spec.operators))):
             # Backward reaches the last operator of a checkpointed module first, and runs the module's forward again.
             block = inside.get(index, [])
+            # A block in front of everything that is trained has no backward, so it is not recomputed.
             if block and index == block[-1] >= first_trained:
                 backward += _forward(spec, block, task=0, node=index)
             for weight in reversed(dict.fromkeys(operator.weights)):

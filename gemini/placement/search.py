@@ -126,6 +126,7 @@ def find_plans(
     placed: list[Plan] = []
     num_placed = 0
     for packing, demand in packed.with_states(optim_states):
+        # Only once some size fits: a refusal says that no size needs less.
         if placed and num_placed >= CHUNKS_PLACED:
             break
         num_placed += len(packing.chunks)
@@ -146,6 +147,8 @@ def find_plans(
         infers = infers or plan
     while placed:
         best = best_of(placed, later_device_bytes(settings, free or FreeBytes()))
+        # What passes through the host is known from a simulated step, which takes time. So the best size is checked,
+        # and the next best only if that one has no room.
         if has_host_room_for_steps(best):
             found.trains = best
             return found

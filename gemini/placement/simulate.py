@@ -157,6 +157,7 @@ class Simulation:
 
     def _fetch(self, chunk: int) -> None:
         payloads, homes = self.payloads, self.homes
+        # A payload in a slot can be read while its home is lent. Without one the gradient has to leave the home.
         if not payloads.is_there(chunk):
             homes.reclaim(chunk)
         if payloads.at_home[chunk]:

@@ -36,6 +36,8 @@ class Gradients:
         self._whole: set[int] = set()  # chunks whose planned gradient home autograd can write to like a payload
         for index, chunk in enumerate(plan.demand.chunks):
             if Kind.GRAD in chunk.home_bytes:
+                # A chunk without elements has a home of 0 bytes. Any other chunk with 0 planned bytes has none: its
+                # gradient rests in the parameter home, or is offloaded.
                 has_home = chunk.home_bytes[Kind.GRAD] > 0 or not (
                     chunks[index].lends_home or chunks[index].layout.numel
                 )
@@ -186,6 +188,7 @@ class Gradients:
     def _note_complete(self, chunk: int) -> None:
         gradient = self.of[chunk]
         if self._is_alone:
+            # Pieces wait for the end: they are added in their own dtype before they are merged, as autograd does.
             if gradient.state == "in slot" and not gradient.in_pieces:
                 self._reduce(chunk)
             return

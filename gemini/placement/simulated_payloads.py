@@ -52,6 +52,7 @@ class Payloads:
     @property
     def state(self) -> Hashable:
         """The chunks that are in slots between two steps."""
+        # Which slot a chunk is in does not matter: slots of one size are equal.
         return frozenset(self._gathered)
 
     def is_there(self, chunk: int) -> bool:

@@ -83,6 +83,7 @@ class Communicator:
 
     def begin_pass(self, kind: str) -> None:
         """Begin a pass, which is expected to make the same collectives as the last pass of this kind. Collective."""
+        # Only gloo compares tags ahead of a collective, which following a schedule saves: see [Note: Following].
         if not self.collectives.checks_tags_first:
             return
         expected = self._replay.begin(kind)
@@ -182,9 +183,9 @@ class Communicator:
     def agree(self, data: bytes, what: str, shown: str | None = None, remedy: str = _BUILD_ALIKE) -> None:
         """Raises DivergenceError unless every rank passes the same `data`. Collective.
 
-        shown: text for the error in place of the bytes; the error shows the first line that differs. Ranks exchange
-            digests,
-        and the bytes only if digests differ: for a large model the bytes are many, times the number of ranks.
+        shown: text for the error in place of the bytes; the error shows the first line that differs.
+
+        Ranks exchange digests, and the bytes only if these differ: a large model has many, times the number of ranks.
         """
         tag = self._next(what, 0)
         words = data if shown is None else shown.encode()
@@ -224,6 +225,7 @@ class Communicator:
         self._refuse_forked()
         if self.watch is not None:
             self.watch.next_generation()
+            # Ranks have failed at different points: tags that went on from there would differ in the first collective.
             self._sequence = 0
             self._replay = ScheduleReplay()
             self.collectives.abort()

@@ -45,17 +45,20 @@ def publish_exit() -> None:
         # Installed once a process: with a second wrapper each exception would be told twice.
         _previous_hook = sys.excepthook
         sys.excepthook = _excepthook
+    # This is done once in each process: multiprocessing empties the list of finalizers that a fork inherits.
     if _pid != os.getpid():
         _pid = os.getpid()
         atexit.register(_at_exit)
         # A child of multiprocessing ends without excepthook, and without atexit if it was forked: see
         # `_at_end_of_child`.
         if multiprocessing.parent_process() is not None:
+            # With this priority it runs before multiprocessing waits for children of this process, which may take long.
             Finalize(None, _at_end_of_child, exitpriority=100)
 
 
 def any_ended() -> bool:
     """Whether a process of the job has published its end. One look at the store."""
+    # Adding 0 reads the counter. `get` would wait for somebody to make it.
     return int(default_store().add("gemini/num_ended", 0)) > 0
 
 
@@ -101,7 +104,7 @@ def _at_end_of_child() -> None:
         error = error.__context__
     if error is not None:
         _tell(error)
-    atexit.unregister(_at_exit)
+    atexit.unregister(_at_exit)  # a spawned process runs atexit functions, too, and would publish its end twice
     _at_exit()
 
 

@@ -60,11 +60,12 @@ _dropped: list[_Part] = []
 class OwnGroup:
     """A process group of the parent's ranks and backends. Collective over these ranks only.
 
-    name: a name that no group of these ranks ever had, equal on all of them. The ranks find one another in the store
-        under
-    it. `dist.new_group(use_local_synchronization=True)` derives a name from the number of groups that live in the
-    process. After a group has ended, the next one would get its name and find its addresses, and ranks of which one has
-    a group more would wait for one another under different names.
+    name: a name that no group of these ranks ever had, equal on all of them. The ranks find one another by it in the
+        store.
+
+    `dist.new_group(use_local_synchronization=True)` derives a name from the number of groups that live in the process.
+    After a group has ended, the next one would get its name and find its addresses, and ranks of which one has a group
+    more would wait for one another under different names.
     """
 
     def __init__(self, parent: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
@@ -82,6 +83,7 @@ class OwnGroup:
 
     def close(self) -> None:
         """End the group, with its threads and sockets, after all of its collectives. Collective."""
+        # The finalizer would list a group that has ended among the dropped ones.
         self._drop.detach()
         _end(self._part.name, dist.destroy_process_group)
 
@@ -109,6 +111,7 @@ def end_dropped(by_rank: Mapping[int, set[str]]) -> None:
     Local, but all these ranks call it at the same point, and end groups in the same order.
     """
     for part in sorted(_dropped[:], key=lambda part: part.name):
+        # Collectives that were open at an earlier meeting have had this time: later meetings do not wait for them.
         wait_s = 0.0 if part.is_left else _OPEN_S
         part.is_left = part.is_left or all(part.name in by_rank.get(rank, ()) for rank in part.ranks)
         if part.is_left and part.try_to_end(wait_s):

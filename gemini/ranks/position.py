@@ -76,6 +76,7 @@ class StepPosition:
         return self.describe(self.now)
 
     def describe(self, position: int) -> str:
+        # In an error the position may be another rank's, whose table has operators that this one lacks.
         operator, phase = divmod(position, len(Phase))
         name = self.operators[operator] if operator < len(self.operators) else f"operator {operator}"
         return _WORDS[Phase(phase)].format(name or "the model")

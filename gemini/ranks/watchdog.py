@@ -87,6 +87,7 @@ class Watchdog:
                 if now - started > DIVERGED_AFTER_S or places:
                     self._say_where()
                     published = True
+                    # The places are read once more, with this rank's own among them.
                     places = self._places()
                     if places != seen:
                         seen, changed = places, now
@@ -95,6 +96,7 @@ class Watchdog:
                 self._raise_if_lost(now - started)
         finally:
             # The place must not be compared with other ranks' places in later collectives.
+            # After a failure it stays: it tells the others where this rank was.
             if published and not self.failed:
                 self._store.delete_key(self._key(f"where/{self.rank}"))
 
@@ -181,6 +183,7 @@ class Watchdog:
     def let_others_hear(self, deadline: float) -> None:
         """Wait until every rank knows of the failure, before this process ends: it may hold the store."""
         while self._heard == self.generation and time.monotonic() < deadline:
+            # A rank whose process has ended will never say that it has heard.
             if all(
                 self._store.check([self._key(f"heard/{rank}")]) or exit_report.of(global_rank) is not None
                 for rank, global_rank in enumerate(self._ranks)
@@ -315,6 +318,7 @@ class Watchdog:
                     self._raise_diverged(places)
                 time.sleep(0.1)
         except RuntimeError as gone:
+            # An error of ours names the cause. Any other one says that the store is gone, too.
             if isinstance(gone, GeminiError):
                 raise
         raise RankLostError(

@@ -73,6 +73,15 @@ def test_the_table_says_chunks_budgets_and_the_sum_of_each_tier() -> None:
     assert ["in", "all", *held[0].split(), *held[1].split()] in lines
 
 
+def test_the_table_of_an_engine_without_an_optimizer_says_what_is_held() -> None:
+    config = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "dtype": "bf16"}
+    engine, *_ = gemini.initialize(build(), config=config, verbose=False)
+    lines = [line.split() for line in said.in_words(engine, 120).splitlines()]
+    held = gemini.placement.sizes.format_bytes(engine.chunk_manager.memory.device.ledger.total_bytes)
+    assert ["in", "all", *held.split(), "0", "B"] in lines
+    assert not [line for line in lines if line[:1] == ["gradients"] or line[:2] == ["optimizer", "state"]]
+
+
 @pytest.mark.parametrize(
     ("fp16", "words"), [({"loss_scale": 128}, "128, static"), ({"initial_scale_power": 5}, "dynamic, 32 at first")]
 )

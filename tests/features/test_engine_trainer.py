@@ -13,7 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemini
 from gemini import Engine, GeminiError, RemoteRankError, Trainer, state_hash
-from gemini.engine.trainer import Accuracy, Hook, JsonLines, LearningRate, Loss, Memory, TensorBoard, Throughput
+from gemini.engine.trainer import (
+    Accuracy,
+    Hook,
+    JsonLines,
+    LearningRate,
+    Loss,
+    Memory,
+    TensorBoard,
+    Throughput,
+)
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, Mlp, build
 

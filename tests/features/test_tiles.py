@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import EmulatedDevice, RemoteRankError, ShardedModel, ShardedOptimizer, state_hash
+from gemini import EmulatedDevice, RemoteRankError, ShardedModel, ShardedOptimizer, estimate_memory, state_hash
 from gemini.monitor.peaks import BoundedMeter
 from gemini.optimizer import torch_update
 from gemini.optimizer.runs import GradientFactors, Run, RunUpdate
@@ -117,6 +117,20 @@ def test_tiles_give_the_bits_of_plain_training(kind: type[torch.optim.Optimizer]
                 optimizer.step()
                 optimizer.zero_grad()
     assert_same(weights_of(model), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("kind", OFTEN)
+def test_what_a_torch_optimizer_is_lent_leaves_its_slot_with_the_step(kind: type[torch.optim.Optimizer]) -> None:
+    """On one rank weights are staged in slots of payloads, of which the least budget has none to spare."""
+    options: dict[str, Any] = {"tensor_placement_policy": "static", "offload_param_frac": 1.0, "device": "emulated"}
+    least = estimate_memory(build(), optim_states=0 if kind is torch.optim.SGD else 2, **options).plan.minimum_bytes
+    model = ShardedModel(build(), model_data_memory=least, **options)
+    optimizer = ShardedOptimizer(model, make(kind, model.parameters()))
+    for step in range(3):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+        assert model.chunk_manager.memory.device.ledger.total_bytes <= (least or 0)
+    model.close()
 
 
 @pytest.mark.sampled(2)

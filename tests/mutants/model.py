@@ -4,6 +4,20 @@ from tests.mutants.mutant import ONE_RANK, PAIRS, Mutant
 
 MUTANTS = [
     Mutant(
+        "parameters of the same memory stay one if wrapping fails",
+        "gemini/model/aliases.py",
+        "        for tie in ties:\n            tie.undo()\n        raise\n",
+        "        raise\n",
+        "tests/test_shared_storage.py::test_parameters_of_the_same_memory_are_as_before_if_wrapping_fails",
+    ),
+    Mutant(
+        "tensors in mappings that torch does not know are not cast",
+        "gemini/model/tensors.py",
+        "        if isinstance(leaf, MutableMapping):\n",
+        "        if False:\n",
+        "tests/test_casting.py::test_tensors_in_a_dataclass_or_mapping_are_cast_as_those_in_a_tuple_are",
+    ),
+    Mutant(
         "a transform without hooks may lose the weights of an operator",
         "gemini/model/hooks.py",
         "            check_operator(module, operator.chunks)\n",

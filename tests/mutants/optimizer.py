@@ -4,6 +4,27 @@ from tests.mutants.mutant import HALF, ONE_RANK, PAIRS, TWO_RANKS, Mutant
 
 MUTANTS = [
     Mutant(
+        "what a torch optimizer was lent keeps a slot from its next payload",
+        "gemini/optimizer/torch_update.py",
+        "        worker.state.clear()\n        worker.param_groups.clear()\n\n",
+        "        worker.state.clear()\n\n",
+        "tests/features/test_tiles.py::test_what_a_torch_optimizer_is_lent_leaves_its_slot_with_the_step",
+    ),
+    Mutant(
+        "fp64 weights behind fp32 ones are refused in the middle of a step",
+        "gemini/optimizer/chunk_update.py",
+        "            its = {(group, state.dtype) for group in state.groups if group is not None}\n",
+        "            its = {(group, torch.float32) for group in state.groups if group is not None}\n",
+        "tests/test_optimizers.py::test_fp64_weights_are_refused_before_hybrid_adam_has_updated_others",
+    ),
+    Mutant(
+        "a loss scale that was loaded with a longer interval never grows",
+        "gemini/optimizer/loss_scale.py",
+        "self.num_good >= self.growth_interval",
+        "self.num_good == self.growth_interval",
+        "tests/pure/test_loss_scale.py::test_it_grows_after_a_state_of_a_longer_interval_was_loaded",
+    ),
+    Mutant(
         "temporaries of a torch optimizer are looked for in the middle of a step",
         "gemini/optimizer/staging.py",
         "            if temporaries:\n",

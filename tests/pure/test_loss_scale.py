@@ -29,6 +29,16 @@ def test_it_never_grows_beyond_its_bound() -> None:
         assert scale.scale == wanted
 
 
+def test_it_grows_after_a_state_of_a_longer_interval_was_loaded() -> None:
+    scale = LossScale(initial_scale=2, growth_interval=10)
+    scale.load_state_dict({**scale.state_dict(), "num_good": 1500})
+    scale.update(False)
+    assert scale.scale == 4
+    for _ in range(10):
+        scale.update(False)
+    assert scale.scale == 8
+
+
 def test_twenty_skips_in_a_row_are_an_error_and_nineteen_are_not() -> None:
     scale = LossScale()
     for _ in range(MAX_SKIPPED - 1):

@@ -19,7 +19,7 @@ class BatchSizes:
 
 
 def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, world_size: int | None) -> BatchSizes:
-    """All three from those that were given. Raises ValueError where no whole numbers fit together.
+    """Compute all three from those that were given. Raises ValueError where no whole numbers fit together.
 
     world_size: the number of ranks. None: not known yet, so that only what is wrong for any number is found.
     """
@@ -29,6 +29,7 @@ def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, 
         steps = accumulation or 1
         return BatchSizes(None if micro is None else micro * steps * world_size, micro, steps)
     given = (micro or 1) * (accumulation or 1) * world_size
+    # A factor that is not known yet may be any number, so the known ones need only divide the total.
     if train % given if is_open else train != given:
         factors = [
             f"train_micro_batch_size_per_gpu={micro}" if micro is not None else "",

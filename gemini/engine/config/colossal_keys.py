@@ -163,10 +163,12 @@ def finish(data: Mapping[str, Any], found: Translation) -> None:
     if found.fields.get("tensor_placement_policy", "auto") != "auto" and MARGIN in found.fields:
         key = ".".join(found.origins[(MARGIN,)])
         found.ignored.append((key, 'only "auto" looks for room beside parameters, as there'))
+        # `Settings` refuses the fraction with any policy but "auto"; Colossal-AI ignores it there.
         del found.fields[MARGIN]
     if found.fields.get("dtype") in (torch.float16, torch.bfloat16):
         found.fields.setdefault("cast_inputs", True)
     mode = data.get("fp16", {}).get("mode") if isinstance(data.get("fp16"), Mapping) else None
+    # Modes are compared by value: one may be a string, or a member of another library's enum.
     if mode is not None and getattr(mode, "value", mode) not in [each.value for each in AMP_TYPE]:
         found.problems.append(
             Problem(("fp16", "mode"), f"must be AMP_TYPE.NAIVE, AMP_TYPE.TORCH or AMP_TYPE.APEX, found {mode!r}")

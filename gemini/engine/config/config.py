@@ -31,9 +31,11 @@ class _Part(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        # pydantic would convert otherwise: "yes" to True, "2" to 2.
         strict=True,
         allow_inf_nan=False,
         arbitrary_types_allowed=True,
+        # The string below a field is its description, which docs/config.md prints.
         use_attribute_docstrings=True,
     )
 
@@ -175,6 +177,7 @@ class Config(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # Both check what concerns several fields together.
         self.settings()
         self.batch_sizes(None)
         return self

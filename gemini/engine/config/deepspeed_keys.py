@@ -92,6 +92,7 @@ _PRECISION = [
     Key("fp16.loss_scale_window", Count, MappedTo("loss_scale.growth_interval"), auto="1000"),
     Key("fp16.hysteresis", Count, MappedTo("loss_scale.hysteresis"), auto="2"),
     Key("fp16.min_loss_scale", Number, MappedTo("loss_scale.min_scale"), auto="1"),
+    # This row comes after those of the dynamic scale, whose values a static scale replaces.
     Key(
         "fp16.loss_scale",
         Number,
@@ -189,7 +190,7 @@ _NOT_HERE = [
 
 
 def finish(data: Mapping[str, Any], found: Translation) -> None:
-    """DeepSpeed's own defaults where they differ from ours, and what keys say only together."""
+    """Apply DeepSpeed's own defaults where they differ from ours, and what keys say only together."""
     fields, origins = found.fields, found.origins
 
     def is_on(section: str) -> bool:

@@ -178,6 +178,7 @@ OFFLOAD = [
         Ratio,
         MappedTo(
             POLICY,
+            # `finish` in deepspeed_keys.py joins it with the device, without which it means nothing.
             lambda ratio: None,
             "with device cpu: the fraction of the state that rests on the host, from the last chunk on. It is updated "
             "there, and the rest on the device",
@@ -202,6 +203,7 @@ OFFLOAD = [
             "fast_init": bool,
         }.items()
     ),
+    # These rows come after those of the optimizer: with both, all states rest on the host, as "cpu" has it.
     Key(
         "zero_optimization.cpu_offload_param",
         bool,

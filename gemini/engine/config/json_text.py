@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any, NoReturn
 
+# Every pattern below also matches strings, so that the inside of a string is never taken for anything else.
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _COMMENTS_AND_NAMES = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/|\b(?:True|False|None)\b", re.S)
 _TOKENS = re.compile(rf"(?P<key>{_STRING})\s*:|{_STRING}|[{{}}\[\]]")
@@ -41,12 +42,13 @@ def strict_json(text: str) -> str:
 
 
 def _blank(match: re.Match[str]) -> str:
+    # Blanks keep every line where the user wrote it, so that errors name that line.
     found = match[0]
     return found if found[0] == '"' else _NAMES.get(found) or re.sub(r"[^\n]", " ", found)
 
 
 def _refuse_repeats(text: str) -> None:
-    """`text`: valid JSON. json.loads would take the last of equal keys, and its hooks know no lines."""
+    """Refuse equal keys in valid JSON: json.loads would take the last of them, and its hooks know no lines."""
     objects: list[dict[str, int]] = []  # the line of every key, of the objects and lists that are open
     for token in _TOKENS.finditer(text):
         if token[0] in "{[":

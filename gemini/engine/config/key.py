@@ -17,7 +17,7 @@ from gemini.engine.config.problem import KeyPath, Problem, problems_of, unknown_
 
 
 def _whole(value: Any) -> Any:
-    """5e8, which is a float in every format, where a whole number is meant."""
+    """Turn a number such as 5e8, which every format reads as a float, into the whole number that is meant."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -167,6 +167,7 @@ class Table:
         for key in self.keys:
             found = given.get(key.path, [])
             for path, value in found:
+                # Where any string is a value, the word for "undecided" is one, too: a folder may be called "auto".
                 if self._is_undecided(value) and key.values is not str:
                     _leave_undecided(key, path, result)
                 else:
@@ -174,6 +175,7 @@ class Table:
             if len(found) > 1 and not key.path.endswith("*"):
                 spelled = " and ".join(path[-1] for path, _ in found)
                 result.problems.append(Problem(found[1][0], f": {spelled} are one key; leave one out"))
+        # A refused value is in no field: `finish` would take it for one that was left out, and refuse what follows.
         if not result.problems:
             self.finish(data, result)
         return result
@@ -203,6 +205,7 @@ def _apply(key: Key, path: KeyPath, value: Any, result: Translation) -> None:
     elif isinstance(effect, Refused):
         if not effect.is_harmless(value):
             result.problems.append(Problem(path, f"={value!r} is refused: {effect.because}"))
+    # Other values, such as lists, may have no hash and cannot be looked up.
     elif isinstance(value, (str, int)) and value in effect.refused:
         result.problems.append(Problem(path, f"={value!r} is refused: {effect.refused[value]}"))
     else:

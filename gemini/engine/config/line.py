@@ -38,6 +38,7 @@ def _of_yaml(text: str) -> dict[KeyPath, int]:
             lines[inner] = key.start_mark.line + 1
             walk(value, inner)
 
+    # `compose` stops before values are made: nodes know their lines, and values do not.
     walk(yaml.compose(text, yaml.SafeLoader), ())
     return lines
 

@@ -45,6 +45,7 @@ def load_config(
     if isinstance(config, Config):
         return config
     source = read({} if config is None else config)
+    # YAML reads the key `on` as True, for example.
     other = [name for name in source.data if not isinstance(name, str)]
     if other:
         raise source.error([Problem((), f"the key {other[0]!r} is not a string: put it in quotes")])
@@ -52,6 +53,7 @@ def load_config(
         raise ConfigError(f"dialect must be 'gemini', {', '.join(map(repr, TABLES))} or None, found {dialect!r}")
     table = TABLES.get(dialect or dialect_of(source.data))
     if table is None:
+        # null stands for the default, as it does in the other dialects.
         given = {name: value for name, value in source.data.items() if value is not None}
         translated = Translation(given, {path: path for path in _paths(given)})
     else:
@@ -76,6 +78,7 @@ def dialect_of(data: Mapping[str, Any]) -> Dialect:
     for dialect, table in TABLES.items():
         if table.section in data:
             return dialect
+    # A section counts by the keys in it: names such as "optimizer" are those of several libraries.
     keys = [path for path in _paths(data) if len(path) > 1 or not isinstance(data[path[0]], Mapping)]
     known: dict[Dialect, int] = {"gemini": sum(path[0] in Config.model_fields for path in keys)}
     known |= {dialect: sum(table.key_of(path) is not None for path in keys) for dialect, table in TABLES.items()}

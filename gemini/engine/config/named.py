@@ -32,6 +32,7 @@ _NOT_HERE = {
     "musgd": "its learning rates by shape are not here: give param groups of SGD",
     "lion": "PyTorch has none: give initialize() an optimizer of your own",
 }
+# DeepSpeed has these under names of its own.
 _SAME_AS = {"fusedadam": "HybridAdam", "deepspeedcpuadam": "CPUAdam"}
 
 
@@ -124,6 +125,7 @@ def _nearest(found: str, names: list[str]) -> str:
 
 def _called(made: Callable[..., T], first: Any, arguments: Mapping[str, Any]) -> T:
     """`made(first, **arguments)`. Raises ValueError for what it does not take, in its own words."""
+    # The first is what the caller gives itself; `unknown` and `kwargs` are names of ** parameters.
     _, *valid = [name for name in inspect.signature(made).parameters if name not in ("unknown", "kwargs")]
     for name in arguments:
         if name not in valid:

@@ -46,6 +46,7 @@ _SYNONYMS = (
     "beta betas momentum",
 )
 _MEANING = {word: line.split()[0] for line in _SYNONYMS for word in line.split()}
+# The longest phrases come first: `max_grad_norm` contains `grad_norm`.
 _PHRASES = sorted((word for word in _MEANING if "_" in word), key=len, reverse=True)
 _TYPO, _ALIKE = 0.85, 0.6  # ratios of difflib: a slip of the finger; and what may still be meant
 _MEANT = 0.3  # the part of all meanings that two names have in common

@@ -36,6 +36,7 @@ class OptimizerOnHostPolicy:
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
         """Raises BudgetError where "auto" or "cpu" does."""
         policy = StaticPolicy(offload_optim_frac=self.ratio, offload_param_frac=float(self.offloads_params))
+        # No budget is given: a placement that does not fit is no error yet, since another policy follows.
         placement = policy.place(demand, None)
         if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
             return resolve_policy("cpu" if self.offloads_params else "auto").place(demand, budget_bytes)

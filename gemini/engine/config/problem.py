@@ -57,7 +57,7 @@ def said_of(path: KeyPath, sentence: str) -> Problem:
 
 
 def unknown_key(path: KeyPath, valid: Iterable[str]) -> Problem:
-    """`valid`: all keys that there are, as dotted paths; those beside the unknown one are looked at first."""
+    """The problem of an unknown key. valid: all keys, as dotted paths; those beside the unknown one are tried first."""
     valid, parent = [key for key in valid if not key.endswith("*")], ".".join(path[:-1])
     beside = [key for key in valid if key.rpartition(".")[0] == parent]
     found = nearest(path[-1], beside) or nearest(path[-1], valid)
@@ -80,6 +80,7 @@ def _problem(error: ErrorDetails, prefix: KeyPath, valid: list[str]) -> Problem:
         return unknown_key(path, valid)
     if kind == "missing":
         return Problem(path, "is missing")
+    # The config's own validators raise ValueError, with a sentence for the user.
     if kind == "value_error":
         return said_of(path, str(context["error"]))
     found = f"found {shown(error['input'])}"

@@ -20,6 +20,7 @@ from gemini.engine.config.problem import Problem
 from gemini.errors import ConfigError
 from gemini.placement.sizes import format_bytes
 
+# A larger file is not a config but a wrong path, such as that of a checkpoint.
 MAX_BYTES = 2**20
 NO_EXEC = "GEMINI_NO_EXEC"
 _TOO_DEEP = "brackets are nested too deeply for a config"
@@ -73,6 +74,7 @@ def _refuse_cycles(value: Any, name: str | Path, above: tuple[int, ...] = ()) ->
     """YAML's anchors and Python can put a mapping into itself, in which a walk over its keys would never end."""
     if not isinstance(value, (Mapping, list, tuple)):
         return
+    # Only what stands around this value counts: a YAML anchor that is used twice is no cycle.
     if id(value) in above:
         raise ConfigError(f"{name}: a mapping or list is a part of itself: write out what it holds")
     try:
@@ -90,6 +92,7 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"{path} does not exist (looked for in {Path.cwd()}): give the path of a config, or a dict")
     if path.suffix not in _READERS:
         raise ConfigError(f"{path}: the end of the name says the format, one of {', '.join(_READERS)}")
+    # Reading a pipe or a device might never end.
     if not path.is_file():
         raise ConfigError(f"{path} is not a regular file")
     num_bytes = path.stat().st_size
@@ -97,6 +100,7 @@ def _text_of(path: Path) -> str:
         found, limit = format_bytes(num_bytes), format_bytes(MAX_BYTES)
         raise ConfigError(f"{path} has {found}; a config has at most {limit}: is this the right file?")
     try:
+        # "utf-8-sig" drops the mark that some editors put before the text: an error in JSON and TOML.
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from error

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gemini.engine.engine import Engine
+from gemini.model.tensors import map_tensors, tensors_in
 
 
 class Outcome(NamedTuple):
@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
 
 
 def run(engine: Engine, batch: Any) -> Outcome:
-    """The forward. Collective.
+    """Run the forward of one micro-batch. Collective.
 
     A mapping is given by keyword, and its loss is `output.loss`, as Hugging Face's models do it. Anything else is a
     pair of data and label for the engine's criterion.
@@ -54,19 +54,12 @@ def loss_in(output: Any) -> Tensor | None:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """All tensors of a batch on the model's device."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def num_samples(batch: Any) -> int:
     """The first dimension of the first tensor; 0 without one."""
-    first = next(
-        (
-            leaf
-            for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-            if isinstance(leaf, Tensor) and leaf.dim()
-        ),
-        None,
-    )
+    first = next((tensor for tensor in tensors_in(batch) if tensor.dim()), None)
     return 0 if first is None else first.shape[0]
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Is called at points of a `Trainer`'s loop, after hooks of a smaller `priority`, in the order given among equals.
+    """A hook is called at points of a `Trainer`'s loop, after hooks of a smaller `priority`, equals in the order given.
 
     Override what is needed. What a hook raises ends the training on every rank. A hook that makes collectives makes
     them on every rank. All methods are called on every rank.
@@ -21,25 +21,25 @@ class Hook:
     """Metrics that are measured have 0 to 49, those who write them 50 and more."""
 
     def before_train(self, trainer: Trainer) -> None:
-        """Before the first epoch."""
+        """Called before the first epoch."""
 
     def before_epoch(self, trainer: Trainer) -> None:
-        """Before an epoch's first micro-batch."""
+        """Called before an epoch's first micro-batch."""
 
     def after_micro_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
-        """After a backward, before a step."""
+        """Called after a backward, before a step."""
 
     def after_step(self, trainer: Trainer) -> None:
-        """After an optimizer step, also one that was skipped."""
+        """Called after an optimizer step, also one that was skipped."""
 
     def after_epoch(self, trainer: Trainer) -> None:
-        """After an epoch's last step, before its evaluation."""
+        """Called after an epoch's last step, before its evaluation."""
 
     def after_test_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
-        """After a forward of an evaluation."""
+        """Called after a forward of an evaluation."""
 
     def after_test(self, trainer: Trainer) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def after_train(self, trainer: Trainer) -> None:
-        """When the training ends, also by a signal; not after an exception."""
+        """Called when the training ends, also by a signal; not after an exception."""

@@ -74,6 +74,7 @@ class Loss(Hook):
 
     def after_micro_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         assert outcome.loss is not None
+        # Sums are in fp64: the loss's own dtype would round away what the later micro-batches of an epoch add.
         loss = outcome.loss.detach().double()
         self._of_step.append(loss)
         self._of_epoch.add(loss * num_samples(batch), num_samples(batch))
@@ -144,6 +145,7 @@ class Throughput(Hook):
         self._since, self._samples, self._tokens, self._parameters = 0.0, 0, 0, 0
 
     def before_epoch(self, trainer: Trainer) -> None:
+        # The evaluation between two epochs is in no figure.
         self._since, self._samples, self._tokens = self._clock(), 0, 0
         self._parameters = sum(each.numel() for each in trainer.engine.model.parameters() if each.requires_grad)
 

@@ -65,10 +65,12 @@ class Together:
         fills_windows: a window of micro-batches that is open when a rank is told to stop gets its other batches first:
             otherwise its gradients would be in no step.
         """
+        # None may be a batch, so the end of the loader needs a mark of its own.
         nothing = object()
         source = iter(loader)
         while True:
             batch = next(source, nothing)
+            # A batch that this rank has drawn is dropped if another rank has none: the shortest loader ends the epoch.
             all_have, stops = self.agree(batch is not nothing)
             if not all_have or (stops and not (fills_windows and self._engine.is_window_open())):
                 return

@@ -106,6 +106,7 @@ class Trainer:
             if (value is not None or name != "max_steps") and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
         self._hooks = _in_order([*(hooks or ()), *self._schedule_hooks(hooks or ())])
+        # `max_steps` counts the steps of this call: the engine may have made some before.
         first = self.engine.global_steps
         total = _total_steps(train_dataloader, epochs, self.engine.batch_sizes.accumulation, max_steps)
         with (
@@ -129,7 +130,7 @@ class Trainer:
             get_dist_logger().warning(f"training stopped after step {self.engine.global_steps}: {self.stopped_by}")
 
     def _epoch(self, loader: Iterable[Any], last_step: int | None, advance: Any, is_last: bool) -> bool:
-        """One epoch. True if training is over."""
+        """Train one epoch. Returns True if training is over."""
         engine = self.engine
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
@@ -141,6 +142,7 @@ class Trainer:
             num_batches += 1
             outcome = self._window.train(batch)
             self._tell("after_micro_batch", batch, outcome)
+            # The answer is read before the step, which empties the window.
             steps = engine.is_gradient_accumulation_boundary()
             self._window.step()
             if steps:
@@ -165,7 +167,7 @@ class Trainer:
         hooks: Sequence[Hook] | None = None,
         display_progress: bool = False,
     ) -> dict[str, float]:
-        """Forwards without gradients over a loader; the metrics that hooks made of them. Collective.
+        """Run forwards without gradients over a loader; returns the metrics that hooks made of them. Collective.
 
         test_dataloader, hooks, display_progress: as in `fit`; without `hooks` the last ones go on.
 
@@ -199,7 +201,7 @@ class Trainer:
         self._tell("after_test")
 
     def predict(self, data: Any) -> Any:
-        """The model's output for data without labels, in evaluation mode and without gradients. Collective.
+        """Return the model's output for data without labels, in evaluation mode and without gradients. Collective.
 
         data: a mapping for keyword arguments, a tuple or list for positional ones, or one tensor. Raises what the model
         raises.
@@ -216,11 +218,12 @@ class Trainer:
         """`numbers` added over all ranks, in rank order, as a new tensor, for hooks. Collective. Raises nothing."""
         communicator = self.engine.communicator
         rows = communicator.all_gather_bytes(numbers.cpu().numpy().tobytes(), "a metric")
+        # torch warns of bytes, since a write to the tensor would change them; a `bytearray` is a copy.
         every = [torch.frombuffer(bytearray(row), dtype=numbers.dtype).view(numbers.shape) for row in rows]
         return torch.stack(every).sum(0)
 
     def _schedule_hooks(self, hooks: Sequence[Hook]) -> list[Hook]:
-        """What moves the schedule if neither the engine nor a hook of the user's does: the rate would stay."""
+        """The hook that moves the schedule if neither the engine nor a hook of the user's does: the rate would stay."""
         engine = self.engine
         if engine.lr_scheduler is None or engine.moves_schedule:
             return []
@@ -262,7 +265,7 @@ class Trainer:
 
 
 def _in_order(hooks: Iterable[Any]) -> list[Hook]:
-    """By priority. Raises TypeError for anything but hooks."""
+    """Sort hooks by priority. Raises TypeError for anything but hooks."""
     for hook in hooks:
         if not isinstance(hook, Hook):
             name = f"the class {hook.__name__}: make one" if isinstance(hook, type) else repr(hook)

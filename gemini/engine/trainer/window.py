@@ -72,6 +72,7 @@ class Window:
                     return self._micro_batch(batches[-1])
             except (torch.OutOfMemoryError, BudgetError, RemoteRankError) as error:
                 self._begin_again(error)
+            # The gradients of all micro-batches were dropped, so each is trained again.
             batches = self._batches
 
     def _micro_batch(self, batch: Any) -> Outcome:
@@ -82,7 +83,7 @@ class Window:
         return outcome
 
     def _begin_again(self, error: Exception) -> None:
-        """The window is as before its first micro-batch. Collective.
+        """Put everything back to before the window's first micro-batch. Collective.
 
         Raises the error if it is no shortage, or no room was made, and GeminiError if an update failed half way.
         """
@@ -124,7 +125,7 @@ class _Start:
         self._random: list[Tensor] = []
 
     def save(self) -> None:
-        """A window begins. Local."""
+        """Copy what a window begins with. Local."""
         self._buffers = [owner._buffers.get(name) for owner, name in self._owners]
         found = self._found()
         if [_kind_of(copy) for copy in self._copies] == [_kind_of(buffer) for buffer in found]:
@@ -136,7 +137,7 @@ class _Start:
             self._random.append(torch.get_device_module(self._device).get_rng_state(self._device))
 
     def restore(self) -> None:
-        """It begins again. Local."""
+        """Put back what the window began with. Local."""
         for (owner, name), buffer in zip(self._owners, self._buffers, strict=True):
             owner._buffers[name] = buffer
         _copy(self._found(), self._copies)

@@ -64,4 +64,4 @@ class TensorBoard(_Writes):
     kind = TensorBoardFile
 
     def after_epoch(self, trainer: Trainer) -> None:
-        """Nothing: what an epoch adds is written with its evaluation, else with the next step."""
+        """Do nothing: what an epoch adds is written with its evaluation, else with the next step."""

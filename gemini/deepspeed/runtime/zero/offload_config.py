@@ -41,6 +41,7 @@ _KINDS = {
 
 def kinds_of(include: Container[OffloadStateTypeEnum | str] | None) -> list[Kind]:
     """The kinds of state that `include` names; all for None. Raises ValueError for a name that is not in the enum."""
+    # A container that cannot be iterated is asked below for each state, and its names stay unchecked.
     given: Iterable[OffloadStateTypeEnum | str] = include if isinstance(include, Iterable) else ()
     for name in given:
         if name not in list(OffloadStateTypeEnum):
