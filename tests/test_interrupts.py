@@ -329,3 +329,17 @@ def test_a_thread_that_was_ended_in_a_forward_leaves_the_model_to_others(called:
     for step in range(2):
         assert torch.equal(mlp.train_step(model, optimizer, step), mlp.train_step(reference, its, step))
     mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+
+
+@BY
+def test_the_users_hooks_stay_when_a_call_of_another_thread_is_over(called: str) -> None:
+    model, _ = mlp.sharded()
+    model.module.layers[3].forward = lambda x: (_ for _ in ()).throw(SystemExit)
+    thread, _ = in_thread(lambda: CALLS[called](model)(mlp.inputs(1)))
+    thread.join(20)
+    del model.module.layers[3].forward
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda it: it):
+        loss = mlp.loss_of(model, 0)
+    assert packed
+    loss.backward()

@@ -273,8 +273,9 @@ def _set_whole(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tens
 def _set_local(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tensor) -> None:
     managed = link.managed
     numel = sum(piece.numel for piece in managed.pieces)
-    _check(value, torch.Size([numel]), f"this rank's part of {managed.name!r}")
+    # Checked inside, because other ranks may be in a collective that this part of a value calls for.
     with link.step.publishing(), torch.no_grad():
+        _check(value, torch.Size([numel]), f"this rank's part of {managed.name!r}")
         access.set_local(managed, value)
 
 

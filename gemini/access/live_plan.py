@@ -93,7 +93,8 @@ class LivePlan:
             self._manager.adopt(plan)
             return True
         with self._replanning.between_steps("following micro-batches"):
-            self._manager.change_plan(plan, f"steps of {number} micro-batches", *_ADDED_UP)
+            if self._manager.try_plan(plan, f"steps of {number} micro-batches", *_ADDED_UP) is not None:
+                return False
         if plan.placement != before.placement:
             get_dist_logger().info(micro_batches_in_words(before, plan), ranks=[0])
         return True

@@ -249,7 +249,8 @@ class Trainability:
         with self._replanning.between_steps("a first use"):
             if builds_graph:
                 purpose.begin_graph()
-                self.flags_raised.clear()
+                # Nothing watches for graphs any more. What was unfrozen since is left: its memory follows next.
+                self.flags_raised.difference_update([number for number, flag in enumerate(self._flags) if flag])
             else:
                 purpose.infer()
                 self._note_graphs()

@@ -324,6 +324,7 @@ class Chunk(LocalFacts):
         home = self.homes.pop(Kind.PARAM)
         wait_on_host(home)
         shard = home.flat.to("cpu", copy=True)
+        del home  # it would keep the memory of the old slot
         self.own_slot.close()
         self.keep_slot(tier)
         self.homes[Kind.PARAM].flat.copy_(shard)

@@ -57,14 +57,16 @@ class Call:
         self.lifted: OperatorHooks | None = None  # operators' hooks that were lifted for this call
         self.caches_autocast: bool | None = None  # setting of autocast's weight cache to restore
 
-    def end(self, late: bool = False) -> None:
+    def end(self, late: bool = False, is_here: bool = True) -> None:
         """End what was in force for the call, except its pins.
 
-        late: the user's code has run since, so the hooks may not be on top of torch's stack any more.
+        late: the user's code has run since, so the hooks may not be on top of torch's stack any more. is_here: the call
+        was one of this thread.
         """
         # They are forgotten first: a second exit would take hooks of the user's off torch's stack.
         hooks, self.hooks = self.hooks, None
-        if hooks is not None:
+        # torch has a stack of hooks for each thread: that of another one cannot be reached from here.
+        if hooks is not None and is_here:
             if late:
                 _remove(hooks)
             else:
@@ -149,7 +151,7 @@ class Calls:
         calls = self.by_thread[thread]
         call = calls[-1]
         # Before the call is forgotten: an interrupt here leaves it in the list, to be ended again.
-        call.end(late)
+        call.end(late, is_here=thread == get_ident())
         self._victims.unpin(call.pinned)
         call.pinned.clear()
         if len(calls) > 1:

@@ -199,6 +199,7 @@ class Rehoming:
         if before.tier is target:
             content = ready(before).to("cpu", copy=True)
             self._give_up(before, slot)
+            del before, slot  # the last references to the old memory
         try:
             if keeps:
                 chunk.keep_slot(self._memory.device)

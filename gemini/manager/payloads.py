@@ -79,7 +79,7 @@ class Payloads:
         return self.params.fetch(chunk)
 
     def note_use(self, chunk: Chunk) -> None:
-        """Note the use of a chunk that never leaves: one rank traces it, so a trace outlives a placement. Local.
+        """Note the use of a chunk that never leaves: one rank traces it, as it does the chunks that leave. Local.
 
         Several ranks do not: they need not use such chunks alike, and traces must be equal.
         """

@@ -112,7 +112,9 @@ class Extent:
     @property
     def free_bytes(self) -> int:
         with self._lock:
-            return sum(end - start for start, end in self._free)
+            found = sum(end - start for start, end in self._free)
+        self._merge_returned()  # what a finalizer could not return meanwhile
+        return found
 
     @property
     def held_bytes(self) -> int:

@@ -107,7 +107,7 @@ class KeptSlot(Slot):
         super().__init__(tier, num_bytes, "slots")
         assert self.region is not None
         self.shard = self.region[home].view(dtype)
-        self._around = self.region.flat[: home.start], self.region.flat[home.stop :]
+        self._around: tuple[Tensor, ...] = self.region.flat[: home.start], self.region.flat[home.stop :]
         # This replaces the count of `Slot`, after which the shard and its surroundings became references of ours.
         self._num_ours = _use_count(self.storage)
         # The ledger counts the shard as parameters, as it would in a home of its own.
@@ -123,6 +123,9 @@ class KeptSlot(Slot):
         if self.region is not None:
             self._tier.ledger.recount(Kind.PARAM, "slots", self.shard.nbytes)
         super().close()
+        # Views of ours would keep the memory for as long as somebody knows the slot.
+        self._around = ()
+        vars(self).pop("shard", None)
 
 
 class SlotPool:

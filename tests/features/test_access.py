@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 import gemini
-from gemini import GatheredParameters, GeminiError, ShardedModel, ShardedOptimizer, UnsupportedError
+from gemini import (
+    GatheredParameters,
+    GeminiError,
+    RemoteRankError,
+    ShardedModel,
+    ShardedOptimizer,
+    UnsupportedError,
+)
 from gemini.placement.demand import Demand, Placement, Tier
 from gemini.placement.policy import slots_for
 from optim import to_bfloat16_half_up
@@ -275,3 +282,17 @@ def test_where_no_budget_was_given_the_advice_is_not_to_raise_it() -> None:
     with pytest.raises(gemini.SlotError, match=r"slots of.*num_slots") as raised, GatheredParameters(model):
         raise AssertionError("unreachable")
     assert "model_data_memory" not in str(raised.value)
+
+
+@on_ranks(2)
+def test_a_part_of_the_wrong_shape_on_one_rank_ends_the_others(rank: int, world_size: int) -> None:
+    model = ShardedModel(build(), device="emulated", dtype=torch.bfloat16, rank_timeout=20)
+    parameter = next(model.parameters())
+    part = gemini.safe_get_local_fp32_param(parameter)
+
+    def use() -> None:
+        gemini.safe_set_local_fp32_param(parameter, torch.zeros(part.numel() + 1) if rank else part)
+        model.state_dict()
+
+    with pytest.raises(ValueError if rank else RemoteRankError, match="this rank's part of"):
+        use()

@@ -67,3 +67,29 @@ def test_what_the_host_took_instead_is_no_shortage_of_the_next_step(rank: int, w
     with mock.patch.object(EmulatedTier, "_allocate", allocate):
         assert trained(device, kind) == wanted
     assert device.read().num_ooms == 1
+
+
+def accumulated(device: CountingDevice, due: list[Kind]) -> list[float]:
+    """Losses of steps of two micro-batches, of which the plan knows from the third on."""
+    model = ShardedModel(build(), device=device, chunk_size=CHUNK_NUMEL, dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    losses = []
+    for step in range(4):
+        device.due = due if step == 2 else []
+        for micro in range(2):
+            loss = loss_of(model, 2 * step + micro, torch.bfloat16)
+            optimizer.backward(loss)
+            losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses
+
+
+def test_a_plan_for_more_micro_batches_that_finds_no_memory_ends_no_training() -> None:
+    wanted, device = accumulated(CountingDevice(), []), CountingDevice()
+
+    def allocate(tier: EmulatedTier, num_bytes: int, kind: str) -> Tensor:
+        return device.allocate(tier, num_bytes, kind)
+
+    with mock.patch.object(EmulatedTier, "_allocate", allocate):
+        assert accumulated(device, [Kind.GRAD]) == wanted
+    assert device.read().num_ooms == 1

@@ -297,3 +297,17 @@ def diverges(rank: int, world_size: int, what: str, wrap: dict[str, Any]) -> str
 def test_ranks_that_do_not_do_alike_are_told(ranks: RankPool, what: str, stage: int, said: str) -> None:
     exits = ranks(2).run(diverges, what, {"stage": stage}, fresh=True, forked=True, timeout_s=60)
     assert all(said in one.result for one in exits), exits
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["at once", "after an evaluation"])
+def test_what_is_unfrozen_may_be_used_outside_of_a_forward_before_anything_was_trained(evaluates: bool) -> None:
+    module, plain = build(), build()
+    mlp.layer_of(module, 0).requires_grad_(False)
+    model = ShardedModel(module, device="emulated", chunk_size=CHUNK_NUMEL)
+    if evaluates:
+        with torch.no_grad():
+            model(mlp.inputs(0))
+    mlp.layer_of(model, 0).requires_grad_(True)
+    for each in (model, plain):
+        mlp.layer_of(each, 0)(mlp.inputs(0)).square().sum().backward()
+    assert torch.equal(mlp.layer_of(model, 0).weight.grad, mlp.layer_of(plain, 0).weight.grad)

@@ -7,9 +7,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, SlotError
+from gemini.chunks.chunk import Chunk
 from gemini.memory.region import Region
+from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Tier
 from gemini.placement.policy import slots_for
 from tests.harness.on_ranks import gathered, on_ranks
@@ -182,3 +185,21 @@ def test_a_closed_model_gives_its_process_group_back(rank: int, world_size: int)
         model.close()
         counts.append(len(list(Path("/proc/self/task").iterdir())))
     assert counts[-1] <= counts[0], "threads"
+
+
+@on_ranks(2)
+def test_a_slot_that_is_replaced_leaves_its_memory_before_there_is_another(rank: int, world_size: int) -> None:
+    model, _ = sharded(everything_kept())
+    chunk, tier = model.chunk_manager.chunks[1], model.chunk_manager.memory.device
+    assert chunk.own_slot is not None and chunk.own_slot.region is not None
+    old, keep_slot, found = StorageWeakRef(chunk.own_slot.region.flat.untyped_storage()), type(chunk).keep_slot, []
+
+    def look(self: Chunk, tier: MemoryTier) -> None:
+        found.append(old.expired())
+        keep_slot(self, tier)
+
+    with mock.patch.object(type(chunk), "keep_slot", look):
+        chunk.renew_own_slot(tier)
+    assert found == [True]
+    assert_same(weights_of(model), weights_of(build()))
+    model.close()

@@ -6,6 +6,23 @@ INFERENCE = "tests/features/test_plan_for_inference.py"
 
 MUTANTS = [
     Mutant(
+        "a flag that was raised is forgotten where the first graph is built",
+        "gemini/access/trainability.py",
+        "self.flags_raised.difference_update([number for number, flag in enumerate(self._flags) if flag])",
+        "self.flags_raised.clear()",
+        "tests/features/test_frozen_parts.py::"
+        "test_what_is_unfrozen_may_be_used_outside_of_a_forward_before_anything_was_trained",
+    ),
+    Mutant(
+        "a plan for more micro-batches that finds no memory ends the training",
+        "gemini/access/live_plan.py",
+        '            if self._manager.try_plan(plan, f"steps of {number} micro-batches", *_ADDED_UP) is not None:\n'
+        "                return False\n",
+        '            self._manager.change_plan(plan, f"steps of {number} micro-batches", *_ADDED_UP)\n',
+        "tests/features/test_evaded_shortages.py::"
+        "test_a_plan_for_more_micro_batches_that_finds_no_memory_ends_no_training",
+    ),
+    Mutant(
         "a plan does not learn how many micro-batches a step has",
         "gemini/access/live_plan.py",
         "        if not steps.have_changed or not self._replanning.is_possible:\n",

@@ -4,6 +4,13 @@ from tests.mutants.mutant import GOLDEN, HALF, ONE_RANK, Mutant
 
 MUTANTS = [
     Mutant(
+        "a call of another thread that is over takes the user's hooks with it",
+        "gemini/manager/calls.py",
+        "        if hooks is not None and is_here:\n",
+        "        if hooks is not None:\n",
+        "tests/test_interrupts.py::test_the_users_hooks_stay_when_a_call_of_another_thread_is_over",
+    ),
+    Mutant(
         "a released chunk keeps its views bound",
         "gemini/manager/params.py",
         "        self.binding.write_back(chunk)\n        self.binding.unbind(chunk)\n",

@@ -4,6 +4,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "a kept slot that is given back keeps its memory",
+        "gemini/memory/slot.py",
+        "        self._around = ()\n",
+        "",
+        "tests/features/test_slots.py::test_a_slot_that_is_replaced_leaves_its_memory_before_there_is_another",
+    ),
+    Mutant(
         "placeholders carry no key",
         "gemini/chunks/placeholder.py",
         ", _extra_dispatch_keys=_KEYS)",
