@@ -187,7 +187,7 @@ class _Answering:
 
 def chosen_of(settings: Settings) -> dict[str, float]:
     """What has a say in the plan besides memory, and is not the default."""
-    values = {name: getattr(settings, name) for name in (*FRACTIONS, "gradient_accumulation_steps")}
+    values = {name: getattr(settings, name) for name in (*FRACTIONS, "gradient_accumulation_steps", "chunk_size")}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -63,7 +63,10 @@ def initialize(
     group = mpu.get_data_parallel_group() if mpu is not None else None
     ranks = dist.group.WORLD if group is None and dist.is_initialized() else group
     sources = config, config_params, getattr(args, "deepspeed_config", None)
-    agreed_config = agreed(lambda size: load_config(_only(sources, mesh_param), world_size=size), ranks)
+    # Some keys are DeepSpeed's and ours, with other meanings: "Adam" is AdamW there.
+    agreed_config = agreed(
+        lambda size: load_config(_only(sources, mesh_param), prefers="deepspeed", world_size=size), ranks
+    )
     if model is None:
         raise TypeError("initialize(model=...) needs a module")
     engine = assemble(DeepSpeedEngine, agreed_config, model, optimizer, model_parameters, None, lr_scheduler, group)

@@ -84,7 +84,9 @@ class Init(ZeroInitContext):
             init_distributed()
         if config_dict_or_path is not None or config is not None:
             source = config if config_dict_or_path is None else config_dict_or_path
-            zero_config = _config_of(source, data_parallel_group) if enabled else load_config(source)
+            zero_config = (
+                _config_of(source, data_parallel_group) if enabled else load_config(source, prefers="deepspeed")
+            )
             dtype = zero_config.dtype if dtype is None and isinstance(zero_config.dtype, torch.dtype) else dtype
             if remote_device is None and offloads_params(zero_config.tensor_placement_policy):
                 remote_device = "cpu"
@@ -101,4 +103,4 @@ def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
     """Agree on the config: a rank that could not read its own would leave the others in the first collective."""
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    return agreed_config(source, group)
+    return agreed_config(source, group, prefers="deepspeed")

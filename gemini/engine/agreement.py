@@ -23,13 +23,14 @@ def agreed_config(
     group: dist.ProcessGroup | None,
     *,
     dialect: Dialect | None = None,
+    prefers: Dialect = "gemini",
     auto: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The config that `load_config` makes from `source`, if all ranks of the group have the same one. Collective.
+    """The config that `load_config` makes of these arguments, if all ranks of the group have the same one. Collective.
 
     Raises ConfigError on every rank if one of them cannot read its config, and DivergenceError if they differ.
     """
-    return agreed(lambda size: load_config(source, dialect=dialect, auto=auto, world_size=size), group)
+    return agreed(lambda size: load_config(source, dialect=dialect, prefers=prefers, auto=auto, world_size=size), group)
 
 
 def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Config:

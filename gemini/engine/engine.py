@@ -84,7 +84,7 @@ class Engine:
         self._window_begins = 0  # `micro_steps` at the start of the window
         self._num_failed = manager.grads.num_failed
         self._is_closed = False
-        weights = self.config.dtype
+        weights = model.settings.dtype  # not the config's: the model may have been wrapped with another one
         # Where the config gives dtypes by module, the modules cast their own inputs: see gemini/model/precision.py.
         self._input_dtype = weights if self.config.cast_inputs and isinstance(weights, torch.dtype) else None
 

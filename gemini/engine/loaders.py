@@ -55,4 +55,12 @@ class WholeWindows:
 
 def whole_windows(loader: Any, window: int) -> Any:
     """The loader in whole windows. The loader itself if a window is one batch, or if it has no length."""
-    return WholeWindows(loader, window) if window > 1 and hasattr(loader, "__len__") else loader
+    return WholeWindows(loader, window) if window > 1 and length_of(loader) is not None else loader
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches. None: it is not known, as with a DataLoader over an iterable dataset without a length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

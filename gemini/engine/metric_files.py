@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,9 @@ class JsonLinesFile:
 
     def write(self, event: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Raises OSError if the disk is full."""
-        print(json.dumps({"event": event, "step": step, "epoch": epoch, **metrics}), file=self._file, flush=True)
+        # JSON has no word for NaN and infinity: null stands for them.
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        print(json.dumps({"event": event, "step": step, "epoch": epoch, **numbers}), file=self._file, flush=True)
 
     def close(self) -> None:
         self._file.close()

@@ -18,7 +18,7 @@ HOST_RESERVE = 0.1
 
 def share_of_host(available_bytes: int) -> int:
     """One rank's share of the available host memory, without the reserve, in bytes."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return int(available_bytes * (1 - HOST_RESERVE)) // max(1, num_ranks)
 
 

@@ -179,7 +179,7 @@ def _collective_rates(device: torch.device, group: dist.ProcessGroup) -> tuple[f
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     launch_s, whole_s = found.tolist()
     rate = _PAYLOAD_BYTES * (world_size - 1) / world_size / max(whole_s - launch_s, 1e-9)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     # Between nodes the adapters of all ranks of a node carry the gather (cost.py): one rank has its share of the rate.
     return (rate, None, launch_s) if world_size <= per_node else (None, rate / per_node, launch_s)
 
@@ -222,7 +222,11 @@ def _processor() -> str:
 
 
 def _file(key: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """The cache file. Without a home directory, as in some containers, a path that can be neither read nor made."""
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        cache = os.devnull
     return Path(cache) / "gemini" / f"rates-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

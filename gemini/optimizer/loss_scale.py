@@ -92,9 +92,11 @@ class LossScale:
         for name, value in state.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ValueError(f"{name} of a loss scale must be a number, found {value!r}")
+        if not state["scale"]:
+            raise ValueError("scale of a loss scale must be more than 0, found 0")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt the scale and the counters of `state`. Raises ValueError before anything is changed."""
+        """Adopt the scale, within the bounds of this one, and the counters. Raises what `check_state` raises."""
         self.check_state(state)
-        self.scale = float(state["scale"])
+        self.scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
         self.num_good, self.num_bad, self.num_skipped = (int(state[name]) for name in _STATE[1:])

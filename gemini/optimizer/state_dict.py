@@ -61,6 +61,9 @@ def whole_optimizer_state(
         return {}
     counting = count()
     packed = [{**group, "params": list(islice(counting, len(group["params"])))} for group in groups]
+    for group in packed:
+        if "adamw_mode" in group:  # by which torch's Adam tells whether the state is AdamW's
+            group["decoupled_weight_decay"] = group["adamw_mode"]
     return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
 
 
@@ -110,10 +113,10 @@ def load_optimizer_state(
     saved = _numbered(saved)
     _check(groups, saved, by_number, states)
     masters = saved.get("masters", {})
-    with states.expecting(_flat_names(by_number, saved)):
+    with states.expecting(_flat_names(by_number, saved, states)):
         model.trainability.take_state(_wanted(by_number, saved, states))
     for group, loaded in zip(groups, saved["param_groups"], strict=True):
-        group.update({name: value for name, value in loaded.items() if name != "params"})
+        group.update(_hyperparameters_for(group, loaded))
     for chunk_state in states.by_chunk.values():
         # The parameters are recreated from the present masters, which are about to be replaced.
         if chunk_state.chunk.holds_grad:
@@ -122,8 +125,9 @@ def load_optimizer_state(
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
             if its_state is not None:
-                _load_entry(parts, its_state, managed, saved["state"].get(number))
-            if number in masters and Kind.MASTER in managed.chunk.homes:
+                names = states.entry_names(managed, saved["param_groups"])
+                _load_entry(parts, its_state, managed, saved["state"].get(number), names)
+            if number in masters:
                 _load_master(parts, managed, masters[number])
 
 
@@ -146,22 +150,43 @@ def _wanted(
     return wanted
 
 
-def _flat_names(by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any]) -> dict[int, set[str]]:
+def _hyperparameters_for(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a loaded param group, in the words of this optimizer's `group`."""
+    found = {name: value for name, value in loaded.items() if name != "params"}
+    if "adamw_mode" in group:
+        # A group of torch's Adam or AdamW says so by this key alone.
+        found.setdefault("adamw_mode", found.get("decoupled_weight_decay", group["adamw_mode"]))
+        found.pop("decoupled_weight_decay", None)
+    return found
+
+
+def _flat_names(
+    by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any], states: ChunkStates
+) -> dict[int, set[str]]:
     """The flat states that the dict has of some of its parameters, by chunk index. The sets are only counted."""
     found: dict[int, set[str]] = defaultdict(set)
     for number, entry in saved["state"].items():
         managed = by_number[number]
-        found[managed.chunk.index].update(name for name, value in entry.items() if _is_flat(name, value, managed))
+        names = states.entry_names(managed, saved["param_groups"])
+        found[managed.chunk.index].update(
+            name for name, value in entry.items() if _is_flat(name, value, managed, names)
+        )
     return found
 
 
-def _is_flat(name: str, value: Any, managed: ManagedParameter) -> bool:
-    # A parameter without dimensions has the shape of its step count, which is no flat state.
-    return isinstance(value, Tensor) and value.shape == managed.shape and name != "step"
+def _is_flat(name: str, value: Any, managed: ManagedParameter, names: EntryNames) -> bool:
+    if not isinstance(value, Tensor) or value.shape != managed.shape:
+        return False
+    # A parameter without dimensions has the shape of its step count and other scalars.
+    return name in names.flat if names.known is not None else name != "step"
 
 
 def _load_entry(
-    states: States, chunk_state: ChunkOptimizerState, managed: ManagedParameter, entry: Mapping[str, Any] | None
+    states: States,
+    chunk_state: ChunkOptimizerState,
+    managed: ManagedParameter,
+    entry: Mapping[str, Any] | None,
+    names: EntryNames,
 ) -> None:
     """Set one parameter's state to `entry`. None: to that before its first step. Collective."""
     position = managed.position
@@ -172,7 +197,10 @@ def _load_entry(
     scalars: dict[str, Any] = {}
     chunk_state.scalars[position] = scalars
     for name, value in entry.items():
-        if _is_flat(name, value, managed):
+        # torch's SGD wrote None for a momentum buffer that the next step creates.
+        if value is None:
+            continue
+        if _is_flat(name, value, managed, names):
             # A torch optimizer creates its states at the first step, and this one may not have stepped.
             if name not in chunk_state.flats:
                 chunk_state.allocate([name], states.step.params)
@@ -183,11 +211,17 @@ def _load_entry(
 
 
 def _load_master(states: States, managed: ManagedParameter, value: Tensor) -> None:
-    """Set one parameter's fp32 master. The upper half of a split master is the parameter itself, so it is set too."""
-    if managed.chunk.splits_master:
+    """Set one parameter's fp32 master. The upper half of a split master is the parameter itself, so it is set too.
+
+    A weight that is not 16 bits is its own master.
+    """
+    chunk = managed.chunk
+    if chunk.splits_master:
         managed.has_fractions = True
-        states.full_precision(managed.chunk).set_whole(managed, managed.laid_out(value, torch.float32))
-    else:
+    if chunk.splits_master or chunk.dtype not in HALF_DTYPES:
+        dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
+        states.full_precision(chunk).set_whole(managed, managed.laid_out(value, dtype))
+    elif Kind.MASTER in chunk.homes:
         set_master(managed, value)
 
 

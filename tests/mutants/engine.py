@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "a config that one rank cannot read is an error of zero.Init on that rank alone",
         "gemini/deepspeed/zero.py",
-        "if enabled else load_config(source)",
+        'if enabled else load_config(source, prefers="deepspeed")',
         "if False else load_config(source)",
         "tests/features/test_engine_agreement.py::"
         "test_a_bad_config_of_one_rank_is_told_to_all_before_the_model_is_touched[2ranks-1-zero_init-differs]",

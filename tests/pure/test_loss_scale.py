@@ -39,6 +39,14 @@ def test_it_grows_after_a_state_of_a_longer_interval_was_loaded() -> None:
     assert scale.scale == 8
 
 
+def test_a_loaded_scale_keeps_to_the_bounds_of_the_one_that_loads_it() -> None:
+    static = LossScale(initial_scale=128, min_scale=128, max_scale=128)
+    static.load_state_dict(LossScale().state_dict())
+    assert static.scale == 128
+    with pytest.raises(ValueError, match="more than 0"):
+        static.load_state_dict({**static.state_dict(), "scale": 0.0})
+
+
 def test_twenty_skips_in_a_row_are_an_error_and_nineteen_are_not() -> None:
     scale = LossScale()
     for _ in range(MAX_SKIPPED - 1):

@@ -24,6 +24,7 @@ def load_config(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     dialect: Dialect | None = None,
+    prefers: Dialect = "gemini",
     auto: Mapping[str, Any] | None = None,
     world_size: int | None = None,
 ) -> Config:
@@ -34,6 +35,7 @@ def load_config(
     Args:
         config: the mapping, the path, or a Config, which stays as it is. None: all defaults.
         dialect: the library whose keys these are, "gemini", "deepspeed" or "colossal". None: the one that knows most.
+        prefers: without `dialect`, the library whose keys these are if it knows all of them.
         auto: values for keys of DeepSpeed that say "auto", by dotted path: {"optimizer.params.lr": 1e-4}.
         world_size: ranks that share a batch. None: batch sizes are compared when the number is known.
 
@@ -51,7 +53,7 @@ def load_config(
         raise source.error([Problem((), f"the key {other[0]!r} is not a string: put it in quotes")])
     if dialect not in (None, "gemini", *TABLES):
         raise ConfigError(f"dialect must be 'gemini', {', '.join(map(repr, TABLES))} or None, found {dialect!r}")
-    table = TABLES.get(dialect or dialect_of(source.data))
+    table = TABLES.get(dialect or dialect_of(source.data, prefers))
     if table is None:
         # null stands for the default, as it does in the other dialects.
         given = {name: value for name, value in source.data.items() if value is not None}
@@ -73,13 +75,15 @@ def load_config(
     return result.with_notes(translated.ignored, source.constants)
 
 
-def dialect_of(data: Mapping[str, Any]) -> Dialect:
-    """Whose keys these are: those of the library that knows most of them, ours among equals."""
+def dialect_of(data: Mapping[str, Any], prefers: Dialect = "gemini") -> Dialect:
+    """Whose keys these are: of `prefers` if it knows all, else of the library that knows most, ours among equals."""
     for dialect, table in TABLES.items():
         if table.section in data:
             return dialect
-    # A section counts by the keys in it: names such as "optimizer" are those of several libraries.
-    keys = [path for path in _paths(data) if len(path) > 1 or not isinstance(data[path[0]], Mapping)]
+    # A section counts by the keys in it: names such as "optimizer" and "params" are those of several libraries.
+    keys = list(_leaves(data))
+    if prefers in TABLES and all(TABLES[prefers].key_of(path) is not None for path in keys):
+        return prefers
     known: dict[Dialect, int] = {"gemini": sum(path[0] in Config.model_fields for path in keys)}
     known |= {dialect: sum(table.key_of(path) is not None for path in keys) for dialect, table in TABLES.items()}
     return max(known, key=lambda dialect: known[dialect])
@@ -100,6 +104,15 @@ def _paths(data: Mapping[Any, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
         yield (*above, str(name))
         if isinstance(value, Mapping):
             yield from _paths(value, (*above, str(name)))
+
+
+def _leaves(data: Mapping[Any, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
+    """The keys of a nested mapping that are no sections."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*above, str(name)))
+        else:
+            yield (*above, str(name))
 
 
 def _at_its_key(problem: Problem, origins: Mapping[KeyPath, KeyPath]) -> Problem:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gemini.dist_logger import get_dist_logger
 from gemini.engine.engine import Engine
+from gemini.engine.loaders import length_of
 from gemini.engine.moving import moves_by_metric
 from gemini.engine.trainer.batches import Outcome, forward, moved, run
 from gemini.engine.trainer.hook import Hook
@@ -115,6 +116,7 @@ class Trainer:
             self._bar(display_progress, "train", total) as advance,
         ):
             self.engine.recover()  # from a training that has failed: ranks meet again
+            self._discard_window()
             self._tell("before_train")
             for self.epoch in range(epochs):
                 last = None if max_steps is None else first + max_steps
@@ -123,11 +125,20 @@ class Trainer:
                 if test_dataloader is not None and not self._stops():
                     if is_last or (self.epoch + 1) % test_interval == 0:
                         self._evaluate(test_dataloader)
-                if is_last:
+                # A signal during the evaluation begins no epoch without a batch, for which a schedule would move.
+                if is_last or self._stops():
                     break
             self._tell("after_train")
         if self.stopped_by is not None:
             get_dist_logger().warning(f"training stopped after step {self.engine.global_steps}: {self.stopped_by}")
+
+    def _discard_window(self) -> None:
+        """Drop backwards that no step has used, such as those of a failed training: the first step would count them."""
+        if self.engine.is_window_open():
+            self.engine.discard_window()
+            get_dist_logger().warning(
+                "fit() drops the gradients of backwards before it, which no step has used", ranks=[0]
+            )
 
     def _epoch(self, loader: Iterable[Any], last_step: int | None, advance: Any, is_last: bool) -> bool:
         """Train one epoch. Returns True if training is over."""
@@ -177,7 +188,7 @@ class Trainer:
             self._hooks = _in_order(hooks)
         with (
             self.engine.communicator.publishing(),
-            self._bar(display_progress, "evaluate", _length(test_dataloader)) as advance,
+            self._bar(display_progress, "evaluate", length_of(test_dataloader)) as advance,
         ):
             self.engine.recover()
             self._evaluate(test_dataloader, advance)
@@ -277,12 +288,8 @@ def _in_words(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not name.endswith("_bytes"))
 
 
-def _length(loader: Any) -> int | None:
-    return len(loader) if hasattr(loader, "__len__") else None
-
-
 def _total_steps(loader: Any, epochs: int, window: int, max_steps: int | None) -> int | None:
-    num_batches = _length(loader)
+    num_batches = length_of(loader)
     if num_batches is None:
         return max_steps
     total = math.ceil(num_batches * epochs / window)

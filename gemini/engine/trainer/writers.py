@@ -64,4 +64,8 @@ class TensorBoard(_Writes):
     kind = TensorBoardFile
 
     def after_epoch(self, trainer: Trainer) -> None:
-        """Do nothing: what an epoch adds is written with its evaluation, else with the next step."""
+        """Do nothing: what an epoch adds is written with its evaluation, with the next step, or at the end."""
+
+    def after_train(self, trainer: Trainer) -> None:
+        self._write(trainer, "epoch")
+        super().after_train(trainer)

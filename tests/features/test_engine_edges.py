@@ -1,0 +1,118 @@
+"""Engines and trainers at the edges: failed trainings, loaders without a length, ambiguous configs, wrapped models."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import gemini
+from gemini import Engine, ShardedModel, Trainer, deepspeed
+from gemini.engine.trainer import Hook, JsonLines, LRSchedulerHook
+from gemini.engine.trainer.trainer import Trainer as AnyTrainer
+from optim import HybridAdam
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, build, inputs, weights_of
+
+
+def engine_of(**config: Any) -> Engine:
+    config = {"device": "emulated", "chunk_size": CHUNK_NUMEL, **config}
+    engine, *_ = gemini.initialize(
+        build(), lambda its: torch.optim.SGD(its, lr=0.1), nn.MSELoss(), config=config, verbose=False
+    )
+    return engine
+
+
+BATCH = inputs(0), inputs(1)
+
+
+class FailsOnce(Hook):
+    def after_micro_batch(self, trainer: AnyTrainer, batch: Any, outcome: Any) -> None:
+        raise RuntimeError("once")
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_training_after_one_that_failed_has_none_of_its_gradients(accumulation: int) -> None:
+    found = []
+    for fails in (True, False):
+        engine = engine_of(gradient_accumulation_steps=accumulation)
+        if fails:
+            with pytest.raises(RuntimeError, match="once"):
+                Trainer(engine).fit([BATCH] * 2, 1, hooks=[FailsOnce()])
+        Trainer(engine).fit([BATCH] * 2, 1, hooks=[])
+        found.append(weights_of(engine.model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from [(x, y) for x, y in zip(*BATCH, strict=True)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loader_without_a_length_is_trained_and_evaluated(accumulation: int) -> None:
+    engine = engine_of(gradient_accumulation_steps=accumulation)
+    trainer, loader = Trainer(engine), DataLoader(Endless(), batch_size=1)
+    trainer.fit(loader, 1)
+    assert engine.global_steps == -(-len(BATCH[0]) // accumulation)
+    trainer.evaluate(loader)
+
+
+class StopsInTest(Hook):
+    def after_test(self, trainer: AnyTrainer) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_during_an_evaluation_begins_no_epoch() -> None:
+    engine = engine_of()
+    moved: list[int] = []
+
+    class Counts(Hook):
+        def before_epoch(self, trainer: AnyTrainer) -> None:
+            moved.append(trainer.epoch)
+
+    Trainer(engine).fit([BATCH], 3, test_dataloader=[BATCH], hooks=[StopsInTest(), Counts()])
+    assert moved == [0]
+
+
+def test_a_metric_that_is_no_number_is_null_in_a_line_of_json(tmp_path: Path) -> None:
+    class Odd(Hook):
+        priority = 1
+
+        def after_step(self, trainer: AnyTrainer) -> None:
+            trainer.metrics["odd"] = float("nan")
+
+    path = tmp_path / "lines"
+    Trainer(engine_of()).fit([BATCH], 1, hooks=[Odd(), JsonLines(path)])
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert lines[0]["odd"] is None
+
+
+def test_inputs_are_cast_to_the_dtype_of_a_model_that_was_wrapped_before() -> None:
+    model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL)
+    config = {"zero": {}}  # Colossal-AI's, whose weights are fp16
+    engine, *_ = gemini.initialize(model, lambda its: HybridAdam(its, lr=1e-3), config=config, verbose=False)
+    assert any(name == "dtype" for name, _ in engine.config.ignored)
+    assert engine(torch.ones(1, WIDTH)).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"wall_clock_breakdown": False}, {"fp16": {"enabled": False}}], ids=["bare", "clock", "fp16"]
+)
+def test_deepspeeds_call_reads_its_own_keys_where_they_are_ours_too(more: dict[str, Any]) -> None:
+    adam = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.5}}
+    engine, *_ = deepspeed.initialize(model=build(), config={"train_batch_size": 4, "optimizer": adam, **more})
+    assert engine.zero_optimization_stage() == 0
+    assert engine.optimizer.param_groups[0]["adamw_mode"] is True
+
+
+def test_a_schedule_by_epoch_moves_once_for_each_epoch_that_was_trained() -> None:
+    engine = engine_of()
+    schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
+    hooks = [StopsInTest(), LRSchedulerHook(schedule, by_epoch=True)]
+    Trainer(engine).fit([BATCH], 3, test_dataloader=[BATCH], hooks=hooks)
+    assert schedule.last_epoch == 1
