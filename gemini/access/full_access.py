@@ -96,7 +96,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         64.0
     """
     link = _begin("safe_set_full_grad", param)
-    _set_whole(link, _gradients(link), value)
+    _set_whole(link, _trained_gradients(link), value)
     # The norm of the old gradients must not clip the new ones.
     link.states.forget_norm()
 
@@ -197,7 +197,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
         >>> safe_set_local_grad(weight, safe_get_local_grad(weight) / 2)
     """
     link = _begin("safe_set_local_grad", param)
-    _set_local(link, _gradients(link), value)
+    _set_local(link, _trained_gradients(link), value)
     link.states.forget_norm()
 
 
@@ -223,7 +223,7 @@ def _begin(what: str, param: nn.Parameter) -> Link:
         raise TypeError(f"{what}() takes a parameter of a ShardedModel, found {type(param).__name__}")
     link.step.check_idle(f"{what}()")
     # A parameter that was unfrozen since the last forward gets its master and optimizer memory before it is set.
-    if what.startswith("safe_set_full") and not link.step.grads.num_backwards:
+    if what.startswith("safe_set") and not link.step.grads.num_backwards:
         link.trainability.apply_unfrozen()
     return link
 
@@ -245,6 +245,15 @@ def _gradients(link: Link) -> GradientAccess:
     if gradients is None:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")
     return gradients
+
+
+def _trained_gradients(link: Link) -> GradientAccess:
+    """`_gradients` of a parameter that is trained: in a chunk that is, the step would use those of a frozen one, too."""
+    if not (link.managed.requires_grad and link.managed.parameter.requires_grad):
+        raise GeminiError(
+            f"{link.managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
+        )
+    return _gradients(link)
 
 
 def _whole(link: Link, access: StateAccess) -> Tensor:

@@ -21,6 +21,7 @@ from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import ReleasedParameterError
 from gemini.manager.snapshots import shares_memory
 from gemini.memory.modes import unseen, untracked
+from gemini.placement.trace import Phase
 from optim import HALF_DTYPES
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class ParameterLink(ABC):
     def spread(self, rank: int) -> None:
         """Inside `gathered`: set all ranks' values, homes and masters to those of `rank`. Collective."""
         managed, payload = self.managed, self.managed.chunk.region()
+        # What this rank alone has called meanwhile, such as `safe_get_local_*`, may have moved its position.
+        self.owner.communicator.position.set(managed.operator, Phase.TOUCH)
         with untracked():
             what = f"changes to {managed.name}"
             self.owner.communicator.broadcast_(payload.flat[managed.in_payload], what, rank)

@@ -81,6 +81,8 @@ def load_whole_state_dict(
     for name, (entry, value) in given.items():
         if not isinstance(value, Tensor):
             problems.append(f"{name} is a {type(value).__name__}, not a tensor")
+        elif value.is_meta:
+            problems.append(f"{name} is on the device meta, without values")
         elif value.shape != entry.shape:
             problems.append(f"{name} has shape {tuple(value.shape)}, the model has {tuple(entry.shape)}")
     if problems:

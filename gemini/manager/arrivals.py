@@ -227,10 +227,14 @@ class Arrivals:
         """Discard all waiting gradients: autograd would add those of the next backward to them."""
         self.begun.clear()
         for index, waiting in self._waiting.items():
-            # What autograd has added to an attached home ends with the home's content: `attach_homes` makes it blank.
-            if waiting.arrived and index in self._memory.gradients and not self._memory.gradients[index].attached:
-                chunk = self._memory.gradients[index].chunk
-                set_grads((chunk.raw[waiting.positions[each]] for each in waiting.arrived), repeat(None))
+            gradient = self._memory.gradients.get(index)
+            if waiting.arrived and gradient is not None:
+                if gradient.attached is not None:
+                    # Autograd has added to the home, also for a backward that was refused: it is not blank.
+                    gradient.attached.note_gradients()
+                else:
+                    positions = (waiting.positions[each] for each in waiting.arrived)
+                    set_grads((gradient.chunk.raw[each] for each in positions), repeat(None))
             waiting.arrived.clear()
             waiting.copied.clear()
             waiting.due = 0

@@ -152,7 +152,12 @@ class GradStore:
         """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
         self.collect_all()
         self.in_backward = False
-        self.accumulation.end_backward(self.num_backwards)
+        try:
+            self.accumulation.end_backward(self.num_backwards)
+        except BaseException:
+            # Gradients are incomplete: the next use of the model finds a backward that does not run, and drops them.
+            self.in_backward = True
+            raise
 
     # -- between backward and step
 

@@ -103,8 +103,9 @@ class TrainingState:
             self._memory.host.reserve(on_host + beside, words)
             try:
                 for chunk, kind, tier, num_bytes in missing:
-                    chunk.allocate_home(kind, tier, self._memory, num_bytes)
+                    # Noted first: an interrupt behind the allocation would leave a master of zeros, which nobody fills.
                     self._taken.append((chunk, kind))
+                    chunk.allocate_home(kind, tier, self._memory, num_bytes)
                     if kind is Kind.MASTER:
                         master_from_weights(chunk)
                     else:
@@ -118,6 +119,8 @@ class TrainingState:
         """Free what the last `_allocate` has allocated."""
         taken, self._taken = self._taken, []
         for chunk, kind in taken:
-            self._memory.free(chunk.homes.pop(kind), kind)
+            home = chunk.homes.pop(kind, None)
+            if home is not None:
+                self._memory.free(home, kind)
             if kind is Kind.GRAD:
                 self._gradients.gradients[chunk.index].adopt_home()

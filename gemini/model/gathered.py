@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gemini.access.link import ParameterLink, any_link_of
 from gemini.building.zero_init import shard_pending
-from gemini.errors import UnsupportedError
+from gemini.errors import GeminiError, UnsupportedError
 
 
 class GatheredParameters:
@@ -86,26 +86,39 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._stack, torch.no_grad():
-            # A write to `.data` replaced the parameter's memory. Copy such values into the payload first.
-            for link in self._links:
-                link.adopt_data()
+            refused = self._adopt_data()
+            is_kept = error is None and refused is None
             # Without a rank whose changes count, ranks may have changed different values: undo all of them.
             pairs = zip(self._links, self._before, strict=True)
             changed = [(link, before) for link, before in pairs if _differs(link, before)]
-            if error is not None or self._modifier is None:
+            if not is_kept or self._modifier is None:
                 for link, before in changed:
                     link.undo(before)
-            elif self._modifier is not None:
+            else:
                 # Spread all parameters: only the modifying rank knows which of them it has changed.
                 for link in self._links:
                     link.spread(self._modifier)
             self._before = []
+            if error is None and refused is not None:
+                # Other ranks may wait for this one's values.
+                with self._links[0].owner.communicator.publishing():
+                    raise refused
             if error is None and self._modifier is None and changed:
                 names = ", ".join(repr(link.managed.name) for link, _ in changed)
                 raise UnsupportedError(
                     f"GatheredParameters(...) without modifier_rank= was left with changes to {names}, which are "
                     "undone. Name the rank whose changes count, such as modifier_rank=0"
                 )
+
+    def _adopt_data(self) -> GeminiError | None:
+        """Copy values into the payload where a write to `.data` replaced the parameter's memory. Returns a refusal."""
+        refused = None
+        for link in self._links:
+            try:
+                link.adopt_data()
+            except GeminiError as found:
+                refused = refused or found
+        return refused
 
 
 def _differs(link: ParameterLink, before: Tensor) -> bool:

@@ -105,8 +105,14 @@ class _Copied:
         )
 
 
-def _itself(module: nn.Module) -> nn.Module:
-    return module
+def _itself(module: Any) -> nn.Module:
+    """What `__reduce_ex__` says to call. Raises UnsupportedError for `copy.copy`, which hands `_Copied` on as it is."""
+    if isinstance(module, _Copied):
+        raise UnsupportedError(
+            "a shallow copy of a module would share parameters and hooks with its ShardedModel: use copy.deepcopy"
+        )
+    copied: nn.Module = module
+    return copied
 
 
 def _leave_out(handles: Handles, memo: dict[int, Any]) -> None:

@@ -102,7 +102,8 @@ class ShardedModel(PlainView):
         check_module(by_name, ignored)
         with tied_aliases(module) as ties:
             warn_of_ties(ties)
-            by_name = dict(module.named_parameters()) if ties else by_name
+            if ties:  # a name that is ignored may be that of another parameter now
+                by_name, ignored = dict(module.named_parameters()), ignored_in(module, settings)
             weights = weights_of(module, settings)
             process_group = ranks_of(process_group)
             device_tier, host_tier = choose_tiers(settings.device)

@@ -55,9 +55,10 @@ def workload_of(
     logit_bytes = 0
     # The head keeps its input, like any matrix, and instead of two outputs the copies of the logits.
     if head is not None:
-        outer.products += head.weight.numel()
-        outer.kept_bytes += head.weight.shape[1] * itemsize
-        logit_bytes = head.weight.shape[0] * (itemsize + LOSS_BYTES)
+        # `head.weight` of a parametrized head would be computed, which moves the buffers of some parametrizations.
+        outer.products += head.in_features * head.out_features
+        outer.kept_bytes += head.in_features * itemsize
+        logit_bytes = head.out_features * (itemsize + LOSS_BYTES)
     width = _attention_width(config, len(blocks))
     if config is None:
         notes.append("The model has no config: products of attention are not counted.")
@@ -141,7 +142,7 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, strea
                 shares.update(dict.fromkeys(each.modules(), experts.share_of(len(each))))
         for parameter in module.parameters(recurse=False):
             shape, numel = parameter.shape, parameter.numel()
-            if isinstance(module, nn.Embedding):
+            if isinstance(module, nn.Embedding) and len(shape) == 2:
                 found.kept_bytes += shape[1] * stream
             elif len(shape) == 3 and (experts.count is None or shape[0] == experts.count):
                 # Experts in one tensor: (experts, in, out) or (experts, out, in). Assume the larger side is the output.

@@ -20,6 +20,7 @@ class _Writes(Hook):
     def __init__(self, path: str | Path) -> None:
         self._path = path
         self._file: MetricFile | None = None
+        self._last: dict[str, float] = {}  # metrics as they were written last
 
     def before_train(self, trainer: Trainer) -> None:
         if trainer.engine.model.rank == 0:
@@ -42,6 +43,7 @@ class _Writes(Hook):
     def _write(self, trainer: Trainer, event: str) -> None:
         if self._file is not None:
             self._file.write(event, trainer.engine.global_steps, trainer.epoch, trainer.metrics)
+            self._last = dict(trainer.metrics)
 
 
 class JsonLines(_Writes):
@@ -67,5 +69,8 @@ class TensorBoard(_Writes):
         """Do nothing: what an epoch adds is written with its evaluation, with the next step, or at the end."""
 
     def after_train(self, trainer: Trainer) -> None:
-        self._write(trainer, "epoch")
+        # What the last epoch added, such as its mean loss; the rest was written with its last step.
+        new = {name: value for name, value in trainer.metrics.items() if self._last.get(name) != value}
+        if self._file is not None and new:
+            self._file.write("epoch", trainer.engine.global_steps, trainer.epoch, new)
         super().after_train(trainer)

@@ -1,0 +1,166 @@
+"""Parameters outside of their operators, at the edges: copies, gathered blocks, frozen parameters, meta tensors."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from gemini import (
+    GatheredParameters,
+    GeminiError,
+    ReleasedParameterError,
+    RemoteRankError,
+    ShardedModel,
+    ShardedOptimizer,
+    UnsupportedError,
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_grad,
+    safe_set_local_fp32_param,
+)
+from optim import HybridAdam
+from tests.harness.on_ranks import on_ranks
+from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, layer_of, loss_of, weight, weights_of
+
+
+def wrapped(**options: Any) -> ShardedModel:
+    return ShardedModel(build(), device="emulated", **{"chunk_size": CHUNK_NUMEL, "rank_timeout": 30, **options})
+
+
+@on_ranks(2)
+def test_what_one_rank_reads_inside_a_gathered_block_parts_no_ranks(rank: int, world_size: int) -> None:
+    model = wrapped()
+    with GatheredParameters(weight(model, 1), modifier_rank=0), torch.no_grad():
+        if rank == 0:
+            safe_get_local_fp32_param(weight(model, 4))
+            weight(model, 1).fill_(2.0)
+    assert torch.equal(weights_of(model)["layers.1.weight"], torch.full_like(build().layers[1].weight, 2.0))
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_a_block_that_gave_a_parameter_other_memory_leaves_everything_as_it_was(rank: int, world_size: int) -> None:
+    model = wrapped()
+    one, other = weight(model, 1), weight(model, 2)
+
+    def edit() -> None:
+        with GatheredParameters([one, other], modifier_rank=0):
+            if rank == 0:
+                one.data = torch.ones(3)
+            other.data.fill_(1.0)
+
+    with pytest.raises(ReleasedParameterError if rank == 0 else RemoteRankError):
+        edit()
+    if world_size == 1:
+        assert_same(weights_of(model), weights_of(build()))
+
+
+def test_a_frozen_parameter_is_given_no_gradient() -> None:
+    model = wrapped()
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    weight(model, 1).requires_grad_(False)
+    optimizer.backward(loss_of(model))
+    with pytest.raises(GeminiError, match="is frozen: nothing would use its gradient"):
+        safe_set_full_grad(weight(model, 1), torch.ones(weight(model, 1).shape))
+    optimizer.step()
+    assert torch.equal(weights_of(model)["layers.1.weight"], build().layers[1].weight)
+
+
+def test_a_part_of_a_master_is_set_as_exactly_as_a_whole_one_after_an_unfreeze() -> None:
+    module = build()
+    layer_of(module, 0).requires_grad_(False)
+    model = ShardedModel(module, device="emulated", chunk_size=CHUNK_NUMEL, dtype=torch.bfloat16)
+    ShardedOptimizer(model, adam(model.parameters()))
+    parameter = weight(model, 0)
+    parameter.requires_grad_(True)
+    safe_set_local_fp32_param(parameter, torch.full((parameter.numel(),), 1.0001))
+    assert torch.equal(safe_get_full_fp32_param(parameter), torch.full(parameter.shape, 1.0001))
+
+
+def test_a_shallow_copy_of_a_wrapped_module_is_refused() -> None:
+    model = wrapped()
+    with pytest.raises(UnsupportedError, match=r"use copy\.deepcopy"):
+        copy.copy(layer_of(model, 0))
+    assert type(copy.deepcopy(layer_of(model, 0))) is nn.Linear
+
+
+def test_values_on_meta_load_nothing() -> None:
+    model = wrapped()
+    state = {name: torch.zeros_like(value) for name, value in build().state_dict().items()}
+    state["layers.3.weight"] = state["layers.3.weight"].to("meta")
+    with pytest.raises(RuntimeError, match=r"changed nothing: layers\.3\.weight is on the device meta"):
+        model.load_state_dict(state)
+    assert_same(weights_of(model), weights_of(build()))
+
+
+class Language(nn.Module):
+    def __init__(self, embedding: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.head = embedding, head
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Scaled(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(16, 8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [
+        (lambda: nn.Embedding(16, 8), lambda: spectral_norm(nn.Linear(8, 16))),
+        (Scaled, lambda: nn.Linear(8, 16)),
+    ],
+    ids=["parametrized head", "scaled embedding"],
+)
+def test_the_bound_of_a_first_batch_reads_shapes_alone(embedding: Any, head: Any) -> None:
+    torch.manual_seed(0)
+    plain = Language(embedding(), head())
+    model = ShardedModel(copy.deepcopy(plain), device="emulated", device_memory="4MB")
+    ids = torch.arange(8).view(2, 4)
+    assert torch.equal(plain(ids), model(ids))
+
+
+def test_a_parameter_is_ignored_by_its_name_also_where_it_shares_its_memory() -> None:
+    module = Language(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+    module.head.weight.data = module.embedding.weight.data  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match="share their memory"):
+        model = ShardedModel(module, device="emulated", ignored_parameters=["head.*"])
+    assert type(model.module.head.weight) is type(model.module.embedding.weight) is nn.Parameter
+
+
+def test_a_refused_backward_leaves_nothing_in_the_next_ones_gradients() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer for _ in range(40) for layer in (nn.Linear(4, 4), nn.LayerNorm(4))))
+
+    found = []
+    for is_refused in (True, False):
+        dtypes = {nn.LayerNorm: torch.float32, "*": torch.float16}
+        model = ShardedModel(make(), device="emulated", dtype=dtypes)
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3), initial_scale=1.0)
+        x = torch.linspace(-1, 1, 8).view(2, 4).half()
+        optimizer.backward(model(x).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_refused:
+            norms = [each for each in model.parameters() if each.dtype is torch.float32]
+            with pytest.raises(GeminiError, match="without the loss scale"):
+                sum(each.square().sum() for each in norms).backward()  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        optimizer.backward(model(x).float().square().mean())
+        found.append([each.grad.clone() for each in model.parameters()])
+    assert all(map(torch.equal, *found))
