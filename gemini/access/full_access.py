@@ -248,7 +248,7 @@ def _gradients(link: Link) -> GradientAccess:
 
 
 def _trained_gradients(link: Link) -> GradientAccess:
-    """`_gradients` of a parameter that is trained: in a chunk that is, the step would use those of a frozen one, too."""
+    """`_gradients` of a parameter that is trained: a step would use those of a frozen one in a trained chunk."""
     if not (link.managed.requires_grad and link.managed.parameter.requires_grad):
         raise GeminiError(
             f"{link.managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"

@@ -85,9 +85,19 @@ class ParameterLink(ABC):
         # Home and master have the new values on every rank: they are no edits any more.
         self.binding.forget_edits(managed)
 
-    def undo(self, before: Tensor) -> None:
-        """Inside `gathered`: set the parameter to `before`, as if nobody had written to it. Local."""
+    def part_of_master(self) -> Tensor | None:
+        """Inside `gathered`: a copy of what `undo` needs beside the weights. None: nothing. Local."""
+        return None
+
+    def undo(self, before: Tensor, master: Tensor | None) -> None:
+        """Inside `gathered`: set the parameter to `before`, as if nobody had written to it. Local.
+
+        master: what `part_of_master` returned then. An inner block may have brought the change home since.
+        """
         self.whole().copy_(before)
+        if master is not None:
+            with untracked():
+                self.binding.restore_home(self.managed, self.managed.chunk.region(), master)
         self.binding.forget_edits(self.managed)
 
     def before_write(self) -> None:
@@ -202,6 +212,9 @@ class Link(ParameterLink):
                 self.trainability.apply_outside()
             touched = [link.managed for link in links]
             stack.enter_context(self.step.touching(touched, self.managed.operator))
+
+    def part_of_master(self) -> Tensor:
+        return self.states.full_precision(self.managed.chunk).local(self.managed).to("cpu", copy=True)
 
     @contextmanager
     def gathered(self, links: Sequence[Link]) -> Iterator[None]:

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.param_state import ParamState
 from gemini.chunks.placeholder import lift_guard, set_guard, unguarded
 from gemini.errors import ReleasedParameterError
-from gemini.manager.masters import follow_edits
+from gemini.manager.masters import follow_edits, write_master
 from gemini.manager.snapshots import Snapshots, has_split_master
 from gemini.memory.memory import Memory
 from gemini.memory.modes import untracked
@@ -250,21 +250,29 @@ class Binding:
         """Make the parameter's elements in `payload` count from now on. A build overrides it."""
         self.write_home(managed, payload)
 
+    def restore_home(self, managed: ManagedParameter, payload: Region, master: Tensor) -> None:
+        """Set home and master to what they were before an edit that may have reached them. Local.
+
+        payload: with the old weights. master: this rank's part of the old master, 1-D, in the order of memory.
+        """
+        chunk = managed.chunk
+        self._copy_home(managed, payload)
+        if Kind.MASTER in chunk.homes:
+            parts = master.split([piece.numel for piece in managed.pieces])
+            for piece, part in zip(managed.pieces, parts, strict=True):
+                write_master(chunk, piece.shard_start, part)
+        if has_split_master(chunk):
+            self.snapshots.refresh(managed)
+
     def write_home(self, managed: ManagedParameter, payload: Region) -> None:
         """Copy the parameter's elements of `payload` to the home. The master changes only where the weight did.
 
         Where no `before_write` announced the write, all elements of a split master count as edited.
         """
         chunk = managed.chunk
-        home = chunk.homes[Kind.PARAM]
         # They are read before the copy: without a snapshot the old weights are those in the home.
         before = self.snapshots.read(managed)
-        # Where the home is the payload, or its first part, the values are at home already.
-        if home.flat.data_ptr() != payload.flat.data_ptr():
-            # A part of the home that holds the gradient is left alone: the step makes those weights from the master.
-            for piece in managed.weight_pieces:
-                self.memory.transfer.copy(home[piece.in_shard], payload[piece.in_payload])
-            wait_on_stream(payload)
+        self._copy_home(managed, payload)
         if Kind.MASTER in chunk.homes:
             for number, piece in enumerate(managed.pieces):
                 was = None if before is None else before[number]
@@ -273,6 +281,15 @@ class Binding:
             self.snapshots.refresh(managed)
             if before is None:
                 self._warn_of_lost_fractions(managed)
+
+    def _copy_home(self, managed: ManagedParameter, payload: Region) -> None:
+        home = managed.chunk.homes[Kind.PARAM]
+        # Where the home is the payload, or its first part, the values are at home already.
+        if home.flat.data_ptr() != payload.flat.data_ptr():
+            # A part of the home that holds the gradient is left alone: the step makes those weights from the master.
+            for piece in managed.weight_pieces:
+                self.memory.transfer.copy(home[piece.in_shard], payload[piece.in_payload])
+            wait_on_stream(payload)
 
     def _warn_of_lost_fractions(self, managed: ManagedParameter) -> None:
         if managed.index not in self._warned_of:

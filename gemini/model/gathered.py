@@ -62,6 +62,7 @@ class GatheredParameters:
             self._check_rank(link.owner.communicator.world_size)
         self._stack = ExitStack()
         self._before: list[Tensor] = []  # on the CPU, one for each link
+        self._masters: list[Tensor | None] = []  # likewise, of this rank's part
 
     def _check_rank(self, world_size: int) -> None:
         rank = self._modifier
@@ -80,6 +81,7 @@ class GatheredParameters:
             with torch.no_grad():
                 # The copies are on the CPU: no plan has device memory for whole parameters a second time.
                 self._before = [link.managed.parameter.detach().to("cpu", copy=True) for link in self._links]
+                self._masters = [link.part_of_master() for link in self._links]
             self._stack = stack.pop_all()
 
     def __exit__(
@@ -89,22 +91,22 @@ class GatheredParameters:
             refused = self._adopt_data()
             is_kept = error is None and refused is None
             # Without a rank whose changes count, ranks may have changed different values: undo all of them.
-            pairs = zip(self._links, self._before, strict=True)
-            changed = [(link, before) for link, before in pairs if _differs(link, before)]
+            pairs = zip(self._links, self._before, self._masters, strict=True)
+            changed = [each for each in pairs if _differs(*each[:2])]
             if not is_kept or self._modifier is None:
-                for link, before in changed:
-                    link.undo(before)
+                for link, before, master in changed:
+                    link.undo(before, master)
             else:
                 # Spread all parameters: only the modifying rank knows which of them it has changed.
                 for link in self._links:
                     link.spread(self._modifier)
-            self._before = []
+            self._before, self._masters = [], []
             if error is None and refused is not None:
                 # Other ranks may wait for this one's values.
                 with self._links[0].owner.communicator.publishing():
                     raise refused
             if error is None and self._modifier is None and changed:
-                names = ", ".join(repr(link.managed.name) for link, _ in changed)
+                names = ", ".join(repr(link.managed.name) for link, *_ in changed)
                 raise UnsupportedError(
                     f"GatheredParameters(...) without modifier_rank= was left with changes to {names}, which are "
                     "undone. Name the rank whose changes count, such as modifier_rank=0"

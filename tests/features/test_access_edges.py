@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from gemini import (
+    BudgetError,
     GatheredParameters,
     GeminiError,
+    Kind,
     ReleasedParameterError,
     RemoteRankError,
     ShardedModel,
@@ -20,7 +23,9 @@ from gemini import (
     safe_get_local_fp32_param,
     safe_set_full_grad,
     safe_set_local_fp32_param,
+    state_hash,
 )
+from gemini.chunks.chunk import Chunk
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, layer_of, loss_of, weight, weights_of
@@ -164,3 +169,75 @@ def test_a_refused_backward_leaves_nothing_in_the_next_ones_gradients() -> None:
         optimizer.backward(model(x).float().square().mean())
         found.append([each.grad.clone() for each in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def _reads(parameter: nn.Parameter) -> None:
+    safe_get_full_fp32_param(parameter)
+
+
+def _nests(parameter: nn.Parameter) -> None:
+    with GatheredParameters(parameter):
+        pass
+
+
+@pytest.mark.sampled(3)
+@on_ranks(1, 2)
+@pytest.mark.parametrize("is_tight", [False, True], ids=["resident", "tight"])
+@pytest.mark.parametrize("inner", [_reads, _nests])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+def test_an_edit_that_was_undone_leaves_nothing_where_it_was_brought_home_meanwhile(
+    rank: int, world_size: int, dtype: torch.dtype | None, inner: Any, is_tight: bool
+) -> None:
+    options: dict[str, Any] = {"dtype": dtype}
+    if is_tight:
+        options["model_data_memory"] = wrapped(**options).plan.packed_minimum_bytes
+    model = wrapped(**options)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()), initial_scale=1.0)
+    for step in range(2):
+        optimizer.backward(loss_of(model, step, dtype))
+        optimizer.step()
+        optimizer.zero_grad()
+    before = state_hash(model, optimizer)
+    parameter = weight(model, 1)
+
+    def edit() -> None:
+        with GatheredParameters(parameter), torch.no_grad():
+            parameter.zero_()
+            inner(parameter)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        edit()
+    loss_of(model, 3, dtype)
+    assert state_hash(model, optimizer) == before
+    model.close()
+
+
+def test_a_backward_that_fails_at_its_end_leaves_no_gradient() -> None:
+    model = wrapped()
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    accumulation = type(model.chunk_manager.grads.accumulation)
+    refused = BudgetError("no room for a sum", tier="host")
+    with mock.patch.object(accumulation, "end_backward", side_effect=refused), pytest.raises(BudgetError):
+        loss_of(model).backward()
+    with pytest.warns(UserWarning, match="a backward ended with an exception"):
+        optimizer.step()
+    assert_same(weights_of(model), weights_of(build()))
+    assert optimizer.last_step is not None and optimizer.last_step.grad_norm == 0
+
+
+def test_an_optimizer_whose_making_was_interrupted_is_made_again_with_the_masters_of_the_weights() -> None:
+    model = wrapped(dtype=torch.float16)
+    allocate, interrupted = Chunk.allocate_home, []
+
+    def interrupt(chunk: Chunk, kind: Kind, *rest: Any) -> None:
+        allocate(chunk, kind, *rest)
+        if kind is Kind.MASTER and not interrupted:
+            interrupted.append(chunk)
+            raise KeyboardInterrupt
+
+    with mock.patch.object(Chunk, "allocate_home", interrupt), pytest.raises(KeyboardInterrupt):
+        ShardedOptimizer(model, adam(model.parameters()))
+    ShardedOptimizer(model, adam(model.parameters()))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(safe_get_full_fp32_param(parameter), build().state_dict()[name]), name

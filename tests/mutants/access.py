@@ -6,6 +6,41 @@ INFERENCE = "tests/features/test_plan_for_inference.py"
 
 MUTANTS = [
     Mutant(
+        "values on meta end a state dict that is half loaded",
+        "gemini/access/weights.py",
+        "        elif value.is_meta:\n",
+        "        elif False:\n",
+        "tests/features/test_access_edges.py::test_values_on_meta_load_nothing",
+    ),
+    Mutant(
+        "a part of a master that is set follows no unfreeze",
+        "gemini/access/full_access.py",
+        'what.startswith("safe_set")',
+        'what.startswith("safe_set_full")',
+        "tests/features/test_access_edges.py::test_a_part_of_a_master_is_set_as_exactly_as_a_whole_one_after_an_unfreeze",
+    ),
+    Mutant(
+        "a gradient that is set trains a frozen parameter",
+        "gemini/access/full_access.py",
+        "    if not (link.managed.requires_grad and link.managed.parameter.requires_grad):\n",
+        "    if False:\n",
+        "tests/features/test_access_edges.py::test_a_frozen_parameter_is_given_no_gradient",
+    ),
+    Mutant(
+        "what one rank reads inside a gathered block parts the ranks",
+        "gemini/access/link.py",
+        "        self.owner.communicator.position.set(managed.operator, Phase.TOUCH)\n",
+        "",
+        "tests/features/test_access_edges.py::test_what_one_rank_reads_inside_a_gathered_block_parts_no_ranks",
+    ),
+    Mutant(
+        "what was undone stays in home and master",
+        "gemini/access/link.py",
+        "        if master is not None:\n            with untracked():\n",
+        "        if False:\n            with untracked():\n",
+        "tests/features/test_access_edges.py::test_an_edit_that_was_undone_leaves_nothing_where_it_was_brought_home_meanwhile",
+    ),
+    Mutant(
         "a flag that was raised is forgotten where the first graph is built",
         "gemini/access/trainability.py",
         "self.flags_raised.difference_update([number for number, flag in enumerate(self._flags) if flag])",

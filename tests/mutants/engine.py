@@ -6,6 +6,34 @@ CONFIG = "gemini/engine/config"
 
 MUTANTS = [
     Mutant(
+        "inputs are cast to a dtype that the config alone has",
+        "gemini/engine/engine.py",
+        "        weights = model.settings.dtype  #",
+        "        weights = self.config.dtype  #",
+        "tests/features/test_engine_edges.py::test_inputs_are_cast_to_the_dtype_of_a_model_that_was_wrapped_before",
+    ),
+    Mutant(
+        "DeepSpeed's call reads what could be ours as ours",
+        "gemini/engine/config/load.py",
+        "    if prefers in TABLES and all(",
+        "    if False and all(",
+        "tests/features/test_engine_edges.py::test_deepspeeds_call_reads_its_own_keys_where_they_are_ours_too",
+    ),
+    Mutant(
+        "a signal during an evaluation begins an epoch",
+        "gemini/engine/trainer/trainer.py",
+        "                if is_last or self._stops():\n                    break\n",
+        "                if is_last:\n                    break\n",
+        "tests/features/test_engine_edges.py::test_a_signal_during_an_evaluation_begins_no_epoch",
+    ),
+    Mutant(
+        "a training begins with the gradients of one that failed",
+        "gemini/engine/trainer/trainer.py",
+        "            self._discard_window()\n",
+        "",
+        "tests/features/test_engine_edges.py::test_a_training_after_one_that_failed_has_none_of_its_gradients",
+    ),
+    Mutant(
         "a schedule of the script's moves in an open window",
         "gemini/engine/moving.py",
         "if self._has_gradients and not self._has_update:",

@@ -4,6 +4,13 @@ from tests.mutants.mutant import GOLDEN, HALF, ONE_RANK, Mutant
 
 MUTANTS = [
     Mutant(
+        "an interrupted optimizer leaves masters of zeros",
+        "gemini/manager/training_state.py",
+        "                    self._taken.append((chunk, kind))\n                    chunk.allocate_home(kind, tier, self._memory, num_bytes)\n",
+        "                    chunk.allocate_home(kind, tier, self._memory, num_bytes)\n                    self._taken.append((chunk, kind))\n",
+        "tests/features/test_access_edges.py::test_an_optimizer_whose_making_was_interrupted_is_made_again_with_the_masters_of_the_weights",
+    ),
+    Mutant(
         "a call of another thread that is over takes the user's hooks with it",
         "gemini/manager/calls.py",
         "        if hooks is not None and is_here:\n",

@@ -4,6 +4,20 @@ from tests.mutants.mutant import HALF, MEMORY, ONE_RANK, PAIRS, TWO_RANKS, Mutan
 
 MUTANTS = [
     Mutant(
+        "a refused backward stays in an attached home",
+        "gemini/manager/arrivals.py",
+        "                    gradient.attached.note_gradients()\n                else:\n",
+        "                    pass\n                else:\n",
+        "tests/features/test_access_edges.py::test_a_refused_backward_leaves_nothing_in_the_next_ones_gradients",
+    ),
+    Mutant(
+        "a backward that fails at its end counts",
+        "gemini/manager/grads.py",
+        "            self.in_backward = True\n            raise\n",
+        "            raise\n",
+        "tests/features/test_access_edges.py::test_a_backward_that_fails_at_its_end_leaves_no_gradient",
+    ),
+    Mutant(
         "zeros that zero_grad left stay blank",
         "gemini/manager/grad_memory.py",
         "(got or not are_left)",

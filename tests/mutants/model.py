@@ -4,6 +4,27 @@ from tests.mutants.mutant import ONE_RANK, PAIRS, Mutant
 
 MUTANTS = [
     Mutant(
+        "a block whose values are refused keeps the others",
+        "gemini/model/gathered.py",
+        "            is_kept = error is None and refused is None\n",
+        "            is_kept = error is None\n",
+        "tests/features/test_access_edges.py::test_a_block_that_gave_a_parameter_other_memory_leaves_everything_as_it_was",
+    ),
+    Mutant(
+        "a parameter that is ignored by its name is managed where it shares its memory",
+        "gemini/model/sharded_model.py",
+        "                by_name, ignored = dict(module.named_parameters()), ignored_in(module, settings)\n",
+        "                by_name = dict(module.named_parameters())\n",
+        "tests/features/test_access_edges.py::test_a_parameter_is_ignored_by_its_name_also_where_it_shares_its_memory",
+    ),
+    Mutant(
+        "the bound of a first batch computes a parametrized head",
+        "gemini/model/workload.py",
+        "        outer.products += head.in_features * head.out_features\n",
+        "        outer.products += head.weight.numel()\n",
+        "tests/features/test_access_edges.py::test_the_bound_of_a_first_batch_reads_shapes_alone",
+    ),
+    Mutant(
         "parameters of the same memory stay one if wrapping fails",
         "gemini/model/aliases.py",
         "        for tie in ties:\n            tie.undo()\n        raise\n",
@@ -69,7 +90,7 @@ MUTANTS = [
     Mutant(
         "a change without a modifier is not undone",
         "gemini/model/gathered.py",
-        "                    link.undo(before)",
+        "                    link.undo(before, master)",
         "                    pass",
         "tests/features/test_access.py",
     ),

@@ -4,6 +4,34 @@ from tests.mutants.mutant import HALF, ONE_RANK, PAIRS, TWO_RANKS, Mutant
 
 MUTANTS = [
     Mutant(
+        "scalars of a parameter without dimensions are loaded as its state",
+        "gemini/optimizer/state_dict.py",
+        '    return name in names.flat if names.known is not None else name != "step"\n',
+        '    return name != "step"\n',
+        "tests/features/test_state_dict_forms.py::test_the_state_of_a_parameter_without_dimensions_is_loaded_as_it_was_saved",
+    ),
+    Mutant(
+        "an fp32 model drops the masters of a 16-bit one",
+        "gemini/optimizer/state_dict.py",
+        "    if chunk.splits_master or chunk.dtype not in HALF_DTYPES:\n",
+        "    if chunk.splits_master:\n",
+        "tests/features/test_state_dict_forms.py::test_an_fp32_model_goes_on_from_the_masters_of_a_16_bit_one",
+    ),
+    Mutant(
+        "a momentum buffer that is None is so for ever",
+        "gemini/optimizer/state_dict.py",
+        "        if value is None:\n            continue\n",
+        "",
+        "tests/features/test_state_dict_forms.py::test_a_momentum_buffer_that_is_none_is_made_by_the_next_step",
+    ),
+    Mutant(
+        "a state of torch's Adam goes on as AdamW",
+        "gemini/optimizer/state_dict.py",
+        '        found.setdefault("adamw_mode", found.get("decoupled_weight_decay", group["adamw_mode"]))\n',
+        "",
+        "tests/features/test_state_dict_forms.py::test_a_state_of_torchs_adam_goes_on_as_adam_and_of_adamw_as_adamw",
+    ),
+    Mutant(
         "what a torch optimizer was lent keeps a slot from its next payload",
         "gemini/optimizer/torch_update.py",
         "        worker.state.clear()\n        worker.param_groups.clear()\n\n",
