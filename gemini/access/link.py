@@ -77,10 +77,11 @@ class ParameterLink(ABC):
         """Inside `gathered`: set all ranks' values, homes and masters to those of `rank`. Collective."""
         managed, payload = self.managed, self.managed.chunk.region()
         # What this rank alone has called meanwhile, such as `safe_get_local_*`, may have moved its position.
-        self.owner.communicator.position.set(managed.operator, Phase.TOUCH)
+        communicator = self.owner.communicator
+        communicator.position.set(managed.operator, Phase.TOUCH)
         with untracked():
             what = f"changes to {managed.name}"
-            self.owner.communicator.broadcast_(payload.flat[managed.in_payload], what, rank)
+            communicator.broadcast_(payload.flat[managed.in_payload], what, rank)
             self.binding.write_home(managed, payload)
         # Home and master have the new values on every rank: they are no edits any more.
         self.binding.forget_edits(managed)
@@ -214,7 +215,8 @@ class Link(ParameterLink):
             stack.enter_context(self.step.touching(touched, self.managed.operator))
 
     def part_of_master(self) -> Tensor:
-        return self.states.full_precision(self.managed.chunk).local(self.managed).to("cpu", copy=True)
+        access = self.states.full_precision(self.managed.chunk)
+        return access.local(self.managed).to("cpu", copy=True)
 
     @contextmanager
     def gathered(self, links: Sequence[Link]) -> Iterator[None]:

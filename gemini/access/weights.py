@@ -86,7 +86,10 @@ def load_whole_state_dict(
         elif value.shape != entry.shape:
             problems.append(f"{name} has shape {tuple(value.shape)}, the model has {tuple(entry.shape)}")
     if problems:
-        raise RuntimeError("load_state_dict() changed nothing: " + "; ".join(problems))
+        also = (
+            ". model.module.load_state_dict() also runs what modules do to their keys when they load" if missing else ""
+        )
+        raise RuntimeError("load_state_dict() changed nothing: " + "; ".join(problems) + also)
     # Ranks that load different keys would have different weights from here on.
     step.communicator.agree("\n".join(sorted(map(str, state))).encode(), "the keys of load_state_dict()", remedy=_ALIKE)
     links = [(link_of(entry), value) for entry, value in given.values()]

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError, torn
 from gemini.manager.calls import backward_runs
 from gemini.manager.grads import GradStore
@@ -37,6 +38,7 @@ class Failures:
         self._grads = grads
         self._communicator = communicator
         self._has_failed = False
+        self._is_disturbed = False  # on one rank: an interrupt may have left slots or pins behind a use of parameters
         self._torn_by = ""  # on one rank: the error that left weights half updated
 
     def pop_failure(self) -> bool:
@@ -113,11 +115,24 @@ class Failures:
             calls.end_all()
             self._communicator.publish(_caught("forward"))
             self._drop_forward()
+        if self._is_disturbed and not (calls.by_thread or self._grads.in_backward or self._underway.is_touched):
+            clear_our_frames()
+            self._underway.forget_forward()
+            self._params.reset()
+            self._is_disturbed = False  # last: what is interrupted in here is done again
         if self._grads.in_backward and not backward_runs():
             self._communicator.publish(_caught("backward"))
             if self._communicator.watch is None:
                 warnings.warn(f"a backward ended with an exception: {_DROPPED}", stacklevel=4)
                 self.abandon()
+
+    def note_disturbed(self, pinned: list[Chunk]) -> None:
+        """A use of parameters outside their operators ended in the middle of a fetch, or of its own end. Local.
+
+        pinned: the chunks that it pinned. One rank cleans up at its next use; several start together, see `recover`.
+        """
+        self._is_disturbed = self._communicator.watch is None
+        self._underway.forget_touch(pinned)
 
     def _drop_forward(self) -> None:
         """Drop a forward that no hook ended, on one rank: an interrupt may have come in the middle of a fetch.

@@ -192,6 +192,7 @@ class Step:
         # In a step a chunk is made plain once. In a loop over parameters outside of it, whole chunks would be made
         # plain and covered again at each parameter: there only the parameters that are used are made plain.
         alone = not (self.params.in_step or self.calls.by_thread or self.is_recomputing())
+        is_fetched = False
         try:
             # In the order of chunks, whatever the order of arguments: fetches are collectives.
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
@@ -202,11 +203,20 @@ class Step:
                     self.binding.bind(chunk)
                     bound.append(chunk)
             with self.binding.plain(touched):
+                is_fetched = True
                 yield
+        except BaseException:
+            if not is_fetched:
+                self.failures.note_disturbed(pinned)
+            raise
         finally:
-            self._underway.end_touch(pinned)
-            self.position.return_to(before)
-            self._after_use(bound)
+            try:
+                self._underway.end_touch(pinned)
+                self.position.return_to(before)
+                self._after_use(bound)
+            except BaseException:
+                self.failures.note_disturbed(pinned)
+                raise
 
     # -- around the step
 

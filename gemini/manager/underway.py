@@ -75,6 +75,15 @@ class Underway:
             self._touches = other_touches
             self._victims.unpin(pinned)
 
+    @property
+    def is_touched(self) -> bool:
+        """Whether a function uses parameters outside their operators."""
+        return bool(self._touches)
+
+    def forget_touch(self, pinned: list[Chunk]) -> None:
+        """A function is over whose pins may not be lifted: `forget_forward` counts them no more."""
+        self._touches = [touch for touch in self._touches if touch is not pinned]
+
     def follow_node(self) -> None:
         """If another autograd node runs now, lift the pins of the last one and of graph tasks started inside it."""
         task = _graph_task_id()

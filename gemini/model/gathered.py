@@ -103,7 +103,8 @@ class GatheredParameters:
             self._before, self._masters = [], []
             if error is None and refused is not None:
                 # Other ranks may wait for this one's values.
-                with self._links[0].owner.communicator.publishing():
+                owner = self._links[0].owner
+                with owner.communicator.publishing():
                     raise refused
             if error is None and self._modifier is None and changed:
                 names = ", ".join(repr(link.managed.name) for link, *_ in changed)

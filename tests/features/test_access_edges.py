@@ -1,5 +1,6 @@
 """Parameters outside of their operators, at the edges: copies, gathered blocks, frozen parameters, meta tensors."""
 
+import contextlib
 import copy
 from typing import Any
 from unittest import mock
@@ -26,6 +27,9 @@ from gemini import (
     state_hash,
 )
 from gemini.chunks.chunk import Chunk
+from gemini.manager.binding import Binding
+from gemini.manager.params import ParamStore
+from gemini.manager.underway import Underway
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, layer_of, loss_of, weight, weights_of
@@ -227,7 +231,8 @@ def test_a_backward_that_fails_at_its_end_leaves_no_gradient() -> None:
 
 
 def test_an_optimizer_whose_making_was_interrupted_is_made_again_with_the_masters_of_the_weights() -> None:
-    model = wrapped(dtype=torch.float16)
+    model = ShardedModel(build().half(), device="emulated", dtype=torch.float16)
+    values = {name: value.half().float() for name, value in build().state_dict().items()}
     allocate, interrupted = Chunk.allocate_home, []
 
     def interrupt(chunk: Chunk, kind: Kind, *rest: Any) -> None:
@@ -240,4 +245,37 @@ def test_an_optimizer_whose_making_was_interrupted_is_made_again_with_the_master
         ShardedOptimizer(model, adam(model.parameters()))
     ShardedOptimizer(model, adam(model.parameters()))
     for name, parameter in model.named_parameters():
-        assert torch.equal(safe_get_full_fp32_param(parameter), build().state_dict()[name]), name
+        assert torch.equal(safe_get_full_fp32_param(parameter), values[name]), name
+
+
+@pytest.mark.parametrize("where", [(ParamStore, "_arrive"), (Underway, "end_touch"), (Binding, "bind")], ids=str)
+def test_uses_of_parameters_that_were_interrupted_leave_slots_and_pins(where: tuple[Any, str]) -> None:
+    """Every slot that there is could be lost so."""
+    model, reference = wrapped(model_data_memory=wrapped().plan.packed_minimum_bytes), build()
+    optimizers: list[Any] = [adam(each.parameters()) for each in (model, reference)]
+    optimizers[0] = ShardedOptimizer(model, optimizers[0])
+    for number in range(4):
+        with mock.patch.object(*where, side_effect=KeyboardInterrupt), torch.no_grad():
+            with contextlib.suppress(KeyboardInterrupt):
+                weight(model, number).norm()
+        assert torch.equal(weight(model, number).norm(), weight(reference, number).norm())
+    for module, optimizer in zip((model, reference), optimizers, strict=True):
+        loss_of(module).backward()
+        optimizer.step()
+    assert_same(weights_of(model), dict(reference.named_parameters()))
+
+
+def test_a_modules_own_loading_runs_where_the_module_loads() -> None:
+    """Batch norms fill in a key that old state dicts lack; `model.load_state_dict` compares keys and runs no hook."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    saved = make().state_dict()
+    old = {name: torch.zeros_like(value) for name, value in saved.items() if name != "1.num_batches_tracked"}
+    model = ShardedModel(make(), device="emulated")
+    with pytest.raises(RuntimeError, match=r"missing keys: 1\.num_batches_tracked.*model\.module\.load_state_dict"):
+        model.load_state_dict(old)
+    model.module.load_state_dict(old)
+    assert not weights_of(model)["0.weight"].any()

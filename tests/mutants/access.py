@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         "what one rank reads inside a gathered block parts the ranks",
         "gemini/access/link.py",
-        "        self.owner.communicator.position.set(managed.operator, Phase.TOUCH)\n",
+        "        communicator.position.set(managed.operator, Phase.TOUCH)\n",
         "",
         "tests/features/test_access_edges.py::test_what_one_rank_reads_inside_a_gathered_block_parts_no_ranks",
     ),

@@ -6,9 +6,19 @@ MUTANTS = [
     Mutant(
         "an interrupted optimizer leaves masters of zeros",
         "gemini/manager/training_state.py",
-        "                    self._taken.append((chunk, kind))\n                    chunk.allocate_home(kind, tier, self._memory, num_bytes)\n",
-        "                    chunk.allocate_home(kind, tier, self._memory, num_bytes)\n                    self._taken.append((chunk, kind))\n",
-        "tests/features/test_access_edges.py::test_an_optimizer_whose_making_was_interrupted_is_made_again_with_the_masters_of_the_weights",
+        "                    self._taken.append((chunk, kind))\n"
+        "                    chunk.allocate_home(kind, tier, self._memory, num_bytes)\n",
+        "                    chunk.allocate_home(kind, tier, self._memory, num_bytes)\n"
+        "                    self._taken.append((chunk, kind))\n",
+        "tests/features/test_access_edges.py::"
+        "test_an_optimizer_whose_making_was_interrupted_is_made_again_with_the_masters_of_the_weights",
+    ),
+    Mutant(
+        "a use of a parameter that was interrupted keeps its slot for ever",
+        "gemini/manager/step.py",
+        "            if not is_fetched:\n                self.failures.note_disturbed(pinned)\n            raise\n",
+        "            raise\n",
+        "tests/features/test_access_edges.py::test_uses_of_parameters_that_were_interrupted_leave_slots_and_pins",
     ),
     Mutant(
         "a call of another thread that is over takes the user's hooks with it",
