@@ -193,7 +193,7 @@ MUTANTS = [
     Mutant(
         "a change in GatheredParameters stays on its rank",
         "gemini/access/link.py",
-        "            self.owner.communicator.broadcast_(payload.flat[managed.in_payload], what, rank)",
+        "            communicator.broadcast_(payload.flat[managed.in_payload], what, rank)",
         "            pass",
         "tests/features/test_access.py",
     ),
