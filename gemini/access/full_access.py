@@ -96,9 +96,10 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         64.0
     """
     link = _begin("safe_set_full_grad", param)
-    _set_whole(link, _trained_gradients(link), value)
+    gradients = _trained_gradients(link)
     # The norm of the old gradients must not clip the new ones.
-    link.states.forget_norm()
+    link.states.before_gradient_write()
+    _set_whole(link, gradients, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -197,8 +198,9 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
         >>> safe_set_local_grad(weight, safe_get_local_grad(weight) / 2)
     """
     link = _begin("safe_set_local_grad", param)
-    _set_local(link, _trained_gradients(link), value)
-    link.states.forget_norm()
+    gradients = _trained_gradients(link)
+    link.states.before_gradient_write()
+    _set_local(link, gradients, value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:

@@ -137,9 +137,7 @@ _ALIKE = "All ranks must set the gradients of the same parameters"
 
 def _write(link: Link, flat: Tensor) -> None:
     """Set the shard to its part of `flat`, (numel,), in payload order."""
-    if link.states.optimizer is not None:
-        # A clip that was asked for applies to the gradients as they were, before one of them changes.
-        link.states.optimizer.before_gradient_write()
+    link.states.before_gradient_write()
     reduced = link.states.gradients(link.managed.chunk)
     assert reduced is not None
     reduced.set_of_each_rank(link.managed, flat)

@@ -289,9 +289,7 @@ class Link(ParameterLink):
         if self.in_user_hook:
             set_own_grad(self.managed.parameter, value)
         elif value is None:
-            if self.states.optimizer is not None:
-                # As for a write: a clip that was asked for applies to the gradients as they were.
-                self.states.optimizer.before_gradient_write()
+            self.states.before_gradient_write()
             self.step.grads.discard(self.managed)
         elif not isinstance(value, ReducedGradient):
             assign(self, value)

@@ -68,10 +68,10 @@ class States:
         """(1 / loss scale, clip coefficient): stored gradients times both are what users see."""
         return (1.0, 1.0) if self.optimizer is None else self.optimizer.factors_to_come(managed)
 
-    def forget_norm(self) -> None:
-        """Drop the norm: a gradient was changed by hand. Local."""
+    def before_gradient_write(self) -> None:
+        """A gradient is about to be changed: a clip that was asked for applies to all as they were before. Local."""
         if self.optimizer is not None:
-            self.optimizer.forget_summary()
+            self.optimizer.before_gradient_write()
 
     def of_optimizer(self, chunk: Chunk, name: str) -> FlatAccess:
         """A state that the optimizer keeps of the chunk, such as "exp_avg"."""

@@ -50,9 +50,6 @@ class OptimizerPart(Protocol):
     def before_gradient_write(self) -> None:
         """A gradient is about to change: apply the clip coefficient to it, and drop the norm. Local."""
 
-    def forget_summary(self) -> None:
-        """A gradient was changed: drop the norm. A requested clip stays. Local."""
-
 
 class ChunkManager:
     """Owns the chunks of one model on this rank, with their memory, and makes every move of them.

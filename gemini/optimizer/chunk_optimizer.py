@@ -46,10 +46,6 @@ class ChunkOptimizer:
         """Forget summary and clip, because the step used the gradients, or they were discarded."""
         self.summary = self.requested = None
 
-    def forget_summary(self) -> None:
-        """Let the step compute the norm again, because gradients were changed by hand. Local."""
-        self.summary = None
-
     def factors_to_come(self, managed: ManagedParameter) -> tuple[float, float]:
         """The factors that the next step applies to `managed`'s gradient: 1 / loss scale, and the clip."""
         # A clip changes the gradients of this optimizer's groups only.

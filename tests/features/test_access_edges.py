@@ -24,6 +24,7 @@ from gemini import (
     safe_get_local_fp32_param,
     safe_set_full_grad,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
     state_hash,
 )
 from gemini.chunks.chunk import Chunk
@@ -279,3 +280,27 @@ def test_a_modules_own_loading_runs_where_the_module_loads() -> None:
         model.load_state_dict(old)
     model.module.load_state_dict(old)
     assert not weights_of(model)["0.weight"].any()
+
+
+@pytest.mark.parametrize("how", ["grad", "full", "local"])
+def test_a_gradient_that_is_set_leaves_the_others_clipped(how: str) -> None:
+    """As in plain PyTorch, where a clip changes the gradients at once."""
+    model, plain = wrapped(), build()
+    optimizers: list[Any] = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, plain)]
+    optimizers[0] = ShardedOptimizer(model, optimizers[0])
+    for module in (model, plain):
+        (100 * loss_of(module)).backward()
+    optimizers[0].clip_grad_norm_(1.0)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    value = torch.full(weight(plain, 1).shape, 0.5)
+    weight(plain, 1).grad = value
+    if how == "grad":
+        weight(model, 1).grad = value
+    elif how == "full":
+        safe_set_full_grad(weight(model, 1), value)
+    else:
+        safe_set_local_grad(weight(model, 1), value.flatten())
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, found in weights_of(model).items():
+        torch.testing.assert_close(found, plain.state_dict()[name], rtol=1e-5, atol=1e-6)  # torch's norm is in fp32
