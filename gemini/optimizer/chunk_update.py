@@ -61,13 +61,11 @@ class ChunkUpdates:
         # One parameter per group and dtype is enough.
         checked: set[tuple[int, torch.dtype]] = set()  # membership only
         for state in self._states.values():
-            its = {(group, state.dtype) for group in state.groups if group is not None}
-            if checked.issuperset(its):
-                continue
-            for position, group in enumerate(state.groups):
-                if group is not None and (group, state.dtype) not in checked:
+            groups = {group for group in set(state.groups) if group is not None}
+            for group in sorted(groups):
+                if (group, state.dtype) not in checked:
                     checked.add((group, state.dtype))
-                    nothing = state.start(Run(0, 0, (position,), group))
+                    nothing = state.start(Run(0, 0, (state.groups.index(group),), group))
                     self._update.update([nothing], self._param_groups, GradientFactors())
 
     def room(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:

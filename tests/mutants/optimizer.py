@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "fp64 weights behind fp32 ones are refused in the middle of a step",
         "gemini/optimizer/chunk_update.py",
-        "            its = {(group, state.dtype) for group in state.groups if group is not None}\n",
-        "            its = {(group, torch.float32) for group in state.groups if group is not None}\n",
+        "                if (group, state.dtype) not in checked:\n",
+        "                if all(group != each for each, _ in checked):\n",
         "tests/test_optimizers.py::test_fp64_weights_are_refused_before_hybrid_adam_has_updated_others",
     ),
     Mutant(
