@@ -104,8 +104,11 @@ class GatheredParameters:
             if error is None and refused is not None:
                 # Other ranks may wait for this one's values.
                 owner = self._links[0].owner
-                with owner.communicator.publishing():
-                    raise refused
+                try:
+                    with owner.communicator.publishing():
+                        raise refused
+                finally:
+                    refused = None  # a cycle of exception and frame would keep views of slots alive
             if error is None and self._modifier is None and changed:
                 names = ", ".join(repr(link.managed.name) for link, *_ in changed)
                 raise UnsupportedError(
@@ -120,7 +123,8 @@ class GatheredParameters:
             try:
                 link.adopt_data()
             except GeminiError as found:
-                refused = refused or found
+                # Without its frames, which hold views of slots.
+                refused = refused or found.with_traceback(None)
         return refused
 
 

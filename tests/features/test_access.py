@@ -296,3 +296,5 @@ def test_a_part_of_the_wrong_shape_on_one_rank_ends_the_others(rank: int, world_
 
     with pytest.raises(ValueError if rank else RemoteRankError, match="this rank's part of"):
         use()
+    assert_same(weights_of(model), weights_of(build().bfloat16()))  # ranks have started together again
+    model.close()
