@@ -9,7 +9,7 @@ this one's (without "masters") loads there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, islice
 from numbers import Real
 from typing import Any
@@ -111,9 +111,10 @@ def load_optimizer_state(
     step.binding.write_back_all()  # edits of weights must not overwrite the loaded masters later
     by_number = {number: model.chunk_manager.parameters[index] for index, number in _numbers(groups).items()}
     saved = _numbered(saved)
-    _check(groups, saved, by_number, states)
+    names_of = _names_by_group(states, saved.get("param_groups", ()))
+    _check(groups, saved, by_number, names_of)
     masters = saved.get("masters", {})
-    with states.expecting(_flat_names(by_number, saved, states)):
+    with states.expecting(_flat_names(by_number, saved, names_of)):
         model.trainability.take_state(_wanted(by_number, saved, states))
     for group, loaded in zip(groups, saved["param_groups"], strict=True):
         group.update(_hyperparameters_for(group, loaded))
@@ -125,8 +126,7 @@ def load_optimizer_state(
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
             if its_state is not None:
-                names = states.entry_names(managed, saved["param_groups"])
-                _load_entry(parts, its_state, managed, saved["state"].get(number), names)
+                _load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed))
             if number in masters:
                 _load_master(parts, managed, masters[number])
 
@@ -160,14 +160,31 @@ def _hyperparameters_for(group: Mapping[str, Any], loaded: Mapping[str, Any]) ->
     return found
 
 
+def _names_by_group(
+    states: ChunkStates, groups: Sequence[Mapping[str, Any]]
+) -> Callable[[ManagedParameter], EntryNames]:
+    """`states.entry_names`, asked once for each param group: for a torch optimizer the answer takes a trial update."""
+    found: dict[int | None, EntryNames] = {}
+
+    def names_of(managed: ManagedParameter) -> EntryNames:
+        group = states.group(managed)
+        if group not in found:
+            found[group] = states.entry_names(managed, groups)
+        return found[group]
+
+    return names_of
+
+
 def _flat_names(
-    by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any], states: ChunkStates
+    by_number: Mapping[int, ManagedParameter],
+    saved: Mapping[str, Any],
+    names_of: Callable[[ManagedParameter], EntryNames],
 ) -> dict[int, set[str]]:
     """The flat states that the dict has of some of its parameters, by chunk index. The sets are only counted."""
     found: dict[int, set[str]] = defaultdict(set)
     for number, entry in saved["state"].items():
         managed = by_number[number]
-        names = states.entry_names(managed, saved["param_groups"])
+        names = names_of(managed)
         found[managed.chunk.index].update(
             name for name, value in entry.items() if _is_flat(name, value, managed, names)
         )
@@ -229,7 +246,7 @@ def _check(
     groups: list[dict[str, Any]],
     saved: Mapping[str, Any],
     by_number: Mapping[int, ManagedParameter],
-    states: ChunkStates,
+    names_of: Callable[[ManagedParameter], EntryNames],
 ) -> None:
     for key in ("state", "param_groups"):
         if key not in saved:
@@ -258,8 +275,7 @@ def _check(
             elif not isinstance(entry, Mapping):
                 raise ValueError(f"state of {who} is a {type(entry).__name__}, not a dict")
             else:
-                names = states.entry_names(by_number[number], saved["param_groups"])
-                _check_entry(entry, who, by_number[number], names)
+                _check_entry(entry, who, by_number[number], names_of(by_number[number]))
 
 
 def _check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, names: EntryNames) -> None:
