@@ -58,7 +58,7 @@ def _frozen_state_on_host(demand: Demand, homes: tuple[dict[Kind, Tier], ...]) -
 
 
 class CpuPolicy:
-    """All states rest on the host."""
+    """All states rest on the host. Slots fill the budget; without one a model that only infers has the fewest."""
 
     name = "cpu"
 
@@ -66,6 +66,10 @@ class CpuPolicy:
         """See `PlacementPolicy.place`. Raises BudgetError if the least slots do not fit."""
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
         check_fits(demand, placement, budget_bytes, self.name)
+        infers = not any(Kind.GRAD in chunk.home_bytes for chunk in demand.chunks)
+        if infers and budget_bytes is None:
+            # A slot for every chunk would be a second copy of all weights, in the same memory where ranks are CPUs.
+            return placement
         return spend_rest(demand, placement, budget_bytes)
 
 

@@ -139,6 +139,13 @@ MUTANTS = [
         "tests/pure/test_plan.py::test_a_small_chunk_moves_in_where_a_part_of_a_large_one_would_only_travel",
     ),
     Mutant(
+        "weights on the host that only infer have a second copy in slots, without a budget",
+        "gemini/placement/policies.py",
+        "        if infers and budget_bytes is None:",
+        "        if False:",
+        "tests/features/test_inference_memory.py::test_a_model_that_only_infers_costs_two_bytes_a_parameter",
+    ),
+    Mutant(
         "parameters have the first claim to a budget, whatever moves then",
         "gemini/placement/policies.py",
         "        best = ways[costs.index(cost)]",
