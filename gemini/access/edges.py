@@ -1,4 +1,4 @@
-"""`torch.autograd.grad` with respect to parameters that fetch themselves: it needs their place in the graph only."""
+"""Derivatives with respect to parameters that fetch themselves: torch needs their place in the graph only."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ def gradients(
         torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if grad is None else grad
         for tensor, grad in zip(inputs, found, strict=True)
     )
+
+
+def backward(tensors: Any, *, inputs: Any = None, **options: Any) -> None:
+    """Do what `torch.autograd.backward` does. As an input a parameter is not fetched.
+
+    Held from the first node of backward to the last, it would need a slot that backward may not have.
+    """
+    # A parameter that backward starts from is followed by a tensor of its own, which is no input of ours any more.
+    roots = [
+        tensor if not isinstance(tensor, Tensor) or any_link_of(tensor) is None else tensor.clone()
+        for tensor in tensors
+    ]
+    torch.autograd.backward(roots, inputs=None if inputs is None else tuple(map(_edge, inputs)), **options)
 
 
 def _edge(tensor: Any) -> Any:

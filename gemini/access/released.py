@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gemini.access.address import MovingAddress
 from gemini.access.conversion import CONVERSION, is_unwritten, unwritten
-from gemini.access.edges import gradients
+from gemini.access.edges import backward, gradients
 from gemini.access.foreach import for_each_run
 from gemini.access.link import ParameterLink, any_link_of, detached_from
 from gemini.access.metadata import METADATA
@@ -316,6 +316,7 @@ _ADDRESS = (
 )
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: gradients,
+    torch.autograd.backward: backward,
     _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
     _T.grad.__get__: _get_grad,

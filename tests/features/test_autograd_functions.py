@@ -70,6 +70,18 @@ def test_what_grad_refuses_is_refused_in_its_own_words() -> None:
             torch.autograd.grad(model(inputs(0)).sum(), list(model.parameters()))
 
 
+@on_ranks(1, 2)
+def test_a_backward_for_some_parameters_takes_no_memory_for_them(rank: int, world_size: int) -> None:
+    """Nor does one that starts from a parameter."""
+    model, reference = wrap("smallest"), build()
+    for each in (model, reference):
+        loss_of(each).backward(inputs=[each.layers[0].weight, *each.layers[2].parameters()])
+        torch.autograd.backward([each.layers[1].bias], [torch.ones_like(each.layers[1].bias)])
+    for (name, ours), its in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (its.grad is None), name
+        assert its.grad is None or torch.equal(ours.grad.clone(), its.grad), name
+
+
 @pytest.mark.parametrize("place", ["cpu", "smallest"])
 def test_double_backward_through_weights_that_can_leave_is_refused_in_one_sentence(place: str) -> None:
     for ask in ("parameters", "inputs"):

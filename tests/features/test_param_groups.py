@@ -67,6 +67,30 @@ def test_what_is_unfrozen_and_in_no_group_is_refused_until_it_is_added(
     pair.model.close()
 
 
+@pytest.mark.parametrize("is_run_again", [False, True])
+@on_ranks(1, 2)
+def test_a_group_that_is_added_uses_the_gradients_that_earlier_steps_left(
+    rank: int, world_size: int, is_run_again: bool
+) -> None:
+    """NAdam keeps more states than the plan of wrapping counts, so that another plan comes with the group."""
+    model, reference = mlp.wrap("cuda"), mlp.build()
+    made = [torch.optim.NAdam(list(each.layers[0].parameters()), foreach=False) for each in (model, reference)]
+    optimizers = ShardedOptimizer(model, made[0]), made[1]
+    for each, optimizer in zip((model, reference), optimizers, strict=True):
+        mlp.loss_of(each, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": list(each.layers[1].parameters())})
+        if is_run_again:
+            mlp.loss_of(each, 1).backward()
+    for ours, its in zip(model.layers[1].parameters(), reference.layers[1].parameters(), strict=True):
+        assert its.grad is not None
+        assert torch.equal(ours.grad.clone(), its.grad)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(weights_of(model), weights_of(reference))
+
+
 def test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added() -> None:
     model = mlp.wrap()
     weights = list(model.parameters())

@@ -13,6 +13,13 @@ MUTANTS = [
         "tests/features/test_access_edges.py::test_values_on_meta_load_nothing",
     ),
     Mutant(
+        "the inputs of a backward keep their slots until it ends",
+        "gemini/access/released.py",
+        "    torch.autograd.backward: backward,\n",
+        "",
+        "tests/features/test_autograd_functions.py::test_a_backward_for_some_parameters_takes_no_memory_for_them",
+    ),
+    Mutant(
         "a part of a master that is set follows no unfreeze",
         "gemini/access/full_access.py",
         'what.startswith("safe_set")',
