@@ -264,7 +264,8 @@ class Trainability:
         """Raises GeminiError if another plan could not be carried out now."""
         self._replanning.refuse_inside(what, when)
         # Backward passes that produced input gradients only: no gradient of a parameter is lost.
-        self._step.grads.discard_all()
+        if self._step.grads.num_backwards:
+            self._step.grads.discard_all()
 
     def _change(self, flags: list[bool]) -> None:
         """Replan for other flags. Does nothing if that has to wait for the step."""
@@ -276,6 +277,8 @@ class Trainability:
             return
         names = [", ".join(each.name for each in some) or "none" for some in (frozen, unfrozen)]
         self._check_between_steps(f"{names[1]} were unfrozen" if unfrozen else f"{names[0]} were frozen")
+        # Gradients that no step has used, and zeros, are of what was trained before.
+        self._step.grads.discard_all()
         self._replan(flags, f"frozen: {names[0]}; unfrozen: {names[1]}")
         for each in frozen + unfrozen:
             # Only now: after a refusal the old flags must still be those that memory follows.

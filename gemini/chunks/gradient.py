@@ -169,7 +169,7 @@ class ChunkGradient:
 
     def take_over(self, before: ChunkGradient) -> None:
         """Keep what `before` knew about this chunk's gradient, whose memory was replaced between steps."""
-        self.in_pieces = before.in_pieces
+        self.in_pieces, self.num_writes = before.in_pieces, before.num_writes
         for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
             flags[:] = old
 

@@ -18,6 +18,7 @@ from gemini.manager.binding import Binding
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.manager.grads import GradStore
+from gemini.manager.left_gradients import LeftGradients
 from gemini.manager.micro_batches import MicroBatches
 from gemini.manager.migrate import Rehoming, StateStore
 from gemini.manager.params import ParamStore
@@ -151,7 +152,8 @@ class ChunkManager:
         Collective, between steps. shown, change, remedy: as for `change_plan`. Returns None, or why all ranks stay:
         `is_shortage` is equal on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
         """
-        before, migrate = self.plan, self._rehoming(plan)
+        left = LeftGradients(self.grads.memory, self.grads.homes)
+        before, migrate = self.plan, self._rehoming(plan, self.plan, left)
         # A state that moves is on both tiers for a moment.
         self.memory.allow(before.budget.wider(plan.budget))
         try:
@@ -164,7 +166,7 @@ class ChunkManager:
                 known = dict(self.grads.memory.gradients)
                 error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))
                 if error is not None:
-                    self._carry_out(before, self._rehoming(before, plan), is_way_back=True)
+                    self._carry_out(before, self._rehoming(before, plan, left), is_way_back=True)
                     # Moving back made new `ChunkGradient`s: give them what the old ones knew.
                     for index, gradient in known.items():
                         self.grads.of(self.chunks[index]).take_over(gradient)
@@ -190,11 +192,10 @@ class ChunkManager:
     def _states(self) -> StateStore | None:
         return None if self.optimizer is None else self.optimizer.states
 
-    def _rehoming(self, plan: Plan, before: Plan | None = None) -> Rehoming:
-        """The move to `plan` from the plan in force, or from `before`."""
-        now = before or self.plan
-        homes = (now.demand, now.placement), (plan.demand, plan.placement)
-        return Rehoming(self.step, *homes, trains=self.training.is_there)
+    def _rehoming(self, plan: Plan, before: Plan, left: LeftGradients) -> Rehoming:
+        """The move from plan `before` to `plan`."""
+        homes = (before.demand, before.placement), (plan.demand, plan.placement)
+        return Rehoming(self.step, *homes, left, trains=self.training.is_there)
 
     def _agree_on(self, plan: Plan, shown: str, change: str, remedy: str) -> None:
         words = f"{shown}; {placement_in_words(plan.placement, plan.budget_bytes)}"

@@ -133,6 +133,21 @@ class GradHomes:
             # The sum so far moves to fp32; `shard` is undefined from here on.
             self.transfer.copy(gradient.wide, shard)
 
+    def bring_back(self, gradient: ChunkGradient, content: Region) -> None:
+        """Give a chunk whose memory is new the gradient that earlier backwards have left. Raises BudgetError.
+
+        content: (optim_numel,) on the host, in the dtype in which it rested before.
+        """
+        if content.dtype is not gradient.chunk.gradient_dtype:
+            self.widen(gradient, 0)
+        else:
+            # A parameter home is not lent to it: a forward may come next.
+            if gradient.home is None:
+                self._take_home(gradient)
+            gradient.become_reduced(ReducedState.IN_SHARD)
+        self.transfer.copy(gradient.reduced(), content)
+        wait_on_host(content)  # which is temporary
+
     def _make_room(self, gradient: ChunkGradient, backward: int) -> None:
         """Before a step's first reduced gradient is written: lend it the parameter home, or take one for it."""
         chunk = gradient.chunk

@@ -1,9 +1,9 @@
 """Rehoming: moves all states of a model's chunks to the homes of another placement.
 
-It runs between steps, when no gradient is held, after it was decided what each chunk needs and where. States that are
-no longer needed are dropped first. Then states leave the device, then the number of slots changes, and last come the
-states that move in or are new. So the device never holds more than it does before or after. No value changes on the
-way. What the optimizer keeps is its own business; it is told through a `StateStore`.
+It runs between steps, when no gradient waits for the next step, after it was decided what each chunk needs and where.
+States that are no longer needed are dropped first. Then states leave the device, then the number of slots changes, and
+last come the states that move in or are new. So the device never holds more than it does before or after. No value
+changes on the way. What the optimizer keeps is its own business; it is told through a `StateStore`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.param_state import ParamState
 from gemini.errors import BudgetError
+from gemini.manager.left_gradients import LeftGradients
 from gemini.manager.masters import master_from_weights
 from gemini.manager.step import Step
 from gemini.memory.region import Region
@@ -71,10 +72,19 @@ class Rehoming:
     """The move from one (demand, placement) to another."""
 
     def __init__(
-        self, step: Step, before: tuple[Demand, Placement], after: tuple[Demand, Placement], trains: bool = True
+        self,
+        step: Step,
+        before: tuple[Demand, Placement],
+        after: tuple[Demand, Placement],
+        left: LeftGradients,
+        trains: bool = True,
     ) -> None:
-        """trains: gradients and masters have their memory. Otherwise they take it later, see training_state.py."""
+        """left: keeps gradients while states move, also from a move that found no memory to the one back.
+
+        trains: gradients and masters have their memory. Otherwise they take it later, see training_state.py.
+        """
         self._step = step
+        self._left = left
         self._trains = trains
         self._params, self._grads, self._memory = step.params, step.grads, step.params.memory
         self._before = before
@@ -135,6 +145,7 @@ class Rehoming:
         # Edits go home first: payloads are about to be dropped.
         step.binding.write_back_all()
         before = dict(self._grads.memory.gradients)
+        self._left.set_aside()
         self._grads.give_back(self._demand.scratch_bytes)
         for index in before:
             self._free(step.chunks[index], Kind.GRAD)
@@ -155,6 +166,7 @@ class Rehoming:
             # What is known of gradients outlives their memory: zeros that wait, and gradients that come in pieces.
             if chunk.trainable and chunk.index in before:
                 self._grads.of(chunk).take_over(before[chunk.index])
+        self._left.bring_back()
         memory.host.trim()
         self._grads.homes.reset_lending()
         self._grads.reset_order()

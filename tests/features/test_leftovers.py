@@ -1,5 +1,6 @@
 """What is left of gradients after a step and zero_grad(), beside the plain loop."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -220,6 +221,31 @@ def test_gradients_of_parameters_in_no_group_stay_for_another_optimizer(
     pair.backward(4)
     pair.step()
     pair.add_up(5)
+    pair.step()
+    assert_same(weights_of(pair.model), weights_of(pair.plain))
+    pair.model.close()
+
+
+@pytest.mark.sampled(2)
+@on_ranks(1, 2)
+@pytest.mark.parametrize("wrap", [*WRAPS[:3], WRAPS[4]], ids=str)
+def test_gradients_of_another_optimizer_outlive_a_change_of_plan(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
+    """What no step has used is there after states have moved, and later gradients are added to it."""
+    pair = Others(rank, world_size, wrap)
+    with contextlib.nullcontext() if "reuse_fp16_shard" in wrap else pair.model.no_sync():
+        pair.backward(0)
+    for optimizer in (pair.optimizer, pair.its):
+        optimizer.zero_grad()  # before any step: ours are discarded, the others wait, unreduced on several ranks
+    pair.model.offload_states()
+    pair.model.reload_states()
+    pair.same_grads()
+    pair.add_up(1)
+    pair.step()
+    pair.model.offload_states()
+    pair.same_grads()
+    pair.add_up(2)  # the states come back
     pair.step()
     assert_same(weights_of(pair.model), weights_of(pair.plain))
     pair.model.close()

@@ -269,4 +269,18 @@ MUTANTS = [
         "        reduced, zero = gradient.reduced().flat, ",
         "tests/features/test_late_copies.py",
     ),
+    Mutant(
+        "gradients of another optimizer end with a change of plan",
+        "gemini/manager/migrate.py",
+        "        self._left.set_aside()\n",
+        "",
+        "tests/features/test_leftovers.py::test_gradients_of_another_optimizer_outlive_a_change_of_plan",
+    ),
+    Mutant(
+        "a parameter home moves with the gradient that it was lent to",
+        "gemini/manager/left_gradients.py",
+        "                self._homes.restore(gradient.chunk)",
+        "                pass",
+        "tests/features/test_leftovers.py::test_gradients_of_another_optimizer_outlive_a_change_of_plan",
+    ),
 ]
