@@ -193,8 +193,6 @@ class HybridAdam(Optimizer):
             group.setdefault("adamw_mode", decoupled)
             for name, value in defaults.items():
                 group.setdefault(name, value)
-            if group.get("amsgrad"):
-                raise ValueError("amsgrad must be False, found True: the maximum of past second moments is not kept")
             hyperparameters(group)
         super().__setstate__(state)
 

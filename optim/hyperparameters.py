@@ -29,6 +29,9 @@ def hyperparameters(group: Mapping[str, Any]) -> AdamHyperparameters:
 
     Raises ValueError for an invalid hyperparameter.
     """
+    # Groups of torch's optimizers have the key, and so may those of a state dict.
+    if group.get("amsgrad"):
+        raise ValueError("amsgrad must be False, found True: the maximum of past second moments is not kept")
     beta1, beta2 = _pair(group["betas"])
     return AdamHyperparameters(
         lr=_number("lr", group["lr"]),

@@ -14,7 +14,8 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.manager.params import ParamStore
 from gemini.optimizer.chunk_state import ChunkOptimizerState, resting_tier
 from gemini.optimizer.elementwise import ElementwiseUpdate
-from gemini.optimizer.runs import EntryNames
+from gemini.optimizer.in_words import settings_in_words
+from gemini.optimizer.runs import EntryNames, GradientFactors, Run, RunUpdate
 from gemini.placement.demand import Kind, StateHome, Tier
 
 
@@ -164,6 +165,11 @@ class ChunkStates:
         number = self._group_of[managed.index]
         return self._update.entry_names({**self._param_groups[number], **groups[number]})
 
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError, or what a torch optimizer raises, for bad hyperparameters: by an update of no elements."""
+        nothing = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
+        self._update.update([nothing], [group], GradientFactors())
+
     def group(self, managed: ManagedParameter) -> int | None:
         """The number of a parameter's param group. None: it is in no group."""
         return self._group_of.get(managed.index)
@@ -220,7 +226,7 @@ class ChunkStates:
     def _names_in(self, number: int) -> tuple[str, ...]:
         """The flat states of a param group. A trial update finds them, once for all chunks."""
         group = self._param_groups[number]
-        settings = repr([(name, value) for name, value in group.items() if name not in ("params", "param_names")])
+        settings = settings_in_words(group)
         # The answer depends on hyperparameters: SGD keeps a buffer only while its momentum is above 0.
         if self._flat_names.get(number, ("",))[0] != settings:
             self._flat_names[number] = settings, self._update.flat_names(group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gemini.access.link import link_of
@@ -14,8 +13,7 @@ from gemini.errors import UnsupportedError
 from gemini.manager.step import Step
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
-from gemini.optimizer.elementwise import ElementwiseUpdate
-from gemini.optimizer.runs import GradientFactors, Run, RunUpdate
+from gemini.optimizer.in_words import group_in_words
 
 
 def managed_of(step: Step, parameter: object) -> ManagedParameter | None:
@@ -50,9 +48,22 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
     return list(members.values())
 
 
-def add_group(
-    model: ShardedModel, states: ChunkStates, update: ElementwiseUpdate, groups: Sequence[dict[str, Any]]
-) -> None:
+def agreed_members(step: Step, owner: str, groups: Sequence[dict[str, Any]]) -> list[list[ManagedParameter]]:
+    """The members of each param group of `owner`, the same on all ranks. Collective.
+
+    Each rank updates a part of every parameter: with another learning rate than other ranks use for theirs, if it had
+    the parameter in another group. Raises DivergenceError then, and what `members_of` raises.
+    """
+    members = [members_of(step, owner, number, group) for number, group in enumerate(groups)]
+    words = [
+        group_in_words(number, its, group) for number, (its, group) in enumerate(zip(members, groups, strict=True))
+    ]
+    remedy = "All ranks must make the same optimizer, with the same parameters in the same order"
+    step.communicator.agree("\n".join([owner, *words]).encode(), "choice of optimizer", remedy=remedy)
+    return members
+
+
+def add_group(model: ShardedModel, states: ChunkStates, groups: Sequence[dict[str, Any]]) -> None:
     """Allocate the state of the members of the last group, which is new, in a plan that counts it. Collective.
 
     Raises ValueError for members that are not allowed, BudgetError if there is no room for the state, and
@@ -60,11 +71,8 @@ def add_group(
     """
     step, number, group = model.chunk_manager.step, len(groups) - 1, groups[-1]
     members = members_of(step, "ShardedOptimizer", number, group)
-    # An update of no elements raises for bad hyperparameters, before any memory is allocated.
-    nothing = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
-    update.update([nothing], [group], GradientFactors())
-    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    words = f"param group {number} of {', '.join(each.name for each in members)} with {settings}"
+    states.check_group(group)  # before any memory is allocated
+    words = group_in_words(number, members, group)
     remedy = "All ranks must add the same param group at the same step"
     with states.adding_group(number, members):
         # Compared inside the block, so that a group in which ranks differ is undone on all of them.

@@ -22,7 +22,7 @@ from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.chunk_update import ChunkUpdates
 from gemini.optimizer.elementwise import resolve_update
 from gemini.optimizer.loss_scale import LossScale
-from gemini.optimizer.param_groups import add_group, members_of
+from gemini.optimizer.param_groups import add_group, agreed_members
 from gemini.optimizer.runs import GradientFactors
 from gemini.optimizer.scaling import Scaling
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
@@ -99,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.model = model
         self._manager = manager = model.chunk_manager
         given, name = optimizer.param_groups, type(optimizer).__name__
-        members = [members_of(manager.step, name, number, group) for number, group in enumerate(given)]
+        members = agreed_members(manager.step, name, given)
         group_of = {managed.index: number for number, group in enumerate(members) for managed in group}
         if gpu_margin_mem_ratio is not None:
             model.trainability.change_margin(gpu_margin_mem_ratio)
@@ -334,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with step.publishing():
             super().add_param_group(param_group)
             try:
-                add_group(self.model, self._chunk_states, self._update, self.param_groups)
+                add_group(self.model, self._chunk_states, self.param_groups)
             except BaseException:
                 self.param_groups.pop()
                 raise

@@ -8,8 +8,10 @@ this one's (without "masters") loads there.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import count, islice
 from numbers import Real
 from typing import Any
@@ -24,11 +26,13 @@ from gemini.manager.masters import set_master
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.chunk_states import ChunkStates
+from gemini.optimizer.in_words import state_in_words
 from gemini.optimizer.runs import EntryNames
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
 from optim import HALF_DTYPES
 
+_LOAD_ALIKE = "All ranks must load the same state dict"
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho", "etas")
 """Hyperparameters by which optimizers are told apart: a param group that lacks one of this optimizer's is foreign."""
 
@@ -113,11 +117,16 @@ def load_optimizer_state(
     saved = _numbered(saved)
     names_of = _names_by_group(states, saved.get("param_groups", ()))
     _check(groups, saved, by_number, names_of)
+    settings = [_hyperparameters_for(*pair) for pair in zip(groups, saved["param_groups"], strict=True)]
+    for group, its in zip(groups, settings, strict=True):
+        states.check_group({**group, **its})
+    # Every rank sets its own part of each parameter's state: with another step count it would be updated otherwise.
+    step.communicator.agree(state_in_words(saved).encode(), "loaded optimizer state", remedy=_LOAD_ALIKE)
     masters = saved.get("masters", {})
     with states.expecting(_flat_names(by_number, saved, names_of)):
         model.trainability.take_state(_wanted(by_number, saved, states))
-    for group, loaded in zip(groups, saved["param_groups"], strict=True):
-        group.update(_hyperparameters_for(group, loaded))
+    for group, its in zip(groups, settings, strict=True):
+        group.update(deepcopy(its))  # a scheduler writes to a learning rate that is a tensor
     for chunk_state in states.by_chunk.values():
         # The parameters are recreated from the present masters, which are about to be replaced.
         if chunk_state.chunk.holds_grad:
@@ -281,8 +290,8 @@ def _check(
 def _check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, names: EntryNames) -> None:
     """Raises ValueError unless the entry has the keys and shapes of this optimizer's for a stepped parameter."""
     for name, value in entry.items():
-        if name == "step" and (isinstance(value, str) or not _is_number(value)):
-            raise ValueError(f"step of {who} is not a number: {value!r}")
+        if name == "step" and not (_is_number(value) and 0 <= float(value) < math.inf):
+            raise ValueError(f"step of {who} is not a number of steps: {value!r}")
         is_flat = name in names.flat or (isinstance(value, Tensor) and value.dim() > 0 and name != "step")
         if is_flat and value is not None:
             _check_tensor(name, value, who, managed)

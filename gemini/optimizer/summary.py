@@ -20,6 +20,7 @@ from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.step import Step
 from gemini.memory.transfer import wait_on_tier
 from gemini.monitor.live import LiveMemory
+from gemini.optimizer.in_words import settings_in_words
 from gemini.optimizer.runs import spans_of
 from gemini.ranks.communicator import Communicator
 from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
@@ -119,7 +120,7 @@ def summarize(
 
 def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dict[str, Any]]) -> str:
     """Everything that a step depends on besides the model's state, as a text that ranks can compare."""
-    groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in param_groups]
+    groups = "; ".join(map(settings_in_words, param_groups))
     return f"clip_grad_norm={clip} loss_scale={loss_scale} {groups}"
 
 

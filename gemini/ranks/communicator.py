@@ -33,6 +33,7 @@ _KINDS = (
     *("agreement on complete gradients", "agreement on the pass", "names of states"),
     *("change of what is trained", "change of what is compiled"),
     *("new param group", "discard_state()", "the optimizer's settings", "dropped models", "change of optimizer states"),
+    *("choice of optimizer", "loaded optimizer state"),
 )
 _NUM_OF_CHUNKS = 2
 _BUILD_ALIKE = "All ranks must build the same model with the same arguments"

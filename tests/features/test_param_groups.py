@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gemini import BudgetError, DivergenceError, GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.zoo import mlp
 from tests.zoo.mlp import assert_same, weights_of
@@ -224,13 +225,21 @@ def test_settings_that_differ_by_rank_are_refused_before_the_step(rank: int, wor
     pair.steps(0)
     group = pair.optimizer.param_groups[0]
     told = []
-    for name, value, clips in (("lr", 0.5, False), ("weight_decay", 0.5, False), ("lr", 0.25, True)):
+    nearly = torch.tensor(0.01).nextafter(torch.tensor(1.0))  # torch prints it as 0.0100
+    for name, value, clips in (
+        ("lr", 0.5, False),
+        ("weight_decay", 0.5, False),
+        ("lr", 0.25, True),
+        ("lr", nearly, False),
+    ):
         before, alike = state_hash(pair.model, pair.optimizer), group[name]
         pair.loss(pair.model, 1, rank).backward()
         if clips:
             pair.optimizer.clip_grad_norm_(1.0)
         if rank == 1:
             group[name] = value
+        elif value is nearly:
+            group[name] = torch.tensor(0.01)
         try:
             pair.optimizer.step()
         except DivergenceError as error:
@@ -239,7 +248,24 @@ def test_settings_that_differ_by_rank_are_refused_before_the_step(rank: int, wor
         assert state_hash(pair.model, pair.optimizer) == before
     pair.steps(2)
     pair.model.close()
-    assert len(told) == 3, told
+    assert len(told) == 4, told
     assert all("the optimizer's settings differs between rank 0 and rank 1" in one for one in told)
-    assert "'lr': 0.01" in told[0] and "'lr': 0.5" in told[0], told[0]
-    assert "'weight_decay': 0.5" in told[1] and "'lr': 0.25" in told[2]
+    assert "lr=0.01" in told[0] and "lr=0.5" in told[0], told[0]
+    assert "weight_decay=0.5" in told[1] and "lr=0.25" in told[2] and "lr=tensor(0.01" in told[3]
+
+
+@on_ranks(2)
+def test_ranks_that_group_or_order_parameters_otherwise_make_no_optimizer(rank: int, world_size: int) -> None:
+    """Each rank updates a part of every weight, so it would use another learning rate than the rank with the rest."""
+    model = mlp.wrap()
+    parameters = list(model.parameters())
+    for groups in (
+        [parameters[: 2 + 2 * rank], parameters[2 + 2 * rank :]],
+        [parameters[:: 1 - 2 * rank]],  # state dicts number parameters in this order
+    ):
+        adam = HybridAdam([{"params": its, "lr": 0.1 / (1 + place)} for place, its in enumerate(groups)])
+        with pytest.raises(DivergenceError, match=r"rank 0 and rank 1: .*the same parameters in the same order"):
+            ShardedOptimizer(model, adam)
+    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+    mlp.train_step(model, optimizer, rank)
+    model.close()

@@ -1,12 +1,13 @@
 """Optimizer state dicts of torch's optimizers, of other dtypes and of parameters without dimensions."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import ShardedModel, ShardedOptimizer
+from gemini import DivergenceError, ShardedModel, ShardedOptimizer, state_hash
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, loss_of, weights_of
@@ -97,3 +98,60 @@ def test_the_state_of_a_parameter_without_dimensions_is_loaded_as_it_was_saved(k
         return weights_of(model)
 
     assert_same(trained(True), trained(False))
+
+
+@on_ranks(2)
+def test_ranks_that_load_other_optimizer_state_are_told(rank: int, world_size: int) -> None:
+    """Each rank sets its part of every state: with another step count it would be updated otherwise."""
+    model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    step(model, optimizer, rank)
+    before = state_hash(model, optimizer)
+    for change in (
+        lambda saved: saved["state"].pop(3),
+        lambda saved: saved["state"][3].update(step=torch.tensor(100.0)),
+        lambda saved: saved["param_groups"][0].update(lr=torch.tensor(0.01).nextafter(torch.tensor(1.0))),
+    ):
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = torch.tensor(0.01)
+        if rank == 1:
+            change(saved)
+        with pytest.raises(DivergenceError, match="All ranks must load the same state dict"):
+            optimizer.load_state_dict(saved)
+        assert state_hash(model, optimizer) == before and optimizer.param_groups[0]["lr"] == 1e-2
+    model.close()
+
+
+def test_what_a_state_dict_may_not_have_is_refused_before_anything_is_set() -> None:
+    model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    step(model, optimizer, 0)
+    before = state_hash(model, optimizer)
+    for change, complaint in (
+        (
+            lambda saved: saved["state"][3].update(step=torch.tensor(math.nan)),
+            r"step of parameter 3 .* is not a number",
+        ),
+        (lambda saved: saved["state"][3].update(step=-1), r"step of parameter 3 .* is not a number"),
+        (lambda saved: saved["param_groups"][0].update(lr=-1.0), "lr must be a finite number"),
+        (lambda saved: saved["param_groups"][0].update(amsgrad=True), "amsgrad must be False"),
+    ):
+        saved = optimizer.state_dict()
+        change(saved)
+        with pytest.raises(ValueError, match=complaint):
+            optimizer.load_state_dict(saved)
+        assert state_hash(model, optimizer) == before and optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_a_learning_rate_that_was_loaded_is_the_optimizers_own() -> None:
+    """A schedule writes to a tensor, which must not be that of the state dict."""
+    model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL)
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = torch.tensor(0.5)
+    optimizer.load_state_dict(saved)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step(model, optimizer, 0)
+    schedule.step()
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
+    assert float(saved["param_groups"][0]["lr"]) == 0.5

@@ -276,4 +276,32 @@ MUTANTS = [
         "        optimizer.param_groups = list(self.param_groups)",
         "tests/features/test_param_groups.py::test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added",
     ),
+    Mutant(
+        "ranks may make other param groups",
+        "gemini/optimizer/param_groups.py",
+        '"choice of optimizer", remedy=remedy)',
+        '"choice of optimizer", remedy=remedy) if not words else None',
+        "tests/features/test_param_groups.py::test_ranks_that_group_or_order_parameters_otherwise_make_no_optimizer",
+    ),
+    Mutant(
+        "ranks may load other optimizer state",
+        "gemini/optimizer/state_dict.py",
+        "agree(state_in_words(saved).encode(), ",
+        'agree(b"", ',
+        "tests/features/test_state_dict_forms.py::test_ranks_that_load_other_optimizer_state_are_told",
+    ),
+    Mutant(
+        "ranks compare four digits of a learning rate",
+        "gemini/optimizer/in_words.py",
+        "    if isinstance(value, Tensor):\n",
+        "    if value is ...:\n",
+        "tests/features/test_param_groups.py::test_settings_that_differ_by_rank_are_refused_before_the_step",
+    ),
+    Mutant(
+        "a learning rate that was loaded is the state dict's own",
+        "gemini/optimizer/state_dict.py",
+        "deepcopy(its)",
+        "its",
+        "tests/features/test_state_dict_forms.py::test_a_learning_rate_that_was_loaded_is_the_optimizers_own",
+    ),
 ]
