@@ -67,7 +67,12 @@ ElementwiseUpdate = AdamUpdate | TorchUpdate
 
 
 def resolve_update(optimizer: torch.optim.Optimizer, elementwise: bool) -> ElementwiseUpdate:
-    """The update of the user's optimizer. Raises UnsupportedError if it is not known to be elementwise."""
+    """The update of the user's optimizer. Raises UnsupportedError if it is not known to be elementwise.
+
+    elementwise: the user says that it is. Raises TypeError for anything but True and False.
+    """
+    if not isinstance(elementwise, bool):
+        raise TypeError(f"elementwise must be True or False, found {elementwise!r}")
     if type(optimizer) in (HybridAdam, CPUAdam):
         return AdamUpdate()
     if type(optimizer) in TESTED or elementwise:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gemini.access.link import link_of
@@ -48,12 +49,13 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
     return list(members.values())
 
 
-def agreed_members(step: Step, owner: str, groups: Sequence[dict[str, Any]]) -> list[list[ManagedParameter]]:
-    """The members of each param group of `owner`, the same on all ranks. Collective.
+def agreed_members(step: Step, optimizer: torch.optim.Optimizer) -> list[list[ManagedParameter]]:
+    """The members of each param group of `optimizer`, the same on all ranks. Collective.
 
     Each rank updates a part of every parameter: with another learning rate than other ranks use for theirs, if it had
     the parameter in another group. Raises DivergenceError then, and what `members_of` raises.
     """
+    owner, groups = type(optimizer).__name__, optimizer.param_groups
     members = [members_of(step, owner, number, group) for number, group in enumerate(groups)]
     words = [
         group_in_words(number, its, group) for number, (its, group) in enumerate(zip(members, groups, strict=True))

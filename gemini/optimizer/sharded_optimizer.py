@@ -26,6 +26,7 @@ from gemini.optimizer.param_groups import add_group, agreed_members
 from gemini.optimizer.runs import GradientFactors
 from gemini.optimizer.scaling import Scaling
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
+from gemini.optimizer.state_hooks import loads_with_hooks, saves_with_hooks
 from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step_report import StepReport
 from gemini.optimizer.summary import GradientSummary, compare_settings, settings_of_step, summarize
@@ -89,8 +90,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         refuse_unknown_arguments("ShardedOptimizer", unknown, valid)
         model = checked_model(model)
         check_inner(optimizer, ShardedOptimizer, model)
-        if not isinstance(elementwise, bool):
-            raise TypeError(f"elementwise must be True or False, found {elementwise!r}")
         scale = LossScale(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
@@ -98,8 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip_grad_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
         self.model = model
         self._manager = manager = model.chunk_manager
-        given, name = optimizer.param_groups, type(optimizer).__name__
-        members = agreed_members(manager.step, name, given)
+        members = agreed_members(manager.step, optimizer)
         group_of = {managed.index: number for number, group in enumerate(members) for managed in group}
         if gpu_margin_mem_ratio is not None:
             model.trainability.change_margin(gpu_margin_mem_ratio)
@@ -272,6 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The norm of the gradients without the loss scale."""
         return summary.norm / self.loss_scale
 
+    @saves_with_hooks
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The state in torch.optim's format, whole, in host memory. Collective.
 
@@ -288,6 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state["loss_scale"] = self._scaling.active.state_dict()
         return state
 
+    @loads_with_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set all state from `state_dict`, one of this method's own or of the plain optimizer's. Collective.
 

@@ -155,3 +155,23 @@ def test_a_learning_rate_that_was_loaded_is_the_optimizers_own() -> None:
     schedule.step()
     assert float(optimizer.param_groups[0]["lr"]) == 0.25
     assert float(saved["param_groups"][0]["lr"]) == 0.5
+
+
+def test_hooks_on_an_optimizers_state_dicts_run_as_in_plain_pytorch() -> None:
+    model, plain = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL), build()
+    ours: Any = ShardedOptimizer(model, adam(model.parameters()))
+    told: dict[Any, list[str]] = {}
+    for module, optimizer in ((model, ours), (plain, adam(plain.parameters()))):
+        calls = told[optimizer] = []
+        optimizer.register_state_dict_pre_hook(lambda _, its=calls: its.append("before saving"))
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "epoch": 7})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state, its=calls: its.append(str(state.pop("epoch"))))
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, state: {**state, "param_groups": [{**group, "lr": 0.5} for group in state["param_groups"]]}
+        )
+        optimizer.register_load_state_dict_post_hook(lambda _, its=calls: its.append("after loading"))
+        step(module, optimizer, 0)
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        assert saved["epoch"] == 7 and optimizer.param_groups[0]["lr"] == 0.5
+    assert all(calls == ["before saving", "7", "after loading"] for calls in told.values())

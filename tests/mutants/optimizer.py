@@ -304,4 +304,11 @@ MUTANTS = [
         "its",
         "tests/features/test_state_dict_forms.py::test_a_learning_rate_that_was_loaded_is_the_optimizers_own",
     ),
+    Mutant(
+        "hooks on loading an optimizer's state do not run",
+        "gemini/optimizer/sharded_optimizer.py",
+        "    @loads_with_hooks\n",
+        "",
+        "tests/features/test_state_dict_forms.py::test_hooks_on_an_optimizers_state_dicts_run_as_in_plain_pytorch",
+    ),
 ]
