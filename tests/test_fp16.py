@@ -78,6 +78,16 @@ def test_the_scale_is_saved_and_loaded() -> None:
     assert its.loss_scale == 32.0, "nothing changed"
 
 
+@pytest.mark.filterwarnings("ignore:step .* skipped")
+def test_a_scale_falls_for_as_many_steps_as_it_takes() -> None:
+    model, optimizer = trained(initial_scale=2.0**32, hysteresis=1)
+    while optimizer.last_step is None or optimizer.last_step.skipped is not None:
+        optimizer.backward(loss_of(model) * 1e4)
+        optimizer.step()
+    assert optimizer.last_step.number > 21
+    assert optimizer.loss_scale > 1.0
+
+
 def test_a_backward_without_the_scale_is_refused_before_anything_happens() -> None:
     model, optimizer = trained()
     with pytest.raises(GeminiError, match=r"call optimizer\.backward\(loss\)"):

@@ -163,8 +163,17 @@ class Engine:
             self._refuse_foreign_gradients()
         if not self.is_gradient_accumulation_boundary() and not (last and self._in_window):
             return
-        rate = optimizer.param_groups[0]["lr"]
-        optimizer.step()
+        rate, before = optimizer.param_groups[0]["lr"], optimizer.last_step
+        try:
+            optimizer.step()
+        finally:
+            # One skipped step too many is an error of a step that is over. Its gradients are gone: if the window stayed
+            # full, the next step would come after a single micro-batch.
+            if optimizer.last_step is not before:
+                self._end_window(optimizer, rate)
+
+    def _end_window(self, optimizer: ShardedOptimizer, rate: float) -> None:
+        """Count the optimizer's last step, which had this learning rate, and move the schedule."""
         self._in_window, self._window_begins = 0, self.micro_steps
         self.global_steps += 1
         # Only a rank that logs reads the norm, because that waits for the device.

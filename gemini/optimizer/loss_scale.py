@@ -72,12 +72,15 @@ class LossScale:
             self.num_good = self.num_bad = 0
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
 
-    def refuse_endless_skips(self, parameter: str) -> None:
-        """Raises GeminiError after MAX_SKIPPED skipped steps in a row."""
-        if self.num_skipped >= MAX_SKIPPED:
+    def refuse_endless_skips(self, parameter: str, scale: float) -> None:
+        """Raises GeminiError after MAX_SKIPPED skipped steps in a row, once the scale cannot fall any more.
+
+        scale: of the last of these steps. A lower one, which no step has tried yet, may still help.
+        """
+        if self.num_skipped >= MAX_SKIPPED and scale <= self.min_scale:
             raise GeminiError(
-                f"{self.num_skipped} steps in a row were skipped: the gradient of {parameter!r} is not finite at a "
-                f"loss scale of {self.scale:g} either. Training has diverged, or computes something that fp16 cannot "
+                f"{self.num_skipped} steps in a row were skipped: the gradient of {parameter!r} is not finite at the "
+                f"least loss scale, {scale:g}, either. Training has diverged, or computes something that fp16 cannot "
                 "hold: lower the learning rate, or use dtype=torch.bfloat16"
             )
 

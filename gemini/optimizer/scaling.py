@@ -8,6 +8,7 @@ from torch import Tensor
 from gemini.manager.grads import GradStore
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.loss_scale import LossScale
+from gemini.optimizer.step_report import StepReport
 
 
 class Scaling:
@@ -43,10 +44,7 @@ class Scaling:
         torch.autograd.Variable._execution_engine.queue_callback(self._gradients.end_scaled_loss)
 
     def after_step(self, skipped: str | None) -> None:
-        """Adjust the scale. skipped: the parameter whose gradient was not finite, so that nothing was updated.
-
-        Raises GeminiError after many skipped steps in a row.
-        """
+        """Adjust the scale. skipped: the parameter whose gradient was not finite, so that nothing was updated."""
         scale = self.active
         if scale is None:
             return
@@ -55,5 +53,8 @@ class Scaling:
         # Gradients that a step left (parameters in no group) still have the old scale.
         if scale.scale != before:
             self._gradients.leftovers.rescale(scale.scale / before)
-        if skipped is not None:
-            scale.refuse_endless_skips(skipped)
+
+    def refuse_endless_skips(self, report: StepReport | None) -> None:
+        """Raises GeminiError if the last step was one of many that were skipped in a row, at the least scale."""
+        if self.active is not None and report is not None and report.skipped is not None:
+            self._scale.refuse_endless_skips(report.skipped, report.loss_scale)

@@ -171,7 +171,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         enabled, and its result is returned.
 
         Raises GeminiError inside a forward or backward, after a backward that followed `clip_grad_norm_()`, if the
-        ranks' hyperparameters differ, or if parameters were added or replaced; nothing has changed then.
+        ranks' hyperparameters differ, or if parameters were added or replaced; nothing has changed then. Raises
+        GeminiError, too, after many steps that were skipped in a row, the last ones at the least loss scale.
         """
         loss = None
         if closure is not None:
@@ -183,6 +184,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self._manager.step.publishing():
             self._step()
             self._manager.step.end_update()
+        # The step is over on every rank, and each of them raises this by itself: training can go on after it.
+        self._scaling.refuse_endless_skips(self.last_step)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -196,17 +199,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
-        step = self._manager.step
-        step.check_idle(what)
-        if any(chunk.pins for chunk in step.chunks):
+        self._manager.step.check_idle(what)
+        if any(chunk.pins for chunk in self._manager.chunks):
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
 
     def _collect(self) -> None:
         """Complete the gradients, and release payloads that an update would make stale. Collective."""
-        step = self._manager.step
         for chunk in self._chunk_states.trained:
-            step.before_chunk_update(chunk)
-        step.grads.catch_up()
+            self._manager.step.before_chunk_update(chunk)
+        self._manager.grads.catch_up()
 
     def _summarize(self, norm_type: float) -> GradientSummary:
         """Find out what all ranks must know of the gradients."""
@@ -263,8 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._scaling.after_step(skipped)
 
     def _settings(self) -> str:
-        clip = self._next.requested or self._clip_grad_norm
-        return settings_of_step(clip, self.loss_scale, self.param_groups)
+        return settings_of_step(self._next.requested or self._clip_grad_norm, self.loss_scale, self.param_groups)
 
     def _true_norm(self, summary: GradientSummary) -> float:
         """The norm of the gradients without the loss scale."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import gemini
-from gemini import Engine, ShardedModel, Trainer, deepspeed
+from gemini import Engine, GeminiError, ShardedModel, Trainer, deepspeed
 from gemini.engine.trainer import Hook, JsonLines, LRSchedulerHook
 from gemini.engine.trainer.trainer import Trainer as AnyTrainer
 from optim import HybridAdam
@@ -116,3 +116,24 @@ def test_a_schedule_by_epoch_moves_once_for_each_epoch_that_was_trained() -> Non
     hooks = [StopsInTest(), LRSchedulerHook(schedule, by_epoch=True)]
     Trainer(engine).fit([BATCH], 3, test_dataloader=[BATCH], hooks=hooks)
     assert schedule.last_epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:step .* skipped")
+def test_after_too_many_skipped_steps_a_window_begins_with_its_first_micro_batch() -> None:
+    scale = {"initial_scale": 8.0, "min_scale": 8.0, "max_scale": 8.0}
+    engine = engine_of(dtype="fp16", cast_inputs=True, gradient_accumulation_steps=2, loss_scale=scale)
+
+    def micro_batch(factor: float) -> None:
+        engine.backward(engine(BATCH[0]).float().square().mean() * factor)
+        engine.step()
+
+    for _ in range(39):
+        micro_batch(float("inf"))
+    with pytest.raises(GeminiError, match="20 steps in a row were skipped"):
+        micro_batch(float("inf"))
+    assert not engine.is_window_open()
+    assert engine.global_steps == engine.skipped_steps == 20
+    micro_batch(1.0)
+    assert engine.global_steps == 20, "a window has two micro-batches"
+    micro_batch(1.0)
+    assert (engine.global_steps, engine.skipped_steps) == (21, 20)

@@ -6,6 +6,14 @@ CONFIG = "gemini/engine/config"
 
 MUTANTS = [
     Mutant(
+        "a window stays full after a step that was skipped once too often",
+        "gemini/engine/engine.py",
+        "        finally:\n            # One",
+        "        except ArithmeticError:\n            raise\n        else:\n            # One",
+        "tests/features/test_engine_edges.py"
+        "::test_after_too_many_skipped_steps_a_window_begins_with_its_first_micro_batch",
+    ),
+    Mutant(
         "inputs are cast to a dtype that the config alone has",
         "gemini/engine/engine.py",
         "        weights = model.settings.dtype  #",

@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "the step ignores what no_sync() left",
         "gemini/optimizer/sharded_optimizer.py",
-        "        step.grads.catch_up()\n",
+        "        self._manager.grads.catch_up()\n",
         "",
         "tests/features/test_unsynced.py::test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed",
     ),
@@ -149,6 +149,13 @@ MUTANTS = [
         "        self.num_skipped = 0\n        self.num_good += 1",
         "        self.num_skipped = self.num_bad = 0\n        self.num_good += 1",
         "tests/pure/test_loss_scale.py",
+    ),
+    Mutant(
+        "a scale that can still fall ends the training",
+        "gemini/optimizer/loss_scale.py",
+        "self.num_skipped >= MAX_SKIPPED and scale <= self.min_scale:",
+        "self.num_skipped >= MAX_SKIPPED:",
+        "tests/test_fp16.py::test_a_scale_falls_for_as_many_steps_as_it_takes",
     ),
     Mutant(
         "gradients keep the loss scale",

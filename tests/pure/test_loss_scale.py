@@ -51,13 +51,27 @@ def test_twenty_skips_in_a_row_are_an_error_and_nineteen_are_not() -> None:
     scale = LossScale()
     for _ in range(MAX_SKIPPED - 1):
         scale.update(True)
-        scale.refuse_endless_skips("w")
+        scale.refuse_endless_skips("w", 1.0)
     scale.update(False)
     for _ in range(MAX_SKIPPED):
-        scale.refuse_endless_skips("w")
+        scale.refuse_endless_skips("w", 1.0)
         scale.update(True)
-    with pytest.raises(GeminiError, match="20 steps in a row were skipped: the gradient of 'w' is not finite"):
-        scale.refuse_endless_skips("w")
+    with pytest.raises(
+        GeminiError, match="20 steps in a row were skipped: the gradient of 'w' is not finite at the least"
+    ):
+        scale.refuse_endless_skips("w", 1.0)
+
+
+@pytest.mark.parametrize("initial_scale", [1.0, 2.0**10, 2.0**32])
+def test_skips_are_no_error_before_a_step_at_the_least_scale_is_one_of_them(initial_scale: float) -> None:
+    scale, tried = LossScale(initial_scale, hysteresis=1), list[float]()
+    while len(tried) < MAX_SKIPPED or tried[-1] > 1.0:
+        if tried:
+            scale.refuse_endless_skips("w", tried[-1])
+        tried.append(scale.scale)
+        scale.update(True)
+    with pytest.raises(GeminiError, match="in a row were skipped"):
+        scale.refuse_endless_skips("w", tried[-1])
 
 
 @pytest.mark.parametrize(
