@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gemini
 from gemini import Engine, GeminiError, ShardedModel, Trainer, deepspeed
-from gemini.engine.trainer import Hook, JsonLines, LRSchedulerHook
+from gemini.engine.trainer import Hook, JsonLines, Loss, LRSchedulerHook
 from gemini.engine.trainer.trainer import Trainer as AnyTrainer
 from optim import HybridAdam
 from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, build, inputs, weights_of
@@ -137,3 +137,47 @@ def test_after_too_many_skipped_steps_a_window_begins_with_its_first_micro_batch
     assert engine.global_steps == 20, "a window has two micro-batches"
     micro_batch(1.0)
     assert (engine.global_steps, engine.skipped_steps) == (21, 20)
+
+
+@pytest.mark.parametrize("fails", ["after_micro_batch", "after_test_batch"])
+def test_metrics_after_a_training_that_failed_have_none_of_its_losses(fails: str) -> None:
+    class FailsLate(Hook):
+        pass
+
+    def fail(self: Hook, *arguments: Any) -> None:
+        raise RuntimeError("late")
+
+    setattr(FailsLate, fails, fail)
+    found, other = [], (BATCH[0], BATCH[1] * 100)
+    for loss in (Loss(), Loss()):
+        trainer = Trainer(engine_of(gradient_accumulation_steps=2))
+        if not found:
+            with pytest.raises(RuntimeError, match="late"):
+                Trainer(engine_of()).fit([other], 1, test_dataloader=[other], hooks=[loss, FailsLate()])
+        trainer.fit([BATCH] * 2, 1, test_dataloader=[BATCH], hooks=[loss])
+        found.append(dict(trainer.metrics))
+    assert found[0] == found[1]
+
+
+def test_an_evaluation_inside_a_training_leaves_it_its_hooks() -> None:
+    heard = []
+
+    class Evaluates(Hook):
+        def after_step(self, trainer: AnyTrainer) -> None:
+            heard.append(trainer.evaluate([BATCH], hooks=[Loss()])["test_loss"])
+
+    engine = engine_of()
+    Trainer(engine).fit([BATCH] * 3, 1, hooks=[Evaluates()])
+    assert len(set(heard)) == engine.global_steps == 3
+
+
+@pytest.mark.parametrize("how", ["evaluate", "predict"])
+def test_an_evaluation_leaves_every_module_the_mode_that_it_had(how: str) -> None:
+    engine = engine_of()
+    engine.train()
+    engine.module.layers[2].eval()
+    modes = [module.training for module in engine.model.modules()]
+    trainer = Trainer(engine)
+    trainer.evaluate([BATCH]) if how == "evaluate" else trainer.predict(BATCH[0])
+    assert [module.training for module in engine.model.modules()] == modes
+    assert not all(modes)

@@ -6,6 +6,27 @@ CONFIG = "gemini/engine/config"
 
 MUTANTS = [
     Mutant(
+        "an evaluation inside a training takes its hooks away",
+        "gemini/engine/trainer/trainer.py",
+        "            self._hooks = others  #",
+        "            pass  #",
+        "tests/features/test_engine_edges.py::test_an_evaluation_inside_a_training_leaves_it_its_hooks",
+    ),
+    Mutant(
+        "an evaluation ends with all modules in one mode",
+        "gemini/engine/trainer/trainer.py",
+        "                if module.training != was_training:\n                    module.train(was_training)\n",
+        "                self.engine.train(modes[0][1])\n",
+        "tests/features/test_engine_edges.py::test_an_evaluation_leaves_every_module_the_mode_that_it_had",
+    ),
+    Mutant(
+        "an epoch's loss has losses of a training that failed",
+        "gemini/engine/trainer/metrics.py",
+        "        self._of_epoch.clear()\n",
+        "",
+        "tests/features/test_engine_edges.py::test_metrics_after_a_training_that_failed_have_none_of_its_losses",
+    ),
+    Mutant(
         "a window stays full after a step that was skipped once too often",
         "gemini/engine/engine.py",
         "        finally:\n            # One",

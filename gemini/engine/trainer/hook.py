@@ -35,6 +35,9 @@ class Hook:
     def after_epoch(self, trainer: Trainer) -> None:
         """Called after an epoch's last step, before its evaluation."""
 
+    def before_test(self, trainer: Trainer) -> None:
+        """Called before an evaluation's first forward."""
+
     def after_test_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         """Called after a forward of an evaluation."""
 

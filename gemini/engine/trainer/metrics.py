@@ -52,13 +52,17 @@ class Mean:
         self._sum: float | Tensor = 0.0
         self._count: int | Tensor = 0
 
+    def clear(self) -> None:
+        """Begin again, as after a training that failed before its sums were used."""
+        self._sum, self._count = 0.0, 0
+
     def add(self, total: float | Tensor, count: int | Tensor) -> None:
         self._sum, self._count = self._sum + total, self._count + count
 
     def pop_mean(self, trainer: Trainer) -> float:
         """The mean of what was added on all ranks since the last call; nan of nothing. Collective."""
         sum_and_count = torch.tensor([float(self._sum), float(self._count)], dtype=torch.float64, device="cpu")
-        self._sum, self._count = 0.0, 0
+        self.clear()
         total, count = trainer.sum_over_ranks(sum_and_count).tolist()
         return total / count if count else float("nan")
 
@@ -71,6 +75,10 @@ class Loss(Hook):
     def __init__(self) -> None:
         self._of_step: list[Tensor] = []
         self._of_epoch, self._of_test = Mean(), Mean()
+
+    def before_train(self, trainer: Trainer) -> None:
+        self._of_step.clear()
+        self._of_epoch.clear()
 
     def after_micro_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         assert outcome.loss is not None
@@ -85,6 +93,9 @@ class Loss(Hook):
 
     def after_epoch(self, trainer: Trainer) -> None:
         trainer.metrics["epoch_loss"] = self._of_epoch.pop_mean(trainer)
+
+    def before_test(self, trainer: Trainer) -> None:
+        self._of_test.clear()
 
     def after_test_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         if outcome.loss is not None:
@@ -106,6 +117,9 @@ class Accuracy(Hook):
     def __init__(self, predict: Callable[[Any], Tensor] | None = None) -> None:
         self._predict = predict or (lambda output: output.argmax(-1))
         self._of_test = Mean()
+
+    def before_test(self, trainer: Trainer) -> None:
+        self._of_test.clear()
 
     def after_test_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
         counts = outcome.label >= 0

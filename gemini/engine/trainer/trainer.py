@@ -180,33 +180,34 @@ class Trainer:
     ) -> dict[str, float]:
         """Run forwards without gradients over a loader; returns the metrics that hooks made of them. Collective.
 
-        test_dataloader, hooks, display_progress: as in `fit`; without `hooks` the last ones go on.
+        test_dataloader, display_progress: as in `fit`.
+        hooks: of this evaluation. None: those of the last `fit`, or of the one that runs.
 
         Raises GeminiError if any rank's loader is empty, and what the model or a hook raises.
         """
+        others = self._hooks
         if hooks is not None:
             self._hooks = _in_order(hooks)
-        with (
-            self.engine.communicator.publishing(),
-            self._bar(display_progress, "evaluate", length_of(test_dataloader)) as advance,
-        ):
-            self.engine.recover()
-            self._evaluate(test_dataloader, advance)
+        try:
+            with (
+                self.engine.communicator.publishing(),
+                self._bar(display_progress, "evaluate", length_of(test_dataloader)) as advance,
+            ):
+                self.engine.recover()
+                self._evaluate(test_dataloader, advance)
+        finally:
+            self._hooks = others  # a hook of `fit` may have called this
         return dict(self.metrics)
 
     def _evaluate(self, loader: Iterable[Any], advance: Any = None) -> None:
-        was_training = self.engine.model.training
-        self.engine.eval()
         num_batches = 0
-        try:
-            with torch.no_grad():
-                for batch in self._together.batches(loader):
-                    num_batches += 1
-                    self._tell("after_test_batch", batch, run(self.engine, batch))
-                    if advance is not None:
-                        advance(self.metrics)
-        finally:
-            self.engine.train(was_training)
+        self._tell("before_test")
+        with self._evaluating():
+            for batch in self._together.batches(loader):
+                num_batches += 1
+                self._tell("after_test_batch", batch, run(self.engine, batch))
+                if advance is not None:
+                    advance(self.metrics)
         if num_batches == 0 and not self._stops():
             raise GeminiError("the test loader of a rank is empty: every rank needs a batch")
         self._tell("after_test")
@@ -217,13 +218,23 @@ class Trainer:
         data: a mapping for keyword arguments, a tuple or list for positional ones, or one tensor. Raises what the model
         raises.
         """
-        was_training = self.engine.model.training
+        with self._evaluating(), self.engine.communicator.publishing():
+            return forward(self.engine, moved(data, self.engine.device))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """A context in evaluation mode and without gradients, after which every module has the mode that it had."""
+        modes = [(module, module.training) for module in self.engine.model.modules()]
         self.engine.eval()
         try:
-            with self.engine.communicator.publishing(), torch.no_grad():
-                return forward(self.engine, moved(data, self.engine.device))
+            with torch.no_grad():
+                yield
         finally:
-            self.engine.train(was_training)
+            # A script may keep parts in evaluation mode, such as batch norms. Each module comes after the one around
+            # it, whose `train` changes all modules inside.
+            for module, was_training in modes:
+                if module.training != was_training:
+                    module.train(was_training)
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """`numbers` added over all ranks, in rank order, as a new tensor, for hooks. Collective. Raises nothing."""
