@@ -81,8 +81,7 @@ def auto_values(args: Any, num_training_steps: int) -> dict[str, Any]:
         **{f"optimizer.params.{name}": value(args) for name, value in _OPTIMIZER.items()},
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": args.learning_rate,
-        # A schedule refuses a warmup of 0 steps, which is the default of TrainingArguments.
-        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
+        "scheduler.params.warmup_num_steps": args.get_warmup_steps(num_training_steps),
         "scheduler.params.total_num_steps": num_training_steps,
         "fp16.enabled": args.mixed_precision == "fp16",
         "bf16.enabled": args.mixed_precision == "bf16",

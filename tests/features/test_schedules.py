@@ -75,6 +75,13 @@ def test_a_schedule_goes_on_from_its_state() -> None:
     assert resumed.last_epoch == 4
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_the_shortest_warmup_has_two_steps_as_deepspeed_has_it(name: str) -> None:
+    total = {} if name == "WarmupLR" else {"total_num_steps": 6}
+    rates = [steps_of(SchedulerConfig(type=name, params={"warmup_num_steps": n, **total}), 6) for n in (0, 1, 2)]
+    assert rates[0] == rates[1] == rates[2]
+
+
 def test_each_param_group_may_have_a_rate_of_its_own() -> None:
     config = SchedulerConfig(type="WarmupLR", params={"warmup_min_lr": [0.1, 0.2], "warmup_max_lr": [1.0, 2.0]})
     optimizer = adam(2)

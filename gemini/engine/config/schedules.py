@@ -26,8 +26,8 @@ class WarmupLR(Schedule):
     """Learning rate before the first step."""
     warmup_max_lr: Rates | None = None
     """Learning rate after the warmup. None: the optimizer's."""
-    warmup_num_steps: Steps = 1000
-    """Optimizer steps of the warmup."""
+    warmup_num_steps: Count = 1000
+    """Optimizer steps of the warmup. It takes at least 2, as in DeepSpeed."""
     warmup_type: Literal["log", "linear"] = "log"
     """How the learning rate rises."""
 
@@ -48,8 +48,8 @@ class WarmupCosineLR(Schedule):
     """Optimizer steps of the training."""
     warmup_min_ratio: Number = 0.0
     """Part of the optimizer's learning rate before the first step."""
-    warmup_num_steps: Steps = 1000
-    """Optimizer steps of the warmup."""
+    warmup_num_steps: Count = 1000
+    """Optimizer steps of the warmup. It takes at least 2, as in DeepSpeed."""
     cos_min_ratio: Number = 0.0001
     """Part of the optimizer's learning rate at the end."""
     warmup_type: Literal["log", "linear"] = "log"
