@@ -1,7 +1,8 @@
 """The compiled CPU kernels, if they were built: their instruction levels, and the number of their threads.
 
-The kernels have threads of their own: as many as the process's share of the machine's physical cores, unless
-`set_num_threads` or the environment's `GEMINI_NUM_THREADS` says otherwise. torch's setting has no effect on them.
+The kernels have threads of their own: as many as the process's share of the machine's physical cores, or of those whose
+time its container may use, unless `set_num_threads` or the environment's `GEMINI_NUM_THREADS` says otherwise. torch's
+setting has no effect on them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import cache
 from types import ModuleType
 
 import psutil
+
+from optim.control_groups import cpu_quota
 
 NUM_THREADS_VARIABLE = "GEMINI_NUM_THREADS"
 
@@ -51,7 +54,7 @@ def num_threads() -> int:
 
 
 def set_num_threads(number: int | None) -> None:
-    """Let CPU kernels use `number` threads. None: physical cores / ranks on this machine. Raises ValueError."""
+    """Let CPU kernels use `number` threads. None: usable cores / ranks on this machine. Raises ValueError."""
     global _num_threads
     _num_threads = None if number is None else _positive("the number of threads", number)
 
@@ -64,6 +67,10 @@ def _default_num_threads() -> int:
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     # A launcher or a container may have bound the process to some of the cores.
     usable = min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores
+    # A container may run on every core, but only for a part of the time. More threads than that use their quota up at
+    # the start of each period, and the kernel stops all of them for the rest of it.
+    quota = cpu_quota()
+    usable = usable if quota is None else min(usable, int(quota))
     return max(1, usable // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 

@@ -165,6 +165,13 @@ MUTANTS = [
         "tests/features/test_memory_monitor.py::test_of_nested_groups_the_one_with_least_room_counts",
     ),
     Mutant(
+        "kernels have a thread for each core that a container may not use",
+        "optim/cpu_extension.py",
+        "min(usable, int(quota))",
+        "usable",
+        "tests/pure/test_control_groups.py::test_cpu_kernels_have_no_more_threads_than_a_containers_cores",
+    ),
+    Mutant(
         "page cache is in use",
         "gemini/monitor/cgroup.py",
         "max(0, used - self._reclaimable_bytes())",
