@@ -58,6 +58,21 @@ def whole_windows(loader: Any, window: int) -> Any:
     return WholeWindows(loader, window) if window > 1 and length_of(loader) is not None else loader
 
 
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of everything that may order a loader's data: itself, its samplers, its dataset. Local.
+
+    A sampler of samples may also be inside the sampler of batches that a DataLoader was given, and an iterable dataset
+    shuffles by itself. What is not told repeats the order of its first epoch.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    found = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    # By identity: a DataLoader shows the sampler that it was given at two places.
+    for each in {id(each): each for each in [*found, getattr(loader, "dataset", None)]}.values():
+        set_epoch = getattr(each, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+
+
 def length_of(loader: Any) -> int | None:
     """The number of batches. None: it is not known, as with a DataLoader over an iterable dataset without a length."""
     try:

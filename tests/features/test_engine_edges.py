@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import gemini
 from gemini import Engine, GeminiError, ShardedModel, Trainer, deepspeed
+from gemini.engine.loaders import whole_windows
 from gemini.engine.trainer import Hook, JsonLines, Loss, LRSchedulerHook
 from gemini.engine.trainer.trainer import Trainer as AnyTrainer
 from optim import HybridAdam
+from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, build, inputs, weights_of
 
 
@@ -119,7 +121,8 @@ def test_a_schedule_by_epoch_moves_once_for_each_epoch_that_was_trained() -> Non
 
 
 @pytest.mark.filterwarnings("ignore:step .* skipped")
-def test_after_too_many_skipped_steps_a_window_begins_with_its_first_micro_batch() -> None:
+@on_ranks(1, 2)
+def test_after_too_many_skipped_steps_a_window_begins_with_its_first_micro_batch(rank: int, world_size: int) -> None:
     scale = {"initial_scale": 8.0, "min_scale": 8.0, "max_scale": 8.0}
     engine = engine_of(dtype="fp16", cast_inputs=True, gradient_accumulation_steps=2, loss_scale=scale)
 
@@ -127,16 +130,17 @@ def test_after_too_many_skipped_steps_a_window_begins_with_its_first_micro_batch
         engine.backward(engine(BATCH[0]).float().square().mean() * factor)
         engine.step()
 
-    for _ in range(39):
-        micro_batch(float("inf"))
+    state = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(state | {"loss_scale": state["loss_scale"] | {"num_skipped": 19}})
+    micro_batch(float("inf"))
     with pytest.raises(GeminiError, match="20 steps in a row were skipped"):
         micro_batch(float("inf"))
     assert not engine.is_window_open()
-    assert engine.global_steps == engine.skipped_steps == 20
+    assert engine.global_steps == engine.skipped_steps == 1
     micro_batch(1.0)
-    assert engine.global_steps == 20, "a window has two micro-batches"
+    assert engine.global_steps == 1, "a window has two micro-batches"
     micro_batch(1.0)
-    assert (engine.global_steps, engine.skipped_steps) == (21, 20)
+    assert (engine.global_steps, engine.skipped_steps) == (2, 1)
 
 
 @pytest.mark.parametrize("fails", ["after_micro_batch", "after_test_batch"])
@@ -181,3 +185,31 @@ def test_an_evaluation_leaves_every_module_the_mode_that_it_had(how: str) -> Non
     trainer.evaluate([BATCH]) if how == "evaluate" else trainer.predict(BATCH[0])
     assert [module.training for module in engine.model.modules()] == modes
     assert not all(modes)
+
+
+class Shuffles(Dataset[Any]):
+    """A dataset that has to be told the epoch, and says which ones it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+    def __len__(self) -> int:
+        return len(BATCH[0])
+
+    def __getitem__(self, number: int) -> Any:
+        return BATCH[0][number], BATCH[1][number]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_whatever_orders_the_data_is_told_the_epoch(in_batches: bool, window: int) -> None:
+    dataset = Shuffles()
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0)
+    by_batch = {"batch_sampler": BatchSampler(sampler, 4, False)}
+    loader: Any = DataLoader(dataset, **by_batch) if in_batches else DataLoader(dataset, 4, sampler=sampler)
+    Trainer(engine_of()).fit(whole_windows(loader, window), 3)
+    assert sampler.epoch == 2
+    assert dataset.told == [0, 1, 2]

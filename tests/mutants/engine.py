@@ -6,6 +6,13 @@ CONFIG = "gemini/engine/config"
 
 MUTANTS = [
     Mutant(
+        "a sampler inside a sampler of batches repeats its first epoch",
+        "gemini/engine/loaders.py",
+        'batches, getattr(batches, "sampler", None)]',
+        "batches]",
+        "tests/features/test_engine_edges.py::test_whatever_orders_the_data_is_told_the_epoch",
+    ),
+    Mutant(
         "an evaluation inside a training takes its hooks away",
         "gemini/engine/trainer/trainer.py",
         "            self._hooks = others  #",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gemini.dist_logger import get_dist_logger
 from gemini.engine.engine import Engine
-from gemini.engine.loaders import length_of
+from gemini.engine.loaders import length_of, tell_epoch
 from gemini.engine.moving import moves_by_metric
 from gemini.engine.trainer.batches import Outcome, forward, moved, run
 from gemini.engine.trainer.hook import Hook
@@ -92,7 +92,7 @@ class Trainer:
         `LRSchedulerHook` is there.
 
         Args:
-            train_dataloader: iterated once per epoch. A sampler's `set_epoch` is called before.
+            train_dataloader: iterated once per epoch. Before it `set_epoch` of its samplers and its dataset is called.
             epochs: how often.
             max_steps: optimizer steps after which training ends. None: only epochs count.
             test_dataloader: for an evaluation after every `test_interval` epochs, and after the last.
@@ -143,9 +143,7 @@ class Trainer:
     def _epoch(self, loader: Iterable[Any], last_step: int | None, advance: Any, is_last: bool) -> bool:
         """Train one epoch. Returns True if training is over."""
         engine = self.engine
-        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(self.epoch)
+        tell_epoch(loader, self.epoch)
         engine.train()
         self._tell("before_epoch")
         num_batches = 0
