@@ -7,7 +7,7 @@ decides what remains after a step, and `GradMemory` holds the memory of all of i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 
 import torch
@@ -21,7 +21,7 @@ from gemini.manager.accumulate import AccumulateInPlace, Accumulation
 from gemini.manager.arrivals import MAX_WAITING, Arrivals, Waiting
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
-from gemini.manager.leftovers import Becomes, Leftovers, keeps
+from gemini.manager.leftovers import Becomes, Leftovers
 from gemini.manager.reduce import AccumulateAndReduce
 from gemini.manager.training_state import TrainingState
 from gemini.memory.modes import unseen, untracked
@@ -178,15 +178,6 @@ class GradStore:
         self.num_backwards = max(self.num_backwards, 1)
         self.homes.fill(gradient, self.num_backwards)
         gradient.got[managed.position] = gradient.agreed[managed.position] = 1
-
-    def keep_for_step(self, some: Collection[ManagedParameter]) -> None:
-        """These parameters join a param group: the next step uses gradients that earlier steps left to them. Local."""
-        grouped = {managed.index for managed in some}
-        for gradient in self.memory.gradients.values():
-            stays = [managed.index in grouped for managed in gradient.chunk.parameters]
-            if keeps(gradient, stays):
-                # As in `start_at_zero`. A plan that moved the home would drop the gradient.
-                self.num_backwards = max(self.num_backwards, 1)
 
     def discard(self, managed: ManagedParameter) -> None:
         """Carry out `parameter.grad = None`: later gradients of this step start from zero."""

@@ -79,6 +79,5 @@ def add_group(model: ShardedModel, states: ChunkStates, groups: Sequence[dict[st
     with states.adding_group(number, members):
         # Compared inside the block, so that a group in which ranks differ is undone on all of them.
         step.communicator.agree(words.encode(), "new param group", remedy=remedy)
-        step.grads.keep_for_step(members)
         model.trainability.follow_optimizer(f"new param group of {len(members)} parameters")
         states.allocate_all()

@@ -4,13 +4,6 @@ from tests.mutants.mutant import HALF, ONE_RANK, PAIRS, TWO_RANKS, Mutant
 
 MUTANTS = [
     Mutant(
-        "the plan that comes with a param group drops the gradients that it is to use",
-        "gemini/optimizer/param_groups.py",
-        "        step.grads.keep_for_step(members)\n",
-        "",
-        "tests/features/test_param_groups.py::test_a_group_that_is_added_uses_the_gradients_that_earlier_steps_left",
-    ),
-    Mutant(
         "scalars of a parameter without dimensions are loaded as its state",
         "gemini/optimizer/state_dict.py",
         '    return name in names.flat if names.known is not None else name != "step"\n',
