@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gemini.access.gradient import own_grad
 from gemini.access.link import link_of
 from gemini.access.refusals import cannot_take
 from gemini.building.link import built_link_of
@@ -23,12 +24,14 @@ from gemini.model.wrappers import is_dtensor
 
 
 def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Parameter]) -> None:
-    """Raises UnsupportedError; looks at a module's parameters without reading them."""
+    """Raises UnsupportedError; looks at a module's parameters without reading them. Warns of gradients they have."""
+    num_gradients = 0
     for name, parameter in by_name.items():
         if parameter in ignored:
             continue
         if link_of(parameter) is not None:
             raise UnsupportedError(f"parameter {name!r} already belongs to a ShardedModel: wrap a module once")
+        num_gradients += own_grad(parameter) is not None
         # Parameters that were built on shards have a class of ours, which the checks below would refuse.
         if built_link_of(parameter) is not None:
             continue
@@ -41,6 +44,12 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
             raise UnsupportedError(f"parameter {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
         if parameter.layout is not torch.strided:
             raise UnsupportedError(f"parameter {name!r} is {parameter.layout}; only strided tensors can be in a chunk")
+    if num_gradients:
+        warnings.warn(
+            f"{num_gradients} parameters have a gradient of a backward before ShardedModel(...), which drops it: their "
+            ".grad is None then. Call zero_grad() before the model is wrapped, or backward() after it",
+            stacklevel=4,  # beyond the constructor and what it is decorated with
+        )
 
 
 def check_wrapped(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gemini.access.gradient import own_grad, set_own_grad
 from gemini.building.link import BuiltLink, built_link_of
 from gemini.building.store import BuildStore
 from gemini.chunks.chunk import Chunk, ManagedParameter
@@ -33,6 +34,7 @@ class Original:
 
     dtype: torch.dtype
     device: torch.device
+    gradient: Tensor | None  # of a backward before the model is wrapped
     store: BuildStore | None  # the store of the `ZeroInitContext` in which it was built
     built_name: str  # its name in that store
 
@@ -154,6 +156,7 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
     let_go(managed for managed, _ in built)
     for managed, _ in built:
         set_data(managed.parameter, managed.placeholder)
+        set_own_grad(managed.parameter, None)
 
 
 def _fill_given(
@@ -172,8 +175,9 @@ def _fill_given(
             for managed in given:
                 parameter = managed.parameter
                 managed.view(payload).copy_(parameter.detach())
-                originals[managed.index] = Original(parameter.dtype, parameter.device, None, "")
+                originals[managed.index] = original_of(managed)
                 parameter.data = managed.placeholder
+                set_own_grad(parameter, None)  # autograd would add the first gradient of the wrapped model to it
         if communicator.world_size > 1:
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
             # If this rank alone fails below, `restore` leaves rank 0's values in the parameters, and they go home from
@@ -195,10 +199,11 @@ def _fill_given(
 def original_of(managed: ManagedParameter) -> Original:
     """The record of a parameter that is about to move."""
     parameter, link = managed.parameter, built_link_of(managed.parameter)
+    gradient = own_grad(parameter)
     if link is None:
-        return Original(parameter.dtype, parameter.device, None, "")
+        return Original(parameter.dtype, parameter.device, gradient, None, "")
     built = link.managed
-    return Original(built.dtype, built.placeholder.device, link.store, built.name)
+    return Original(built.dtype, built.placeholder.device, gradient, link.store, built.name)
 
 
 def let_go(members: Iterable[ManagedParameter]) -> None:
@@ -216,3 +221,4 @@ def restore(managed: ManagedParameter, original: Original, values: Tensor) -> No
     """Give the parameter memory of its own again, with `values`: (numel,), in the order of the payload."""
     own = torch.empty_strided(managed.shape, managed.stride, dtype=original.dtype, device=original.device)
     set_data(managed.parameter, own.copy_(managed.shaped(values)))
+    set_own_grad(managed.parameter, original.gradient)

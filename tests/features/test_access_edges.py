@@ -33,7 +33,7 @@ from gemini.manager.params import ParamStore
 from gemini.manager.underway import Underway
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
-from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, layer_of, loss_of, weight, weights_of
+from tests.zoo.mlp import CHUNK_NUMEL, PLACES, adam, assert_same, build, layer_of, loss_of, placed, weight, weights_of
 
 
 def wrapped(**options: Any) -> ShardedModel:
@@ -306,3 +306,16 @@ def test_a_gradient_that_is_set_leaves_the_others_clipped(how: str) -> None:
         optimizer.step()
     for name, found in weights_of(model).items():
         torch.testing.assert_close(found, plain.state_dict()[name], rtol=1e-5, atol=1e-6)  # torch's norm is in fp32
+
+
+@pytest.mark.parametrize("place", ["cuda", "smallest"])
+def test_a_gradient_from_before_the_wrap_is_dropped_and_said(place: str) -> None:
+    module, reference = build(), build()
+    loss_of(module, 5).backward()
+    with pytest.warns(UserWarning, match="12 parameters have a gradient of a backward before ShardedModel"):
+        model = ShardedModel(module, **placed(**PLACES[place]))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for each in (model, reference):
+        loss_of(each).backward()
+    for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, wanted.grad)

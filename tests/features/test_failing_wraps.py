@@ -22,7 +22,7 @@ from gemini.model import move_in, sharded_model
 from gemini.model.operator_table import OperatorTable
 from gemini.ranks import watchdog
 from tests.harness.on_ranks import in_soak, on_ranks, on_ranks_with
-from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, train_step, weights_of
+from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, loss_of, train_step, weights_of
 
 LAYERS = 3
 
@@ -129,6 +129,9 @@ def fails_and_wraps_again(
 ) -> None:
     """One rank fails; then the module is as it was, has its weights, trains, and can be wrapped with equal bits."""
     module = make()
+    if make is plain:
+        loss_of(module).backward()  # the gradient of a backward that came too early
+    gradients = [parameter.grad for parameter in module.parameters()]
     kinds = [type(parameter) for parameter in module.parameters()]
     expected = weights_of(build(net))
     with ExitStack() as stack:
@@ -143,6 +146,8 @@ def fails_and_wraps_again(
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
     assert_same(weights_of(module), expected)
     assert [type(parameter) for parameter in module.parameters()] == kinds
+    assert all(parameter.grad is grad for parameter, grad in zip(module.parameters(), gradients, strict=True))
+    module.zero_grad()
     again = build(net)
     if make is plain:
         for _ in range(2):
