@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from gemini.access.gradient import set_own_grad
+from gemini.access.gradient_hooks import hook_last
 from gemini.access.link import ParameterLink, any_link_of
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
@@ -25,7 +27,8 @@ class BuiltLink(ParameterLink):
     def __init__(self, managed: ManagedParameter, store: BuildStore) -> None:
         super().__init__(managed, store)
         self.store = store
-        self.guard: RemovableHandle | None = None  # handle of the hook that `refuse_backward` registers
+        # On frozen parameters, too: they may be unfrozen at any time.
+        self.guard = hook_last(managed.parameter, partial(_refuse_gradient, managed.name), None)
 
     def fetched(self, links: Sequence[BuiltLink], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
         return self.store.fetched([link.managed for link in links], overwrites)
@@ -39,25 +42,17 @@ class BuiltLink(ParameterLink):
             name = self.managed.name
             raise UnsupportedError(f"{name!r} cannot be given a gradient before its model is a ShardedModel")
 
-    def refuse_backward(self) -> None:
-        """Make a backward that reaches the parameter raise, now that the context has ended.
-
-        Nothing would take the gradient of a parameter that no `ShardedModel` has.
-        """
-        name, parameter = self.managed.name, self.managed.parameter
-
-        def refuse(grad: Tensor) -> NoReturn:
-            raise GeminiError(
-                f"backward() reaches parameter {name!r}, which was built in a ZeroInitContext and is sharded: wrap the "
-                "model in ShardedModel(...) and train that"
-            )
-
-        # torch refuses hooks on tensors that need no gradient.
-        if parameter.requires_grad:
-            self.guard = parameter.register_hook(refuse)
-
     def copy(self) -> nn.Parameter:
         return self.store.copy(self.managed)
+
+
+def _refuse_gradient(name: str, parameter: Tensor) -> NoReturn:
+    """Raises GeminiError: nothing takes the gradient of a parameter that no `ShardedModel` has."""
+    set_own_grad(parameter, None)  # the first gradient of a wrapped model would be added to it
+    raise GeminiError(
+        f"backward() reaches parameter {name!r}, which was built in a ZeroInitContext and is sharded: wrap the "
+        "model in ShardedModel(...) and train that"
+    )
 
 
 def built_link_of(parameter: Tensor) -> BuiltLink | None:

@@ -267,12 +267,10 @@ class BuildStore:
     # -- out
 
     def finish(self, dtype: torch.dtype | None) -> None:
-        """End the context: cast the weights, and refuse backwards that reach them from now on. Collective."""
+        """End the context: cast the weights. Collective."""
         self.release_all()
         if dtype is not None:
             self._cast(dtype)
-        for link in self.links():
-            link.refuse_backward()
 
     def _cast(self, dtype: torch.dtype) -> None:
         """Round every fp32, fp16 and bf16 weight to `dtype`, shard by shard. Local; nothing is fetched."""
@@ -312,8 +310,7 @@ class BuildStore:
         self.binding.part_with(links[0].managed.chunk, {link.managed for link in links})
         for link in links:
             parameter = link.managed.parameter
-            if link.guard is not None:
-                link.guard.remove()
+            link.guard.remove()
             parameter.__class__ = nn.Parameter
             del parameter._gemini  # type: ignore[attr-defined]
 

@@ -180,9 +180,6 @@ class MovingOut:
             return
         operator, _, name = original.built_name.rpartition(".")
         original.store.shard(operator, [(name, managed.parameter)])
-        link = built_link_of(managed.parameter)
-        if link is not None:
-            link.refuse_backward()
 
     def _free(self, chunk: Chunk) -> None:
         """Free the chunk's memory before the next chunk's weights get memory of their own."""

@@ -1,5 +1,6 @@
 """What users do with a model that they build in a `ZeroInitContext`, before it is wrapped."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -102,15 +103,27 @@ def test_state_dicts_load_inside() -> None:
     assert_same_state(ShardedModel(model), plain)
 
 
-def test_gradients_before_wrapping_are_an_error() -> None:
+@pytest.mark.parametrize("way", ["as built", "unfrozen", "copied", "gathered", "inside"])
+def test_gradients_before_wrapping_are_an_error(way: str) -> None:
     with ZeroInitContext():
-        model = nn.Linear(3, 3)
+        model = nn.Linear(3, 3).requires_grad_(way != "unfrozen")
+        nn.Linear(3, 3)  # it comes after the operator, which is on shards by now
+        if way == "inside":
+            refused(model)
+    if way == "copied":
+        model = copy.deepcopy(model)
+    with GatheredParameters(model, enabled=way == "gathered"):
+        refused(model.requires_grad_())
+    sharded = ShardedModel(model)
+    sharded(torch.ones(1, 3)).sum().backward()
+    gradient: Any = model.bias.grad
+    assert torch.equal(gradient.clone(), torch.ones(3))
+
+
+def refused(model: nn.Module) -> None:
     loss = model(torch.ones(1, 3)).sum()
     with pytest.raises(GeminiError, match="wrap the model in ShardedModel"):
         loss.backward()
-    sharded = ShardedModel(model)
-    sharded(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(model.bias.grad.clone(), torch.ones(3))
 
 
 def test_gradients_that_pass_through_unwrapped_weights_are_an_error_too() -> None:

@@ -4,6 +4,13 @@ from tests.mutants.mutant import BUILDING, Mutant
 
 MUTANTS = [
     Mutant(
+        "gradients reach weights that were built on shards and that nobody wrapped",
+        "gemini/building/link.py",
+        "hook_last(managed.parameter, partial(",
+        "hook_last(nn.Parameter(), partial(",
+        "tests/features/test_zero_init_use.py::test_gradients_before_wrapping_are_an_error[unfrozen]",
+    ),
+    Mutant(
         "a build's edits stay each rank's own",
         "gemini/building/binding.py",
         '            self.communicator.broadcast_(payload.flat[managed.in_payload], f"values of {managed.name}")\n',
