@@ -290,8 +290,10 @@ def _replace(m: ShardedModel) -> None:
     [
         _replace,
         lambda m: m.module.layers[0].register_parameter("late", nn.Parameter(torch.zeros(3))),
+        lambda m: setattr(m, "layers", nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))),
+        lambda m: setattr(m, "late", nn.Parameter(torch.zeros(3))),
     ],
-    ids=["setattr", "registered"],
+    ids=["setattr", "registered", "module of the model itself", "parameter of the model itself"],
 )
 def test_a_parameter_that_is_replaced_or_added_behind_the_models_back_is_noticed(
     replace: Callable[[ShardedModel], Any],

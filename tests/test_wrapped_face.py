@@ -53,6 +53,31 @@ def test_a_hugging_face_model_keeps_its_attributes_and_generates() -> None:
     assert_same(weights_of(model), weights_of(reference))
 
 
+def test_what_is_set_on_a_wrapped_model_is_what_its_forward_reads() -> None:
+    class Scaled(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1.0
+            self.register_buffer("mask", torch.ones(WIDTH))
+            self.last = nn.Tanh()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(super().forward(x)) * self.scale * self.mask  # type: ignore[no-any-return]
+
+    both = wrap(make=Scaled), build(Scaled)
+    for model in both:
+        model.scale = 3.0
+        model.mask = torch.arange(float(WIDTH))
+        model.layers = model.layers[:3]
+        model.last = nn.Sigmoid()
+        model.register_buffer("late", torch.ones(2))
+    sharded_model, reference = both
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(sharded_model(x), reference(x))
+    assert sharded_model.scale == sharded_model.module.scale == 3.0
+    assert_same(weights_of(sharded_model), weights_of(reference))
+
+
 def test_an_attribute_error_inside_the_module_is_not_swallowed() -> None:
     class Broken(Mlp):
         @property

@@ -27,6 +27,7 @@ class PlainView(nn.Module):
     chunk_manager: ChunkManager
     _states: States
     _copies: PlainCopies
+    _is_wrapped = False  # the constructor has set all attributes of this object's own
 
     def _show(self, module: nn.Module) -> None:
         """Answer for `module` from now on."""
@@ -135,6 +136,30 @@ class PlainView(nn.Module):
             if module is None or is_mark(name):
                 raise
             return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Attributes of the wrapped module are read there, also by its forward, so they are written there.
+        if self._shows(name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _shows(self, name: str) -> bool:
+        """Whether the attribute that this object has under `name` is the wrapped module's."""
+        if not self._is_wrapped or name in vars(self) or name in self._modules or hasattr(type(self), name):
+            return False
+        return hasattr(self.module, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of the wrapped module, whose parameters these are. Local. Raises what torch raises.
+
+        The next step refuses a parameter that was not in the module when it was wrapped.
+        """
+        self.module.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As of the wrapped module, whose state dict has it from then on. Local. Raises what torch raises."""
+        self.module.register_buffer(name, tensor, persistent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the plain module, whole, in host memory, without our hooks and casts. Collective."""

@@ -190,6 +190,7 @@ class ShardedModel(PlainView):
         self._hooks.take_over(StateHooks(self._states).install(self.module))
         table = self.module, operators, self.chunk_manager, self.trainability, self._hooks
         self._table = OperatorTable(*table, self._ignored)
+        self._is_wrapped = True
 
     # -- use
 
