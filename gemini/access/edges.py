@@ -1,4 +1,7 @@
-"""Derivatives with respect to parameters that fetch themselves: torch needs their place in the graph only."""
+"""`torch.autograd.grad` and `backward(inputs=)` with respect to parameters that fetch themselves.
+
+Both need the parameters' places in the graph only: being an input fetches nothing, and backward fetches what it reads.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from gemini.access.link import any_link_of
 def gradients(
     outputs: Any, inputs: Any, *, materialize_grads: bool = False, allow_unused: bool | None = None, **options: Any
 ) -> tuple[Tensor | None, ...]:
-    """The result of `torch.autograd.grad`. Backward fetches what it reads; being an input fetches nothing."""
+    """The result of `torch.autograd.grad`."""
     edges = tuple(map(_edge, outputs)), tuple(map(_edge, inputs))
     found = torch.autograd.grad(*edges, allow_unused=materialize_grads or allow_unused, **options)
     # torch would make the zeros from the inputs; here these are edges, which have no shape.

@@ -330,3 +330,18 @@ def detached_from(tensor: Tensor) -> Tensor:
     """The parameter that a lazy detach was made from; any other tensor itself."""
     found: Tensor = tensor.__dict__.get("_detached_from", tensor)
     return found
+
+
+def shown_grad(tensor: Tensor) -> Tensor | None:
+    """The answer of `.grad`. What was detached has no link: its gradient is its own, as in plain PyTorch."""
+    link: ParameterLink | None = tensor.__dict__.get("_gemini")
+    return own_grad(tensor) if link is None else link.gradient()
+
+
+def assign_grad(tensor: Tensor, value: Tensor | None) -> None:
+    """Carry out `.grad = value`, of a parameter or of what was detached. May be collective, and raise."""
+    link: ParameterLink | None = tensor.__dict__.get("_gemini")
+    if link is None:
+        set_own_grad(tensor, value)
+    else:
+        link.set_gradient(value)

@@ -21,7 +21,7 @@ from gemini.access.address import MovingAddress
 from gemini.access.conversion import CONVERSION, is_unwritten, unwritten
 from gemini.access.edges import backward, gradients
 from gemini.access.foreach import for_each_run
-from gemini.access.link import ParameterLink, any_link_of, detached_from
+from gemini.access.link import ParameterLink, any_link_of, assign_grad, detached_from, shown_grad
 from gemini.access.metadata import METADATA
 from gemini.access.refusals import cannot_take, refuse_traced
 from gemini.chunks.placeholder import unguarded
@@ -229,12 +229,6 @@ def _detach(tensor: Tensor) -> Tensor:
     return lazy
 
 
-def _get_grad(tensor: Tensor) -> Tensor | None:
-    if isinstance(tensor, LazyDetach):
-        return None
-    return _link(tensor).gradient()
-
-
 def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:
     if value and isinstance(tensor, ReleasedParameter):
         _link(tensor).raise_flag()
@@ -319,8 +313,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: backward,
     _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
-    _T.grad.__get__: _get_grad,
-    _T.grad.__set__: lambda tensor, value: _link(tensor).set_gradient(value),
+    _T.grad.__get__: shown_grad,
+    _T.grad.__set__: assign_grad,
     _T.requires_grad.__set__: _set_requires_grad,
     _T.requires_grad_: _set_requires_grad,
     _T.copy_: _copy,

@@ -91,6 +91,21 @@ def test_double_backward_through_weights_that_can_leave_is_refused_in_one_senten
             torch.autograd.grad(model(x).square().sum(), of, create_graph=True)
 
 
+# -- loss.backward(inputs=parameters)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_backward_for_some_parameters_gives_these_their_gradients_wherever_they_are(place: str) -> None:
+    both = sharded(place), plain()
+    for model, optimizer in both:
+        loss_of(model).backward(inputs=[mlp.weight(model, number) for number in range(4)])
+        assert [parameter.grad is None for parameter in model.parameters()] == [False, True] * 4 + [True] * 4
+        optimizer.step()
+        optimizer.zero_grad()
+        mlp.train_step(model, optimizer, 1)
+    assert_same(*(weights_of(model) for model, _ in both))
+
+
 # -- torch.func
 
 

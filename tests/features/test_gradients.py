@@ -273,3 +273,15 @@ def test_the_largest_gradient_is_that_of_all_ranks(rank: int, world_size: int) -
         assert optimizer.last_step is not None
         assert optimizer.last_step.skipped == (None if math.isfinite(value) else name)
     model.close()
+
+
+def test_what_was_detached_has_a_gradient_of_its_own() -> None:
+    model = mlp.wrap("smallest")
+    mlp.loss_of(model).backward()
+    parameter = mlp.weight(model, 1)
+    before, given = parameter.grad.clone(), torch.ones(parameter.shape)
+    for detached in (parameter.detach(), parameter.data):
+        assert detached.grad is None
+        detached.grad = given
+        assert detached.grad is given
+    assert torch.equal(parameter.grad, before)

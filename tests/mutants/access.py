@@ -6,6 +6,21 @@ INFERENCE = "tests/features/test_plan_for_inference.py"
 
 MUTANTS = [
     Mutant(
+        "a gradient that is given to what was detached is the parameter's",
+        "gemini/access/link.py",
+        '    link: ParameterLink | None = tensor.__dict__.get("_gemini")\n    if link is None:\n',
+        "    link = any_link_of(tensor)\n    if link is None:\n",
+        "tests/features/test_gradients.py::test_what_was_detached_has_a_gradient_of_its_own",
+    ),
+    Mutant(
+        "a backward for some parameters holds them all",
+        "gemini/access/released.py",
+        "    torch.autograd.backward: backward,\n",
+        "",
+        "tests/features/test_autograd_functions.py::"
+        "test_a_backward_for_some_parameters_gives_these_their_gradients_wherever_they_are",
+    ),
+    Mutant(
         "values on meta end a state dict that is half loaded",
         "gemini/access/weights.py",
         "        elif value.is_meta:\n",
