@@ -78,6 +78,30 @@ def test_an_edit_between_forward_and_backward_never_gives_a_wrong_gradient(place
     optimizer.zero_grad()
 
 
+class Aside(Mlp):
+    """It has a parameter that its forward does not use, such as a copy that something else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Parameter(torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_graph_outlives_values_that_are_set_for_a_neighbour_in_its_chunk(dtype: torch.dtype | None) -> None:
+    both: list[tuple[Any, Any]] = [sharded(dtype=dtype, make=Aside, chunk_size=4096), plain(dtype, Aside)]
+    for each, stepping in both:
+        for step in range(2):
+            loss = loss_of(each, step, dtype)
+            values = torch.full((WIDTH,), 1.0 + step)
+            each.load_state_dict({"aside": values}, strict=False)
+            with torch.no_grad():
+                each.aside.copy_(2 * values)
+            loss.backward()
+            stepping.step()
+            stepping.zero_grad()
+    mlp.assert_same_models(both)
+
+
 @everywhere
 def test_reading_weights_between_forward_and_backward_is_no_edit(place: str) -> None:
     model, optimizer = sharded(place)

@@ -214,16 +214,14 @@ class Binding:
                 self.write_parameter(managed, chunk.region())
 
     def note_write(self, managed: ManagedParameter) -> None:
-        """The parameter was given new values at home and in its payload: graphs from before are stale."""
+        """The parameter was given new values at home and in its payload: graphs that need the old ones are stale."""
         chunk = managed.chunk
-        chunk.num_updates += 1
+        # Like a write of the user's: of the chunk's other parameters graphs stay valid.
+        torch.autograd.graph.increment_version(managed.parameter)
+        # Not bound to the payload since it was released or outdated: `bind` would take our write for a lost edit.
+        if chunk.index in self._edits_when_left:
+            self._edits_when_left[chunk.index][managed.position] += 1
         if chunk.bound and chunk.payload is not None:
-            # Autograd checks the version of what it saved without our hooks.
-            torch.autograd.graph.increment_version(managed.parameter)
-            # Outdated, gathered by a reader, and not bound since: `bind` would take our write for a lost edit of the
-            # user's.
-            if chunk.index in self._edits_when_left:
-                self._edits_when_left[chunk.index][managed.position] += 1
             self.snapshots.refresh(managed)
         self.forget_edits(managed)
 

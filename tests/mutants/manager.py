@@ -4,6 +4,20 @@ from tests.mutants.mutant import GOLDEN, HALF, ONE_RANK, Mutant
 
 MUTANTS = [
     Mutant(
+        "values for one parameter make graphs through its whole chunk stale",
+        "gemini/manager/binding.py",
+        "        torch.autograd.graph.increment_version(managed.parameter)\n",
+        "        torch.autograd.graph.increment_version(managed.parameter)\n        chunk.num_updates += 1\n",
+        "tests/test_wrong_order.py::test_a_graph_outlives_values_that_are_set_for_a_neighbour_in_its_chunk",
+    ),
+    Mutant(
+        "a graph from before values were set goes on with them",
+        "gemini/manager/binding.py",
+        "        torch.autograd.graph.increment_version(managed.parameter)\n",
+        "",
+        "tests/features/test_states.py::test_a_graph_from_before_values_were_set_is_refused",
+    ),
+    Mutant(
         "an interrupted optimizer leaves masters of zeros",
         "gemini/manager/training_state.py",
         "                    self._taken.append((chunk, kind))\n"
