@@ -120,19 +120,21 @@ class OperatorTable:
         modules = list(root.modules())
         self._attributes = [module.__dict__ for module in modules]
         self._children = [module._modules for module in modules if module._modules]
+        self._childless = [module._modules for module in modules if not module._modules]
         self._compiled = _compiled_modules(modules)
         self._marked = [each for each in self._attributes if "_compiled_call_impl" in each or "forward" in each]
         self._looked = self._looks()
 
-    def _looks(self) -> tuple[list[int], list[Any], list[Any]]:
+    def _looks(self) -> tuple[list[int], list[Any], list[Any], bool]:
         """A cheap fingerprint of the module tree, which changes when a module is compiled.
 
-        `module.compile()` and `module.forward = ...` add or replace an attribute, and `torch.compile(child)` replaces a
-        child. The fingerprint has the number of attributes of each module, the children, and these two attributes.
+        `module.compile()` and `module.forward = ...` add or replace an attribute, and `torch.compile(child)` replaces
+        or adds a child. The fingerprint has the number of attributes of each module, the children, these two
+        attributes, and whether a module that had no child has one.
         """
         children = list(chain.from_iterable(map(dict.values, self._children)))
         marks = [(each.get("_compiled_call_impl"), each.get("forward")) for each in self._marked]
-        return list(map(len, self._attributes)), children, marks
+        return list(map(len, self._attributes)), children, marks, any(self._childless)
 
 
 def _compiled_modules(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:

@@ -63,6 +63,33 @@ def test_modules_may_be_compiled_again_and_not_any_more() -> None:
     assert_equal(trained(wrapped(build(Net), least(lambda: compile_blocks(build(Net)))), step), wanted)
 
 
+class Grows(nn.Module):
+    """It calls whatever comes into a list that is empty at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.late = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        for each in self.late:
+            x = each(x)
+        return x
+
+
+def test_a_compiled_module_may_come_late_into_an_empty_list() -> None:
+    compiled: dict[nn.Module, nn.Module] = {}
+
+    def step(model: Any, optimizer: Any, number: int) -> Tensor:
+        if number == 0:
+            compiled[model] = torch.compile(model.layers[0], backend="eager", fullgraph=True)  # type: ignore[assignment]
+        if number == 1:
+            model.late.append(compiled[model])
+        return train_step(model, optimizer, number)
+
+    compare(lambda: build(Grows), step)
+
+
 def test_a_compiled_function_may_call_the_model() -> None:
     wanted = trained(build(Net))
     backend = Counting()

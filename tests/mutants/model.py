@@ -4,6 +4,34 @@ from tests.mutants.mutant import ONE_RANK, PAIRS, Mutant
 
 MUTANTS = [
     Mutant(
+        "a compiled module that comes into an empty list is not looked at",
+        "gemini/model/operator_table.py",
+        "marks, any(self._childless)\n",
+        "marks, False\n",
+        "tests/features/test_compile_beside.py::test_a_compiled_module_may_come_late_into_an_empty_list",
+    ),
+    Mutant(
+        "a gradient from before the wrap is added to the first one after it",
+        "gemini/model/move_in.py",
+        "                set_own_grad(parameter, None)  # autograd",
+        "                # autograd",
+        "tests/features/test_access_edges.py::test_a_gradient_from_before_the_wrap_is_dropped_and_said[cuda]",
+    ),
+    Mutant(
+        "a wrap that fails loses the gradients of before",
+        "gemini/model/move_in.py",
+        "    set_own_grad(managed.parameter, original.gradient)\n",
+        "",
+        "tests/features/test_failing_wraps.py::test_wrapping_that_fails_anywhere_else_does_too[1rank]",
+    ),
+    Mutant(
+        "what is set on a wrapped model hides what its forward reads",
+        "gemini/model/plain_view.py",
+        "        return hasattr(self.module, name)\n",
+        "        return False\n",
+        "tests/test_wrapped_face.py::test_what_is_set_on_a_wrapped_model_is_what_its_forward_reads",
+    ),
+    Mutant(
         "a block whose values are refused keeps the others",
         "gemini/model/gathered.py",
         "            is_kept = error is None and refused is None\n",
