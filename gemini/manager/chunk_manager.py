@@ -233,7 +233,8 @@ class ChunkManager:
 
         Raises nothing of its own. A slot that a view holds stays until the view dies.
         """
-        self.step.payloads.give_room()
+        with self.step.publishing():
+            self.step.payloads.give_room()
         self.memory.device.trim()
 
     def attach(self, optimizer: OptimizerPart) -> None:
