@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from gemini import GatheredParameters, ShardedModel, ShardedOptimizer
+from gemini import GatheredParameters, GeminiError, ShardedModel, ShardedOptimizer
+from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.grads import GradStore
 from gemini.memory.slot import Slot
 from tests.zoo import mlp
@@ -145,3 +146,15 @@ def test_ctrl_c_behind_an_update_leaves_no_gradient_to_the_next_step(place: str)
         with suppress(KeyboardInterrupt), Trace(line):
             optimizer.step()
         mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+
+
+def test_ctrl_c_between_a_move_of_states_and_their_plan_is_said_at_every_use() -> None:
+    model, optimizer = mlp.sharded()
+    mlp.train_step(model, optimizer, 0)
+    _, first, *_ = sorted(_lines_of(ChunkManager.adopt))  # behind that of `def`
+    with pytest.raises(KeyboardInterrupt), Trace(first):
+        model.change_budgets(model_data_memory="1MB")
+    for use in (model.state_dict, optimizer.step, lambda: model(mlp.inputs(1))):
+        with pytest.raises(GeminiError, match="failed half way"):
+            use()
+    model.close()
