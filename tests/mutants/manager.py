@@ -25,7 +25,8 @@ MUTANTS = [
         "gemini/manager/failures.py",
         "        is_disturbed = self._is_disturbed or self._underway.has_lost_touch\n",
         "        is_disturbed = self._is_disturbed\n",
-        "tests/features/test_access_edges.py::test_uses_of_parameters_that_were_interrupted_leave_slots_and_pins",
+        "tests/test_interrupted_lines.py::"
+        "test_ctrl_c_before_a_line_between_steps_holds_no_slot_and_changes_no_bit[norm of a weight-slots]",
     ),
     Mutant(
         "gradients that an interrupted step has left are added to the next ones",
