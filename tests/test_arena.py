@@ -1,7 +1,9 @@
 """Host memory that is cut from mappings of known size: nothing overlaps, nothing is kept, what comes back is used."""
 
 import random
+import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from gemini.memory.arena import Arena
 from gemini.memory.host import HostTier
 from gemini.memory.pinned import Pinning
 from gemini.placement.demand import Kind
+from tests.test_interrupted_lines import Trace
 from tests.zoo import mlp
 from tests.zoo.registrar import Runtime
 
@@ -77,6 +80,31 @@ def test_buffers_that_die_in_several_threads_all_come_back() -> None:
         whole = found.allocate(64 * 1000)
         assert found.mapped_bytes == 64 * 1000, "the ranges did not join to one"
         del whole
+
+
+def _use(found: Arena) -> None:
+    buffers = [found.allocate(num_bytes) for num_bytes in (4096, 9000, 64)]
+    del buffers[1]
+    assert not torch.count_nonzero(found.allocate(8192).fill_(1) - 1)
+
+
+def test_ctrl_c_as_a_buffer_is_taken_or_dies_loses_no_range_and_leaves_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest's own hook would keep the frames of what is raised in a finalizer, and with them the buffers.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    with Trace() as trace:
+        _use(arena())
+    assert len(trace.lines) > 30
+    for line in trace.lines:
+        found = arena()
+        found.reserve(MIB)
+        with suppress(KeyboardInterrupt), Trace(line):
+            _use(found)
+        thread = threading.Thread(target=_use, args=(found,), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), f"{line}: it waits for a lock that nobody will release"
+        found.trim()
+        assert found.mapped_bytes == 0, line
 
 
 def test_the_system_gets_free_pages_back_but_those_that_are_registered_or_for_temporaries() -> None:

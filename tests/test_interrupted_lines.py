@@ -1,15 +1,21 @@
-"""Ctrl-C at each line of our own code that a forward and backward run, one after the other.
+"""Ctrl-C at each line of our own code that a forward and backward, or a use between steps, run, one after the other.
 
 An exception that a trace function raises leaves the line that it is about to run, as the signal's handler does.
 """
 
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gemini import GatheredParameters, GeminiError, ShardedModel, ShardedOptimizer
+from gemini.manager.chunk_manager import ChunkManager
+from gemini.manager.grads import GradStore
+from gemini.memory.slot import Slot
 from tests.zoo import mlp
 
 _ROOT = Path(__file__).parents[1]
@@ -69,3 +75,86 @@ def test_ctrl_c_before_a_line_changes_no_bit(place: str, part: tuple[str, ...]) 
         assert torch.equal(*losses), line
         mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
     assert num_interrupted > max(30, 0.8 * len(lines))
+
+
+def _gather(model: ShardedModel, _: ShardedOptimizer) -> None:
+    with GatheredParameters(model.module.layers[2].weight):
+        pass
+
+
+# Uses of the model and its optimizer that change nothing, after a backward.
+_USES: dict[str, Callable[[ShardedModel, ShardedOptimizer], Any]] = {
+    "save": lambda model, _: model.state_dict(),
+    "norm of the gradients": lambda _, optimizer: optimizer.clip_grad_norm_(1e9),
+    "norm of a weight": lambda model, _: model.module.layers[3].weight.norm(),
+    "gathered": _gather,
+    "rest": lambda model, _: model.chunk_manager.give_room(),
+}
+_OF_SLOTS = ("manager/params.py", "manager/underway.py", "manager/step.py", "memory/slot.py", "memory/modes.py")
+
+
+def _lines_of(function: Callable[..., Any]) -> set[Line]:
+    return {(function.__code__.co_filename, line) for *_, line in function.__code__.co_lines() if line is not None}
+
+
+def _lines(run: Callable[[], Any], part: tuple[str, ...]) -> list[Line]:
+    with Trace() as trace:
+        run()
+    # As a slot gives its memory back, the ledger may be left with its bytes.
+    but = _lines_of(Slot.close)
+    found = [line for line in trace.lines if any(f"gemini/{name}" in line[0] for name in part) and line not in but]
+    assert len(found) > 10
+    return found
+
+
+@pytest.mark.parametrize("part", [_OF_SLOTS, pytest.param(("",), marks=pytest.mark.soak)], ids=["slots", "all"])
+@pytest.mark.parametrize("use", _USES)
+def test_ctrl_c_before_a_line_between_steps_holds_no_slot_and_changes_no_bit(use: str, part: tuple[str, ...]) -> None:
+    """Of two slots: a model that loses one for each line is soon refused a forward."""
+    model, optimizer = mlp.sharded()
+    reference, its = mlp.plain()
+    mlp.train_step(model, optimizer, 0)
+    mlp.train_step(reference, its, 0)
+    mlp.loss_of(model, 1).backward()
+    for number, line in enumerate(_lines(lambda: _USES[use](model, optimizer), part), 1):
+        optimizer.zero_grad()
+        mlp.loss_of(model, number).backward()
+        try:
+            with Trace(line):
+                _USES[use](model, optimizer)
+        except KeyboardInterrupt:
+            mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))  # also while the traceback is alive
+        assert torch.is_grad_enabled(), line
+        optimizer.zero_grad()
+        losses = [mlp.train_step(*pair, number) for pair in ((model, optimizer), (reference, its))]
+        assert torch.equal(*losses), line
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+
+
+@pytest.mark.parametrize("place", ["smallest", "cuda"])
+def test_ctrl_c_behind_an_update_leaves_no_gradient_to_the_next_step(place: str) -> None:
+    """A step leaves None for gradients, so this loop calls `zero_grad` nowhere."""
+    model, optimizer = mlp.sharded(place)
+    reference, its = mlp.plain()
+    mlp.train_step(reference, its, 0)
+    mlp.loss_of(model, 0).backward()
+    lines = _lines(optimizer.step, ("",))
+    behind = lines[min(lines.index(line) for line in _lines_of(GradStore.end) if line in lines) :]
+    for number, line in enumerate(behind, 1):
+        mlp.train_step(reference, its, number)
+        mlp.loss_of(model, number).backward()
+        with suppress(KeyboardInterrupt), Trace(line):
+            optimizer.step()
+        mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+
+
+def test_ctrl_c_between_a_move_of_states_and_their_plan_is_said_at_every_use() -> None:
+    model, optimizer = mlp.sharded()
+    mlp.train_step(model, optimizer, 0)
+    _, first, *_ = sorted(_lines_of(ChunkManager.adopt))  # behind that of `def`
+    with pytest.raises(KeyboardInterrupt), Trace(first):
+        model.change_budgets(model_data_memory="1MB")
+    for use in (model.state_dict, optimizer.step, lambda: model(mlp.inputs(1))):
+        with pytest.raises(GeminiError, match="failed half way"):
+            use()
+    model.close()

@@ -161,7 +161,8 @@ class ChunkManager:
             error = self.agree_on_room(_refusal_of(lambda: migrate.check_room(self._states, plan.budget)))
             if error is not None:
                 return error
-            # From here states move. Any other error than a lack of memory leaves them half moved, on this rank alone.
+            # From here states move. Any other error than a lack of memory leaves them half moved, on this rank alone,
+            # or all moved where another plan than theirs is in force.
             with self.step.failures.tearing(), self.live.moving():
                 known = dict(self.grads.memory.gradients)
                 error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))
@@ -171,10 +172,10 @@ class ChunkManager:
                     for index, gradient in known.items():
                         self.grads.of(self.chunks[index]).take_over(gradient)
                     return error
+                self.communicator.follow_plan(plan.hash)
+                self.adopt(plan)
         finally:
-            self.memory.allow(before.budget)
-        self.communicator.follow_plan(plan.hash)
-        self.adopt(plan)
+            self.memory.allow(self.plan.budget)
         return None
 
     def adopt(self, plan: Plan) -> None:
@@ -234,7 +235,8 @@ class ChunkManager:
 
         Raises nothing of its own. A slot that a view holds stays until the view dies.
         """
-        self.step.payloads.give_room()
+        with self.step.publishing():
+            self.step.payloads.give_room()
         self.memory.device.trim()
 
     def attach(self, optimizer: OptimizerPart) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 import warnings
@@ -12,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gemini.chunks.chunk import Chunk
 from gemini.errors import GeminiError, torn
 from gemini.manager.calls import backward_runs
 from gemini.manager.grads import GradStore
@@ -21,7 +21,8 @@ from gemini.manager.underway import Underway
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
 
-_PACKAGES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+# And the frames of context managers that are generators, which would keep these open.
+_PACKAGES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__
 _graph_task_id = torch._C._current_graph_task_id
 _DROPPED = (
     "the gradients since the last step are incomplete and were dropped. Weights and optimizer state are as after "
@@ -38,7 +39,7 @@ class Failures:
         self._grads = grads
         self._communicator = communicator
         self._has_failed = False
-        self._is_disturbed = False  # on one rank: an interrupt may have left slots or pins behind a use of parameters
+        self._is_disturbed = False  # on one rank: an exception may have left slots, pins or plain parameters behind
         self._torn_by = ""  # on one rank: the error that left weights half updated
 
     def pop_failure(self) -> bool:
@@ -54,13 +55,19 @@ class Failures:
     def publishing(self) -> Iterator[None]:
         """What leaves this block as an exception is told to the other ranks.
 
-        One rank alone notes it for `pop_failure`.
+        One rank alone notes it for `pop_failure`, and cleans up at its next use: an interrupt, or an error of the
+        machine's, may have come in the middle of a fetch or a release. Several ranks start together, see `recover`.
         """
+        builds_graph = torch.is_grad_enabled()
         try:
             yield
         except BaseException as error:
+            # Noted first: a second interrupt may come in here. A refusal of ours comes before anything has changed.
+            self._is_disturbed |= self._communicator.watch is None and not isinstance(error, GeminiError)
             self._communicator.publish(error)
             self._has_failed |= self._communicator.watch is None
+            # The exit of a torch.no_grad() may have been interrupted.
+            torch.set_grad_enabled(builds_graph)
             raise
 
     def forward_failed(self, error: BaseException) -> None:
@@ -115,8 +122,11 @@ class Failures:
             calls.end_all()
             self._communicator.publish(_caught("forward"))
             self._drop_forward()
-        if self._is_disturbed and not (calls.by_thread or self._grads.in_backward or self._underway.is_touched):
-            clear_our_frames()
+        # Inside an `except` block: a function whose frame is in the traceback alone is over.
+        clear_our_frames()
+        is_disturbed = self._is_disturbed or self._underway.has_lost_touch
+        if is_disturbed and not (calls.by_thread or self._grads.in_backward or self._underway.is_touched):
+            self._grads.finish_end()
             self._underway.forget_forward()
             self._params.reset()
             self._is_disturbed = False  # last: what is interrupted in here is done again
@@ -125,14 +135,6 @@ class Failures:
             if self._communicator.watch is None:
                 warnings.warn(f"a backward ended with an exception: {_DROPPED}", stacklevel=4)
                 self.abandon()
-
-    def note_disturbed(self, pinned: list[Chunk]) -> None:
-        """A use of parameters outside their operators ended in the middle of a fetch, or of its own end. Local.
-
-        pinned: the chunks that it pinned. One rank cleans up at its next use; several start together, see `recover`.
-        """
-        self._is_disturbed = self._communicator.watch is None
-        self._underway.forget_touch(pinned)
 
     def _drop_forward(self) -> None:
         """Drop a forward that no hook ended, on one rank: an interrupt may have come in the middle of a fetch.

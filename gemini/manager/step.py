@@ -185,38 +185,30 @@ class Step:
         self.failures.find()
         if not self.calls.num_forwards and not self.is_recomputing():
             self.failures.recover()
-        pinned = self._underway.begin_touch()
+        touch = self._underway.begin_touch()
         before = self.position.now
         self.position.set(operator, Phase.TOUCH)
         bound: list[Chunk] = []
         # In a step a chunk is made plain once. In a loop over parameters outside of it, whole chunks would be made
         # plain and covered again at each parameter: there only the parameters that are used are made plain.
         alone = not (self.params.in_step or self.calls.by_thread or self.is_recomputing())
-        is_fetched = False
         try:
             # In the order of chunks, whatever the order of arguments: fetches are collectives.
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
                 self.payloads.fetch(chunk)
                 chunk.pins += 1
-                pinned.append(chunk)
+                touch.pinned.append(chunk)
                 if not chunk.plain and not (alone and self.binding.shows_payload(chunk)):
                     self.binding.bind(chunk)
                     bound.append(chunk)
             with self.binding.plain(touched):
-                is_fetched = True
                 yield
-        except BaseException:
-            if not is_fetched:
-                self.failures.note_disturbed(pinned)
-            raise
         finally:
-            try:
-                self._underway.end_touch(pinned)
+            # A failure may have lifted all pins meanwhile.
+            if self._underway.unpin_touch(touch):
                 self.position.return_to(before)
                 self._after_use(bound)
-            except BaseException:
-                self.failures.note_disturbed(pinned)
-                raise
+                self._underway.end_touch(touch)  # last: what is interrupted in here is found by `Failures.find`
 
     # -- around the step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,15 @@ _autograd_node = torch._C._current_autograd_node
 
 # Of one pass: this many forwards do not wait for a common backward, so the next one begins a new pass.
 _MOST_FORWARDS = 64
+
+
+class Touch:
+    """A function that touches released parameters. Its frame alone holds this, so an interrupt cannot leave it open."""
+
+    __slots__ = ("__weakref__", "pinned")
+
+    def __init__(self) -> None:
+        self.pinned: list[Chunk] = []
 
 
 class Underway:
@@ -32,7 +42,7 @@ class Underway:
         self.awaits_backward = False  # a forward with gradients has had no backward yet
         self._num_forwards = 0  # forwards with gradients of the running pass
         self._has_begun = False  # the forward that was entered last has begun, with gradients
-        self._touches: list[list[Chunk]] = []  # by function that touches released parameters: the chunks it pinned
+        self._touches: list[weakref.ref[Touch]] = []
         self._nodes: dict[int, tuple[object, list[Chunk]]] = {}  # by graph task: the node that runs, and what it pinned
 
     def enter_forward(self) -> None:
@@ -61,28 +71,33 @@ class Underway:
         self.awaits_backward = self._num_forwards > 1
         return self._num_forwards
 
-    def begin_touch(self) -> list[Chunk]:
-        """A function begins. It adds the chunks that it pins to the returned list."""
-        pinned: list[Chunk] = []
-        self._touches.append(pinned)
-        return pinned
+    def begin_touch(self) -> Touch:
+        """A function begins. It notes in the returned object which chunks it pins, and holds that until its end."""
+        touch = Touch()
+        self._touches.append(weakref.ref(touch))
+        return touch
 
-    def end_touch(self, pinned: list[Chunk]) -> None:
-        """Lift a function's pins, unless a failure has lifted all pins meanwhile."""
-        # Lists are compared by identity, as those of two functions may be equal.
-        other_touches = [touch for touch in self._touches if touch is not pinned]
-        if len(other_touches) < len(self._touches):
-            self._touches = other_touches
-            self._victims.unpin(pinned)
+    def unpin_touch(self, touch: Touch) -> bool:
+        """Lift a function's pins; `end_touch` is next. False if a failure has ended it meanwhile."""
+        is_open = any(reference() is touch for reference in self._touches)
+        if is_open:
+            self._victims.unpin(touch.pinned)
+            touch.pinned.clear()
+        return is_open
+
+    def end_touch(self, touch: Touch) -> None:
+        """A function has ended."""
+        self._touches = [reference for reference in self._touches if reference() is not touch]
 
     @property
     def is_touched(self) -> bool:
         """Whether a function uses parameters outside their operators."""
-        return bool(self._touches)
+        return any(reference() is not None for reference in self._touches)
 
-    def forget_touch(self, pinned: list[Chunk]) -> None:
-        """A function is over whose pins may not be lifted: `forget_forward` counts them no more."""
-        self._touches = [touch for touch in self._touches if touch is not pinned]
+    @property
+    def has_lost_touch(self) -> bool:
+        """A function was interrupted before its end: nobody holds its `Touch`. `forget_forward` lifts its pins."""
+        return any(reference() is None for reference in self._touches)
 
     def follow_node(self) -> None:
         """If another autograd node runs now, lift the pins of the last one and of graph tasks started inside it."""
@@ -117,8 +132,10 @@ class Underway:
 
     def forget_forward(self) -> None:
         """Leave only the pins of touching functions: no call runs, and an interrupt may have lost the record of one."""
+        touches = [touch for reference in self._touches if (touch := reference()) is not None]
         for chunk in self._chunks:
-            chunk.pins = sum(touch.count(chunk) for touch in self._touches)
+            chunk.pins = sum(touch.pinned.count(chunk) for touch in touches)
+        self._touches = [weakref.ref(touch) for touch in touches]
         self.awaits_backward = False
 
     def reset(self) -> None:

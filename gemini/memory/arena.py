@@ -6,9 +6,10 @@ later, another extent is mapped beside it, so nothing is copied.
 
 [Note: Returned ranges] A range of an extent becomes free when the last tensor in it dies, and not before: a view that
 someone still holds never shows another buffer's content. Each buffer is a storage of its own over a memoryview of the
-mapping, and a finalizer of that memoryview returns the range. Finalizers run in any thread and, through the cycle
-collector, in the middle of any function, even while the lock is held. They therefore only append the range to a queue;
-the thread that holds the lock empties the queue.
+mapping, and a weak reference to that memoryview tells of its death. Python runs such callbacks in any thread and,
+through the cycle collector, in the middle of any function, even while the lock is held. So the callback is
+`deque.append`, which waits for no lock and is no Python code that Ctrl-C could interrupt; whoever looks for a free
+range next empties the queue. Pages go back to the system at once, by a second callback that a range may miss.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import threading
 import weakref
 from bisect import bisect
 from collections import deque
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -91,30 +94,35 @@ class Arena:
         self._extents = [extent for extent in self._extents if extent.free_bytes < extent.num_bytes]
 
 
-class Extent:
+class Extent(mmap.mmap):
     """One mapping. Every live buffer refers to it; after the last one it is unregistered and unmapped."""
 
-    def __init__(self, num_bytes: int, pinning: Pinning | None, keeps_pages: bool) -> None:
+    def __new__(cls, num_bytes: int, pinning: Pinning | None, keeps_pages: bool) -> Extent:
         """Raises OSError if the system has no room for `num_bytes`."""
-        self.num_bytes = num_bytes
         # Python's default is MAP_SHARED, by which a forked DataLoader worker would write into the memory of its parent.
-        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return super().__new__(cls, -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, num_bytes: int, pinning: Pinning | None, keeps_pages: bool) -> None:
+        self.num_bytes = num_bytes
         self._keeps_pages = keeps_pages
         self._free = [(0, num_bytes)]  # (start, end) of the free ranges, sorted; adjacent ranges are merged
         self._used_end = 0  # bytes from here on were never in use, so they are still zeros
-        self._returned: deque[tuple[int, int]] = deque()  # see [Note: Returned ranges]
+        self._taken: dict[int, _Taken] = {}  # by start: the ranges of all buffers
+        self._returned: deque[_Taken] = deque()  # see [Note: Returned ranges]
+        self._is_torn = False  # an exception has left `_free` behind `_taken`
         self._lock = threading.Lock()
         if not keeps_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)  # fewer faults, and fewer pages to register
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.is_registered = pinning is not None and pinning.register(self, address, num_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        # The attributes of a mapping die before it is unmapped, and a weak reference to the mapping itself after that.
+        self._registration = _Registration()
+        self.is_registered = pinning is not None and pinning.register(self._registration, address, num_bytes)
 
     @property
     def free_bytes(self) -> int:
         with self._lock:
-            found = sum(end - start for start, end in self._free)
-        self._merge_returned()  # what a finalizer could not return meanwhile
-        return found
+            self._merge_returned()
+            return sum(end - start for start, end in self._free)
 
     @property
     def held_bytes(self) -> int:
@@ -127,38 +135,47 @@ class Extent:
         """(num_bytes,) uint8, zeros, from the first free range that is large enough; None if there is none."""
         size = _aligned(num_bytes)
         with self._lock:
+            self._merge_returned()
             at = next((i for i, (start, end) in enumerate(self._free) if end - start >= size), None)
             if at is None:
                 return None
             start, last = self._free[at]
             end = start + size
+            part = memoryview(self)[start : start + num_bytes]
+            self._is_torn = True
+            self._taken[start] = _Taken(self, part, start, end)
             self._free[at : at + 1] = [(end, last)] if end < last else []
             used_end, self._used_end = self._used_end, max(self._used_end, end)
-            part = memoryview(self._memory)[start : start + num_bytes]
-            weakref.finalize(part, self._return, start, end).atexit = False  # at the end the process takes all of it
-        # Ranges that finalizers returned while the lock was held are still in the queue.
-        self._merge_returned()
-        # The tensor keeps `part` alive, whose finalizer returns the range.
+            self._is_torn = False
+        # The tensor keeps `part` alive, whose death returns the range.
         buffer = torch.frombuffer(part, dtype=torch.uint8)
         # Pages that were never in use are zeros already: writing to them would make them resident.
         if start < used_end:
             buffer.zero_()
         return buffer
 
-    def _return(self, start: int, end: int) -> None:
-        """Called by the finalizer of a buffer: no tensor lies in the range any more. See [Note: Returned ranges]."""
-        self._returned.append((start, end))
-        self._merge_returned()
-
     def _merge_returned(self) -> None:
-        # Never wait for the lock: the interrupted function of this same thread may hold it, and will empty the queue
-        # itself.
-        while self._returned and self._lock.acquire(blocking=False):
-            try:
-                while self._returned:
-                    self._merge(*self._returned.popleft())
-            finally:
-                self._lock.release()
+        """Make the ranges free whose buffers have died. The caller holds the lock."""
+        if self._is_torn:
+            self._find_free()
+        self._is_torn = bool(self._returned)
+        while self._returned:
+            taken = self._returned.popleft()
+            if self._taken.get(taken.start) is taken:  # else `_find_free` was first
+                del self._taken[taken.start]
+                self._merge(taken.start, taken.end)
+        self._is_torn = False
+
+    def _find_free(self) -> None:
+        """Find the free ranges between the buffers that are alive."""
+        self._taken = {start: taken for start, taken in self._taken.items() if taken() is not None}
+        ranges = sorted((start, taken.end) for start, taken in self._taken.items())
+        starts = chain([0], (end for _, end in ranges))
+        ends = chain((start for start, _ in ranges), [self.num_bytes])
+        self._free = []
+        for start, end in zip(starts, ends, strict=True):
+            if start < end:
+                self._merge(start, end)
 
     def _merge(self, start: int, end: int) -> None:
         """Add a free range, join it with its neighbours, and return its whole pages to the system."""
@@ -169,22 +186,48 @@ class Extent:
         if high < len(self._free) and self._free[high][0] == end:
             high, last = high + 1, self._free[high][1]
         self._free[low:high] = [(first, last)]
-        if self._keeps_pages or self.is_registered:
-            return
         # The neighbours' whole pages were returned before. Only pages that became free with this range are left: those
         # at its ends may have been shared with a neighbour.
         page = mmap.PAGESIZE
-        first = max(-(-first // page), start // page) * page
-        last = min(last // page, -(-end // page)) * page
-        if first < last:
+        self.return_pages(max(-(-first // page), start // page) * page, min(last // page, -(-end // page)) * page)
+
+    def return_pages(self, start: int, end: int) -> None:
+        """Return the whole pages of a range that no tensor lies in to the system, if they may go."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and not (self._keeps_pages or self.is_registered):
             self._advise(mmap.MADV_DONTNEED, first, last - first)
 
     def _advise(self, advice: int, start: int, num_bytes: int) -> None:
         try:
-            self._memory.madvise(advice, start, num_bytes)
+            self.madvise(advice, start, num_bytes)
         except OSError:
             # The advice saves memory only: everything works without it.
             return
+
+
+class _Registration:
+    """Its death ends the registration of the extent that has it."""
+
+
+class _Taken(weakref.ref[memoryview]):
+    """The range [start, end) of an extent that a buffer lies in. See [Note: Returned ranges]."""
+
+    __slots__ = ("_pages", "end", "start")
+
+    def __new__(cls, extent: Extent, part: memoryview, start: int, end: int) -> _Taken:
+        return super().__new__(cls, part, extent._returned.append)
+
+    def __init__(self, extent: Extent, part: memoryview, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        # Of two callbacks the younger one runs first: while it gives the pages back nobody can take the range. It knows
+        # the extent weakly, which refers to it.
+        self._pages = weakref.ref(part, partial(_return_pages, weakref.ref(extent), start, end))
+
+
+def _return_pages(of: weakref.ref[Extent], start: int, end: int, part: object) -> None:
+    extent = of()
+    if extent is not None:
+        extent.return_pages(start, end)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -45,13 +45,18 @@ class untracked:
 
     def __enter__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
-        self._inference_mode = torch._C._InferenceMode(False)
-        self._inference_mode.__enter__()
+        self._inference_mode: Any = None
+        # Outside of inference mode the guard would change nothing. After an interrupt in here it would live as long as
+        # the traceback, and then set torch's modes to what they were.
+        if torch.is_inference_mode_enabled():
+            self._inference_mode = torch._C._InferenceMode(False)
+            self._inference_mode.__enter__()
         # This comes last: leaving inference mode switches autograd on.
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *error: object) -> None:
-        self._inference_mode.__exit__(*error)
+        if self._inference_mode is not None:
+            self._inference_mode.__exit__(*error)
         torch._C._set_grad_enabled(self._grad_mode)
 
 

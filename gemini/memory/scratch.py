@@ -43,10 +43,10 @@ class Scratch:
         A collective that failed may still write to the old memory.
         """
         self._regions.clear()
-        if self._memory is not None:
-            self._tier.free(ready(self._memory), "scratch")
-        self._memory, self.num_bytes = None, num_bytes
-        self._used_bytes = 0
+        memory, self._memory = self._memory, None  # first: memory that an interrupt left here would be given twice
+        self.num_bytes, self._used_bytes = num_bytes, 0
+        if memory is not None:
+            self._tier.free(ready(memory), "scratch")
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of `dtype`; the content is undefined."""

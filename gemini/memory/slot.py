@@ -205,6 +205,14 @@ class SlotPool:
         for slot in surplus:
             slot.close()
 
+    def rest(self) -> None:
+        """Give back the memory of all slots, which must be free. `fill` takes as many again."""
+        self._reclaim()
+        slots, self.slots = self.slots, []
+        self._find_free()
+        for slot in slots:
+            slot.close()
+
     def empty(self) -> None:
         """Free all slots, whatever they hold, and replace those that an unfinished collective still holds."""
         for position, slot in enumerate(list(self.slots)):
@@ -251,9 +259,8 @@ class SlotPools(list[SlotPool]):
 
     def rest(self) -> None:
         """Give back the memory of all slots, which must be free; `fill` takes it again."""
-        counts = [pool.count for pool in self]
-        self.resize([0] * len(counts))
-        self.resize(counts)
+        for pool in self:
+            pool.rest()
 
     def empty(self) -> None:
         """Free all slots, whatever they hold."""

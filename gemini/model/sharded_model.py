@@ -277,8 +277,9 @@ class ShardedModel(PlainView):
 
         Raises nothing of its own.
         """
-        self.chunk_manager.grads.end(Becomes.NONE if set_to_none else Becomes.ZERO)
-        zero_ignored(self._ignored, set_to_none)
+        with self.chunk_manager.step.publishing():
+            self.chunk_manager.grads.end(Becomes.NONE if set_to_none else Becomes.ZERO)
+            zero_ignored(self._ignored, set_to_none)
 
     def offload_states(self, include: Collection[str] | None = None) -> None:
         """Move states off the device between steps, so that another model may use it. Collective.

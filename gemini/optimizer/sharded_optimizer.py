@@ -194,9 +194,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
             A step then moves parameters without a new gradient by their moments. Raises nothing of its own.
         """
-        becomes = Becomes.NONE if set_to_none else Becomes.ZERO
-        self._manager.grads.end(becomes, self._chunk_states.ungrouped())
-        self._next.reset_clipping()
+        with self._manager.step.publishing():
+            self._manager.grads.end(Becomes.NONE if set_to_none else Becomes.ZERO, self._chunk_states.ungrouped())
+            self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
         self._manager.step.check_idle(what)
@@ -241,9 +241,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Do what all ranks have agreed on. Nothing in here may fail on one rank alone."""
         step = self._manager.step
         self._num_steps += 1
-        norm, ungrouped = self._true_norm(summary), self._chunk_states.ungrouped()
-        steps = {chunk: self._updates.steps(chunk, summary) for chunk in self._chunk_states.trained}
-        updated = {chunk: its for chunk, its in steps.items() if any(its)}
+        norm, ungrouped, states = self._true_norm(summary), self._chunk_states.ungrouped(), self._chunk_states
+        updated = {chunk: its for chunk in states.trained if any(its := self._updates.steps(chunk, summary))}
         # A non-finite gradient on any rank skips the step on all ranks.
         skipped = None
         factors = GradientFactors(1.0 / self.loss_scale)
@@ -256,6 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
             with step.failures.tearing():
+                step.grads.note_end(Becomes.USED, ungrouped)
                 self._updates.update(updated, factors)
             self._chunk_states.note_step()
         step.grads.end(Becomes.USED, ungrouped)

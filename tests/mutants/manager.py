@@ -29,10 +29,25 @@ MUTANTS = [
     ),
     Mutant(
         "a use of a parameter that was interrupted keeps its slot for ever",
-        "gemini/manager/step.py",
-        "            if not is_fetched:\n                self.failures.note_disturbed(pinned)\n            raise\n",
-        "            raise\n",
+        "gemini/manager/failures.py",
+        "            self._is_disturbed |= self._communicator.watch is None and not isinstance(error, GeminiError)\n",
+        "",
         "tests/features/test_access_edges.py::test_uses_of_parameters_that_were_interrupted_leave_slots_and_pins",
+    ),
+    Mutant(
+        "a use of a parameter that was interrupted at its end counts as running for ever",
+        "gemini/manager/failures.py",
+        "        is_disturbed = self._is_disturbed or self._underway.has_lost_touch\n",
+        "        is_disturbed = self._is_disturbed\n",
+        "tests/test_interrupted_lines.py::"
+        "test_ctrl_c_before_a_line_between_steps_holds_no_slot_and_changes_no_bit[norm of a weight-slots]",
+    ),
+    Mutant(
+        "gradients that an interrupted step has left are added to the next ones",
+        "gemini/manager/failures.py",
+        "            self._grads.finish_end()\n",
+        "",
+        "tests/test_interrupted_lines.py::test_ctrl_c_behind_an_update_leaves_no_gradient_to_the_next_step[cuda]",
     ),
     Mutant(
         "a call of another thread that is over takes the user's hooks with it",

@@ -76,15 +76,22 @@ MUTANTS = [
     Mutant(
         "host memory is unregistered after it was unmapped",
         "gemini/memory/arena.py",
+        "pinning.register(self._registration, address, num_bytes)",
         "pinning.register(self, address, num_bytes)",
-        "pinning.register(self._memory, address, num_bytes)",
         "tests/test_pinned_memory.py",
+    ),
+    Mutant(
+        "a range of host memory is lost to an interrupt as it is taken",
+        "gemini/memory/arena.py",
+        "            self._is_torn = True\n            self._taken[start]",
+        "            self._taken[start]",
+        "tests/test_arena.py::test_ctrl_c_as_a_buffer_is_taken_or_dies_loses_no_range_and_leaves_no_lock",
     ),
     Mutant(
         "registered pages go back to the system",
         "gemini/memory/arena.py",
-        "        if self._keeps_pages or self.is_registered:",
-        "        if self._keeps_pages:",
+        "not (self._keeps_pages or self.is_registered):",
+        "not self._keeps_pages:",
         "tests/test_arena.py",
     ),
     Mutant(
