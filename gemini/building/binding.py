@@ -86,7 +86,8 @@ class BuildBinding(Binding):
         """
         if chunk.payload is not None:
             if not chunk.bound:
-                self.versions[chunk.index], chunk.bound = chunk.versions(), True
+                self.versions[chunk.index] = chunk.versions()
+                chunk.note_bound()
             self.unbind(chunk)
             chunk.bump_versions()
             chunk.leave_home()

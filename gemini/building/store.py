@@ -181,7 +181,7 @@ class BuildStore:
                     members = [each for each in wanted if each.chunk is chunk]
                     self._position.set(members[0].operator, Phase.TOUCH)
                     self._fetch(chunk, members, overwrites)
-                    chunk.pins += 1
+                    chunk.pin()
                     pinned.append(chunk)
             # Outside of `publishing`: an exception of the user's code is not published from here.
             yield
@@ -190,7 +190,7 @@ class BuildStore:
         finally:
             self._position.return_to(before)
             for chunk in pinned:
-                chunk.pins -= 1
+                chunk.lift_pin()
                 if not chunk.pins and chunk.plain:
                     self.binding.cover_chunk(chunk)
 
@@ -233,7 +233,7 @@ class BuildStore:
     def restart(self) -> None:
         """Drop all payloads and edits after a failure that every rank caught, so that all ranks are alike. Local."""
         for chunk in list(self.binding.valid):
-            chunk.pins = 0
+            chunk.reset_pins()
             self.binding.close(chunk)
         self.binding.reset()
 

@@ -11,11 +11,13 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from gemini.chunks.chunk_use import ChunkUse
+from gemini.chunks.facts import LocalFacts
 from gemini.chunks.param_state import NEXT, ParamState
 from gemini.chunks.place import ParamPlace
 from gemini.chunks.placeholder import dense_stride
@@ -104,29 +106,7 @@ class ManagedParameter(ParamPlace):
 
 
 @dataclass(eq=False, kw_only=True)
-class LocalFacts:
-    """Facts about a chunk on this rank that never change. `Final` makes mypy refuse an assignment."""
-
-    index: Final[int]
-    dtype: Final[torch.dtype]
-    layout: Final[ShardLayout]
-    oversize: Final[bool]
-    rank: Final[int]
-    home_layout: Final[ShardLayout]  # of the parameter home: `layout`, or one rank's if every rank holds it whole
-    optim_layout: Final[ShardLayout]  # likewise, of the reduced gradient, master and optimizer state
-    travel_dtype: Final[torch.dtype]  # of gradients between ranks
-    gradient_dtype: Final[torch.dtype]  # of the reduced gradient at rest
-    sum_dtype: Final[torch.dtype]  # of sums of several unreduced gradients between ranks
-    widens: Final[bool] = False  # the reduced gradient becomes fp32 when a second micro-batch is added
-    narrows: Final[bool] = False  # the reduced gradient is rounded to `gradient_dtype` before it is stored
-    splits_master: Final[bool] = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
-    lends_home: Final[bool] = False  # the parameter home may hold the reduced gradient between backward and step
-    is_fine: Final[bool] = False  # many small parameters: Python's cost for each outweighs moving the bytes
-    is_chosen: Final[bool] = False  # routing chooses which of its parameters are used, on each rank from its data
-
-
-@dataclass(eq=False, kw_only=True)
-class Chunk(LocalFacts):
+class Chunk(LocalFacts, ChunkUse):
     """One chunk on this rank: its facts, the memory of its states, and its parameters."""
 
     trainable: bool  # at least one parameter is: the chunk has gradient, master and optimizer state
@@ -139,12 +119,6 @@ class Chunk(LocalFacts):
     own_slot: KeptSlot | None = None  # a slot that only this chunk uses; the parameter home is a part of it
     payload: Tensor | None = None  # (layout.numel,) on the device; None if RELEASED or HOLDS_GRAD
     resident_views: tuple[Tensor, ...] = ()  # the parameters' views of the home while the chunk is RESIDENT
-    bound: bool = False  # the parameters' `.data` are views of the payload
-    plain: bool = False  # the parameters' class is nn.Parameter, not the released class
-    pins: int = 0  # operators, functions and autograd nodes that use the payload now
-    stays: bool = False  # gathered until the next update: see [Note: Staying chunks] in manager/staying.py
-    num_updates: int = 0  # optimizer steps so far; backward through a graph from before the last one raises
-    num_gathers: int = 0  # times that its payload was brought into a slot
     num_bumps: int = 0  # times that `bump_versions` raised the version counters: these are not edits
 
     @cached_property

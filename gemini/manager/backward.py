@@ -73,7 +73,7 @@ class Backward:
         self._position.set(operator.index, Phase.BACKWARD)
         for chunk in operator.chunks:
             self._payloads.fetch(chunk)
-            chunk.pins += 1
+            chunk.pin()
             self._underway.leaf.append(chunk)
             # A recomputation inside the leaf must find its parameters plain: a fetch would be a collective, at a point
             # that differs by rank.

@@ -64,10 +64,10 @@ class Binding:
                 finally:
                     set_guard()
             self.versions[chunk.index] = chunk.versions()
-        chunk.plain = True
+        chunk.note_plain()
         self.plain_chunks.append(chunk)
         if not chunk.bound:
-            chunk.bound = True
+            chunk.note_bound()
             self._refuse_lost_edits(chunk)
 
     def _refuse_lost_edits(self, chunk: Chunk) -> None:
@@ -112,7 +112,7 @@ class Binding:
         if chunk.plain:
             for parameter in chunk.raw:
                 parameter.__class__ = self.released_class
-            chunk.plain = False
+            chunk.note_covered()
 
     def unbind(self, chunk: Chunk) -> None:
         """Make the chunk's parameters show their placeholders."""
@@ -130,7 +130,7 @@ class Binding:
                     parameter.__class__ = self.released_class
             finally:
                 set_guard()
-        chunk.bound = chunk.plain = False
+        chunk.note_unbound()
 
     def outdate(self, chunk: Chunk) -> None:
         """A gathered chunk that stays is about to be updated: its next user gathers it again. Local.
@@ -164,7 +164,7 @@ class Binding:
                         parameter.__class__ = nn.Parameter
                         parameter.data = managed.placeholder
                     parameter.__class__ = self.released_class
-                chunk.plain = False
+                chunk.note_covered()
         self.plain_chunks.clear()
         # An interrupt may have come between a bump of versions and its count: the numbers would show edits that never
         # were.
@@ -216,7 +216,7 @@ class Binding:
     def note_write(self, managed: ManagedParameter) -> None:
         """The parameter was given new values at home and in its payload: graphs from before are stale."""
         chunk = managed.chunk
-        chunk.num_updates += 1
+        chunk.note_update()
         if chunk.bound and chunk.payload is not None:
             # Autograd checks the version of what it saved without our hooks.
             torch.autograd.graph.increment_version(managed.parameter)

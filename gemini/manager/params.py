@@ -166,7 +166,7 @@ class ParamStore:
         return chunk.index in self.ahead
 
     def _depart(self, chunk: Chunk, slot: Slot, lane: int = 0, what: str = "fetch", only_own: bool = False) -> Arrival:
-        chunk.num_gathers += 1
+        chunk.count_gather()
         if self._left:
             self._close_left()
         # A spare slot may have joined the pool since the last fetch.

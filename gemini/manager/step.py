@@ -152,7 +152,7 @@ class Step:
         for chunk in operator.chunks:
             # Fetched and pinned one by one: a chunk that is here must not be evicted for the operator's next one.
             self.payloads.fetch(chunk)
-            chunk.pins += 1
+            chunk.pin()
             pinned.append(chunk)
             if not chunk.plain:
                 self.binding.bind(chunk)
@@ -197,7 +197,7 @@ class Step:
             # In the order of chunks, whatever the order of arguments: fetches are collectives.
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
                 self.payloads.fetch(chunk)
-                chunk.pins += 1
+                chunk.pin()
                 pinned.append(chunk)
                 if not chunk.plain and not (alone and self.binding.shows_payload(chunk)):
                     self.binding.bind(chunk)
@@ -246,7 +246,7 @@ class Step:
 
     def after_chunk_update(self, chunk: Chunk) -> None:
         """The chunk's home has new values: a payload at home gets a new version."""
-        chunk.num_updates += 1
+        chunk.note_update()
         if chunk.state is ParamState.RESIDENT:
             chunk.bump_versions()
             self.binding.rebase_versions(chunk)

@@ -95,7 +95,7 @@ class Underway:
         task = _graph_task_id()
         if task not in self._nodes:
             self._nodes[task] = _autograd_node(), []
-        chunk.pins += 1
+        chunk.pin()
         self._nodes[task][1].append(chunk)
 
     def _lift(self, task: int) -> None:
@@ -118,7 +118,7 @@ class Underway:
     def forget_forward(self) -> None:
         """Leave only the pins of touching functions: no call runs, and an interrupt may have lost the record of one."""
         for chunk in self._chunks:
-            chunk.pins = sum(touch.count(chunk) for touch in self._touches)
+            chunk.reset_pins(sum(touch.count(chunk) for touch in self._touches))
         self.awaits_backward = False
 
     def reset(self) -> None:
