@@ -178,8 +178,7 @@ class FullPrecisionAccess(StateAccess):
         take_masters(self.step, [(managed, values)])
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes
         if has_master and managed.owns_master and values.dtype is not chunk.dtype:
-            # The master holds more than the weights from now on: it cannot be made from them again.
-            managed.has_fractions = True
+            managed.note_fractions()
             set_weights(managed, values)
         else:
             for piece, part in zip(managed.pieces, managed.parts_of(weights), strict=True):

@@ -158,7 +158,7 @@ class Trainability:
         for each in discarded:
             if Kind.MASTER in each.chunk.homes:
                 master_from_weights(each.chunk, each)
-            each.has_fractions = False
+            each.discard_fractions()
             if optimizer is not None:
                 optimizer.states.discard(each)
         self._replan(self._flags, shown)

@@ -104,6 +104,14 @@ class ManagedParameter(ParamPlace):
         """
         return self.requires_grad or self.has_fractions
 
+    def note_fractions(self) -> None:
+        """The fp32 master may hold more than its 16-bit weights from now on: it cannot be made from them again."""
+        self.has_fractions = True
+
+    def discard_fractions(self) -> None:
+        """The fp32 master was made from the weights, or is given up. Every rank calls it at the same point."""
+        self.has_fractions = False
+
 
 @dataclass(eq=False, kw_only=True)
 class Chunk(LocalFacts, ChunkUse):

@@ -57,7 +57,8 @@ def make_chunks(
             shown = placeholder_of(kind, device, parameter.shape)
             managed = chunk.manage(parameter, name, index, offset, first_operator[name], shown)
             # The given weight has more bits than the chunk's 16: the master must start from it.
-            managed.has_fractions = trainable and kind in HALF_DTYPES and parameter.dtype is not kind
+            if trainable and kind in HALF_DTYPES and parameter.dtype is not kind:
+                managed.note_fractions()
             chunk.raw.append(parameter)
             index += 1
         chunks.append(chunk)

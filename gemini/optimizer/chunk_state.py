@@ -188,8 +188,10 @@ class ChunkOptimizerState:
         for each in updates:
             for position in each.run.positions:
                 self.scalars[position] = each.scalars
-                # A master may hold more than the weight from now on, so a frozen chunk keeps it.
-                self.chunk.parameters[position].has_fractions = True
+                managed = self.chunk.parameters[position]
+                # After its first update this is a look, not a call for each parameter and step.
+                if not managed.has_fractions:
+                    managed.note_fractions()
                 if each.made:
                     self.note_made(position, each.made)
         # Parameters that shared scalars still do, so the cached runs stay valid.

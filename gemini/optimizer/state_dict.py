@@ -234,7 +234,7 @@ def _load_master(states: States, managed: ManagedParameter, value: Tensor) -> No
     """
     chunk = managed.chunk
     if chunk.splits_master:
-        managed.has_fractions = True
+        managed.note_fractions()
     if chunk.splits_master or chunk.dtype not in HALF_DTYPES:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
         states.full_precision(chunk).set_whole(managed, managed.laid_out(value, dtype))
