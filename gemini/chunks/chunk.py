@@ -206,44 +206,31 @@ class Chunk(LocalFacts, ChunkUse):
             raise RuntimeError(f"chunk {self.index} that is {state.value} has other memory than that")
         self.slot, self.payload, self.state = slot, payload, state
 
-    @property
-    def numel(self) -> int:
-        return self.layout.numel
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.layout.numel * self.dtype.itemsize
-
     def names(self) -> str:
         """Parameter names for messages, shortened."""
         names = [managed.name for managed in self.parameters]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
-    @property
-    def optim_numel(self) -> int:
-        """Number of elements that this rank updates."""
-        return self.optim_layout.shard_numel
-
-    @property
-    def is_stepped_whole(self) -> bool:
-        """Every rank updates the whole chunk, and holds its whole reduced gradient, master and optimizer state."""
-        return self.optim_layout.world_size == 1
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """The dtype of the MASTER home: fp32 for whole masters, int16 for the remainders of split ones."""
-        return torch.int16 if self.splits_master else torch.float32
-
-    def home_slices(self) -> list[Piece]:
-        """The elements that this rank updates, in its parameter home: `payload_start` is an offset in the home."""
-        if self.home_layout.world_size == self.optim_layout.world_size:
-            return [Piece(0, 0, self.optim_numel)]
-        return list(self.layout.slices(self.rank))  # whole weights, sharded optimizer state
-
     def allocate_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
         """Take zeroed memory for the state `kind`. Raises BudgetError."""
         dtype = {Kind.MASTER: self.master_dtype, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
         self.homes[kind] = memory.allocate(tier, num_bytes // dtype.itemsize, dtype, kind)
+
+    def free_home(self, kind: Kind, memory: Memory) -> None:
+        """Free the memory of the state `kind`, if it has any. Nothing may show or need it any more."""
+        home = self.homes.pop(kind, None)
+        if home is not None:
+            memory.free(home, kind)
+
+    def hand_out_home(self) -> tuple[Region, KeptSlot | None]:
+        """Give the parameter home, and the own slot that it is a part of, to the caller, who moves the weights."""
+        home, slot = self.homes.pop(Kind.PARAM), self.own_slot
+        self.own_slot = None
+        return home, slot
+
+    def take_home_back(self, home: Region, slot: KeptSlot | None) -> None:
+        """Have again what `hand_out_home` gave: the move found no memory."""
+        self.own_slot, self.homes[Kind.PARAM] = slot, home
 
     def reside_at_home(self) -> None:
         """Make the home the payload if this rank holds the whole chunk on the device."""
@@ -310,6 +297,13 @@ class Chunk(LocalFacts, ChunkUse):
         self.own_slot.close()
         self.keep_slot(tier)
         self.homes[Kind.PARAM].flat.copy_(shard)
+
+    def close_own_slot(self) -> None:
+        """Give back the own slot, and the parameter home, which is a part of it, for good."""
+        assert self.own_slot is not None
+        self.own_slot.close()
+        del self.homes[Kind.PARAM]
+        self.own_slot = None
 
     def views_of(self, payload: Tensor) -> tuple[Tensor, ...]:
         """A view of `payload` for every parameter."""

@@ -119,8 +119,6 @@ class TrainingState:
         """Free what the last `_allocate` has allocated."""
         taken, self._taken = self._taken, []
         for chunk, kind in taken:
-            home = chunk.homes.pop(kind, None)
-            if home is not None:
-                self._memory.free(home, kind)
+            chunk.free_home(kind, self._memory)
             if kind is Kind.GRAD:
                 self._gradients.gradients[chunk.index].adopt_home()

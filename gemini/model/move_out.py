@@ -188,10 +188,8 @@ class MovingOut:
         """Free the chunk's memory before the next chunk's weights get memory of their own."""
         if chunk.own_slot is not None:
             # The parameter home is a part of this slot and must not be freed once more below.
-            chunk.own_slot.close()
-            del chunk.homes[Kind.PARAM]
-            chunk.own_slot = None
+            chunk.close_own_slot()
         if chunk.payload is not None:
             chunk.leave_home()
         for kind in list(chunk.homes):
-            self.memory.free(chunk.homes.pop(kind), kind)
+            chunk.free_home(kind, self.memory)
