@@ -279,7 +279,7 @@ class Trainability:
         self._replan(flags, f"frozen: {names[0]}; unfrozen: {names[1]}")
         for each in frozen + unfrozen:
             # Only now: after a refusal the old flags must still be those that memory follows.
-            each.requires_grad = not each.requires_grad
+            each.follow_flag()
         self._step.grads.reset_order()
         self.unfrozen.difference_update(each.index for each in frozen)
         self.unfrozen.update(each.index for each in unfrozen)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from gemini.access.released import ReleasedParameter
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.param_state import ParamState
 from gemini.chunks.placeholder import set_data
 from gemini.manager.binding import Binding
 from gemini.memory.memory import Memory
@@ -53,25 +52,24 @@ class BuildBinding(Binding):
         A higher version later means that the user wrote to a view of the old memory, and that write would be lost.
         """
         # Only `versions()` needs `raw` here: it would keep parameters alive that the user drops.
-        chunk.raw = [managed.parameter for managed in chunk.parameters]
+        chunk.hold_parameters([(managed, managed.parameter) for managed in chunk.parameters])
         self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in chunk.versions()]
-        chunk.raw = []
+        chunk.let_parameters_die()
 
     def open(self, chunk: Chunk, payload: Tensor) -> None:
         """Give the chunk a payload without content, and hold its parameters alive until `close`. Local."""
         here = alive(chunk)
         # Register it first: if an interrupt comes in the middle, the chunk is closed with the others.
         self.valid[chunk] = set()
-        chunk.parameters, chunk.raw = [each for each, _ in here], [parameter for _, parameter in here]
+        chunk.hold_parameters(here)
         is_home = payload is chunk.homes[Kind.PARAM].flat
         left = self._edits_when_left.pop(chunk.index, None)
         if left is not None and not is_home:  # what is written to a view of the home is never lost
             self._edits_when_left[chunk.index] = [left[each.position] for each in chunk.parameters]
         # The user may have dropped parameters since the last use: number the remaining ones.
         for position, each in enumerate(chunk.parameters):
-            each.position = position
-        chunk.resident_views = chunk.views_of(payload)
-        chunk.become(ParamState.GATHERED, payload=payload)
+            each.number(position)
+        chunk.reside_in(payload)
         if is_home:
             self.fill(chunk)
 
@@ -91,7 +89,7 @@ class BuildBinding(Binding):
             self.unbind(chunk)
             chunk.bump_versions()
             chunk.leave_home()
-        chunk.raw = []
+        chunk.let_parameters_die()
         self.plain_chunks = [other for other in self.plain_chunks if other is not chunk]
         self.edited.pop(chunk.index, None)
         self.valid.pop(chunk, None)
@@ -102,7 +100,7 @@ class BuildBinding(Binding):
         payload, is_full = chunk.payload, len(self.valid.get(chunk, ())) == len(chunk.raw)
         if payload is not None:
             self.close(chunk)
-        chunk.parameters = [each for each in chunk.parameters if each not in gone]
+        chunk.drop_parameters(gone)
         if payload is not None and is_full and chunk.parameters:
             self.open(chunk, payload)
             self.fill(chunk)

@@ -293,7 +293,7 @@ class BuildStore:
                 managed.parameter, managed.name, managed.index, managed.offset, managed.operator, shown
             )
             self.binding.show_placeholder(link.managed)
-        chunk.parameters = []
+        chunk.drop_parameters(list(chunk.parameters))
         self.binding.note_left(rounded)
 
     def _in_order(self) -> list[Chunk]:

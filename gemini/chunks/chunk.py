@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -16,16 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gemini.chunks.chunk_homes import ChunkHomes
 from gemini.chunks.chunk_use import ChunkUse
-from gemini.chunks.facts import LocalFacts
 from gemini.chunks.param_state import NEXT, ParamState
 from gemini.chunks.place import ParamPlace
 from gemini.chunks.placeholder import dense_stride
-from gemini.memory.memory import Memory
 from gemini.memory.region import Region
-from gemini.memory.slot import KeptSlot, Slot
-from gemini.memory.tier import MemoryTier
-from gemini.memory.transfer import wait_on_host, wait_on_stream
+from gemini.memory.slot import Slot
 from gemini.placement.demand import Kind, Tier
 from sharding import Piece, ShardLayout
 
@@ -108,23 +105,29 @@ class ManagedParameter(ParamPlace):
         """The fp32 master may hold more than its 16-bit weights from now on: it cannot be made from them again."""
         self.has_fractions = True
 
+    def follow_flag(self) -> None:
+        """Memory has followed a change of the parameter's `requires_grad`: a refusal leaves the old one in force."""
+        self.requires_grad = not self.requires_grad
+
+    def number(self, position: int) -> None:
+        """Other parameters of the chunk are gone: this one is at `position` now. Only while a model is built."""
+        self.position = position
+
     def discard_fractions(self) -> None:
         """The fp32 master was made from the weights, or is given up. Every rank calls it at the same point."""
         self.has_fractions = False
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(LocalFacts, ChunkUse):
+class Chunk(ChunkHomes, ChunkUse):
     """One chunk on this rank: its facts, the memory of its states, and its parameters."""
 
     trainable: bool  # at least one parameter is: the chunk has gradient, master and optimizer state
     parameters: list[ManagedParameter] = field(default_factory=list)
     raw: list[nn.Parameter] = field(default_factory=list)  # the parameters themselves, by position
-    homes: dict[Kind, Region] = field(default_factory=dict)
 
     state: ParamState = ParamState.RELEASED  # `become` alone writes `state`, `slot` and `payload`
     slot: Slot | None = None
-    own_slot: KeptSlot | None = None  # a slot that only this chunk uses; the parameter home is a part of it
     payload: Tensor | None = None  # (layout.numel,) on the device; None if RELEASED or HOLDS_GRAD
     resident_views: tuple[Tensor, ...] = ()  # the parameters' views of the home while the chunk is RESIDENT
     num_bumps: int = 0  # times that `bump_versions` raised the version counters: these are not edits
@@ -156,6 +159,22 @@ class Chunk(LocalFacts, ChunkUse):
         )
         self.parameters.append(managed)
         return managed
+
+    def hold_parameters(self, some: Sequence[tuple[ManagedParameter, nn.Parameter]]) -> None:
+        """Have these parameters only, and keep them alive until `let_parameters_die`. While a model is built."""
+        self.parameters, self.raw = [managed for managed, _ in some], [parameter for _, parameter in some]
+
+    def let_parameters_die(self) -> None:
+        """Hold no parameter alive: a module may drop it, and with it its shards. While a model is built."""
+        self.raw = []
+
+    def drop_parameters(self, gone: Collection[ManagedParameter]) -> None:
+        """Have these parameters no more: they belong to another chunk, or to nobody. While a model is built."""
+        self.parameters = [managed for managed in self.parameters if managed not in gone]
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Keep the parameter that was managed last alive, as the chunks of a wrapped model do."""
+        self.raw.append(parameter)
 
     def versions(self) -> list[int]:
         """The version counters of all parameters, by position. Reading them fetches nothing."""
@@ -206,31 +225,14 @@ class Chunk(LocalFacts, ChunkUse):
             raise RuntimeError(f"chunk {self.index} that is {state.value} has other memory than that")
         self.slot, self.payload, self.state = slot, payload, state
 
+    def follow_plan(self, trainable: bool) -> None:
+        """Another plan is about to be carried out, which trains some parameter of the chunk or none."""
+        self.trainable = trainable
+
     def names(self) -> str:
         """Parameter names for messages, shortened."""
         names = [managed.name for managed in self.parameters]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    def allocate_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
-        """Take zeroed memory for the state `kind`. Raises BudgetError."""
-        dtype = {Kind.MASTER: self.master_dtype, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
-        self.homes[kind] = memory.allocate(tier, num_bytes // dtype.itemsize, dtype, kind)
-
-    def free_home(self, kind: Kind, memory: Memory) -> None:
-        """Free the memory of the state `kind`, if it has any. Nothing may show or need it any more."""
-        home = self.homes.pop(kind, None)
-        if home is not None:
-            memory.free(home, kind)
-
-    def hand_out_home(self) -> tuple[Region, KeptSlot | None]:
-        """Give the parameter home, and the own slot that it is a part of, to the caller, who moves the weights."""
-        home, slot = self.homes.pop(Kind.PARAM), self.own_slot
-        self.own_slot = None
-        return home, slot
-
-    def take_home_back(self, home: Region, slot: KeptSlot | None) -> None:
-        """Have again what `hand_out_home` gave: the move found no memory."""
-        self.own_slot, self.homes[Kind.PARAM] = slot, home
 
     def reside_at_home(self) -> None:
         """Make the home the payload if this rank holds the whole chunk on the device."""
@@ -238,18 +240,15 @@ class Chunk(LocalFacts, ChunkUse):
             self.resident_views = self.views_of(self.homes[Kind.PARAM].flat)
             self.become(ParamState.RESIDENT)
 
+    def reside_in(self, payload: Tensor) -> None:
+        """Let `payload` be the chunk's gathered content, without a slot: while a model is built."""
+        self.resident_views = self.views_of(payload)
+        self.become(ParamState.GATHERED, payload=payload)
+
     def leave_home(self) -> None:
         """End residence: the home is no longer the payload."""
         self.become(ParamState.RELEASED)
         self.resident_views = ()
-
-    def lendable(self) -> Region:
-        """(optim_numel,) the part of the home that this rank updates. It is contiguous wherever a home is lent."""
-        home = self.homes[Kind.PARAM]
-        if self.home_layout.world_size == self.optim_layout.world_size:
-            return home[: self.optim_numel]
-        (own,) = self.layout.slices(self.rank)
-        return home[own.in_payload]
 
     def region(self) -> Region:
         """(layout.numel,) the payload, which must be present, with its tickets."""
@@ -274,37 +273,6 @@ class Chunk(LocalFacts, ChunkUse):
         slot.remember(self.index, payload, self.views_of(payload.flat))
         return payload
 
-    def keep_slot(self, tier: MemoryTier) -> None:
-        """Take a slot for good and move the parameter home, if there is one, into it. Raises BudgetError."""
-        (own,) = self.layout.slices(self.rank)
-        start, end = own.payload_start, own.payload_start + own.numel
-        itemsize = self.dtype.itemsize
-        slot = KeptSlot(tier, self.payload_bytes, slice(start * itemsize, end * itemsize), self.dtype)
-        # A home that is there lies inside the old slot, which the caller closes once no view shows it.
-        before = self.homes.get(Kind.PARAM)
-        if before is not None:
-            wait_on_stream(before)
-            slot.shard.flat.copy_(before.flat)
-        self.own_slot, self.homes[Kind.PARAM] = slot, slot.shard
-
-    def renew_own_slot(self, tier: MemoryTier) -> None:
-        """Replace the memory of the own slot, without ever holding two slots: the shard waits in host memory."""
-        assert self.own_slot is not None
-        home = self.homes.pop(Kind.PARAM)
-        wait_on_host(home)
-        shard = home.flat.to("cpu", copy=True)
-        del home  # it would keep the memory of the old slot
-        self.own_slot.close()
-        self.keep_slot(tier)
-        self.homes[Kind.PARAM].flat.copy_(shard)
-
-    def close_own_slot(self) -> None:
-        """Give back the own slot, and the parameter home, which is a part of it, for good."""
-        assert self.own_slot is not None
-        self.own_slot.close()
-        del self.homes[Kind.PARAM]
-        self.own_slot = None
-
     def views_of(self, payload: Tensor) -> tuple[Tensor, ...]:
         """A view of `payload` for every parameter."""
         return tuple(managed.view(payload) for managed in self.parameters)
@@ -316,6 +284,6 @@ def _forgetting(reference: weakref.ref[Chunk]) -> Callable[[object], None]:
     def remove_dead(gone: object) -> None:
         chunk = reference()
         if chunk is not None:
-            chunk.parameters = [managed for managed in chunk.parameters if managed.reference is not gone]
+            chunk.drop_parameters([managed for managed in chunk.parameters if managed.reference is gone])
 
     return remove_dead

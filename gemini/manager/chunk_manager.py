@@ -221,7 +221,7 @@ class ChunkManager:
         flags = iter(plan.trained)
         for chunk in self.chunks:
             its_flags = [next(flags) for _ in chunk.parameters]
-            chunk.trainable = any(its_flags)
+            chunk.follow_plan(trainable=any(its_flags))
         # Sums of micro-batches, and gradients that left a lent home, are not in the plan: a smaller budget may lack the
         # room for these although every state stays where it is. The next step takes it again, or takes it of the host.
         # A way back starts with states that may be half moved, also between plans with the same homes.

@@ -59,7 +59,7 @@ def make_chunks(
             # The given weight has more bits than the chunk's 16: the master must start from it.
             if trainable and kind in HALF_DTYPES and parameter.dtype is not kind:
                 managed.note_fractions()
-            chunk.raw.append(parameter)
+            chunk.hold(parameter)
             index += 1
         chunks.append(chunk)
     return chunks

@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         "shards of a built model outlive the move",
         "gemini/building/binding.py",
-        "        chunk.parameters = [each for each in chunk.parameters if each not in gone]\n",
+        "        chunk.drop_parameters(gone)\n",
         "",
         "tests/features/test_zero_init_memory.py::test_building_holds_no_more_than_the_model_an_operator_and_a_chunk",
     ),
