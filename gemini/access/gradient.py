@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import ManagedParameter
-from gemini.chunks.gradient import GradState
+from gemini.chunks.grad_state import GradState
 from gemini.chunks.own_grad import grad_of, set_grad_of
 from gemini.errors import GeminiError, UnsupportedError
 

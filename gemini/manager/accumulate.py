@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gemini.chunks.gradient import ChunkGradient, GradState
+from gemini.chunks.grad_state import GradState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.memory.modes import untracked

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, Content, GradState
+from gemini.chunks.grad_state import Content, GradState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.chunks.own_grad import grad_of, set_grads
 from gemini.errors import UnsupportedError
 from gemini.manager.accumulate import Accumulation

@@ -23,7 +23,8 @@ import warnings
 import torch
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, Content, ReducedState
+from gemini.chunks.grad_state import Content, ReducedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.chunks.param_state import ParamState
 from gemini.errors import BudgetError
 from gemini.manager.params import ParamStore

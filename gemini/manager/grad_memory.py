@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
+from gemini.chunks.grad_state import Content, GradState, ReducedState, UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.errors import BudgetError
 from gemini.memory.memory import Memory
 from gemini.memory.slot import Slot

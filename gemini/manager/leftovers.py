@@ -12,7 +12,8 @@ from enum import Enum
 
 from gemini.chunks.attached import BLANK
 from gemini.chunks.chunk import ManagedParameter
-from gemini.chunks.gradient import ChunkGradient, UnsyncedState
+from gemini.chunks.grad_state import UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.memory.modes import untracked

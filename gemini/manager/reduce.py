@@ -15,7 +15,8 @@ from typing import ClassVar
 
 import torch
 
-from gemini.chunks.gradient import ChunkGradient, GradState, UnsyncedState
+from gemini.chunks.grad_state import GradState, UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.accumulate import Accumulation
 from gemini.manager.completion import Completion
 from gemini.manager.unsynced import keep_unsynced, reduce_unsynced

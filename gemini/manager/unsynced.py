@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, UnsyncedState
+from gemini.chunks.grad_state import UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.memory.region import Region
