@@ -89,6 +89,22 @@ class ChunkGradient:
         # One rank: a gradient in `whole` needs no reduction and no copy.
         self.in_place = has_whole and self.is_alone
 
+    def rest_in(self, home: Region) -> None:
+        """Have `home`, (optim_numel,), for good. Only where there is none: the parameter home could not be lent."""
+        self.home = self.own_shard = home
+
+    def add_wide(self, wide: Region) -> None:
+        """Have room for the sum of several micro-batches in fp32. Only where there is none."""
+        self.wide = wide
+
+    def add_unsynced(self, unsynced: Region) -> None:
+        """Have room on the host for the sum under no_sync(). Only where there is none."""
+        self.unsynced = unsynced
+
+    def drop_sums(self) -> None:
+        """Have no room for sums any more: `GradMemory` has freed it. Between steps."""
+        self.wide = self.unsynced = None
+
     def take_over(self, before: ChunkGradient) -> None:
         """Keep what `before` knew about this chunk's gradient, whose memory was replaced between steps."""
         self.in_pieces = before.in_pieces
@@ -171,6 +187,31 @@ class ChunkGradient:
                 self.fired[position] = self.got[position] = 1
                 self.expects[position] = None
         self.num_fired += len(positions)
+
+    def note_given(self, position: int) -> None:
+        """The parameter at `position` has a gradient, on all ranks, that no backward made."""
+        self.got[position] = self.agreed[position] = 1
+
+    def note_discarded(self, position: int) -> None:
+        """The gradient of the parameter at `position` was set to None, on all ranks."""
+        self.got[position] = self.agreed[position] = 0
+        self.had[position] = 0
+
+    def note_agreed(self, flags: bytes) -> None:
+        """The ranks have exchanged which parameters have a gradient on any of them. Called before they are reduced."""
+        self.agreed[:] = flags
+
+    def note_leftovers(self, had: bytes, got: bytes, agreed: bytes) -> None:
+        """A step or zero_grad() has left gradients of these parameters."""
+        self.had[:], self.got[:], self.agreed[:] = had, got, agreed
+
+    def count_write(self) -> None:
+        """The reduced gradient was written to: whole copies that were gathered before are stale."""
+        self.num_writes += 1
+
+    def note_pieces(self) -> None:
+        """A parameter's gradient has come more than once in a backward."""
+        self.in_pieces = True
 
     def become_reduced(self, state: ReducedState, backward: int = 0) -> None:
         """Move the reduced gradient to `state`. Raises RuntimeError if the transition is not in `NEXT`.
@@ -270,3 +311,10 @@ class ChunkGradient:
         self.trained = bytes(managed.requires_grad for managed in self.chunk.parameters)
         self.all_trained = all(self.trained)
         self.expected = len(self.trained)
+
+    def expect_what_came(self) -> None:
+        """Count later payloads as complete with what the step's first backward brought, which has just ended.
+
+        Otherwise parameters that are not used would keep every later one open until its backward ends.
+        """
+        self.expected = max(1, sum(self.got))

@@ -118,7 +118,7 @@ class Arrivals:
         arrived, positions, has_pieces = waiting.take_arrived()
         # Autograd has added the gradients of a parameter that came twice.
         if has_pieces:
-            gradient.in_pieces = True
+            gradient.note_pieces()
         num_missing = gradient.expected - gradient.num_fired - len(positions)
         if are_all or num_missing <= 0 or not self._memory.is_in_nobodys_way(gradient):
             self.begun.remove(chunk.index)
@@ -196,7 +196,7 @@ class Arrivals:
         self._open(gradient, backward)
         view = gradient.views[position]
         if gradient.fired[position]:
-            gradient.in_pieces = True
+            gradient.note_pieces()
         if gradient.fired[position] or (gradient.content is Content.SUM and gradient.got[position]):
             view.add_(grad)
         else:

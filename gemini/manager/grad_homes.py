@@ -127,12 +127,12 @@ class GradHomes:
         if gradient.reduced_state is ReducedState.WIDE or not gradient.chunk.widens:
             return
         if gradient.wide is None:
-            gradient.wide = self._allocate(gradient, torch.float32)
+            gradient.add_wide(self._allocate(gradient, torch.float32))
         is_first, shard = not gradient.is_reduced, gradient.shard
         gradient.become_reduced(ReducedState.WIDE, backward)
         if not is_first:
             # The sum so far moves to fp32; `shard` is undefined from here on.
-            self.transfer.copy(gradient.wide, shard)
+            self.transfer.copy(gradient.reduced(), shard)
 
     def _make_room(self, gradient: ChunkGradient, backward: int) -> None:
         """Before a step's first reduced gradient is written: lend it the parameter home, or take one for it."""
@@ -146,7 +146,7 @@ class GradHomes:
 
     def _take_home(self, gradient: ChunkGradient) -> None:
         """Take a home for a gradient that has none, for good. Raises BudgetError."""
-        gradient.home = gradient.own_shard = self._allocate(gradient, gradient.chunk.gradient_dtype)
+        gradient.rest_in(self._allocate(gradient, gradient.chunk.gradient_dtype))
 
     def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
         """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full."""

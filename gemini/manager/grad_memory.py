@@ -52,7 +52,7 @@ class GradMemory:
             for spare, kind in spares:
                 if spare is not None:
                     self.memory.free(spare, kind)
-            gradient.wide = gradient.unsynced = None
+            gradient.drop_sums()
         self.gradients.clear()
         self._num_by_size = [0, 0]
 

@@ -177,7 +177,7 @@ class GradStore:
         # This counts like a backward: memory must not move while the gradient waits for a step.
         self.num_backwards = max(self.num_backwards, 1)
         self.homes.fill(gradient, self.num_backwards)
-        gradient.got[managed.position] = gradient.agreed[managed.position] = 1
+        gradient.note_given(managed.position)
 
     def discard(self, managed: ManagedParameter) -> None:
         """Carry out `parameter.grad = None`: later gradients of this step start from zero."""
@@ -185,9 +185,7 @@ class GradStore:
         if gradient is None:
             return
         self.collect_all()
-        position = managed.position
-        gradient.got[position] = gradient.agreed[position] = 0
-        gradient.had[position] = 0
+        gradient.note_discarded(managed.position)
         self.leftovers.clear(gradient, [managed])
         # One rank: if it was the last gradient, the step starts over, and the next backward is its first.
         if self.accumulation.knows_all and not self.leftovers.are_any():

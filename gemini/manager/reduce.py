@@ -93,7 +93,8 @@ class AccumulateAndReduce(Accumulation):
         if index in self._reduced:
             # A piece came after the chunk was reduced: it is reduced by itself at the end, and the recorded point is
             # too early.
-            self._off_plan = gradient.in_pieces = True
+            self._off_plan = True
+            gradient.note_pieces()
         elif gradient.num_fired == gradient.expected:
             order.fired.append(index)
             if self.synchronizes and not self._gathers_in_backward:
@@ -230,7 +231,7 @@ class AccumulateAndReduce(Accumulation):
             # Unused parameters must not keep a chunk open next time. If routing chooses the parameters that are used,
             # all are still expected: a gradient that came late on some ranks only would be added in another order.
             if backward == 1 and not gradient.chunk.is_chosen:
-                gradient.expected = max(1, sum(gradient.got))
+                gradient.expect_what_came()
 
     def catch_up(self, backward: int) -> None:
         """See `Accumulation`."""
@@ -254,7 +255,7 @@ class AccumulateAndReduce(Accumulation):
         start = len(gradients) + 1
         for number, gradient in enumerate(gradients):
             end = start + len(gradient.got)
-            gradient.agreed[:] = agreed[start:end]
+            gradient.note_agreed(agreed[start:end])
             start = end
             if agreed[number + 1]:
                 self.reduce(gradient, backward)

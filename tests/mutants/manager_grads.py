@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "each rank knows of its own gradients only",
         "gemini/manager/reduce.py",
-        "            gradient.agreed[:] = agreed[start:end]\n",
-        "            gradient.agreed[:] = gradient.got\n",
+        "            gradient.note_agreed(agreed[start:end])\n",
+        "            gradient.note_agreed(gradient.got)\n",
         "tests/features/test_gradients.py::test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank",
     ),
     Mutant(
