@@ -38,7 +38,6 @@ CONTAINERS = {"fired", "expects"}  # an item that is written through a local nam
 NAMESAKES = {
     "gemini/placement/simulated_gradients.py": "a simulated gradient: placement/ knows numbers and imports no chunk",
     "gemini/placement/simulated_homes.py": "a simulated gradient, too",
-    "gemini/manager/reduce.py order.fired": "a ReductionOrder's list of the chunks whose gradients are complete",
     "gemini/optimizer/torch_update.py self._worker.state": "a torch optimizer's dict of states by parameter",
 }
 SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -73,12 +73,11 @@ class Backward:
         self._position.set(operator.index, Phase.BACKWARD)
         for chunk in operator.chunks:
             self._payloads.fetch(chunk)
-            chunk.pin()
-            self._underway.leaf.append(chunk)
+            self._underway.pin_for_leaf(chunk)
             # A recomputation inside the leaf must find its parameters plain: a fetch would be a collective, at a point
             # that differs by rank.
             self._params.binding.bind(chunk)
-        self._underway.leaf_operator = operator
+        self._underway.enter_leaf(operator)
         self._payloads.fetch_ahead()
 
     def node_fetch(self, chunk: Chunk, operator: int) -> Tensor:
@@ -140,7 +139,7 @@ class Backward:
             self._grads.end_backward()
             self._params.finish_prefetch()
             self._params.next_use.end_pass(PassKind.TRAINING if self._underway.awaits_backward else PassKind.BACKWARD)
-            self._underway.awaits_backward = False
+            self._underway.end_backward()
             self._recorder.end_pass()
             self._params.binding.cover()
             self._communicator.end_pass()

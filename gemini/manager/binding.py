@@ -149,7 +149,7 @@ class Binding:
         chunk.bump_versions()  # see [Note: Version bump]
         self.rebase_versions(chunk)
         chunk.become(ParamState.RELEASED)
-        slot.chunk = None
+        slot.vacate()
         # Poison the old weights, unless a view of the user's shows them until the next gather.
         # Each bound parameter is one holder.
         if chunk.bound and slot.num_holders() <= len(chunk.parameters):

@@ -154,7 +154,7 @@ class GradMemory:
             # chunk of the model: backward reaches it last.
             holders = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
             slot = self._spill(max(holders, key=lambda g: (g.num_fired == g.expected, -g.chunk.index)), gradient)
-        slot.chunk = gradient.chunk.index
+        slot.occupy(gradient.chunk.index)
         return slot
 
     def _spill(self, victim: ChunkGradient, wanted: ChunkGradient) -> Slot:

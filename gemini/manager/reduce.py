@@ -96,7 +96,7 @@ class AccumulateAndReduce(Accumulation):
             self._off_plan = True
             gradient.note_pieces()
         elif gradient.num_fired == gradient.expected:
-            order.fired.append(index)
+            order.note_complete(index)
             if self.synchronizes and not self._gathers_in_backward:
                 self._reduce_in_order(backward)
 

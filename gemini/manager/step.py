@@ -121,7 +121,7 @@ class Step:
             self.params.next_use.begin_pass(PassKind.EVALUATION)
             self.communicator.leave_pass()
         self.position.set(0, Phase.FORWARD)  # the pass's first event
-        self.params.in_step = True
+        self.params.note_forward(runs=True)
         if self.is_resident:
             make_plain(self.chunks, self.params)
 
@@ -131,7 +131,7 @@ class Step:
             return False
         if not self.calls.num_forwards and not self.is_recomputing():
             self.params.next_use.end_pass(PassKind.EVALUATION)  # does nothing in a training pass
-            self.params.in_step = False
+            self.params.note_forward(runs=False)
             self.binding.cover()
         return True
 

@@ -104,6 +104,15 @@ class Underway:
         for inner in [t for t in self._nodes if t >= task]:
             self._victims.unpin(self._nodes.pop(inner)[1])
 
+    def pin_for_leaf(self, chunk: Chunk) -> None:
+        """Pin a chunk of the leaf that backward is about to enter. Call `leave_leaf` before the first."""
+        chunk.pin()
+        self.leaf.append(chunk)
+
+    def enter_leaf(self, operator: Operator) -> None:
+        """Backward is in this leaf, all of whose chunks are pinned."""
+        self.leaf_operator = operator
+
     def leave_leaf(self) -> None:
         """Lift the leaf's pins: backward asks for something outside of it."""
         self._victims.unpin(self.leaf)
@@ -114,6 +123,10 @@ class Underway:
         self.leave_leaf()
         # No graph task has a smaller number: these are the pins of all nodes.
         self._lift(0)
+
+    def end_backward(self) -> None:
+        """The backward that the pass's forwards waited for is done: the next forward begins a pass."""
+        self.awaits_backward = False
 
     def forget_forward(self) -> None:
         """Leave only the pins of touching functions: no call runs, and an interrupt may have lost the record of one."""

@@ -40,7 +40,7 @@ class Payloads:
         self._stay = [i for i, good in enumerate(for_good) if self.is_resident and not good]
         self.events = Events()
         self.next_use = NextUse(self.events)
-        self.next_use.outdated = {i for i, chunk in enumerate(plan.demand.chunks) if not chunk.is_frozen}
+        self.next_use.note_trained({i for i, chunk in enumerate(plan.demand.chunks) if not chunk.is_frozen})
         self.pins = [0] * len(self._facts)
         self.num_gathers = [0] * len(self._facts)
         self._gathered: set[int] = set()
