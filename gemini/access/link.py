@@ -196,6 +196,10 @@ class Link(ParameterLink):
         self.saved_tensors = saved_tensors
         self.in_user_hook = False  # a post-accumulate hook of the user's runs on this parameter
 
+    def note_user_hook(self, runs: bool) -> None:
+        """A post-accumulate hook of the user's runs on this parameter from now on, or has ended, also by an error."""
+        self.in_user_hook = runs
+
     @contextmanager
     def fetched(self, links: Sequence[Link], overwrites: bool, detached: bool) -> Iterator[None]:
         with ExitStack() as stack:
@@ -298,7 +302,7 @@ class Link(ParameterLink):
             assign(self, value.plain())
 
     def raise_flag(self) -> None:
-        self.trainability.flags_raised.add(self.managed.index)  # memory follows at the next forward
+        self.trainability.note_raised(self.managed)
 
     def copy(self) -> nn.Parameter:
         """A plain parameter, whole, in host memory. Collective."""

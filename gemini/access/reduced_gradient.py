@@ -134,7 +134,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     finally:
         # No operation reports the write of a Python loop.
         if name in _NO_OPERATIONS and args[0] is found[0]:
-            writes.written.add(0)
+            writes.note_write(0)
         written = {link: pair for i, (link, pair) in enumerate(wholes.items()) if i in writes.written}
         for source, _ in written.values():
             # What views hold is stale, even if an exception follows.

@@ -34,6 +34,10 @@ class BuildBinding(Binding):
         super().__init__(self.valid, memory, ReleasedParameter)
         self.communicator = communicator
 
+    def go_over(self, communicator: Communicator) -> None:
+        """Use this communicator for what is brought home. Nothing is on its way."""
+        self.communicator = communicator
+
     def show_placeholder(self, managed: ManagedParameter) -> None:
         """Let the parameter show a placeholder.
 

@@ -27,6 +27,10 @@ class BuiltLink(ParameterLink):
         self.store = store
         self.guard: RemovableHandle | None = None  # handle of the hook that `refuse_backward` registers
 
+    def follow(self, managed: ManagedParameter) -> None:
+        """The parameter has moved to another chunk, in which it is `managed`."""
+        self.managed = managed
+
     def fetched(self, links: Sequence[BuiltLink], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
         return self.store.fetched([link.managed for link in links], overwrites)
 

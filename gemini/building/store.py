@@ -242,7 +242,7 @@ class BuildStore:
 
         During a wrap all ranks wait on one communicator, so that each of them hears of a failing rank.
         """
-        self.binding.communicator = communicator or self._own
+        self.binding.go_over(communicator or self._own)
 
     def copy(self, its: ManagedParameter) -> nn.Parameter:
         """A copy of the parameter, sharded like it. Collective."""
@@ -289,8 +289,8 @@ class BuildStore:
         for link in _links_of(chunk):
             managed = link.managed
             shown = self._placeholder(dtype, managed.placeholder.device, managed.shape)
-            link.managed = rounded.manage(
-                managed.parameter, managed.name, managed.index, managed.offset, managed.operator, shown
+            link.follow(
+                rounded.manage(managed.parameter, managed.name, managed.index, managed.offset, managed.operator, shown)
             )
             self.binding.show_placeholder(link.managed)
         chunk.drop_parameters(list(chunk.parameters))

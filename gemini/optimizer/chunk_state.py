@@ -121,6 +121,14 @@ class ChunkOptimizerState:
             for part in managed.own_parts(flat):
                 part.zero_()
 
+    def set_scalars(self, position: int, scalars: dict[str, Any]) -> None:
+        """Give the parameter scalars of its own, as a state dict has them. Call `discard` before."""
+        self.scalars[position] = scalars
+
+    def regroup(self, groups: Sequence[int | None]) -> None:
+        """The parameters are in these param groups now, by position."""
+        self.groups[:] = groups
+
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
         return tuple(self.flats) if self.counts_steps else self.made[position]

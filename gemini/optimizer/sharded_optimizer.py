@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         checked = check_clipping(max_norm, norm_type)
         self._check_between_steps("clip_grad_norm_()")
         with self._manager.step.publishing():
-            self._next.requested = checked, norm_type
+            self._next.request(checked, norm_type)
             self._collect()
             summary = self._summarize(norm_type)
             self._next.saw(summary)

@@ -212,7 +212,7 @@ def _load_entry(
     if entry is None:
         return
     scalars: dict[str, Any] = {}
-    chunk_state.scalars[position] = scalars
+    chunk_state.set_scalars(position, scalars)
     for name, value in entry.items():
         # torch's SGD wrote None for a momentum buffer that the next step creates.
         if value is None:

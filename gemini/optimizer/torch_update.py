@@ -51,6 +51,10 @@ class _Tile:
     numel: int
     after: dict[str, Any]  # scalars after the update, of the whole run
 
+    def note_scalar(self, name: str, value: Any) -> None:
+        """The tile's update has left this scalar: every tile of a run leaves the same."""
+        self.after[name] = value
+
     @property
     def is_whole(self) -> bool:
         return self.numel == self.each.run.numel
@@ -138,7 +142,7 @@ class TorchUpdate:
         for tiles in _in_tiles(updates, after):
             self._update_tiles(tiles, groups, factors)
         for each, scalars in zip(updates, after, strict=True):
-            each.scalars.update(scalars)
+            each.note_scalars(scalars)
 
     def _update_tiles(
         self, tiles: Sequence[_Tile], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
@@ -158,7 +162,7 @@ class TorchUpdate:
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() == 1:
                     _store(tile, name, value)
                 else:
-                    tile.after[name] = _copy(value)
+                    tile.note_scalar(name, _copy(value))
         # What is lent are views of the chunk's states, and of a slot where the update found its staging memory there.
         # The worker must not keep that memory alive, nor the slot from its next payload.
         worker.state.clear()
@@ -192,13 +196,11 @@ def _store(tile: _Tile, name: str, value: Tensor) -> None:
         if its.data_ptr() != value.data_ptr():
             its.copy_(value)
     elif name in each.room:
-        each.made[name] = each.room[name]
-        tile.of(each.room[name]).copy_(value)
+        tile.of(each.create(name, each.room[name])).copy_(value)
     elif tile.is_whole:
-        each.made[name] = value
+        each.create(name, value)
     else:
-        whole = each.made.setdefault(name, value.new_empty(each.run.numel))
-        tile.of(whole).copy_(value)
+        tile.of(each.create(name, value.new_empty(each.run.numel))).copy_(value)
 
 
 def _copy(value: Any) -> Any:

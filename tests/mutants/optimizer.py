@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "every tile of a run counts one step more than the one before",
         "gemini/optimizer/torch_update.py",
-        "                    tile.after[name] = _copy(value)\n",
+        "                    tile.note_scalar(name, _copy(value))\n",
         "                    tile.each.scalars[name] = _copy(value)\n",
         "tests/features/test_tiles.py::test_no_bit_depends_on_the_size_of_tiles",
     ),
