@@ -57,7 +57,7 @@ class BuildBinding(Binding):
         """
         # Only `versions()` needs `raw` here: it would keep parameters alive that the user drops.
         chunk.hold_parameters([(managed, managed.parameter) for managed in chunk.parameters])
-        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in chunk.versions()]
+        self.note_edits_when_left(chunk, chunk.versions())
         chunk.let_parameters_die()
 
     def open(self, chunk: Chunk, payload: Tensor) -> None:
@@ -67,9 +67,8 @@ class BuildBinding(Binding):
         self.valid[chunk] = set()
         chunk.hold_parameters(here)
         is_home = payload is chunk.homes[Kind.PARAM].flat
-        left = self._edits_when_left.pop(chunk.index, None)
-        if left is not None and not is_home:  # what is written to a view of the home is never lost
-            self._edits_when_left[chunk.index] = [left[each.position] for each in chunk.parameters]
+        # What is written to a view of the home is never lost.
+        self.renumber_edits(chunk, None if is_home else [each.position for each in chunk.parameters])
         # The user may have dropped parameters since the last use: number the remaining ones.
         for position, each in enumerate(chunk.parameters):
             each.number(position)
@@ -88,14 +87,13 @@ class BuildBinding(Binding):
         """
         if chunk.payload is not None:
             if not chunk.bound:
-                self.versions[chunk.index] = chunk.versions()
+                self.note_versions(chunk)
                 chunk.note_bound()
             self.unbind(chunk)
             chunk.bump_versions()
             chunk.leave_home()
         chunk.let_parameters_die()
-        self.plain_chunks = [other for other in self.plain_chunks if other is not chunk]
-        self.edited.pop(chunk.index, None)
+        self.drop_chunk(chunk)
         self.valid.pop(chunk, None)
 
     def part_with(self, chunk: Chunk, gone: Collection[ManagedParameter]) -> None:

@@ -8,7 +8,7 @@ anything reads the home. A write through the parameter raises its version counte
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -119,7 +119,7 @@ class Binding:
         if not chunk.bound:
             return
         self.snapshots.drop(chunk)
-        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in self.versions[chunk.index]]
+        self.note_edits_when_left(chunk, self.versions[chunk.index])
         with untracked():
             lift_guard()
             try:
@@ -145,7 +145,7 @@ class Binding:
             self.cover_chunk(chunk)
         self.snapshots.drop(chunk)
         if chunk.bound:
-            self._edits_when_left[chunk.index] = [v - chunk.num_bumps for v in self.versions[chunk.index]]
+            self.note_edits_when_left(chunk, self.versions[chunk.index])
         chunk.bump_versions()  # see [Note: Version bump]
         self.rebase_versions(chunk)
         chunk.become(ParamState.RELEASED)
@@ -239,6 +239,25 @@ class Binding:
         """Take the current versions for those of an unedited chunk."""
         if chunk.bound:
             self.versions[chunk.index] = chunk.versions()
+
+    def note_versions(self, chunk: Chunk) -> None:
+        """Take the current versions for those of an unedited chunk that is about to be bound."""
+        self.versions[chunk.index] = chunk.versions()
+
+    def note_edits_when_left(self, chunk: Chunk, versions: Sequence[int]) -> None:
+        """With these versions, by position, the parameters stop showing the payload: see `_refuse_lost_edits`."""
+        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in versions]
+
+    def renumber_edits(self, chunk: Chunk, positions: Sequence[int] | None) -> None:
+        """Parameters of the chunk are gone, the rest had these positions. None: no edit of a view can be lost."""
+        left = self._edits_when_left.pop(chunk.index, None)
+        if left is not None and positions is not None:
+            self._edits_when_left[chunk.index] = [left[position] for position in positions]
+
+    def drop_chunk(self, chunk: Chunk) -> None:
+        """None of the chunk's parameters is plain or edited any more: it was closed."""
+        self.plain_chunks = [other for other in self.plain_chunks if other is not chunk]
+        self.edited.pop(chunk.index, None)
 
     def write_back_all(self, chunks: Iterable[Chunk] | None = None) -> None:
         """Write back every chunk that has a payload."""

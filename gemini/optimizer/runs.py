@@ -51,7 +51,7 @@ class RunUpdate:
         self.scalars.update(scalars)
 
     def create(self, name: str, state: Tensor) -> Tensor:
-        """Have a state that the update creates, (numel,). Returns the one that the first tile of the run has created."""
+        """Have a state that the update creates, (numel,). Returns that which the first tile of the run created."""
         return self.made.setdefault(name, state)
 
 

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "a late write to a view of a build is lost",
         "gemini/building/binding.py",
-        "        if left is not None and not is_home:  # what is written to a view of the home is never lost\n",
-        "        if False:\n",
+        "self.renumber_edits(chunk, None if is_home else [",
+        "self.renumber_edits(chunk, None if True else [",
         "tests/features/test_zero_init_use.py::test_a_write_through_a_view_that_comes_too_late_is_an_error",
     ),
 ]
