@@ -22,7 +22,7 @@ CHANGE = {*MUTATORS, "add", "discard"}
 BY_OTHERS = {
     "gemini/access/saved_tensors.py self.owner.activation": "by its own part, for each saved tensor",
     "gemini/optimizer/torch_update.py self._worker.state": "a torch optimizer's dict of states by parameter",
-    "gemini/optimizer/torch_update.py lent.grad": "a tensor's",
+    "gemini/optimizer/torch_update.py parameter.grad": "a tensor's",
     "gemini/model/ignored.py parameter.grad": "a tensor's",
     "gemini/engine/config/config.py noted._ignored": "a config's, by the config that copies itself",
     "gemini/integrations/lightning.py module.forward": "of Lightning's module",

@@ -72,6 +72,11 @@ class ChunkHomes(LocalFacts):
         del self.homes[Kind.PARAM]
         self.own_slot = None
 
+    @property
+    def lends_home(self) -> bool:
+        """The reduced gradient rests in the parameter home. If the plan knows of micro-batches, it has its own home."""
+        return self.may_lend_home and Kind.GRAD not in self.homes
+
     def lendable(self) -> Region:
         """(optim_numel,) the part of the home that this rank updates. It is contiguous wherever a home is lent."""
         home = self.homes[Kind.PARAM]

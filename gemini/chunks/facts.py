@@ -27,7 +27,7 @@ class LocalFacts:
     widens: Final[bool] = False  # the reduced gradient becomes fp32 when a second micro-batch is added
     narrows: Final[bool] = False  # the reduced gradient is rounded to `gradient_dtype` before it is stored
     splits_master: Final[bool] = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
-    lends_home: Final[bool] = False  # the parameter home may hold the reduced gradient between backward and step
+    may_lend_home: Final[bool] = False  # the parameter home may hold the reduced gradient between backward and step
     is_fine: Final[bool] = False  # many small parameters: Python's cost for each outweighs moving the bytes
     is_chosen: Final[bool] = False  # routing chooses which of its parameters are used, on each rank from its data
 

@@ -54,7 +54,7 @@ class GradHomes:
 
     def reset_lending(self) -> None:
         """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
-        self._lendable = [each.chunk for each in self._gradients.values() if _lends(each.chunk)]
+        self._lendable = [each.chunk for each in self._gradients.values() if each.chunk.lends_home]
         resident = {chunk.index: chunk for chunk in self._lendable if chunk.payload is not None}
         self._resident = {index: was for index, was in self._resident.items() if index in resident}
         for index, chunk in resident.items():
@@ -138,7 +138,7 @@ class GradHomes:
         """Before a step's first reduced gradient is written: lend it the parameter home, or take one for it."""
         chunk = gradient.chunk
         if gradient.home is None and not chunk.holds_grad:
-            if _lends(chunk) and self._may_lend(chunk):
+            if chunk.lends_home and self._can_lend_now(chunk):
                 chunk.become(ParamState.HOLDS_GRAD if chunk.slot is None else ParamState.GATHERED_BESIDE_GRAD)
             else:
                 self._take_home(gradient)
@@ -161,7 +161,7 @@ class GradHomes:
 
     def before_reduction(self, chunk: Chunk) -> None:
         """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
-        if not _lends(chunk) or chunk.own_slot is None:
+        if not chunk.lends_home or chunk.own_slot is None:
             return
         self._note_gather(chunk)
         self._gathers[chunk.index] = chunk.num_gathers
@@ -175,7 +175,7 @@ class GradHomes:
         if self._gathers.get(chunk.index, chunk.num_gathers) < chunk.num_gathers:
             self._used_after.add(chunk.index)
 
-    def _may_lend(self, chunk: Chunk) -> bool:
+    def _can_lend_now(self, chunk: Chunk) -> bool:
         # The prefetch in flight sends this home to the other ranks.
         if self._params.is_coming(chunk):
             return False
@@ -255,8 +255,3 @@ class GradHomes:
     def reset(self) -> None:
         """Forget the history of lent slots after a failed step, of which ranks may have seen more or less."""
         self._used_after.clear()
-
-
-def _lends(chunk: Chunk) -> bool:
-    """Whether the parameter home may be lent. Where a plan knows of several micro-batches, the gradient has its own."""
-    return chunk.lends_home and Kind.GRAD not in chunk.homes

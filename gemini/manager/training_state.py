@@ -87,7 +87,7 @@ class TrainingState:
                 if tier is None and self._infers and kind is Kind.MASTER and chunk.dtype in HALF_DTYPES:
                     tier, num_bytes = Tier.HOST, chunk.master_dtype.itemsize * chunk.optim_numel
                 # A gradient without bytes rests in the parameter home, see grad_homes.py, unless its chunk is empty.
-                is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.lends_home or chunk.numel > 0)
+                is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.may_lend_home or chunk.numel > 0)
                 if tier is not None and kind not in chunk.homes and not is_elsewhere:
                     found.append((chunk, kind, tier, num_bytes))
         return found

@@ -48,7 +48,7 @@ def make_chunks(
             widens=dtypes.widens,
             narrows=dtypes.narrows,
             splits_master=chunk_facts.splits_master,
-            lends_home=chunk_facts.lends_home,
+            may_lend_home=chunk_facts.may_lend_home,
             is_chosen=chunk_facts.is_chosen,
             is_fine=chunk_facts.is_fine,
         )
