@@ -206,7 +206,7 @@ def test_the_rule_about_states_passes_over_what_is_none(line: str) -> None:
         (GRADIENTS, "def become(self):\n    self.chunk.slot = None\n", True),
         (GRADIENTS, "def note_fired(self, i):\n    self.fired[i] = 1\n", False),
         (GRADIENTS, "def expect(self, i):\n    self.fired[i] = 1\n", True),
-        (CHUNKS, "def leave_home(self):\n    self.payload = None\n", True),
+        (CHUNKS, "def end_residence(self):\n    self.payload = None\n", True),
         (CHUNKS, "def become(self):\n    setattr(self, 'payload', None)\n", False),
     ],
 )

@@ -73,7 +73,7 @@ class ParameterLink(ABC):
         assert managed.chunk.payload is not None
         return managed.view(managed.chunk.payload)
 
-    def spread(self, rank: int) -> None:
+    def broadcast_from(self, rank: int) -> None:
         """Inside `gathered`: set all ranks' values, homes and masters to those of `rank`. Collective."""
         managed, payload = self.managed, self.managed.chunk.region()
         # What this rank alone has called meanwhile, such as `safe_get_local_*`, may have moved its position.

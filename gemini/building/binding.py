@@ -91,7 +91,7 @@ class BuildBinding(Binding):
                 chunk.note_bound()
             self.unbind(chunk)
             chunk.bump_versions()
-            chunk.leave_home()
+            chunk.end_residence()
         chunk.let_parameters_die()
         self.drop_chunk(chunk)
         self.valid.pop(chunk, None)

@@ -245,7 +245,7 @@ class Chunk(ChunkHomes, ChunkUse):
         self.resident_views = self.views_of(payload)
         self.become(ParamState.GATHERED, payload=payload)
 
-    def leave_home(self) -> None:
+    def end_residence(self) -> None:
         """End residence: the home is no longer the payload."""
         self.become(ParamState.RELEASED)
         self.resident_views = ()

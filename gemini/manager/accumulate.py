@@ -71,7 +71,7 @@ class Accumulation:
     def catch_up(self, backward: int) -> None:
         """Reduce the gradients that backwards under no_sync() have left. Collective if there are any."""
 
-    def end(self, has_zeros: bool) -> None:
+    def end_step(self, has_zeros: bool) -> None:
         """Forget the step's gradients: they were used, discarded or zeroed, or their reduction has failed. Local."""
 
     def reset_order(self) -> None:

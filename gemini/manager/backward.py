@@ -69,7 +69,7 @@ class Backward:
         self.begin()
         if self._underway.leaf_operator is operator:
             return
-        self._underway.leave_backward()
+        self._underway.exit_backward()
         self._position.set(operator.index, Phase.BACKWARD)
         for chunk in operator.chunks:
             self._payloads.fetch(chunk)
@@ -92,7 +92,7 @@ class Backward:
             if chunk in self._underway.leaf:
                 assert chunk.payload is not None
                 return chunk.payload
-            self._underway.leave_leaf()
+            self._underway.exit_leaf()
         self._position.set(operator, Phase.BACKWARD)
         # This lifts the pins of the node before, of which the fetch may need the slot.
         self._underway.follow_node()
@@ -134,7 +134,7 @@ class Backward:
         if not self._grads.in_backward:
             return
         with self._communicator.publishing(), unseen():
-            self._underway.leave_backward()
+            self._underway.exit_backward()
             self._position.set(0, Phase.BACKWARD)
             self._grads.end_backward()
             self._params.finish_prefetch()

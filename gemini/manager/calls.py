@@ -130,7 +130,7 @@ class Calls:
             self.by_thread[thread] = [call]
         return call
 
-    def leave(self, operator: Operator | None) -> list[Chunk] | None:
+    def exit(self, operator: Operator | None) -> list[Chunk] | None:
         """End this thread's innermost call of `operator`, and the calls inside it that no hook has ended.
 
         Returns the chunks that these calls had pinned; None if there was no such call.
@@ -147,7 +147,7 @@ class Calls:
         self._end_innermost(thread)
         return pinned
 
-    def pin(self, chunk: Chunk) -> bool:
+    def is_pinned(self, chunk: Chunk) -> bool:
         """Whether a running call pins the chunk."""
         return any(chunk in call.pinned for calls in self.by_thread.values() for call in calls)
 

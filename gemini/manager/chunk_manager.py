@@ -19,7 +19,7 @@ from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.manager.grads import GradStore
 from gemini.manager.micro_batches import MicroBatches
-from gemini.manager.migrate import Rehoming, StateStore
+from gemini.manager.migrate import Migration, StateStore
 from gemini.manager.params import ParamStore
 from gemini.manager.recorder import Recorder
 from gemini.manager.step import Step
@@ -151,7 +151,7 @@ class ChunkManager:
         Collective, between steps. shown, change, remedy: as for `change_plan`. Returns None, or why all ranks stay:
         `is_shortage` is equal on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
         """
-        before, migrate = self.plan, self._rehoming(plan)
+        before, migrate = self.plan, self._migration(plan)
         # A state that moves is on both tiers for a moment.
         self.memory.allow(before.budget.wider(plan.budget))
         try:
@@ -164,7 +164,7 @@ class ChunkManager:
                 known = dict(self.grads.memory.gradients)
                 error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))
                 if error is not None:
-                    self._carry_out(before, self._rehoming(before, plan), is_way_back=True)
+                    self._carry_out(before, self._migration(before, plan), is_way_back=True)
                     # Moving back made new `ChunkGradient`s: give them what the old ones knew.
                     for index, gradient in known.items():
                         self.grads.of(self.chunks[index]).take_over(gradient)
@@ -190,11 +190,11 @@ class ChunkManager:
     def _states(self) -> StateStore | None:
         return None if self.optimizer is None else self.optimizer.states
 
-    def _rehoming(self, plan: Plan, before: Plan | None = None) -> Rehoming:
+    def _migration(self, plan: Plan, before: Plan | None = None) -> Migration:
         """The move to `plan` from the plan in force, or from `before`."""
         now = before or self.plan
         homes = (now.demand, now.placement), (plan.demand, plan.placement)
-        return Rehoming(self.step, *homes, trains=self.training.is_there)
+        return Migration(self.step, *homes, trains=self.training.is_there)
 
     def _agree_on(self, plan: Plan, shown: str, change: str, remedy: str) -> None:
         words = f"{shown}; {placement_in_words(plan.placement, plan.budget_bytes)}"
@@ -217,7 +217,7 @@ class ChunkManager:
         refusal = error or BudgetError("another rank has no memory for it, and says so itself", tier=Tier.DEVICE)
         return refusal.as_shortage(worst == 1)
 
-    def _carry_out(self, plan: Plan, migrate: Rehoming, is_way_back: bool = False) -> None:
+    def _carry_out(self, plan: Plan, migrate: Migration, is_way_back: bool = False) -> None:
         flags = iter(plan.trained)
         for chunk in self.chunks:
             its_flags = [next(flags) for _ in chunk.parameters]

@@ -180,11 +180,11 @@ class GradHomes:
         if self._params.is_coming(chunk):
             return False
         if chunk.state is ParamState.RESIDENT:
-            return self._leave(chunk)
+            return self._release_resident(chunk)
         # A payload in a slot of the pool lies beside the home. A kept slot has the home inside.
         return chunk.state is ParamState.RELEASED or chunk.own_slot is None
 
-    def _leave(self, chunk: Chunk) -> bool:
+    def _release_resident(self, chunk: Chunk) -> bool:
         """Release a resident chunk. False if something uses it or holds a view of it."""
         if chunk.pins:
             return False

@@ -44,7 +44,7 @@ class GradMemory:
         """Between steps: give back slots and the memory beside the homes. No chunk has a gradient any more."""
         self.pools.close()
         for gradient in self.gradients.values():
-            # A home that a gradient took when its parameter home could not be lent. `Rehoming` gives planned homes
+            # A home that a gradient took when its parameter home could not be lent. `Migration` gives planned homes
             # back.
             late = None if Kind.GRAD in gradient.chunk.homes else gradient.home
             wide = None if gradient.wide_is_planned else gradient.wide
@@ -119,7 +119,7 @@ class GradMemory:
         is_first = gradient.reduced_state is ReducedState.NONE
         return is_first or (gradient.in_place and gradient.chunk.dtype.itemsize >= 4)
 
-    def leave(self, gradient: ChunkGradient) -> None:
+    def begin_reduction(self, gradient: ChunkGradient) -> None:
         """The payload goes to the other ranks and is not open any more."""
         self._num_open -= gradient.slot is not None
         gradient.become(GradState.REDUCING)

@@ -189,13 +189,13 @@ class GradStore:
         self.leftovers.clear(gradient, [managed])
         # One rank: if it was the last gradient, the step starts over, and the next backward is its first.
         if self.accumulation.knows_all and not self.leftovers.are_any():
-            self.end(Becomes.USED)
+            self.end_step(Becomes.USED)
 
     def discard_all(self) -> None:
         """Set all gradients to None."""
-        self.end(Becomes.NONE)
+        self.end_step(Becomes.NONE)
 
-    def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]] | None = None) -> None:
+    def end_step(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]] | None = None) -> None:
         """A step used the gradients, or they are discarded, set to zero, or lost by a failure. Local.
 
         stay: which gradients stay, by chunk index, then by position.
@@ -207,9 +207,9 @@ class GradStore:
         self.end_scaled_loss()
         self.num_forgotten += 1
         self.num_backwards = 0
-        self.leftovers.end(becomes, stay or {})
+        self.leftovers.end_step(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
-        self.accumulation.end(self.has_zeros)
+        self.accumulation.end_step(self.has_zeros)
         with untracked():
             self.arrivals.attach_homes()
 

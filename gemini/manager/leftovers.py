@@ -42,7 +42,7 @@ class Leftovers:
         self._searched: list[int] = []  # indices of the chunks that `are_any` searches
         self._place = 0  # where that search has come to
 
-    def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
+    def end_step(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
         """A step used the gradients, or they are discarded or set to zero.
 
         stay: which gradients stay, by chunk index, then by position.

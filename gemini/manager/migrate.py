@@ -1,4 +1,4 @@
-"""Rehoming: moves all states of a model's chunks to the homes of another placement.
+"""Migration: moves all states of a model's chunks to the homes of another placement.
 
 It runs between steps, when no gradient is held, after it was decided what each chunk needs and where. States that are
 no longer needed are dropped first. Then states leave the device, then the number of slots changes, and last come the
@@ -67,7 +67,7 @@ class StateStore(Protocol):
         """(optim_numel,) the state where it rests; zeros if this rank has no memory for it yet."""
 
 
-class Rehoming:
+class Migration:
     """The move from one (demand, placement) to another."""
 
     def __init__(
@@ -192,7 +192,7 @@ class Rehoming:
             self._params.binding.unbind(chunk)
             # See [Note: Version bump].
             chunk.bump_versions()
-            chunk.leave_home()
+            chunk.end_residence()
         before, slot = chunk.hand_out_home()
         content = None
         # From or to a kept slot, on a device that may not have room for both: the content waits on the host.

@@ -131,7 +131,7 @@ class AccumulateAndReduce(Accumulation):
         with untracked():
             self._finish()
             self._reduced.add(gradient.chunk.index)
-            self._completion.end(gradient.chunk.index)
+            self._completion.note_reduced(gradient.chunk.index)
             if gradient.unsynced_state is not UnsyncedState.NONE:
                 # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as
                 # one.
@@ -179,7 +179,7 @@ class AccumulateAndReduce(Accumulation):
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
         finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.allocate)
-        self._memory.leave(gradient)
+        self._memory.begin_reduction(gradient)
 
         def gathered() -> Region:
             finish()
@@ -273,7 +273,7 @@ class AccumulateAndReduce(Accumulation):
         agreed: list[int] = points_and_ranking.tolist()
         order.adopt(agreed[: len(points)], agreed[len(points) :], self._next_use.passed)
 
-    def end(self, has_zeros: bool) -> None:
+    def end_step(self, has_zeros: bool) -> None:
         """See `Accumulation`. If zeros are needed, ranks still agree on which parameters had a gradient."""
         # A reduction is in flight here only after a failure, or inside a backward.
         self._in_flight = None

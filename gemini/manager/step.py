@@ -119,7 +119,7 @@ class Step:
         else:
             # The replay follows one pass at a time: an evaluation ends the running one, and its collectives carry tags.
             self.params.next_use.begin_pass(PassKind.EVALUATION)
-            self.communicator.leave_pass()
+            self.communicator.drop_pass()
         self.position.set(0, Phase.FORWARD)  # the pass's first event
         self.params.note_forward(runs=True)
         if self.is_resident:
@@ -127,7 +127,7 @@ class Step:
 
     def end_forward(self) -> bool:
         """The model's forward ended, with or without an exception. False if it had not begun."""
-        if self.calls.leave(None) is None:
+        if self.calls.exit(None) is None:
             return False
         if not self.calls.num_forwards and not self.is_recomputing():
             self.params.next_use.end_pass(PassKind.EVALUATION)  # does nothing in a training pass
@@ -160,10 +160,10 @@ class Step:
 
     def exit_operator(self, operator: Operator) -> None:
         """The operator is done, or failed: its chunks may leave."""
-        chunks = self.calls.leave(operator)
+        chunks = self.calls.exit(operator)
         if chunks and not self.params.in_step:
             # Calls around this one may use the same chunks.
-            self._after_use([chunk for chunk in chunks if not self.calls.pin(chunk)])
+            self._after_use([chunk for chunk in chunks if not self.calls.is_pinned(chunk)])
 
     def _after_use(self, chunks: Sequence[Chunk]) -> None:
         """Outside a forward, keep parameters plain only while something uses them.

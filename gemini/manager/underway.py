@@ -105,7 +105,7 @@ class Underway:
             self._victims.unpin(self._nodes.pop(inner)[1])
 
     def pin_for_leaf(self, chunk: Chunk) -> None:
-        """Pin a chunk of the leaf that backward is about to enter. Call `leave_leaf` before the first."""
+        """Pin a chunk of the leaf that backward is about to enter. Call `exit_leaf` before the first."""
         chunk.pin()
         self.leaf.append(chunk)
 
@@ -113,14 +113,14 @@ class Underway:
         """Backward is in this leaf, all of whose chunks are pinned."""
         self.leaf_operator = operator
 
-    def leave_leaf(self) -> None:
+    def exit_leaf(self) -> None:
         """Lift the leaf's pins: backward asks for something outside of it."""
         self._victims.unpin(self.leaf)
         self.leaf_operator, self.leaf = None, []
 
-    def leave_backward(self) -> None:
+    def exit_backward(self) -> None:
         """Lift all pins of backward: of its nodes and of a leaf."""
-        self.leave_leaf()
+        self.exit_leaf()
         # No graph task has a smaller number: these are the pins of all nodes.
         self._lift(0)
 

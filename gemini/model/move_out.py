@@ -198,6 +198,6 @@ class MovingOut:
             # The parameter home is a part of this slot and must not be freed once more below.
             chunk.close_own_slot()
         if chunk.payload is not None:
-            chunk.leave_home()
+            chunk.end_residence()
         for kind in list(chunk.homes):
             chunk.free_home(kind, self.memory)

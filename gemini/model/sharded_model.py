@@ -276,7 +276,7 @@ class ShardedModel(PlainView):
 
         Raises nothing of its own.
         """
-        self.chunk_manager.grads.end(Becomes.NONE if set_to_none else Becomes.ZERO)
+        self.chunk_manager.grads.end_step(Becomes.NONE if set_to_none else Becomes.ZERO)
         zero_ignored(self._ignored, set_to_none)
 
     def offload_states(self, include: Collection[str] | None = None) -> None:

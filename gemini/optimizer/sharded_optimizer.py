@@ -194,7 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             A step then moves parameters without a new gradient by their moments. Raises nothing of its own.
         """
         becomes = Becomes.NONE if set_to_none else Becomes.ZERO
-        self._manager.grads.end(becomes, self._chunk_states.ungrouped())
+        self._manager.grads.end_step(becomes, self._chunk_states.ungrouped())
         self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
@@ -259,7 +259,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with step.failures.tearing():
                 self._updates.update(updated, factors)
             self._chunk_states.note_step()
-        step.grads.end(Becomes.USED, ungrouped)
+        step.grads.end_step(Becomes.USED, ungrouped)
         self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)
         if updated:
             self._scaling.after_step(skipped)

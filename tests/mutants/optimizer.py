@@ -111,8 +111,8 @@ MUTANTS = [
     Mutant(
         "a step uses up what is another optimizer's",
         "gemini/optimizer/sharded_optimizer.py",
-        "        step.grads.end(Becomes.USED, ungrouped)\n",
-        "        step.grads.end(Becomes.USED)\n",
+        "        step.grads.end_step(Becomes.USED, ungrouped)\n",
+        "        step.grads.end_step(Becomes.USED)\n",
         "tests/features/test_leftovers.py",
     ),
     Mutant(
