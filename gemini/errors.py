@@ -19,6 +19,8 @@ class BudgetError(GeminiError):
         tier: "device" or "host". None where a policy of the user's does not say it.
         needed_bytes: what that tier would have to hold in all. None where nobody knows.
         budget_bytes: what it may hold. None where no budget was set and the machine itself has no memory left.
+        enough_bytes: the least `device_memory=` with room for `needed_bytes`, where a part of it is left to
+            activations and the message names it.
         needed_numel: elements that slots would have to hold, where `max_live_parameters` is what forbids it.
         is_shortage: the budget would allow it, and the machine itself has no memory left.
     """
@@ -30,6 +32,7 @@ class BudgetError(GeminiError):
         tier: str | None = None,
         needed_bytes: int | None = None,
         budget_bytes: int | None = None,
+        enough_bytes: int | None = None,
         needed_numel: int | None = None,
         is_shortage: bool = False,
     ) -> None:
@@ -37,6 +40,7 @@ class BudgetError(GeminiError):
         self.tier = tier
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
+        self.enough_bytes = enough_bytes
         self.needed_numel = needed_numel
         self.is_shortage = is_shortage
 
@@ -48,8 +52,8 @@ class BudgetError(GeminiError):
         self.is_shortage = is_shortage
         return self
 
-    def reworded(self, message: str, needed_bytes: int | None = None) -> "BudgetError":
-        """The same refusal, with its numbers, in other words. needed_bytes: in place of its own.
+    def reworded(self, message: str, needed_bytes: int | None = None, enough_bytes: int | None = None) -> "BudgetError":
+        """The same refusal, with its numbers, in other words. needed_bytes, enough_bytes: in place of its own.
 
         Local; raises nothing.
         """
@@ -58,6 +62,7 @@ class BudgetError(GeminiError):
             tier=self.tier,
             needed_bytes=self.needed_bytes if needed_bytes is None else needed_bytes,
             budget_bytes=self.budget_bytes,
+            enough_bytes=self.enough_bytes if enough_bytes is None else enough_bytes,
             needed_numel=self.needed_numel,
             is_shortage=self.is_shortage,
         )

@@ -18,6 +18,7 @@ CHECKED = {
     "tests/test_tiny.py": "the promise: half the memory, the same bits",
     "tests/test_house_rules.py": "direction of imports, sizes of files, mutants that still apply",
     "tests/test_state_writers.py": "a state is written by its own methods",
+    "tests/test_field_owners.py": "a field is written by methods of its own object",
     "tests/test_callbacks.py": "no object is given a function after it was made",
     "tests/test_raises.py": "public functions say what they raise",
     "tests/test_public_names.py": "what gemini exports",

@@ -1,7 +1,7 @@
 """House rule: no expression goes through more than three attributes of ours, one after the other.
 
-Who writes `self.model.chunk_manager.grads.end(...)` knows how four objects are made. Files that did so when the rule
-came are listed with how often they do; a number only goes down, and a file without any is taken off.
+Who writes `self.model.chunk_manager.grads.end_step(...)` knows how four objects are made. Files that did so when the
+rule came are listed with how often they do; a number only goes down, and a file without any is taken off.
 """
 
 import ast

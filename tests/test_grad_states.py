@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gemini import ShardedModel, ShardedOptimizer
-from gemini.chunks.gradient import ChunkGradient, GradState, ReducedState, UnsyncedState
+from gemini.chunks.grad_state import GradState, ReducedState, UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.memory.host import HostTier
 from gemini.memory.slot import Slot
 from tests.zoo.mlp import CHUNK_NUMEL, adam, build

@@ -38,7 +38,6 @@ CONTAINERS = {"fired", "expects"}  # an item that is written through a local nam
 NAMESAKES = {
     "gemini/placement/simulated_gradients.py": "a simulated gradient: placement/ knows numbers and imports no chunk",
     "gemini/placement/simulated_homes.py": "a simulated gradient, too",
-    "gemini/manager/reduce.py order.fired": "a ReductionOrder's list of the chunks whose gradients are complete",
     "gemini/optimizer/torch_update.py self._worker.state": "a torch optimizer's dict of states by parameter",
 }
 SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -207,7 +206,7 @@ def test_the_rule_about_states_passes_over_what_is_none(line: str) -> None:
         (GRADIENTS, "def become(self):\n    self.chunk.slot = None\n", True),
         (GRADIENTS, "def note_fired(self, i):\n    self.fired[i] = 1\n", False),
         (GRADIENTS, "def expect(self, i):\n    self.fired[i] = 1\n", True),
-        (CHUNKS, "def leave_home(self):\n    self.payload = None\n", True),
+        (CHUNKS, "def end_residence(self):\n    self.payload = None\n", True),
         (CHUNKS, "def become(self):\n    setattr(self, 'payload', None)\n", False),
     ],
 )

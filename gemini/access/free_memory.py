@@ -119,6 +119,10 @@ class FreeMemory:
         """No step has shown its activations yet, and the budget depends on them. Local, and equal on all ranks."""
         return self._num_bounds_due > 0 and plan.budget.device is not None and plan.settings.model_data_memory is None
 
+    def note_bound(self, most_activations: int | None) -> None:
+        """What the coming forward takes at most besides model data, on this rank. None: unknown. Local."""
+        self.most_activations = most_activations
+
     def bounded(self, plan: Plan) -> tuple[Budget, int] | None:
         """The budget for the next plan, and what the batch takes at most; None if the plan may stay. Collective.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import ManagedParameter
-from gemini.chunks.gradient import GradState
+from gemini.chunks.grad_state import GradState
 from gemini.chunks.own_grad import grad_of, set_grad_of
 from gemini.errors import GeminiError, UnsupportedError
 
@@ -49,7 +49,7 @@ class WholeGradient:
         """Make copies that were gathered before stale."""
         gradient = self._grads.find(self.managed.chunk)
         if gradient is not None:
-            gradient.num_writes += 1
+            gradient.count_write()
 
     def gather(self) -> Tensor:
         """(numel,) A copy on the compute device, in the order of the payload. Collective where it is sharded.

@@ -169,7 +169,7 @@ def _call_guarded(hook: Hook, parameter: Tensor) -> None:
         # The model's own hook, which otherwise begins the backward, runs after this one.
         step.backward.begin()
         had = own_grad(parameter) is not None
-        link.in_user_hook = True
+        link.note_user_hook(runs=True)
         try:
             hook(parameter)
         except BaseException:
@@ -177,6 +177,6 @@ def _call_guarded(hook: Hook, parameter: Tensor) -> None:
             set_own_grad(parameter, None)
             raise
         finally:
-            link.in_user_hook = False
+            link.note_user_hook(runs=False)
         if had and step.communicator.world_size > 1 and own_grad(parameter) is None:
             raise of_one_rank(link, "drops the gradient")

@@ -73,7 +73,7 @@ class ParameterLink(ABC):
         assert managed.chunk.payload is not None
         return managed.view(managed.chunk.payload)
 
-    def spread(self, rank: int) -> None:
+    def broadcast_from(self, rank: int) -> None:
         """Inside `gathered`: set all ranks' values, homes and masters to those of `rank`. Collective."""
         managed, payload = self.managed, self.managed.chunk.region()
         # What this rank alone has called meanwhile, such as `safe_get_local_*`, may have moved its position.
@@ -196,6 +196,10 @@ class Link(ParameterLink):
         self.saved_tensors = saved_tensors
         self.in_user_hook = False  # a post-accumulate hook of the user's runs on this parameter
 
+    def note_user_hook(self, runs: bool) -> None:
+        """A post-accumulate hook of the user's runs on this parameter from now on, or has ended, also by an error."""
+        self.in_user_hook = runs
+
     @contextmanager
     def fetched(self, links: Sequence[Link], overwrites: bool, detached: bool) -> Iterator[None]:
         with ExitStack() as stack:
@@ -298,7 +302,7 @@ class Link(ParameterLink):
             assign(self, value.plain())
 
     def raise_flag(self) -> None:
-        self.trainability.flags_raised.add(self.managed.index)  # memory follows at the next forward
+        self.trainability.note_raised(self.managed)
 
     def copy(self) -> nn.Parameter:
         """A plain parameter, whole, in host memory. Collective."""
@@ -341,7 +345,4 @@ def shown_grad(tensor: Tensor) -> Tensor | None:
 def assign_grad(tensor: Tensor, value: Tensor | None) -> None:
     """Carry out `.grad = value`, of a parameter or of what was detached. May be collective, and raise."""
     link: ParameterLink | None = tensor.__dict__.get("_gemini")
-    if link is None:
-        set_own_grad(tensor, value)
-    else:
-        link.set_gradient(value)
+    set_own_grad(tensor, value) if link is None else link.set_gradient(value)

@@ -55,6 +55,10 @@ class ReducedGradient(Tensor):
     _window: Window
     _held: _Held | None
 
+    def _show(self, source: WholeGradient, window: Window, held: _Held | None) -> None:
+        """Show this window of a gradient. Once, in place of `__init__`: torch has made the tensor."""
+        self._source, self._window, self._held = source, window, held
+
     @staticmethod
     def of(source: WholeGradient) -> ReducedGradient:
         managed = source.managed
@@ -102,7 +106,7 @@ def _stand_in(source: WholeGradient, window: Window, like: Tensor, held: _Held |
             shown = placeholder(like.dtype, shown.device, window.shape)
         with unguarded():
             gradient: ReducedGradient = Tensor._make_subclass(ReducedGradient, shown)
-    gradient._source, gradient._window, gradient._held = source, window, held
+    gradient._show(source, window, held)
     return gradient
 
 
@@ -134,7 +138,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     finally:
         # No operation reports the write of a Python loop.
         if name in _NO_OPERATIONS and args[0] is found[0]:
-            writes.written.add(0)
+            writes.note_write(0)
         written = {link: pair for i, (link, pair) in enumerate(wholes.items()) if i in writes.written}
         for source, _ in written.values():
             # What views hold is stale, even if an exception follows.

@@ -178,8 +178,7 @@ class FullPrecisionAccess(StateAccess):
         take_masters(self.step, [(managed, values)])
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes
         if has_master and managed.owns_master and values.dtype is not chunk.dtype:
-            # The master holds more than the weights from now on: it cannot be made from them again.
-            managed.has_fractions = True
+            managed.note_fractions()
             set_weights(managed, values)
         else:
             for piece, part in zip(managed.pieces, managed.parts_of(weights), strict=True):
@@ -249,9 +248,8 @@ class GradientAccess(FlatAccess):
         if inv_scale != 1.0:  # in fp32 (fp64 for fp64), so that a 16-bit gradient is rounded once
             values = values.to(torch.promote_types(values.dtype, torch.float32)) / inv_scale
         super().set_local(managed, values)
-        gradient, position = self._gradient, managed.position
-        gradient.got[position] = gradient.agreed[position] = 1
-        gradient.num_writes += 1
+        self._gradient.note_given(managed.position)
+        self._gradient.count_write()
 
     def set_of_each_rank(self, managed: ManagedParameter, values: Tensor) -> None:
         """Call `set_whole` with values that may differ by rank: each rank's own part counts. Collective at stage 0.

@@ -60,6 +60,10 @@ class Trainability:
         self.purpose = Purpose(manager, self._replanning, self._free)
         self.flags_raised: set[int] = set()  # by index, unless plain: unfrozen since memory followed
 
+    def note_raised(self, managed: ManagedParameter) -> None:
+        """The parameter, which is not plain, was unfrozen: its memory follows at the next forward. Local."""
+        self.flags_raised.add(managed.index)
+
     def apply_flags(self) -> None:
         """Bring memory in line with the flags, if one has changed. Collective then.
 
@@ -79,7 +83,7 @@ class Trainability:
 
     def note_bound(self, most_activations: int | None) -> None:
         """The coming forward takes at most `most_activations` bytes besides model data. None: unknown. Local."""
-        self._free.most_activations = most_activations
+        self._free.note_bound(most_activations)
 
     def before_training(self) -> None:
         """A forward with gradients begins: apply the flags, and make room for its activations. Collective then."""
@@ -158,7 +162,7 @@ class Trainability:
         for each in discarded:
             if Kind.MASTER in each.chunk.homes:
                 master_from_weights(each.chunk, each)
-            each.has_fractions = False
+            each.discard_fractions()
             if optimizer is not None:
                 optimizer.states.discard(each)
         self._replan(self._flags, shown)
@@ -282,7 +286,7 @@ class Trainability:
         self._replan(flags, f"frozen: {names[0]}; unfrozen: {names[1]}")
         for each in frozen + unfrozen:
             # Only now: after a refusal the old flags must still be those that memory follows.
-            each.requires_grad = not each.requires_grad
+            each.follow_flag()
         self._step.grads.reset_order()
         self.unfrozen.difference_update(each.index for each in frozen)
         self.unfrozen.update(each.index for each in unfrozen)

@@ -24,6 +24,10 @@ class Writes(TorchDispatchMode):
         self.written: set[int] = set()  # by position
         self._tensors = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.numel()]
 
+    def note_write(self, position: int) -> None:
+        """The tensor at `position` was written to in a way that no operation reports."""
+        self.written.add(position)
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from gemini.access.released import ReleasedParameter
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.param_state import ParamState
 from gemini.chunks.placeholder import set_data
 from gemini.manager.binding import Binding
 from gemini.memory.memory import Memory
@@ -35,6 +34,10 @@ class BuildBinding(Binding):
         super().__init__(self.valid, memory, ReleasedParameter)
         self.communicator = communicator
 
+    def go_over(self, communicator: Communicator) -> None:
+        """Use this communicator for what is brought home. Nothing is on its way."""
+        self.communicator = communicator
+
     def show_placeholder(self, managed: ManagedParameter) -> None:
         """Let the parameter show a placeholder.
 
@@ -53,25 +56,23 @@ class BuildBinding(Binding):
         A higher version later means that the user wrote to a view of the old memory, and that write would be lost.
         """
         # Only `versions()` needs `raw` here: it would keep parameters alive that the user drops.
-        chunk.raw = [managed.parameter for managed in chunk.parameters]
-        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in chunk.versions()]
-        chunk.raw = []
+        chunk.hold_parameters([(managed, managed.parameter) for managed in chunk.parameters])
+        self.note_edits_when_left(chunk, chunk.versions())
+        chunk.let_parameters_die()
 
     def open(self, chunk: Chunk, payload: Tensor) -> None:
         """Give the chunk a payload without content, and hold its parameters alive until `close`. Local."""
         here = alive(chunk)
         # Register it first: if an interrupt comes in the middle, the chunk is closed with the others.
         self.valid[chunk] = set()
-        chunk.parameters, chunk.raw = [each for each, _ in here], [parameter for _, parameter in here]
+        chunk.hold_parameters(here)
         is_home = payload is chunk.homes[Kind.PARAM].flat
-        left = self._edits_when_left.pop(chunk.index, None)
-        if left is not None and not is_home:  # what is written to a view of the home is never lost
-            self._edits_when_left[chunk.index] = [left[each.position] for each in chunk.parameters]
+        # What is written to a view of the home is never lost.
+        self.renumber_edits(chunk, None if is_home else [each.position for each in chunk.parameters])
         # The user may have dropped parameters since the last use: number the remaining ones.
         for position, each in enumerate(chunk.parameters):
-            each.position = position
-        chunk.resident_views = chunk.views_of(payload)
-        chunk.become(ParamState.GATHERED, payload=payload)
+            each.number(position)
+        chunk.reside_in(payload)
         if is_home:
             self.fill(chunk)
 
@@ -86,13 +87,13 @@ class BuildBinding(Binding):
         """
         if chunk.payload is not None:
             if not chunk.bound:
-                self.versions[chunk.index], chunk.bound = chunk.versions(), True
+                self.note_versions(chunk)
+                chunk.note_bound()
             self.unbind(chunk)
             chunk.bump_versions()
-            chunk.leave_home()
-        chunk.raw = []
-        self.plain_chunks = [other for other in self.plain_chunks if other is not chunk]
-        self.edited.pop(chunk.index, None)
+            chunk.end_residence()
+        chunk.let_parameters_die()
+        self.drop_chunk(chunk)
         self.valid.pop(chunk, None)
 
     def part_with(self, chunk: Chunk, gone: Collection[ManagedParameter]) -> None:
@@ -101,7 +102,7 @@ class BuildBinding(Binding):
         payload, is_full = chunk.payload, len(self.valid.get(chunk, ())) == len(chunk.raw)
         if payload is not None:
             self.close(chunk)
-        chunk.parameters = [each for each in chunk.parameters if each not in gone]
+        chunk.drop_parameters(gone)
         if payload is not None and is_full and chunk.parameters:
             self.open(chunk, payload)
             self.fill(chunk)

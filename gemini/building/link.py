@@ -30,6 +30,10 @@ class BuiltLink(ParameterLink):
         # On frozen parameters, too: they may be unfrozen at any time.
         self.guard = hook_last(managed.parameter, partial(_refuse_gradient, managed.name), None)
 
+    def follow(self, managed: ManagedParameter) -> None:
+        """The parameter has moved to another chunk, in which it is `managed`."""
+        self.managed = managed
+
     def fetched(self, links: Sequence[BuiltLink], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
         return self.store.fetched([link.managed for link in links], overwrites)
 

@@ -181,7 +181,7 @@ class BuildStore:
                     members = [each for each in wanted if each.chunk is chunk]
                     self._position.set(members[0].operator, Phase.TOUCH)
                     self._fetch(chunk, members, overwrites)
-                    chunk.pins += 1
+                    chunk.pin()
                     pinned.append(chunk)
             # Outside of `publishing`: an exception of the user's code is not published from here.
             yield
@@ -190,7 +190,7 @@ class BuildStore:
         finally:
             self._position.return_to(before)
             for chunk in pinned:
-                chunk.pins -= 1
+                chunk.lift_pin()
                 if not chunk.pins and chunk.plain:
                     self.binding.cover_chunk(chunk)
 
@@ -233,7 +233,7 @@ class BuildStore:
     def restart(self) -> None:
         """Drop all payloads and edits after a failure that every rank caught, so that all ranks are alike. Local."""
         for chunk in list(self.binding.valid):
-            chunk.pins = 0
+            chunk.reset_pins()
             self.binding.close(chunk)
         self.binding.reset()
 
@@ -242,7 +242,7 @@ class BuildStore:
 
         During a wrap all ranks wait on one communicator, so that each of them hears of a failing rank.
         """
-        self.binding.communicator = communicator or self._own
+        self.binding.go_over(communicator or self._own)
 
     def copy(self, its: ManagedParameter) -> nn.Parameter:
         """A copy of the parameter, sharded like it. Collective."""
@@ -287,11 +287,11 @@ class BuildStore:
         for link in _links_of(chunk):
             managed = link.managed
             shown = self._placeholder(dtype, managed.placeholder.device, managed.shape)
-            link.managed = rounded.manage(
-                managed.parameter, managed.name, managed.index, managed.offset, managed.operator, shown
+            link.follow(
+                rounded.manage(managed.parameter, managed.name, managed.index, managed.offset, managed.operator, shown)
             )
             self.binding.show_placeholder(link.managed)
-        chunk.parameters = []
+        chunk.drop_parameters(list(chunk.parameters))
         self.binding.note_left(rounded)
 
     def _in_order(self) -> list[Chunk]:

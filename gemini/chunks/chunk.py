@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from gemini.chunks.chunk_homes import ChunkHomes
+from gemini.chunks.chunk_use import ChunkUse
 from gemini.chunks.param_state import NEXT, ParamState
 from gemini.chunks.place import ParamPlace
 from gemini.chunks.placeholder import dense_stride
-from gemini.memory.memory import Memory
 from gemini.memory.region import Region
-from gemini.memory.slot import KeptSlot, Slot
-from gemini.memory.tier import MemoryTier
-from gemini.memory.transfer import wait_on_host, wait_on_stream
+from gemini.memory.slot import Slot
 from gemini.placement.demand import Kind, Tier
 from sharding import Piece, ShardLayout
 
@@ -102,49 +101,35 @@ class ManagedParameter(ParamPlace):
         """
         return self.requires_grad or self.has_fractions
 
+    def note_fractions(self) -> None:
+        """The fp32 master may hold more than its 16-bit weights from now on: it cannot be made from them again."""
+        self.has_fractions = True
 
-@dataclass(eq=False, kw_only=True)
-class LocalFacts:
-    """Facts about a chunk on this rank that never change. `Final` makes mypy refuse an assignment."""
+    def follow_flag(self) -> None:
+        """Memory has followed a change of the parameter's `requires_grad`: a refusal leaves the old one in force."""
+        self.requires_grad = not self.requires_grad
 
-    index: Final[int]
-    dtype: Final[torch.dtype]
-    layout: Final[ShardLayout]
-    oversize: Final[bool]
-    rank: Final[int]
-    home_layout: Final[ShardLayout]  # of the parameter home: `layout`, or one rank's if every rank holds it whole
-    optim_layout: Final[ShardLayout]  # likewise, of the reduced gradient, master and optimizer state
-    travel_dtype: Final[torch.dtype]  # of gradients between ranks
-    gradient_dtype: Final[torch.dtype]  # of the reduced gradient at rest
-    sum_dtype: Final[torch.dtype]  # of sums of several unreduced gradients between ranks
-    widens: Final[bool] = False  # the reduced gradient becomes fp32 when a second micro-batch is added
-    narrows: Final[bool] = False  # the reduced gradient is rounded to `gradient_dtype` before it is stored
-    splits_master: Final[bool] = False  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
-    lends_home: Final[bool] = False  # the parameter home may hold the reduced gradient between backward and step
-    is_fine: Final[bool] = False  # many small parameters: Python's cost for each outweighs moving the bytes
-    is_chosen: Final[bool] = False  # routing chooses which of its parameters are used, on each rank from its data
+    def number(self, position: int) -> None:
+        """Other parameters of the chunk are gone: this one is at `position` now. Only while a model is built."""
+        self.position = position
+
+    def discard_fractions(self) -> None:
+        """The fp32 master was made from the weights, or is given up. Every rank calls it at the same point."""
+        self.has_fractions = False
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(LocalFacts):
+class Chunk(ChunkHomes, ChunkUse):
     """One chunk on this rank: its facts, the memory of its states, and its parameters."""
 
     trainable: bool  # at least one parameter is: the chunk has gradient, master and optimizer state
     parameters: list[ManagedParameter] = field(default_factory=list)
     raw: list[nn.Parameter] = field(default_factory=list)  # the parameters themselves, by position
-    homes: dict[Kind, Region] = field(default_factory=dict)
 
     state: ParamState = ParamState.RELEASED  # `become` alone writes `state`, `slot` and `payload`
     slot: Slot | None = None
-    own_slot: KeptSlot | None = None  # a slot that only this chunk uses; the parameter home is a part of it
     payload: Tensor | None = None  # (layout.numel,) on the device; None if RELEASED or HOLDS_GRAD
     resident_views: tuple[Tensor, ...] = ()  # the parameters' views of the home while the chunk is RESIDENT
-    bound: bool = False  # the parameters' `.data` are views of the payload
-    plain: bool = False  # the parameters' class is nn.Parameter, not the released class
-    pins: int = 0  # operators, functions and autograd nodes that use the payload now
-    stays: bool = False  # gathered until the next update: see [Note: Staying chunks] in manager/staying.py
-    num_updates: int = 0  # optimizer steps so far; backward through a graph from before the last one raises
-    num_gathers: int = 0  # times that its payload was brought into a slot
     num_bumps: int = 0  # times that `bump_versions` raised the version counters: these are not edits
 
     @cached_property
@@ -174,6 +159,22 @@ class Chunk(LocalFacts):
         )
         self.parameters.append(managed)
         return managed
+
+    def hold_parameters(self, some: Sequence[tuple[ManagedParameter, nn.Parameter]]) -> None:
+        """Have these parameters only, and keep them alive until `let_parameters_die`. While a model is built."""
+        self.parameters, self.raw = [managed for managed, _ in some], [parameter for _, parameter in some]
+
+    def let_parameters_die(self) -> None:
+        """Hold no parameter alive: a module may drop it, and with it its shards. While a model is built."""
+        self.raw = []
+
+    def drop_parameters(self, gone: Collection[ManagedParameter]) -> None:
+        """Have these parameters no more: they belong to another chunk, or to nobody. While a model is built."""
+        self.parameters = [managed for managed in self.parameters if managed not in gone]
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Keep the parameter that was managed last alive, as the chunks of a wrapped model do."""
+        self.raw.append(parameter)
 
     def versions(self) -> list[int]:
         """The version counters of all parameters, by position. Reading them fetches nothing."""
@@ -224,44 +225,14 @@ class Chunk(LocalFacts):
             raise RuntimeError(f"chunk {self.index} that is {state.value} has other memory than that")
         self.slot, self.payload, self.state = slot, payload, state
 
-    @property
-    def numel(self) -> int:
-        return self.layout.numel
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.layout.numel * self.dtype.itemsize
+    def follow_plan(self, trainable: bool) -> None:
+        """Another plan is about to be carried out, which trains some parameter of the chunk or none."""
+        self.trainable = trainable
 
     def names(self) -> str:
         """Parameter names for messages, shortened."""
         names = [managed.name for managed in self.parameters]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    @property
-    def optim_numel(self) -> int:
-        """Number of elements that this rank updates."""
-        return self.optim_layout.shard_numel
-
-    @property
-    def is_stepped_whole(self) -> bool:
-        """Every rank updates the whole chunk, and holds its whole reduced gradient, master and optimizer state."""
-        return self.optim_layout.world_size == 1
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """The dtype of the MASTER home: fp32 for whole masters, int16 for the remainders of split ones."""
-        return torch.int16 if self.splits_master else torch.float32
-
-    def home_slices(self) -> list[Piece]:
-        """The elements that this rank updates, in its parameter home: `payload_start` is an offset in the home."""
-        if self.home_layout.world_size == self.optim_layout.world_size:
-            return [Piece(0, 0, self.optim_numel)]
-        return list(self.layout.slices(self.rank))  # whole weights, sharded optimizer state
-
-    def allocate_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
-        """Take zeroed memory for the state `kind`. Raises BudgetError."""
-        dtype = {Kind.MASTER: self.master_dtype, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
-        self.homes[kind] = memory.allocate(tier, num_bytes // dtype.itemsize, dtype, kind)
 
     def reside_at_home(self) -> None:
         """Make the home the payload if this rank holds the whole chunk on the device."""
@@ -269,18 +240,15 @@ class Chunk(LocalFacts):
             self.resident_views = self.views_of(self.homes[Kind.PARAM].flat)
             self.become(ParamState.RESIDENT)
 
-    def leave_home(self) -> None:
+    def reside_in(self, payload: Tensor) -> None:
+        """Let `payload` be the chunk's gathered content, without a slot: while a model is built."""
+        self.resident_views = self.views_of(payload)
+        self.become(ParamState.GATHERED, payload=payload)
+
+    def end_residence(self) -> None:
         """End residence: the home is no longer the payload."""
         self.become(ParamState.RELEASED)
         self.resident_views = ()
-
-    def lendable(self) -> Region:
-        """(optim_numel,) the part of the home that this rank updates. It is contiguous wherever a home is lent."""
-        home = self.homes[Kind.PARAM]
-        if self.home_layout.world_size == self.optim_layout.world_size:
-            return home[: self.optim_numel]
-        (own,) = self.layout.slices(self.rank)
-        return home[own.in_payload]
 
     def region(self) -> Region:
         """(layout.numel,) the payload, which must be present, with its tickets."""
@@ -305,30 +273,6 @@ class Chunk(LocalFacts):
         slot.remember(self.index, payload, self.views_of(payload.flat))
         return payload
 
-    def keep_slot(self, tier: MemoryTier) -> None:
-        """Take a slot for good and move the parameter home, if there is one, into it. Raises BudgetError."""
-        (own,) = self.layout.slices(self.rank)
-        start, end = own.payload_start, own.payload_start + own.numel
-        itemsize = self.dtype.itemsize
-        slot = KeptSlot(tier, self.payload_bytes, slice(start * itemsize, end * itemsize), self.dtype)
-        # A home that is there lies inside the old slot, which the caller closes once no view shows it.
-        before = self.homes.get(Kind.PARAM)
-        if before is not None:
-            wait_on_stream(before)
-            slot.shard.flat.copy_(before.flat)
-        self.own_slot, self.homes[Kind.PARAM] = slot, slot.shard
-
-    def renew_own_slot(self, tier: MemoryTier) -> None:
-        """Replace the memory of the own slot, without ever holding two slots: the shard waits in host memory."""
-        assert self.own_slot is not None
-        home = self.homes.pop(Kind.PARAM)
-        wait_on_host(home)
-        shard = home.flat.to("cpu", copy=True)
-        del home  # it would keep the memory of the old slot
-        self.own_slot.close()
-        self.keep_slot(tier)
-        self.homes[Kind.PARAM].flat.copy_(shard)
-
     def views_of(self, payload: Tensor) -> tuple[Tensor, ...]:
         """A view of `payload` for every parameter."""
         return tuple(managed.view(payload) for managed in self.parameters)
@@ -340,6 +284,6 @@ def _forgetting(reference: weakref.ref[Chunk]) -> Callable[[object], None]:
     def remove_dead(gone: object) -> None:
         chunk = reference()
         if chunk is not None:
-            chunk.parameters = [managed for managed in chunk.parameters if managed.reference is not gone]
+            chunk.drop_parameters([managed for managed in chunk.parameters if managed.reference is gone])
 
     return remove_dead

@@ -3,13 +3,12 @@
 [Note: Three states] A local gradient, a sum of reduced gradients and a sum of unreduced ones can exist at the same
 time: in the second micro-batch of a step, or after backwards inside and outside `no_sync()`. A chunk's gradient
 therefore has three independent states: `GradState`, `ReducedState` and `UnsyncedState`. One method writes each state,
-together with everything that belongs to it, and raises for a transition that is not in `_NEXT`.
+together with everything that belongs to it, and raises for a transition that is not in `NEXT`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Final
 
 import torch
@@ -17,90 +16,13 @@ from torch import Tensor
 
 from gemini.chunks.attached import Attached, may_attach
 from gemini.chunks.chunk import Chunk
+from gemini.chunks.grad_state import NEXT, Content, GradState, ReducedState, State, UnsyncedState
 from gemini.chunks.gradient_home import gaps_of, numel_without_sums, shard_of
 from gemini.memory.region import Region
 from gemini.memory.slot import Slot
 from gemini.placement.demand import Kind, Tier
 
-
-class _State(Enum):
-    """A state that is looked up in `_NEXT` for every gradient. Enum's own hash is a Python call: too slow there."""
-
-    __hash__ = object.__hash__
-
-
-class GradState(_State):
-    """Where the local gradient is: what autograd made in this backward, before it is merged into the reduced gradient.
-
-    CLOSED: there is none, and no memory is held for it.
-    AT_HOME: open, in the chunk's gradient home, which is on the device and has room for a whole payload. It takes no
-        slot. With one rank the gradient stays there; with several the same memory holds the reduced gradient later.
-    IN_SLOT: open, in a gradient slot of the device.
-    SPILLED: open, in temporary host memory, because another chunk needed the slot. Other ranks do not know of it.
-    REDUCING: still in its home or slot, where the collective reads it. Nothing may write to it.
-    """
-
-    CLOSED = "closed"
-    AT_HOME = "open at home"
-    IN_SLOT = "open in a slot"
-    SPILLED = "spilled to the host"
-    REDUCING = "being reduced"
-
-
-class Content(Enum):
-    """The content of an open payload's elements to which no gradient was written since it was opened.
-
-    UNDEFINED: whatever was in that memory before. They must be zeroed before the payload is read as a whole.
-    ZERO: zeros, or negative zeros in an attached home.
-    SUM: the reduced gradient of this step. New gradients are added to it, so the merge replaces the shard.
-    """
-
-    UNDEFINED = "undefined"
-    ZERO = "zero"
-    SUM = "the sum so far"
-
-
-class ReducedState(_State):
-    """Where this rank's part of this step's reduced gradient is: the part that this rank updates.
-
-    NONE: there is none yet. Its memory is reserved but its content is undefined; a lent parameter home (see
-        manager/grad_homes.py) still holds the parameters.
-    IN_SHARD: in `shard`, in `gradient_dtype`: in a home of its own, or in the parameter home.
-    WIDE: in `wide`, in fp32, since several micro-batches were added to a 16-bit gradient. `shard` is undefined.
-    """
-
-    NONE = "none"
-    IN_SHARD = "in its shard"
-    WIDE = "in fp32"
-
-
-class UnsyncedState(_State):
-    """Whether backwards under no_sync() have left gradients to be reduced. With one rank it is always NONE.
-
-    NONE: every gradient so far was reduced.
-    ELSEWHERE: this rank has none left, other ranks may. This rank contributes zeros to the next reduction.
-    HELD: `unsynced` on the host holds this rank's sum, a whole payload in fp32.
-    """
-
-    NONE = "none"
-    ELSEWHERE = "left on other ranks only"
-    HELD = "held on the host"
-
-
 _REDUCING = GradState.REDUCING  # a look-up in the Enum takes 100 ns in Python 3.11
-_NEXT: dict[_State, tuple[_State, ...]] = {
-    GradState.CLOSED: (GradState.AT_HOME, GradState.IN_SLOT),
-    GradState.AT_HOME: (GradState.REDUCING, GradState.CLOSED),
-    GradState.IN_SLOT: (GradState.SPILLED, GradState.REDUCING, GradState.CLOSED),
-    GradState.SPILLED: (GradState.IN_SLOT, GradState.CLOSED),
-    GradState.REDUCING: (GradState.CLOSED,),
-    ReducedState.NONE: (ReducedState.IN_SHARD, ReducedState.WIDE),
-    ReducedState.IN_SHARD: (ReducedState.WIDE, ReducedState.NONE),
-    ReducedState.WIDE: (ReducedState.NONE,),
-    UnsyncedState.NONE: (UnsyncedState.ELSEWHERE, UnsyncedState.HELD),
-    UnsyncedState.ELSEWHERE: (UnsyncedState.HELD, UnsyncedState.NONE),
-    UnsyncedState.HELD: (UnsyncedState.NONE,),
-}
 
 
 class ChunkGradient:
@@ -167,6 +89,22 @@ class ChunkGradient:
         # One rank: a gradient in `whole` needs no reduction and no copy.
         self.in_place = has_whole and self.is_alone
 
+    def rest_in(self, home: Region) -> None:
+        """Have `home`, (optim_numel,), for good. Only where there is none: the parameter home could not be lent."""
+        self.home = self.own_shard = home
+
+    def add_wide(self, wide: Region) -> None:
+        """Have room for the sum of several micro-batches in fp32. Only where there is none."""
+        self.wide = wide
+
+    def add_unsynced(self, unsynced: Region) -> None:
+        """Have room on the host for the sum under no_sync(). Only where there is none."""
+        self.unsynced = unsynced
+
+    def drop_sums(self) -> None:
+        """Have no room for sums any more: `GradMemory` has freed it. Between steps."""
+        self.wide = self.unsynced = None
+
     def take_over(self, before: ChunkGradient) -> None:
         """Keep what `before` knew about this chunk's gradient, whose memory was replaced between steps."""
         self.in_pieces, self.num_writes = before.in_pieces, before.num_writes
@@ -194,12 +132,12 @@ class ChunkGradient:
     # -- transitions
 
     def become(self, state: GradState, held: Slot | Region | None = None, content: Content | None = None) -> None:
-        """Move the local gradient to `state`. Raises RuntimeError if the transition is not in `_NEXT`.
+        """Move the local gradient to `state`. Raises RuntimeError if the transition is not in `NEXT`.
 
         held: the slot of an IN_SLOT gradient, with the chunk's views; the host memory of a SPILLED one.
         content: what a newly opened payload holds; a payload that only moves keeps its content.
         """
-        if state not in _NEXT[self.state]:
+        if state not in NEXT[self.state]:
             raise self._cannot(self.state, state)
         slot, spilled = (held, None) if isinstance(held, Slot) else (None, held)
         if (slot is None, spilled is None) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
@@ -250,12 +188,37 @@ class ChunkGradient:
                 self.expects[position] = None
         self.num_fired += len(positions)
 
+    def note_given(self, position: int) -> None:
+        """The parameter at `position` has a gradient, on all ranks, that no backward made."""
+        self.got[position] = self.agreed[position] = 1
+
+    def note_discarded(self, position: int) -> None:
+        """The gradient of the parameter at `position` was set to None, on all ranks."""
+        self.got[position] = self.agreed[position] = 0
+        self.had[position] = 0
+
+    def note_agreed(self, flags: bytes) -> None:
+        """The ranks have exchanged which parameters have a gradient on any of them. Called before they are reduced."""
+        self.agreed[:] = flags
+
+    def note_leftovers(self, had: bytes, got: bytes, agreed: bytes) -> None:
+        """A step or zero_grad() has left gradients of these parameters."""
+        self.had[:], self.got[:], self.agreed[:] = had, got, agreed
+
+    def count_write(self) -> None:
+        """The reduced gradient was written to: whole copies that were gathered before are stale."""
+        self.num_writes += 1
+
+    def note_pieces(self) -> None:
+        """A parameter's gradient has come more than once in a backward."""
+        self.in_pieces = True
+
     def become_reduced(self, state: ReducedState, backward: int = 0) -> None:
-        """Move the reduced gradient to `state`. Raises RuntimeError if the transition is not in `_NEXT`.
+        """Move the reduced gradient to `state`. Raises RuntimeError if the transition is not in `NEXT`.
 
         backward: the number of the backward that made the step's first reduced gradient.
         """
-        if state not in _NEXT[self.reduced_state]:
+        if state not in NEXT[self.reduced_state]:
             raise self._cannot(self.reduced_state, state)
         if self.reduced_state is ReducedState.NONE:
             self.first_backward = backward
@@ -266,12 +229,12 @@ class ChunkGradient:
         self.first_backward = 0
 
     def become_unsynced(self, state: UnsyncedState) -> None:
-        """Move the unreduced sum to `state`. Raises RuntimeError if the transition is not in `_NEXT`."""
-        if state not in _NEXT[self.unsynced_state]:
+        """Move the unreduced sum to `state`. Raises RuntimeError if the transition is not in `NEXT`."""
+        if state not in NEXT[self.unsynced_state]:
             raise self._cannot(self.unsynced_state, state)
         self.unsynced_state = state
 
-    def _cannot(self, before: _State, after: _State) -> RuntimeError:
+    def _cannot(self, before: State, after: State) -> RuntimeError:
         return RuntimeError(
             f"chunk {self.chunk.index} ({self.chunk.names()}): its gradient is {before.value!r} and cannot become "
             f"{after.value!r}. This is an error in gemini"
@@ -348,3 +311,10 @@ class ChunkGradient:
         self.trained = bytes(managed.requires_grad for managed in self.chunk.parameters)
         self.all_trained = all(self.trained)
         self.expected = len(self.trained)
+
+    def expect_what_came(self) -> None:
+        """Count later payloads as complete with what the step's first backward brought, which has just ended.
+
+        Otherwise parameters that are not used would keep every later one open until its backward ends.
+        """
+        self.expected = max(1, sum(self.got))

@@ -62,6 +62,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "tier": refusal.tier,
             "needed_bytes": refusal.needed_bytes,
             "budget_bytes": refusal.budget_bytes,
+            "enough_bytes": refusal.enough_bytes,
             "message": with_options(str(refusal)),
         }
     if plan is not None and found.moves is not None and found.predicted is not None:

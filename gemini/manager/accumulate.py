@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gemini.chunks.gradient import ChunkGradient, GradState
+from gemini.chunks.grad_state import GradState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.memory.modes import untracked
@@ -70,7 +71,7 @@ class Accumulation:
     def catch_up(self, backward: int) -> None:
         """Reduce the gradients that backwards under no_sync() have left. Collective if there are any."""
 
-    def end(self, has_zeros: bool) -> None:
+    def end_step(self, has_zeros: bool) -> None:
         """Forget the step's gradients: they were used, discarded or zeroed, or their reduction has failed. Local."""
 
     def reset_order(self) -> None:
@@ -88,7 +89,7 @@ class AccumulateInPlace(Accumulation):
         """See `Accumulation`. Pieces are added in their own dtype first, as by autograd, so they wait for the end."""
         if gradient.chunk.index in self._reduced:
             # A piece came after the chunk was merged in this backward, as reentrant checkpointing does.
-            gradient.in_pieces = True
+            gradient.note_pieces()
         elif gradient.num_fired == gradient.expected and gradient.state is GradState.IN_SLOT:
             if not gradient.in_pieces:
                 self.reduce(gradient, backward)
@@ -123,4 +124,4 @@ class AccumulateInPlace(Accumulation):
             # `got` counts since the last step: only in the first backward does it tell what one backward brings.
             if backward == 1 and self.synchronizes:
                 # Unused parameters must not keep the chunk open, and its slot taken, until the end of later backwards.
-                gradient.expected = max(1, sum(gradient.got))
+                gradient.expect_what_came()

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, Content, GradState
+from gemini.chunks.grad_state import Content, GradState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.chunks.own_grad import grad_of, set_grads
 from gemini.errors import UnsupportedError
 from gemini.manager.accumulate import Accumulation
@@ -51,6 +52,28 @@ class Waiting:
         self.copied: set[int] = set()  # ids of those copied in this backward while others wait: membership only
         self.positions = {id(parameter): position for position, parameter in enumerate(chunk.raw)}
         self._last: tuple[list[int], list[int]] = [], []  # what arrived, and its positions
+
+    def expect(self, count: int) -> None:
+        """Let `count` gradients arrive, at least 1, before `Arrivals` is called."""
+        self.due = count
+
+    def end(self) -> None:
+        """No gradient of the chunk waits any more in this backward."""
+        self.due = 0
+        self.copied.clear()
+
+    def note_copied(self, arrived: Sequence[int]) -> None:
+        """These parameters' gradients, by id, were copied while others wait: none of theirs waits after that."""
+        self.copied.update(arrived)
+
+    def never_attach(self) -> None:
+        """A gradient is sparse, or a hook of the user's is to find one backward's gradient alone."""
+        self.may_attach = False
+
+    def drop_arrived(self) -> None:
+        """The waiting gradients were discarded."""
+        self.arrived.clear()
+        self.end()
 
     def take_arrived(self) -> tuple[list[int], Sequence[int], bool]:
         """What has arrived, its positions once each, and whether some came twice. Nothing is left."""
@@ -103,7 +126,7 @@ class Arrivals:
     def _await(self, gradient: ChunkGradient, count: int) -> None:
         """Expect `count` more gradients of the chunk."""
         at_a_time = _AT_A_TIME if gradient.attached is None and self._memory.is_in_nobodys_way(gradient) else count
-        self._waiting[gradient.chunk.index].due = min(count, at_a_time)
+        self._waiting[gradient.chunk.index].expect(min(count, at_a_time))
 
     def collect(self, gradient: ChunkGradient, backward: int, are_all: bool = True) -> bool:
         """Copy the chunk's waiting gradients to its payload; False without any.
@@ -117,17 +140,16 @@ class Arrivals:
         arrived, positions, has_pieces = waiting.take_arrived()
         # Autograd has added the gradients of a parameter that came twice.
         if has_pieces:
-            gradient.in_pieces = True
+            gradient.note_pieces()
         num_missing = gradient.expected - gradient.num_fired - len(positions)
         if are_all or num_missing <= 0 or not self._memory.is_in_nobodys_way(gradient):
             self.begun.remove(chunk.index)
-            waiting.due = 0
-            waiting.copied.clear()
+            waiting.end()
         else:
             self._await(gradient, num_missing)
             # Autograd itself adds to what is attached.
             if gradient.attached is None:
-                waiting.copied.update(arrived)
+                waiting.note_copied(arrived)
         if gradient.attached is not None:
             self._note_added(gradient, positions, backward)
             return True
@@ -149,7 +171,7 @@ class Arrivals:
                 raise graph_refused(chunk.parameters[positions[list(map(_has_graph, grads)).index(True)]].name)
             if not _STRIDED.issuperset(map(_layout_of, grads)):
                 # Added to a blank home, a sparse gradient would leave negative zeros in the rows that it does not have.
-                waiting.may_attach = False
+                waiting.never_attach()
                 grads = [grad.to_dense() if grad.layout is not torch.strided else grad for grad in grads]
             fired = gradient.fired
             # Gradients that must be added, or refused, are taken one by one.
@@ -195,7 +217,7 @@ class Arrivals:
         self._open(gradient, backward)
         view = gradient.views[position]
         if gradient.fired[position]:
-            gradient.in_pieces = True
+            gradient.note_pieces()
         if gradient.fired[position] or (gradient.content is Content.SUM and gradient.got[position]):
             view.add_(grad)
         else:
@@ -218,7 +240,7 @@ class Arrivals:
 
     def keep_apart(self, chunk: Chunk) -> None:
         """A user's hook is to find one backward's gradient alone in `.grad`: never attach the chunk. Local."""
-        self.waiting_of(chunk).may_attach = False
+        self.waiting_of(chunk).never_attach()
         gradient = self._memory.gradients.get(chunk.index)
         if gradient is not None:
             gradient.detach_home()
@@ -235,9 +257,7 @@ class Arrivals:
                 else:
                     positions = (waiting.positions[each] for each in waiting.arrived)
                     set_grads((gradient.chunk.raw[each] for each in positions), repeat(None))
-            waiting.arrived.clear()
-            waiting.copied.clear()
-            waiting.due = 0
+            waiting.drop_arrived()
 
 
 def _check_trained(chunk: Chunk, position: int) -> None:

@@ -69,16 +69,15 @@ class Backward:
         self.begin()
         if self._underway.leaf_operator is operator:
             return
-        self._underway.leave_backward()
+        self._underway.exit_backward()
         self._position.set(operator.index, Phase.BACKWARD)
         for chunk in operator.chunks:
             self._payloads.fetch(chunk)
-            chunk.pins += 1
-            self._underway.leaf.append(chunk)
+            self._underway.pin_for_leaf(chunk)
             # A recomputation inside the leaf must find its parameters plain: a fetch would be a collective, at a point
             # that differs by rank.
             self._params.binding.bind(chunk)
-        self._underway.leaf_operator = operator
+        self._underway.enter_leaf(operator)
         self._payloads.fetch_ahead()
 
     def node_fetch(self, chunk: Chunk, operator: int) -> Tensor:
@@ -93,7 +92,7 @@ class Backward:
             if chunk in self._underway.leaf:
                 assert chunk.payload is not None
                 return chunk.payload
-            self._underway.leave_leaf()
+            self._underway.exit_leaf()
         self._position.set(operator, Phase.BACKWARD)
         # This lifts the pins of the node before, of which the fetch may need the slot.
         self._underway.follow_node()
@@ -135,12 +134,12 @@ class Backward:
         if not self._grads.in_backward:
             return
         with self._communicator.publishing(), unseen():
-            self._underway.leave_backward()
+            self._underway.exit_backward()
             self._position.set(0, Phase.BACKWARD)
             self._grads.end_backward()
             self._params.finish_prefetch()
             self._params.next_use.end_pass(PassKind.TRAINING if self._underway.awaits_backward else PassKind.BACKWARD)
-            self._underway.awaits_backward = False
+            self._underway.end_backward()
             self._recorder.end_pass()
             self._params.binding.cover()
             self._communicator.end_pass()

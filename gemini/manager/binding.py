@@ -8,7 +8,7 @@ anything reads the home. A write through the parameter raises its version counte
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,10 +64,10 @@ class Binding:
                 finally:
                     set_guard()
             self.versions[chunk.index] = chunk.versions()
-        chunk.plain = True
+        chunk.note_plain()
         self.plain_chunks.append(chunk)
         if not chunk.bound:
-            chunk.bound = True
+            chunk.note_bound()
             self._refuse_lost_edits(chunk)
 
     def _refuse_lost_edits(self, chunk: Chunk) -> None:
@@ -112,14 +112,14 @@ class Binding:
         if chunk.plain:
             for parameter in chunk.raw:
                 parameter.__class__ = self.released_class
-            chunk.plain = False
+            chunk.note_covered()
 
     def unbind(self, chunk: Chunk) -> None:
         """Make the chunk's parameters show their placeholders."""
         if not chunk.bound:
             return
         self.snapshots.drop(chunk)
-        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in self.versions[chunk.index]]
+        self.note_edits_when_left(chunk, self.versions[chunk.index])
         with untracked():
             lift_guard()
             try:
@@ -130,7 +130,7 @@ class Binding:
                     parameter.__class__ = self.released_class
             finally:
                 set_guard()
-        chunk.bound = chunk.plain = False
+        chunk.note_unbound()
 
     def outdate(self, chunk: Chunk) -> None:
         """A gathered chunk that stays is about to be updated: its next user gathers it again. Local.
@@ -145,11 +145,11 @@ class Binding:
             self.cover_chunk(chunk)
         self.snapshots.drop(chunk)
         if chunk.bound:
-            self._edits_when_left[chunk.index] = [v - chunk.num_bumps for v in self.versions[chunk.index]]
+            self.note_edits_when_left(chunk, self.versions[chunk.index])
         chunk.bump_versions()  # see [Note: Version bump]
         self.rebase_versions(chunk)
         chunk.become(ParamState.RELEASED)
-        slot.chunk = None
+        slot.vacate()
         # Poison the old weights, unless a view of the user's shows them until the next gather.
         # Each bound parameter is one holder.
         if chunk.bound and slot.num_holders() <= len(chunk.parameters):
@@ -164,7 +164,7 @@ class Binding:
                         parameter.__class__ = nn.Parameter
                         parameter.data = managed.placeholder
                     parameter.__class__ = self.released_class
-                chunk.plain = False
+                chunk.note_covered()
         self.plain_chunks.clear()
         # An interrupt may have come between a bump of versions and its count: the numbers would show edits that never
         # were.
@@ -237,6 +237,25 @@ class Binding:
         """Take the current versions for those of an unedited chunk."""
         if chunk.bound:
             self.versions[chunk.index] = chunk.versions()
+
+    def note_versions(self, chunk: Chunk) -> None:
+        """Take the current versions for those of an unedited chunk that is about to be bound."""
+        self.versions[chunk.index] = chunk.versions()
+
+    def note_edits_when_left(self, chunk: Chunk, versions: Sequence[int]) -> None:
+        """With these versions, by position, the parameters stop showing the payload: see `_refuse_lost_edits`."""
+        self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in versions]
+
+    def renumber_edits(self, chunk: Chunk, positions: Sequence[int] | None) -> None:
+        """Parameters of the chunk are gone, the rest had these positions. None: no edit of a view can be lost."""
+        left = self._edits_when_left.pop(chunk.index, None)
+        if left is not None and positions is not None:
+            self._edits_when_left[chunk.index] = [left[position] for position in positions]
+
+    def drop_chunk(self, chunk: Chunk) -> None:
+        """None of the chunk's parameters is plain or edited any more: it was closed."""
+        self.plain_chunks = [other for other in self.plain_chunks if other is not chunk]
+        self.edited.pop(chunk.index, None)
 
     def write_back_all(self, chunks: Iterable[Chunk] | None = None) -> None:
         """Write back every chunk that has a payload."""

@@ -57,6 +57,23 @@ class Call:
         self.lifted: OperatorHooks | None = None  # operators' hooks that were lifted for this call
         self.caches_autocast: bool | None = None  # setting of autocast's weight cache to restore
 
+    def note_hooks(self, hooks: _Hooks) -> None:
+        """Saved-tensor hooks were pushed for the call: its end takes them off."""
+        self.hooks = hooks
+
+    def note_lifted(self, lifted: OperatorHooks) -> None:
+        """Operators' hooks were lifted for the call: its end puts them back."""
+        self.lifted = lifted
+
+    def note_autocast(self, caches: bool) -> None:
+        """Autocast's weight cache is about to be turned off: the call's end makes it `caches` again."""
+        self.caches_autocast = caches
+
+    def lift_pins(self, victims: Victims) -> None:
+        """Lift the call's pins. Afterwards it has none."""
+        victims.unpin(self.pinned)
+        self.pinned.clear()
+
     def end(self, late: bool = False, is_here: bool = True) -> None:
         """End what was in force for the call, except its pins.
 
@@ -113,7 +130,7 @@ class Calls:
             self.by_thread[thread] = [call]
         return call
 
-    def leave(self, operator: Operator | None) -> list[Chunk] | None:
+    def exit(self, operator: Operator | None) -> list[Chunk] | None:
         """End this thread's innermost call of `operator`, and the calls inside it that no hook has ended.
 
         Returns the chunks that these calls had pinned; None if there was no such call.
@@ -130,7 +147,7 @@ class Calls:
         self._end_innermost(thread)
         return pinned
 
-    def pin(self, chunk: Chunk) -> bool:
+    def is_pinned(self, chunk: Chunk) -> bool:
         """Whether a running call pins the chunk."""
         return any(chunk in call.pinned for calls in self.by_thread.values() for call in calls)
 
@@ -152,8 +169,7 @@ class Calls:
         call = calls[-1]
         # Before the call is forgotten: an interrupt here leaves it in the list, to be ended again.
         call.end(late, is_here=thread == get_ident())
-        self._victims.unpin(call.pinned)
-        call.pinned.clear()
+        call.lift_pins(self._victims)
         if len(calls) > 1:
             calls.pop()
         else:

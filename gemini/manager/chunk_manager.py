@@ -20,7 +20,7 @@ from gemini.manager.grad_memory import GradMemory
 from gemini.manager.grads import GradStore
 from gemini.manager.left_gradients import LeftGradients
 from gemini.manager.micro_batches import MicroBatches
-from gemini.manager.migrate import Rehoming, StateStore
+from gemini.manager.migrate import Migration, StateStore
 from gemini.manager.params import ParamStore
 from gemini.manager.recorder import Recorder
 from gemini.manager.step import Step
@@ -153,7 +153,7 @@ class ChunkManager:
         `is_shortage` is equal on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
         """
         left = LeftGradients(self.grads.memory, self.grads.homes)
-        before, migrate = self.plan, self._rehoming(plan, self.plan, left)
+        before, migrate = self.plan, self._migration(plan, self.plan, left)
         # A state that moves is on both tiers for a moment.
         self.memory.allow(before.budget.wider(plan.budget))
         try:
@@ -167,7 +167,7 @@ class ChunkManager:
                 known = dict(self.grads.memory.gradients)
                 error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))
                 if error is not None:
-                    self._carry_out(before, self._rehoming(before, plan, left), is_way_back=True)
+                    self._carry_out(before, self._migration(before, plan, left), is_way_back=True)
                     # Moving back made new `ChunkGradient`s: give them what the old ones knew.
                     for index, gradient in known.items():
                         self.grads.of(self.chunks[index]).take_over(gradient)
@@ -193,10 +193,10 @@ class ChunkManager:
     def _states(self) -> StateStore | None:
         return None if self.optimizer is None else self.optimizer.states
 
-    def _rehoming(self, plan: Plan, before: Plan, left: LeftGradients) -> Rehoming:
+    def _migration(self, plan: Plan, before: Plan, left: LeftGradients) -> Migration:
         """The move from plan `before` to `plan`."""
         homes = (before.demand, before.placement), (plan.demand, plan.placement)
-        return Rehoming(self.step, *homes, left, trains=self.training.is_there)
+        return Migration(self.step, *homes, left, trains=self.training.is_there)
 
     def _agree_on(self, plan: Plan, shown: str, change: str, remedy: str) -> None:
         words = f"{shown}; {placement_in_words(plan.placement, plan.budget_bytes)}"
@@ -219,11 +219,11 @@ class ChunkManager:
         refusal = error or BudgetError("another rank has no memory for it, and says so itself", tier=Tier.DEVICE)
         return refusal.as_shortage(worst == 1)
 
-    def _carry_out(self, plan: Plan, migrate: Rehoming, is_way_back: bool = False) -> None:
+    def _carry_out(self, plan: Plan, migrate: Migration, is_way_back: bool = False) -> None:
         flags = iter(plan.trained)
         for chunk in self.chunks:
             its_flags = [next(flags) for _ in chunk.parameters]
-            chunk.trainable = any(its_flags)
+            chunk.follow_plan(trainable=any(its_flags))
         # Sums of micro-batches, and gradients that left a lent home, are not in the plan: a smaller budget may lack the
         # room for these although every state stays where it is. The next step takes it again, or takes it of the host.
         # A way back starts with states that may be half moved, also between plans with the same homes.

@@ -47,7 +47,7 @@ class Completion:
         """Gradients were discarded, so complete ones may be incomplete now. Local."""
         self._changed.update(self._told)
 
-    def end(self, index: int) -> None:
+    def note_reduced(self, index: int) -> None:
         """The chunk's gradient is being reduced. Every rank calls it at the same point."""
         self._told.pop(index, None)
         self._num_ranks.pop(index, None)

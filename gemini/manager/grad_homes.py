@@ -23,7 +23,8 @@ import warnings
 import torch
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, Content, ReducedState
+from gemini.chunks.grad_state import Content, ReducedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.chunks.param_state import ParamState
 from gemini.errors import BudgetError
 from gemini.manager.params import ParamStore
@@ -53,7 +54,7 @@ class GradHomes:
 
     def reset_lending(self) -> None:
         """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
-        self._lendable = [each.chunk for each in self._gradients.values() if _lends(each.chunk)]
+        self._lendable = [each.chunk for each in self._gradients.values() if each.chunk.lends_home]
         resident = {chunk.index: chunk for chunk in self._lendable if chunk.payload is not None}
         self._resident = {index: was for index, was in self._resident.items() if index in resident}
         for index, chunk in resident.items():
@@ -126,12 +127,12 @@ class GradHomes:
         if gradient.reduced_state is ReducedState.WIDE or not gradient.chunk.widens:
             return
         if gradient.wide is None:
-            gradient.wide = self._allocate(gradient, torch.float32)
+            gradient.add_wide(self._allocate(gradient, torch.float32))
         is_first, shard = not gradient.is_reduced, gradient.shard
         gradient.become_reduced(ReducedState.WIDE, backward)
         if not is_first:
             # The sum so far moves to fp32; `shard` is undefined from here on.
-            self.transfer.copy(gradient.wide, shard)
+            self.transfer.copy(gradient.reduced(), shard)
 
     def bring_back(self, gradient: ChunkGradient, content: Region) -> None:
         """Give a chunk whose memory is new the gradient that earlier backwards have left. Raises BudgetError.
@@ -152,7 +153,7 @@ class GradHomes:
         """Before a step's first reduced gradient is written: lend it the parameter home, or take one for it."""
         chunk = gradient.chunk
         if gradient.home is None and not chunk.holds_grad:
-            if _lends(chunk) and self._may_lend(chunk):
+            if chunk.lends_home and self._can_lend_now(chunk):
                 chunk.become(ParamState.HOLDS_GRAD if chunk.slot is None else ParamState.GATHERED_BESIDE_GRAD)
             else:
                 self._take_home(gradient)
@@ -160,7 +161,7 @@ class GradHomes:
 
     def _take_home(self, gradient: ChunkGradient) -> None:
         """Take a home for a gradient that has none, for good. Raises BudgetError."""
-        gradient.home = gradient.own_shard = self._allocate(gradient, gradient.chunk.gradient_dtype)
+        gradient.rest_in(self._allocate(gradient, gradient.chunk.gradient_dtype))
 
     def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
         """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full."""
@@ -175,7 +176,7 @@ class GradHomes:
 
     def before_reduction(self, chunk: Chunk) -> None:
         """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
-        if not _lends(chunk) or chunk.own_slot is None:
+        if not chunk.lends_home or chunk.own_slot is None:
             return
         self._note_gather(chunk)
         self._gathers[chunk.index] = chunk.num_gathers
@@ -189,16 +190,16 @@ class GradHomes:
         if self._gathers.get(chunk.index, chunk.num_gathers) < chunk.num_gathers:
             self._used_after.add(chunk.index)
 
-    def _may_lend(self, chunk: Chunk) -> bool:
+    def _can_lend_now(self, chunk: Chunk) -> bool:
         # The prefetch in flight sends this home to the other ranks.
         if self._params.is_coming(chunk):
             return False
         if chunk.state is ParamState.RESIDENT:
-            return self._leave(chunk)
+            return self._release_resident(chunk)
         # A payload in a slot of the pool lies beside the home. A kept slot has the home inside.
         return chunk.state is ParamState.RELEASED or chunk.own_slot is None
 
-    def _leave(self, chunk: Chunk) -> bool:
+    def _release_resident(self, chunk: Chunk) -> bool:
         """Release a resident chunk. False if something uses it or holds a view of it."""
         if chunk.pins:
             return False
@@ -269,8 +270,3 @@ class GradHomes:
     def reset(self) -> None:
         """Forget the history of lent slots after a failed step, of which ranks may have seen more or less."""
         self._used_after.clear()
-
-
-def _lends(chunk: Chunk) -> bool:
-    """Whether the parameter home may be lent. Where a plan knows of several micro-batches, the gradient has its own."""
-    return chunk.lends_home and Kind.GRAD not in chunk.homes

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
+from gemini.chunks.grad_state import Content, GradState, ReducedState, UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.errors import BudgetError
 from gemini.memory.memory import Memory
 from gemini.memory.slot import Slot
@@ -43,7 +44,7 @@ class GradMemory:
         """Between steps: give back slots and the memory beside the homes. No chunk has a gradient any more."""
         self.pools.close()
         for gradient in self.gradients.values():
-            # A home that a gradient took when its parameter home could not be lent. `Rehoming` gives planned homes
+            # A home that a gradient took when its parameter home could not be lent. `Migration` gives planned homes
             # back.
             late = None if Kind.GRAD in gradient.chunk.homes else gradient.home
             wide = None if gradient.wide_is_planned else gradient.wide
@@ -51,7 +52,7 @@ class GradMemory:
             for spare, kind in spares:
                 if spare is not None:
                     self.memory.free(spare, kind)
-            gradient.wide = gradient.unsynced = None
+            gradient.drop_sums()
         self.gradients.clear()
         self._num_by_size = [0, 0]
 
@@ -118,7 +119,7 @@ class GradMemory:
         is_first = gradient.reduced_state is ReducedState.NONE
         return is_first or (gradient.in_place and gradient.chunk.dtype.itemsize >= 4)
 
-    def leave(self, gradient: ChunkGradient) -> None:
+    def begin_reduction(self, gradient: ChunkGradient) -> None:
         """The payload goes to the other ranks and is not open any more."""
         self._num_open -= gradient.slot is not None
         gradient.become(GradState.REDUCING)
@@ -153,7 +154,7 @@ class GradMemory:
             # chunk of the model: backward reaches it last.
             holders = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
             slot = self._spill(max(holders, key=lambda g: (g.num_fired == g.expected, -g.chunk.index)), gradient)
-        slot.chunk = gradient.chunk.index
+        slot.occupy(gradient.chunk.index)
         return slot
 
     def _spill(self, victim: ChunkGradient, wanted: ChunkGradient) -> Slot:

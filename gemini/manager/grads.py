@@ -178,7 +178,7 @@ class GradStore:
         # This counts like a backward: memory must not move while the gradient waits for a step.
         self.num_backwards = max(self.num_backwards, 1)
         self.homes.fill(gradient, self.num_backwards)
-        gradient.got[managed.position] = gradient.agreed[managed.position] = 1
+        gradient.note_given(managed.position)
 
     def discard(self, managed: ManagedParameter) -> None:
         """Carry out `parameter.grad = None`: later gradients of this step start from zero."""
@@ -186,19 +186,17 @@ class GradStore:
         if gradient is None:
             return
         self.collect_all()
-        position = managed.position
-        gradient.got[position] = gradient.agreed[position] = 0
-        gradient.had[position] = 0
+        gradient.note_discarded(managed.position)
         self.leftovers.clear(gradient, [managed])
         # One rank: if it was the last gradient, the step starts over, and the next backward is its first.
         if self.accumulation.knows_all and not self.leftovers.are_any():
-            self.end(Becomes.USED)
+            self.end_step(Becomes.USED)
 
     def discard_all(self) -> None:
         """Set all gradients to None."""
-        self.end(Becomes.NONE)
+        self.end_step(Becomes.NONE)
 
-    def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]] | None = None) -> None:
+    def end_step(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]] | None = None) -> None:
         """A step used the gradients, or they are discarded, set to zero, or lost by a failure. Local.
 
         stay: which gradients stay, by chunk index, then by position.
@@ -211,9 +209,9 @@ class GradStore:
         self.end_scaled_loss()
         self.num_forgotten += 1
         self.num_backwards = 0
-        self.leftovers.end(becomes, stay or {})
+        self.leftovers.end_step(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
-        self.accumulation.end(self.has_zeros)
+        self.accumulation.end_step(self.has_zeros)
         with untracked():
             self.arrivals.attach_homes()
         self._ending = None  # last: after an interrupt above `finish_end` does it all again
@@ -225,7 +223,7 @@ class GradStore:
     def finish_end(self) -> None:
         """Complete an `end` that was interrupted: gradients that it left would be added to the next ones. Local."""
         if self._ending is not None:
-            self.end(*self._ending)
+            self.end_step(*self._ending)
 
     # -- memory, and which chunks have gradients
 

@@ -7,7 +7,8 @@ all states move back.
 
 from __future__ import annotations
 
-from gemini.chunks.gradient import ChunkGradient, UnsyncedState
+from gemini.chunks.grad_state import UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.memory.region import Region
@@ -51,9 +52,10 @@ class LeftGradients:
             gradient.become_unsynced(UnsyncedState.ELSEWHERE)
             return
         memory = self._memory.memory
-        gradient.unsynced = memory.allocate(Tier.HOST, held.numel, held.dtype, "unsynced gradients")
-        memory.transfer.copy(gradient.unsynced, held)
-        wait_on_host(held, gradient.unsynced)
+        unsynced = memory.allocate(Tier.HOST, held.numel, held.dtype, "unsynced gradients")
+        gradient.add_unsynced(unsynced)
+        memory.transfer.copy(unsynced, held)
+        wait_on_host(held, unsynced)
         gradient.become_unsynced(UnsyncedState.HELD)
 
 

@@ -12,7 +12,8 @@ from enum import Enum
 
 from gemini.chunks.attached import BLANK
 from gemini.chunks.chunk import ManagedParameter
-from gemini.chunks.gradient import ChunkGradient, UnsyncedState
+from gemini.chunks.grad_state import UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.memory.modes import untracked
@@ -41,7 +42,7 @@ class Leftovers:
         self._searched: list[int] = []  # indices of the chunks that `are_any` searches
         self._place = 0  # where that search has come to
 
-    def end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
+    def end_step(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
         """A step used the gradients, or they are discarded or set to zero.
 
         stay: which gradients stay, by chunk index, then by position.
@@ -52,7 +53,7 @@ class Leftovers:
             # Nothing of the chunk stays: its memory is free, and a lent home gets its parameters back.
             if not keeps(gradient, stays):
                 self._memory.discard(gradient)
-                gradient.had[:], gradient.got[:], gradient.agreed[:] = after
+                gradient.note_leftovers(*after)
                 self._homes.restore(gradient.chunk)
                 continue
             pairs = zip(gradient.chunk.parameters, stays, strict=True)
@@ -60,8 +61,12 @@ class Leftovers:
             if gradient.is_open:
                 self._memory.close(gradient)
             gradient.outlive_step()
-            for flags, its_after in zip((gradient.had, gradient.got, gradient.agreed), after, strict=True):
-                flags[:] = bytes(old if does else new for old, new, does in zip(flags, its_after, stays, strict=True))
+            gradient.note_leftovers(
+                *(
+                    bytes(old if does else new for old, new, does in zip(flags, its_after, stays, strict=True))
+                    for flags, its_after in zip((gradient.had, gradient.got, gradient.agreed), after, strict=True)
+                )
+            )
         self._homes.end_step()
 
     def are_any(self) -> bool:
@@ -82,7 +87,7 @@ class Leftovers:
 
     def clear(self, gradient: ChunkGradient, some: Sequence[ManagedParameter]) -> None:
         """Set the gradients of some of the chunk's parameters to zero, so that later ones are added to zero."""
-        gradient.num_writes += 1
+        gradient.count_write()
         if gradient.unsynced_state is UnsyncedState.HELD:
             assert gradient.unsynced is not None
             for managed in some:
@@ -130,7 +135,7 @@ class Leftovers:
                     pairs = zip(chunk.parameters, excepted, strict=True)
                     for part in (part for managed, stays in pairs if not stays for part in managed.own_parts(reduced)):
                         part.mul_(factor)
-                gradient.num_writes += 1
+                gradient.count_write()
 
 
 def keeps(gradient: ChunkGradient, stays: Sequence[bool]) -> bool:

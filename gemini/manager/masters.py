@@ -60,7 +60,7 @@ def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
 
 def set_master(managed: ManagedParameter, value: Tensor) -> None:
     """Set a parameter's master on this rank to `value`, which has its shape and any dtype."""
-    managed.has_fractions = True
+    managed.note_fractions()
     for piece, part in zip(managed.pieces, managed.parts_of(managed.laid_out(value)), strict=True):
         write_master(managed.chunk, piece.shard_start, part)
 

@@ -1,4 +1,4 @@
-"""Rehoming: moves all states of a model's chunks to the homes of another placement.
+"""Migration: moves all states of a model's chunks to the homes of another placement.
 
 It runs between steps, when no gradient waits for the next step, after it was decided what each chunk needs and where.
 States that are no longer needed are dropped first. Then states leave the device, then the number of slots changes, and
@@ -68,7 +68,7 @@ class StateStore(Protocol):
         """(optim_numel,) the state where it rests; zeros if this rank has no memory for it yet."""
 
 
-class Rehoming:
+class Migration:
     """The move from one (demand, placement) to another."""
 
     def __init__(
@@ -148,12 +148,12 @@ class Rehoming:
         self._left.set_aside()
         self._grads.give_back(self._demand.scratch_bytes)
         for index in before:
-            self._free(step.chunks[index], Kind.GRAD)
+            step.chunks[index].free_home(Kind.GRAD, memory)
             # Without this the old gradient would keep the memory until this function ends.
             before[index].adopt_home()
         for chunk, homes in self._placed:
             if Kind.MASTER not in homes:
-                self._free(chunk, Kind.MASTER)
+                chunk.free_home(Kind.MASTER, memory)
             if states is not None and Kind.OPTIM not in homes and states.has(chunk):
                 states.drop(chunk)
         # Make room on the device before anything moves in.
@@ -204,9 +204,9 @@ class Rehoming:
             self._params.binding.unbind(chunk)
             # See [Note: Version bump].
             chunk.bump_versions()
-            chunk.leave_home()
-        before, slot = chunk.homes.pop(Kind.PARAM), chunk.own_slot
-        chunk.own_slot, content = None, None
+            chunk.end_residence()
+        before, slot = chunk.hand_out_home()
+        content = None
         # From or to a kept slot, on a device that may not have room for both: the content waits on the host.
         if before.tier is target:
             content = ready(before).to("cpu", copy=True)
@@ -221,7 +221,7 @@ class Rehoming:
         # caller moves all states back.
         except BudgetError:
             if content is None:
-                chunk.own_slot, chunk.homes[Kind.PARAM] = slot, before
+                chunk.take_home_back(before, slot)
             else:
                 self._allocate(chunk, Kind.PARAM, Tier.HOST)
                 chunk.homes[Kind.PARAM].flat.copy_(content)
@@ -263,8 +263,3 @@ class Rehoming:
     def _allocate(self, chunk: Chunk, kind: Kind, tier: Tier) -> None:
         num_bytes = self._demand.chunks[chunk.index].home_bytes[kind]
         chunk.allocate_home(kind, tier, self._memory, num_bytes)
-
-    def _free(self, chunk: Chunk, kind: Kind) -> None:
-        home = chunk.homes.pop(kind, None)
-        if home is not None:
-            self._memory.free(home, kind)

@@ -63,9 +63,13 @@ class ParamStore:
         self._left: list[KeptSlot] = []  # kept slots that were replaced while views still held them
         self.observer = observer
 
+    def note_forward(self, runs: bool) -> None:
+        """A forward runs from now on, or the outermost one has ended."""
+        self.in_step = runs
+
     def note_placement(self) -> None:
         """Chunks have new homes, and none is in a slot."""
-        self.next_use.outdated = {chunk.index for chunk in self.chunks if chunk.trainable}  # membership only
+        self.next_use.note_trained({chunk.index for chunk in self.chunks if chunk.trainable})
         self.slot_by_storage.clear()
         at_home = ((chunk.payload, chunk) for chunk in self.chunks if chunk.payload is not None)
         self.resident_by_storage.clear()  # not another dict: saved tensors look up in this one
@@ -166,13 +170,13 @@ class ParamStore:
         return chunk.index in self.ahead
 
     def _depart(self, chunk: Chunk, slot: Slot, lane: int = 0, what: str = "fetch", only_own: bool = False) -> Arrival:
-        chunk.num_gathers += 1
+        chunk.count_gather()
         if self._left:
             self._close_left()
         # A spare slot may have joined the pool since the last fetch.
         self.slot_by_storage[slot.storage] = slot
         payload = chunk.payload_in(slot)
-        slot.chunk = chunk.index
+        slot.occupy(chunk.index)
         home = chunk.homes[Kind.PARAM].tier
         moving = self.observer.moving(what, chunk.index, home, "slot", chunk.payload_bytes, self.where, blocks=2)
         with moving:
@@ -226,9 +230,7 @@ class ParamStore:
             if victim is None:
                 has_budget = self.device.capacity_bytes is not None
                 raise slots_are_in_use(self.where(), chunk, pool, self.chunks, has_budget)
-        if victim is None:
-            return None
-        if ahead and self.next_use.next_use(victim.index) <= self.next_use.next_use(chunk.index):
+        if victim is None or (ahead and self.next_use.next_use(victim.index) <= self.next_use.next_use(chunk.index)):
             return None
         slot = victim.slot
         assert slot is not None
@@ -278,7 +280,7 @@ class ParamStore:
         chunk.bump_versions()
         chunk.become(ParamState.HOLDS_GRAD if chunk.holds_grad else ParamState.RELEASED)
         if slot is chunk.own_slot:
-            slot.chunk = None
+            slot.vacate()
         else:
             self.pools[chunk.oversize].vacate(slot)
         if self.nobody_holds(slot):
@@ -310,6 +312,13 @@ class ParamStore:
             raise self._held(f"chunk {chunk.index} ({chunk.names()}) must leave its slot for an update") from None
         self._left.append(before)
 
+    def forget_slots(self) -> None:
+        """Nothing is in a slot now. One that an interrupt keeps out of its pool dies with the frame that has it.
+
+        See `Slot.__del__`.
+        """
+        self.slot_by_storage.clear()
+
     def release_all(self) -> None:
         """Release every gathered chunk."""
         self.finish_prefetch()
@@ -328,7 +337,7 @@ class ParamStore:
         self.pools.empty()
         for chunk in self.chunks:
             if chunk.own_slot is not None:
-                chunk.own_slot.chunk = None
+                chunk.own_slot.vacate()
                 if chunk.own_slot.num_holders() > 0:  # a collective that never ended may still write to it
                     chunk.renew_own_slot(self.device)
         self.next_use.reset_trace()
@@ -341,9 +350,6 @@ class ParamStore:
     def close(self) -> None:
         """Give all slots back, and with kept ones the homes inside."""
         self.pools.close()
-        for chunk in self.chunks:
-            if chunk.own_slot is not None:
-                self._left.append(chunk.own_slot)
-        for slot in self._left:
+        for slot in [*self._left, *(chunk.own_slot for chunk in self.chunks if chunk.own_slot is not None)]:
             slot.close()
         self._left = []

@@ -56,8 +56,7 @@ class Payloads:
         """Free the memory of all slots and buffers between steps, until the next use. Local."""
         self.has_room = False  # first: after an interrupt in here the next use takes what is missing
         self.params.release_all()
-        # A slot that an interrupt keeps out of its pool must die with the frame that has it: see `Slot.__del__`.
-        self.params.slot_by_storage.clear()
+        self.params.forget_slots()
         self.params.pools.rest()
         self.grads.rest()
 

@@ -15,7 +15,8 @@ from typing import ClassVar
 
 import torch
 
-from gemini.chunks.gradient import ChunkGradient, GradState, UnsyncedState
+from gemini.chunks.grad_state import GradState, UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.accumulate import Accumulation
 from gemini.manager.completion import Completion
 from gemini.manager.unsynced import keep_unsynced, reduce_unsynced
@@ -92,9 +93,10 @@ class AccumulateAndReduce(Accumulation):
         if index in self._reduced:
             # A piece came after the chunk was reduced: it is reduced by itself at the end, and the recorded point is
             # too early.
-            self._off_plan = gradient.in_pieces = True
+            self._off_plan = True
+            gradient.note_pieces()
         elif gradient.num_fired == gradient.expected:
-            order.fired.append(index)
+            order.note_complete(index)
             if self.synchronizes and not self._gathers_in_backward:
                 self._reduce_in_order(backward)
 
@@ -129,7 +131,7 @@ class AccumulateAndReduce(Accumulation):
         with untracked():
             self._finish()
             self._reduced.add(gradient.chunk.index)
-            self._completion.end(gradient.chunk.index)
+            self._completion.note_reduced(gradient.chunk.index)
             if gradient.unsynced_state is not UnsyncedState.NONE:
                 # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as
                 # one.
@@ -177,7 +179,7 @@ class AccumulateAndReduce(Accumulation):
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
         finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.allocate)
-        self._memory.leave(gradient)
+        self._memory.begin_reduction(gradient)
 
         def gathered() -> Region:
             finish()
@@ -229,7 +231,7 @@ class AccumulateAndReduce(Accumulation):
             # Unused parameters must not keep a chunk open next time. If routing chooses the parameters that are used,
             # all are still expected: a gradient that came late on some ranks only would be added in another order.
             if backward == 1 and not gradient.chunk.is_chosen:
-                gradient.expected = max(1, sum(gradient.got))
+                gradient.expect_what_came()
 
     def catch_up(self, backward: int) -> None:
         """See `Accumulation`."""
@@ -253,7 +255,7 @@ class AccumulateAndReduce(Accumulation):
         start = len(gradients) + 1
         for number, gradient in enumerate(gradients):
             end = start + len(gradient.got)
-            gradient.agreed[:] = agreed[start:end]
+            gradient.note_agreed(agreed[start:end])
             start = end
             if agreed[number + 1]:
                 self.reduce(gradient, backward)
@@ -271,7 +273,7 @@ class AccumulateAndReduce(Accumulation):
         agreed: list[int] = points_and_ranking.tolist()
         order.adopt(agreed[: len(points)], agreed[len(points) :], self._next_use.passed)
 
-    def end(self, has_zeros: bool) -> None:
+    def end_step(self, has_zeros: bool) -> None:
         """See `Accumulation`. If zeros are needed, ranks still agree on which parameters had a gradient."""
         # A reduction is in flight here only after a failure, or inside a backward.
         self._in_flight = None

@@ -24,7 +24,7 @@ def mark_staying(chunks: Sequence[Chunk]) -> bool:
     all_stay = all(_is_at_home(chunk) or _may_stay(chunk) for chunk in chunks)
     for chunk in chunks:
         # All or nothing: if one chunk can leave, the operators' hooks stay on for all.
-        chunk.stays = all_stay and not _is_at_home(chunk)
+        chunk.decide_stay(all_stay and not _is_at_home(chunk))
     return all_stay
 
 
@@ -39,9 +39,10 @@ def make_plain(chunks: Sequence[Chunk], params: ParamStore) -> None:
 
 def _is_at_home(chunk: Chunk) -> bool:
     """Whether the chunk is resident for good: a home that may be lent is not."""
-    return chunk.state is ParamState.RESIDENT and not (chunk.lends_home and chunk.trainable)
+    # Not `lends_home`, which is known only once gradients have their homes: training takes these later.
+    return chunk.state is ParamState.RESIDENT and not (chunk.may_lend_home and chunk.trainable)
 
 
 def _may_stay(chunk: Chunk) -> bool:
     # A home that may be lent leaves its slot at a reduction: see [Note: Lent payloads] in grad_homes.py.
-    return chunk.is_fine and chunk.own_slot is not None and not chunk.lends_home
+    return chunk.is_fine and chunk.own_slot is not None and not chunk.may_lend_home

@@ -119,19 +119,19 @@ class Step:
         else:
             # The replay follows one pass at a time: an evaluation ends the running one, and its collectives carry tags.
             self.params.next_use.begin_pass(PassKind.EVALUATION)
-            self.communicator.leave_pass()
+            self.communicator.drop_pass()
         self.position.set(0, Phase.FORWARD)  # the pass's first event
-        self.params.in_step = True
+        self.params.note_forward(runs=True)
         if self.is_resident:
             make_plain(self.chunks, self.params)
 
     def end_forward(self) -> bool:
         """The model's forward ended, with or without an exception. False if it had not begun."""
-        if self.calls.leave(None) is None:
+        if self.calls.exit(None) is None:
             return False
         if not self.calls.num_forwards and not self.is_recomputing():
             self.params.next_use.end_pass(PassKind.EVALUATION)  # does nothing in a training pass
-            self.params.in_step = False
+            self.params.note_forward(runs=False)
             self.binding.cover()
         return True
 
@@ -152,7 +152,7 @@ class Step:
         for chunk in operator.chunks:
             # Fetched and pinned one by one: a chunk that is here must not be evicted for the operator's next one.
             self.payloads.fetch(chunk)
-            chunk.pins += 1
+            chunk.pin()
             pinned.append(chunk)
             if not chunk.plain:
                 self.binding.bind(chunk)
@@ -160,10 +160,10 @@ class Step:
 
     def exit_operator(self, operator: Operator) -> None:
         """The operator is done, or failed: its chunks may leave."""
-        chunks = self.calls.leave(operator)
+        chunks = self.calls.exit(operator)
         if chunks and not self.params.in_step:
             # Calls around this one may use the same chunks.
-            self._after_use([chunk for chunk in chunks if not self.calls.pin(chunk)])
+            self._after_use([chunk for chunk in chunks if not self.calls.is_pinned(chunk)])
 
     def _after_use(self, chunks: Sequence[Chunk]) -> None:
         """Outside a forward, keep parameters plain only while something uses them.
@@ -196,8 +196,8 @@ class Step:
             # In the order of chunks, whatever the order of arguments: fetches are collectives.
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
                 self.payloads.fetch(chunk)
-                chunk.pins += 1
-                touch.pinned.append(chunk)
+                chunk.pin()
+                touch.note_pin(chunk)
                 if not chunk.plain and not (alone and self.binding.shows_payload(chunk)):
                     self.binding.bind(chunk)
                     bound.append(chunk)
@@ -238,7 +238,7 @@ class Step:
 
     def after_chunk_update(self, chunk: Chunk) -> None:
         """The chunk's home has new values: a payload at home gets a new version."""
-        chunk.num_updates += 1
+        chunk.note_update()
         if chunk.state is ParamState.RESIDENT:
             chunk.bump_versions()
             self.binding.rebase_versions(chunk)

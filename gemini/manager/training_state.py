@@ -87,7 +87,7 @@ class TrainingState:
                 if tier is None and self._infers and kind is Kind.MASTER and chunk.dtype in HALF_DTYPES:
                     tier, num_bytes = Tier.HOST, chunk.master_dtype.itemsize * chunk.optim_numel
                 # A gradient without bytes rests in the parameter home, see grad_homes.py, unless its chunk is empty.
-                is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.lends_home or chunk.numel > 0)
+                is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.may_lend_home or chunk.numel > 0)
                 if tier is not None and kind not in chunk.homes and not is_elsewhere:
                     found.append((chunk, kind, tier, num_bytes))
         return found
@@ -119,8 +119,6 @@ class TrainingState:
         """Free what the last `_allocate` has allocated."""
         taken, self._taken = self._taken, []
         for chunk, kind in taken:
-            home = chunk.homes.pop(kind, None)
-            if home is not None:
-                self._memory.free(home, kind)
+            chunk.free_home(kind, self._memory)
             if kind is Kind.GRAD:
                 self._gradients.gradients[chunk.index].adopt_home()

@@ -26,6 +26,14 @@ class Touch:
     def __init__(self) -> None:
         self.pinned: list[Chunk] = []
 
+    def note_pin(self, chunk: Chunk) -> None:
+        """The function has pinned the chunk, until it ends."""
+        self.pinned.append(chunk)
+
+    def note_unpinned(self) -> None:
+        """Nothing of what the function had pinned is pinned any more."""
+        self.pinned.clear()
+
 
 class Underway:
     """Running calls, functions that touch released parameters, autograd nodes, and the leaf that backward is in.
@@ -82,7 +90,7 @@ class Underway:
         is_open = any(reference() is touch for reference in self._touches)
         if is_open:
             self._victims.unpin(touch.pinned)
-            touch.pinned.clear()
+            touch.note_unpinned()
         return is_open
 
     def end_touch(self, touch: Touch) -> None:
@@ -110,7 +118,7 @@ class Underway:
         task = _graph_task_id()
         if task not in self._nodes:
             self._nodes[task] = _autograd_node(), []
-        chunk.pins += 1
+        chunk.pin()
         self._nodes[task][1].append(chunk)
 
     def _lift(self, task: int) -> None:
@@ -119,22 +127,35 @@ class Underway:
         for inner in [t for t in self._nodes if t >= task]:
             self._victims.unpin(self._nodes.pop(inner)[1])
 
-    def leave_leaf(self) -> None:
+    def pin_for_leaf(self, chunk: Chunk) -> None:
+        """Pin a chunk of the leaf that backward is about to enter. Call `exit_leaf` before the first."""
+        chunk.pin()
+        self.leaf.append(chunk)
+
+    def enter_leaf(self, operator: Operator) -> None:
+        """Backward is in this leaf, all of whose chunks are pinned."""
+        self.leaf_operator = operator
+
+    def exit_leaf(self) -> None:
         """Lift the leaf's pins: backward asks for something outside of it."""
         self._victims.unpin(self.leaf)
         self.leaf_operator, self.leaf = None, []
 
-    def leave_backward(self) -> None:
+    def exit_backward(self) -> None:
         """Lift all pins of backward: of its nodes and of a leaf."""
-        self.leave_leaf()
+        self.exit_leaf()
         # No graph task has a smaller number: these are the pins of all nodes.
         self._lift(0)
+
+    def end_backward(self) -> None:
+        """The backward that the pass's forwards waited for is done: the next forward begins a pass."""
+        self.awaits_backward = False
 
     def forget_forward(self) -> None:
         """Leave only the pins of touching functions: no call runs, and an interrupt may have lost the record of one."""
         touches = [touch for reference in self._touches if (touch := reference()) is not None]
         for chunk in self._chunks:
-            chunk.pins = sum(touch.pinned.count(chunk) for touch in touches)
+            chunk.reset_pins(sum(touch.pinned.count(chunk) for touch in touches))
         self._touches = [weakref.ref(touch) for touch in touches]
         self.awaits_backward = False
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from gemini.chunks.chunk import Chunk
-from gemini.chunks.gradient import ChunkGradient, UnsyncedState
+from gemini.chunks.grad_state import UnsyncedState
+from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.grad_homes import GradHomes
 from gemini.manager.grad_memory import GradMemory
 from gemini.memory.region import Region
@@ -35,13 +36,15 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) ->
     # The host adds, in fp32: the sum never travels to the device before it is reduced.
     local = Region(Tier.HOST, torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu"))
     all_memory.transfer.copy(local, gradient.payload)
-    if gradient.unsynced is None:
+    total = gradient.unsynced
+    if total is None:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
-        gradient.unsynced = all_memory.allocate(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
+        total = all_memory.allocate(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
+        gradient.add_unsynced(total)
     if gradient.unsynced_state is UnsyncedState.HELD:
-        ready(gradient.unsynced).add_(ready(local))
+        ready(total).add_(ready(local))
     else:
-        ready(gradient.unsynced).copy_(ready(local))
+        ready(total).copy_(ready(local))
         gradient.become_unsynced(UnsyncedState.HELD)
     memory.close(gradient)
 

@@ -28,7 +28,7 @@ class Victims:
         for chunk in chunks:
             # Noted first: after an interrupt in between the queue still knows the chunk.
             self.note(chunk)
-            chunk.pins -= 1
+            chunk.lift_pin()
 
     def first(self, pool: SlotPool, oversize: bool) -> Chunk | None:
         """The chunk that leaves the pool next; None while all are in use. It is returned again until it has left.

@@ -32,6 +32,10 @@ class Ledger:
         # A region that is given back twice, or as another kind, is found here.
         assert self.bytes_by_kind[kind] >= 0, f"more {kind} bytes freed than allocated"
 
+    def count_evaded(self) -> None:
+        """The host tier takes bytes that the machine did not have on this one."""
+        self.num_evaded += 1
+
     def recount(self, was: str, kind: str, num_bytes: int) -> None:
         """Count `num_bytes` that were taken as kind `was` as `kind` from now on."""
         self.bytes_by_kind[was] -= num_bytes

@@ -31,7 +31,8 @@ class Memory:
 
     def allow(self, budget: Budget) -> None:
         """Set the capacities of both tiers. Bytes that are taken already stay, even above the new capacity."""
-        self.device.capacity_bytes, self.host.capacity_bytes = budget.device, budget.host
+        self.device.allow(budget.device)
+        self.host.allow(budget.host)
 
     def tier(self, tier: Tier) -> MemoryTier:
         return self.device if tier is Tier.DEVICE else self.host
@@ -43,7 +44,7 @@ class Memory:
     def note_evaded(self, refused: BudgetError) -> None:
         """Count a shortage of the device after which the host takes the bytes. `refused`: the device's error."""
         if refused.is_shortage:
-            self.device.ledger.num_evaded += 1
+            self.device.ledger.count_evaded()
 
     def free(self, region: Region, kind: str) -> None:
         """Free a region of `allocate`."""

@@ -64,6 +64,18 @@ class Slot(SharedStorage):
         # The cached tensors are references of ours: without this they would count as foreign, and the slot as held.
         self._num_ours += 1 + len(payload.parts) + len(views)
 
+    def occupy(self, chunk: int) -> None:
+        """The slot, which is free, gets the payload of the chunk with this index."""
+        self.chunk = chunk
+
+    def vacate(self) -> None:
+        """The chunk has left the slot. Of a pool's slot `SlotPool.vacate` says so: the pool must find it first."""
+        self.chunk = None
+
+    def stand_at(self, place: int) -> None:
+        """Take this place in the order of a pool's slots; -1: leave the pool. Only the pool calls it."""
+        self.place = place
+
     def wipe(self) -> None:
         """Poison the memory: its content is not valid any more."""
         if self.region is not None:
@@ -163,7 +175,7 @@ class SlotPool:
         if len(self._free) > 2 * len(self.slots):
             self._find_free()
         heappush(self._free, (slot.place, slot))  # first: after an interrupt in between no free slot is missing
-        slot.chunk = None
+        slot.vacate()
 
     def _find_free(self) -> None:
         self._free = [(slot.place, slot) for slot in self.slots if slot.chunk is None]
@@ -171,7 +183,8 @@ class SlotPool:
 
     def _join(self, slot: Slot) -> None:
         """Add a free slot, as the last in order."""
-        slot.place, self._num_places = self._num_places, self._num_places + 1
+        slot.stand_at(self._num_places)
+        self._num_places += 1
         self.slots.append(slot)
         heappush(self._free, (slot.place, slot))
 
@@ -184,7 +197,7 @@ class SlotPool:
         """Take a held slot out of the pool until its views die."""
         self.held.append(slot)  # first: an interrupt in between must not lose the slot
         self.slots.remove(slot)
-        slot.place = -1
+        slot.stand_at(-1)
 
     def _reclaim(self) -> None:
         """Take back held slots whose views have died: into the pool if it lacks a slot, else to the tier."""
@@ -216,12 +229,12 @@ class SlotPool:
     def empty(self) -> None:
         """Free all slots, whatever they hold, and replace those that an unfinished collective still holds."""
         for position, slot in enumerate(list(self.slots)):
-            slot.chunk = None
+            slot.vacate()
             if slot.num_holders() > 0:
                 self.slots.remove(slot)  # first: a slot without memory is never in the pool
                 slot.close()
                 other = Slot(self.tier, self.num_bytes, self.kind)
-                other.place = slot.place
+                other.stand_at(slot.place)
                 self.slots.insert(position, other)
         self._find_free()
 

@@ -50,6 +50,10 @@ class MemoryTier:
     def trim(self) -> None:
         """Let other processes use memory that the tier keeps but does not use."""
 
+    def allow(self, capacity_bytes: int | None) -> None:
+        """Set the capacity; None: no bound. Bytes that are taken already stay, even above it."""
+        self.capacity_bytes = capacity_bytes
+
     def poison(self, buffer: Tensor) -> None:
         """Overwrite a buffer so that reads yield NaN, on tiers that can. Other tiers do nothing."""
 

@@ -43,6 +43,10 @@ class OnStream:
         event.record(stream)
         return StreamTicket(self, stream, event, next(self._numbers))
 
+    def reuse(self, event: torch.Event) -> None:
+        """Record a later copy with this event: its ticket was dropped, so nobody can wait for it any more."""
+        self.events.append(event)
+
     def stream(self) -> torch.Stream:
         """The current stream of this thread."""
         return torch.accelerator.current_stream(self.device)
@@ -78,7 +82,7 @@ class StreamTicket:
         return isinstance(earlier, StreamTicket) and earlier._stream == self._stream and earlier.number <= self.number
 
     def __del__(self) -> None:
-        self._lane.events.append(self._event)
+        self._lane.reuse(self._event)
 
 
 def lane_of(device: torch.device) -> OnStream | None:

@@ -97,9 +97,9 @@ class GatheredParameters:
                 for link, before, master in changed:
                     link.undo(before, master)
             else:
-                # Spread all parameters: only the modifying rank knows which of them it has changed.
+                # Broadcast all parameters: only the modifying rank knows which of them it has changed.
                 for link in self._links:
-                    link.spread(self._modifier)
+                    link.broadcast_from(self._modifier)
             self._before, self._masters = [], []
             if error is None and refused is not None:
                 # Other ranks may wait for this one's values.

@@ -40,6 +40,16 @@ class Handles:
     of_operators: list[RemovableHandle] = field(default_factory=list)  # and of the root
     of_others: list[RemovableHandle] = field(default_factory=list)
 
+    def add(self, handles: Iterable[RemovableHandle]) -> None:
+        """Have handles of others than operators, too, one by one: where registering fails, those before are known."""
+        self.of_others.extend(handles)
+
+    def remove_others(self) -> None:
+        """Remove the hooks of all others than operators."""
+        for handle in self.of_others:
+            handle.remove()
+        self.of_others.clear()
+
 
 class Hooks:
     """The hooks of one model: which modules have them. What they do is in `_AroundOperator` and `_AroundRoot`."""
@@ -81,14 +91,12 @@ class Hooks:
 
     def take_over(self, handles: Iterable[RemovableHandle]) -> None:
         """Remove these hooks too when the time comes."""
-        self._handles.of_others.extend(handles)  # one by one: where registering fails, those before can be removed
+        self._handles.add(handles)
 
     def remove(self) -> None:
         """Remove all hooks: the module runs as if it had never been wrapped. Local; raises nothing."""
         self._detach()
-        for handle in self._handles.of_others:
-            handle.remove()
-        self._handles.of_others.clear()
+        self._handles.remove_others()
 
 
 class _AroundOperator:
@@ -115,7 +123,7 @@ class _AroundOperator:
             # A transform of torch.func allows no saved-tensor hooks: its graph would keep weights whose slot is reused.
             check_operator(module, operator.chunks)
             if self._saved_tensors.needed():
-                call.hooks = self._saved_tensors.push()
+                call.note_hooks(self._saved_tensors.push())
 
     def after(self, operator: Operator, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -162,11 +170,12 @@ class _AroundRoot:
                     step.begin_pass()
         # See [Note: Resident models].
         if step.is_resident and step.params.in_step and self._operators.lift():
-            call.lifted = self._operators
+            call.note_lifted(self._operators)
         # Autocast's cache would serve casts of a payload that has left its slot.
-        call.caches_autocast = torch.is_autocast_cache_enabled()
+        call.note_autocast(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        call.hooks = self._saved_tensors.push() if self._saved_tensors.needed() else None
+        if self._saved_tensors.needed():
+            call.note_hooks(self._saved_tensors.push())
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():

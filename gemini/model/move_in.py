@@ -47,6 +47,22 @@ class Moves:
         self.received: set[int] = set()  # parameters, by index, that hold rank 0's values: membership only
         self.buffers: list[tuple[nn.Module, str, Tensor]] = []  # (owner, name, the buffer that was replaced)
 
+    def note_buffer(self, owner: nn.Module, name: str, buffer: Tensor) -> None:
+        """`buffer` is about to be replaced on the device."""
+        self.buffers.append((owner, name, buffer))
+
+    def note_received(self, indices: Iterable[int]) -> None:
+        """These parameters hold rank 0's values from now on."""
+        self.received.update(indices)
+
+    def note_moved(self, originals: dict[int, Original]) -> None:
+        """Only the homes have these parameters' values from now on."""
+        self.originals |= originals
+
+    def pop_original(self, index: int) -> Original:
+        """How a moved parameter was; it has its values again."""
+        return self.originals.pop(index)
+
 
 def move_in(
     chunks: list[Chunk],
@@ -100,7 +116,7 @@ def move_buffers_in(module: nn.Module, communicator: Communicator, device: Memor
         if moved is not buffer:
             owner_name, _, leaf = name.rpartition(".")
             owner = module.get_submodule(owner_name)
-            moves.buffers.append((owner, leaf, buffer))
+            moves.note_buffer(owner, leaf, buffer)
             owner._buffers[leaf] = moved
 
 
@@ -151,7 +167,7 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
     if not built:
         return
     # Only when every rank has the whole chunk at home may any rank drop the values in the store.
-    moves.originals.update((managed.index, original_of(managed)) for managed, _ in built)
+    moves.note_moved({managed.index: original_of(managed) for managed, _ in built})
     communicator.wait_for_all("chunk at home")
     let_go(managed for managed, _ in built)
     for managed, _ in built:
@@ -182,14 +198,14 @@ def _fill_given(
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
             # If this rank alone fails below, `restore` leaves rank 0's values in the parameters, and they go home from
             # there: see [Note: Nothing is lost] in move_out.py.
-            moves.received.update(originals)
+            moves.note_received(originals)
         # A fine chunk has many small weights: one copy of them all is cheaper than a copy for each.
         if chunk.is_fine and len(given) == len(chunk.parameters):
             set_all_weights(chunk, payload)
         else:
             for managed in given:
                 set_weights(managed, payload[managed.in_payload])
-        moves.originals |= originals
+        moves.note_moved(originals)
     except BaseException:
         for managed in given[: len(originals)]:
             restore(managed, originals[managed.index], payload[managed.in_payload])

@@ -38,8 +38,8 @@ class _LostWeightsError(GeminiError):
 class MovingOut:
     """Undoes a wrapping that failed.
 
-    `ShardedModel` sets `stores` before ranks agree on the model, and `chunks` before they agree on the plan. Therefore
-    nothing has moved on any rank as long as one rank has no chunks.
+    `ShardedModel` tells it of stores before ranks agree on the model, and of chunks before they agree on the plan.
+    Therefore nothing has moved on any rank as long as one rank has no chunks.
     """
 
     def __init__(self, communicator: Communicator, memory: Memory) -> None:
@@ -48,6 +48,14 @@ class MovingOut:
         self.moves = Moves()
         self.communicator = communicator
         self.memory = memory
+
+    def note_stores(self, stores: list[BuildStore]) -> None:
+        """Parameters of the module are in these stores."""
+        self.stores = stores
+
+    def note_chunks(self, chunks: list[Chunk]) -> None:
+        """These chunks, which are empty, are about to take the parameters."""
+        self.chunks = chunks
 
     def undo(self, error: BaseException) -> None:
         """Undo the wrapping after `error`, of which all ranks know. Collective. Adds a note to it if weights are lost.
@@ -175,7 +183,7 @@ class MovingOut:
 
     def _done(self, managed: ManagedParameter) -> None:
         """Finish a parameter that is whole again. One that was built on shards goes back onto them: collective."""
-        original = self.moves.originals.pop(managed.index)
+        original = self.moves.pop_original(managed.index)
         if original.store is None or original.store.is_closed:
             return
         operator, _, name = original.built_name.rpartition(".")
@@ -185,10 +193,8 @@ class MovingOut:
         """Free the chunk's memory before the next chunk's weights get memory of their own."""
         if chunk.own_slot is not None:
             # The parameter home is a part of this slot and must not be freed once more below.
-            chunk.own_slot.close()
-            del chunk.homes[Kind.PARAM]
-            chunk.own_slot = None
+            chunk.close_own_slot()
         if chunk.payload is not None:
-            chunk.leave_home()
+            chunk.end_residence()
         for kind in list(chunk.homes):
-            self.memory.free(chunk.homes.pop(kind), kind)
+            chunk.free_home(kind, self.memory)

@@ -35,7 +35,8 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
 
     Raises ValueError if a key matches no module, or if two keys give a tied parameter different dtypes.
     """
-    found = ModulePrecision({}, {})
+    parameters: dict[nn.Parameter, torch.dtype] = {}
+    castings: dict[nn.Module, Casting] = {}
     names: dict[nn.Parameter, str] = {}
     by_key: dict[type[nn.Module] | str, torch.dtype | None] = (
         dict(settings.dtype) if isinstance(settings.dtype, Mapping) else {_DEFAULT: settings.dtype}
@@ -53,10 +54,10 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
             # A module that keeps its own dtypes gets its inputs in that of its first parameter of 32 or 16 bits.
             own = dtype or next((p.dtype for p in each.parameters() if p.dtype in CASTABLE_DTYPES), None)
             if own is not None:
-                found.casting.setdefault(each, Casting(own, default))
+                castings.setdefault(each, Casting(own, default))
         for its_name, parameter in each.named_parameters(name, recurse=False):
             target = dtype if dtype is not None and parameter.dtype in CASTABLE_DTYPES else parameter.dtype
-            before = found.parameters.setdefault(parameter, target)
+            before = parameters.setdefault(parameter, target)
             known_as = names.setdefault(parameter, its_name)
             if before is not target:
                 raise ValueError(f"dtype={{...}} makes {known_as!r} {before}, and tied to it {its_name!r} {target}")
@@ -66,14 +67,14 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
     visit(module, "", default)
     if unused:
         raise ValueError(f"dtype={{...}}: no module is chosen by {', '.join(map(repr, unused))}")
-    dtypes = set(found.parameters.values())
+    dtypes = set(parameters.values())
     if settings.reuse_fp16_shard and dtypes and not dtypes.intersection(HALF_DTYPES):
         warnings.warn(
             "reuse_fp16_shard=True does nothing here, as the model has no 16-bit weights, whose memory their "
             "gradients could reuse: give dtype=torch.float16 or torch.bfloat16, or leave it out",
             stacklevel=4,  # beyond estimate_memory, or the constructor and what it is decorated with
         )
-    return found
+    return ModulePrecision(parameters, castings)
 
 
 def _chooses(key: type[nn.Module] | str, module: nn.Module, name: str) -> bool:

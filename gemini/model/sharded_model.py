@@ -122,7 +122,7 @@ class ShardedModel(PlainView):
                 with communicator.publishing():
                     links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
                     built = {name: link for name, link in links if link is not None}
-                    wrapping.stores = stores_of(built.values(), communicator.ranks)
+                    wrapping.note_stores(stores_of(built.values(), communicator.ranks))
                     spec, given = model_spec(by_name, operators, places, weights), settings.shared()
                     communicator.agree(
                         repr((given, spec, [*built])).encode(), "the model", describe(given, spec, [*built])
@@ -130,8 +130,8 @@ class ShardedModel(PlainView):
                     own = bytes_freed(places, device_tier.device, device), 0
                     free = read_free(settings, own, communicator, device)
                     first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
-                    wrapping.chunks = make_chunks(
-                        first.packing.chunks, by_name, spec, device_tier.device, communicator.rank
+                    wrapping.note_chunks(
+                        make_chunks(first.packing.chunks, by_name, spec, device_tier.device, communicator.rank)
                     )
                     had = placement_in_words(first.placement, first.budget_bytes)
                     communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)
@@ -270,15 +270,13 @@ class ShardedModel(PlainView):
         return self.chunk_manager.communicator.rank
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients. Local, alike on every rank.
+        """Discard all gradients. Local, alike on every rank. Raises nothing of its own.
 
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
             A step then moves a parameter without a new gradient by its moments, as in plain PyTorch.
-
-        Raises nothing of its own.
         """
         with self.chunk_manager.step.publishing():
-            self.chunk_manager.grads.end(Becomes.NONE if set_to_none else Becomes.ZERO)
+            self.chunk_manager.grads.end_step(Becomes.NONE if set_to_none else Becomes.ZERO)
             zero_ignored(self._ignored, set_to_none)
 
     def offload_states(self, include: Collection[str] | None = None) -> None:

@@ -30,6 +30,11 @@ class _Sum:
     products: float = 0.0
     kept_bytes: float = 0.0
 
+    def add(self, *, products: float = 0.0, kept_bytes: float = 0.0) -> None:
+        """Count what one more weight is multiplied with, and what it makes the modules keep."""
+        self.products += products
+        self.kept_bytes += kept_bytes
+
 
 def workload_of(
     module: nn.Module, itemsize: int, experts_per_token: int | None = None, *, stream_itemsize: int | None = None
@@ -56,8 +61,7 @@ def workload_of(
     # The head keeps its input, like any matrix, and instead of two outputs the copies of the logits.
     if head is not None:
         # `head.weight` of a parametrized head would be computed, which moves the buffers of some parametrizations.
-        outer.products += head.in_features * head.out_features
-        outer.kept_bytes += head.in_features * itemsize
+        outer.add(products=head.in_features * head.out_features, kept_bytes=head.in_features * itemsize)
         logit_bytes = head.out_features * (itemsize + LOSS_BYTES)
     width = _attention_width(config, len(blocks))
     if config is None:
@@ -143,22 +147,21 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, strea
         for parameter in module.parameters(recurse=False):
             shape, numel = parameter.shape, parameter.numel()
             if isinstance(module, nn.Embedding) and len(shape) == 2:
-                found.kept_bytes += shape[1] * stream
+                found.add(kept_bytes=shape[1] * stream)
             elif len(shape) == 3 and (experts.count is None or shape[0] == experts.count):
                 # Experts in one tensor: (experts, in, out) or (experts, out, in). Assume the larger side is the output.
                 used = experts.share_of(shape[0])
-                found.products += numel * used
-                found.kept_bytes += shape[0] * used * (sum(shape[1:]) + max(shape[1:])) * itemsize
+                expert_bytes = shape[0] * used * (sum(shape[1:]) + max(shape[1:])) * itemsize
+                found.add(products=numel * used, kept_bytes=expert_bytes)
             elif len(shape) >= 2:
-                found.products += numel * share
                 # Conv1D of transformers has (in, out), with out as `nf`. Of an unknown module take the larger side.
                 rows = module.out_features if isinstance(module, nn.Linear) else getattr(module, "nf", max(shape))
                 columns, widest = numel // max(1, rows), max(widest, rows)
                 kept = columns + 2 * rows if parameter.requires_grad else 2 * rows
-                found.kept_bytes += share * kept * itemsize
+                found.add(products=numel * share, kept_bytes=share * kept * itemsize)
             elif len(shape) == 1 and _is_norm(module):
-                found.kept_bytes += share * numel * (4 + 2 * stream)
-    found.kept_bytes += num_stepwise * _STEPS_KEPT * widest * stream
+                found.add(kept_bytes=share * numel * (4 + 2 * stream))
+    found.add(kept_bytes=num_stepwise * _STEPS_KEPT * widest * stream)
     return found
 
 

@@ -48,7 +48,7 @@ def make_chunks(
             widens=dtypes.widens,
             narrows=dtypes.narrows,
             splits_master=chunk_facts.splits_master,
-            lends_home=chunk_facts.lends_home,
+            may_lend_home=chunk_facts.may_lend_home,
             is_chosen=chunk_facts.is_chosen,
             is_fine=chunk_facts.is_fine,
         )
@@ -57,8 +57,9 @@ def make_chunks(
             shown = placeholder_of(kind, device, parameter.shape)
             managed = chunk.manage(parameter, name, index, offset, first_operator[name], shown)
             # The given weight has more bits than the chunk's 16: the master must start from it.
-            managed.has_fractions = trainable and kind in HALF_DTYPES and parameter.dtype is not kind
-            chunk.raw.append(parameter)
+            if trainable and kind in HALF_DTYPES and parameter.dtype is not kind:
+                managed.note_fractions()
+            chunk.hold(parameter)
             index += 1
         chunks.append(chunk)
     return chunks

@@ -30,6 +30,10 @@ class ChunkOptimizer:
         self._scaling = scaling
         self._seen = 0, 0  # `_now()` when `summary` was computed
 
+    def request(self, max_norm: float, norm_type: float) -> None:
+        """Clip the next step's gradients so. `saw` follows, with their norm."""
+        self.requested = max_norm, norm_type
+
     def saw(self, summary: GradientSummary) -> None:
         """Keep a summary of the present gradients for the step."""
         self.summary, self._seen = summary, self._now()

@@ -121,6 +121,14 @@ class ChunkOptimizerState:
             for part in managed.own_parts(flat):
                 part.zero_()
 
+    def set_scalars(self, position: int, scalars: dict[str, Any]) -> None:
+        """Give the parameter scalars of its own, as a state dict has them. Call `discard` before."""
+        self.scalars[position] = scalars
+
+    def regroup(self, groups: Sequence[int | None]) -> None:
+        """The parameters are in these param groups now, by position."""
+        self.groups[:] = groups
+
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
         return tuple(self.flats) if self.counts_steps else self.made[position]
@@ -188,8 +196,10 @@ class ChunkOptimizerState:
         for each in updates:
             for position in each.run.positions:
                 self.scalars[position] = each.scalars
-                # A master may hold more than the weight from now on, so a frozen chunk keeps it.
-                self.chunk.parameters[position].has_fractions = True
+                managed = self.chunk.parameters[position]
+                # After its first update this is a look, not a call for each parameter and step.
+                if not managed.has_fractions:
+                    managed.note_fractions()
                 if each.made:
                     self.note_made(position, each.made)
         # Parameters that shared scalars still do, so the cached runs stay valid.

@@ -198,7 +198,7 @@ class ChunkStates:
     def _regroup(self, group_of: dict[int, int]) -> None:
         self._group_of = group_of
         for state in self.by_chunk.values():
-            state.groups[:] = self._groups(state.chunk, group_of)
+            state.regroup(self._groups(state.chunk, group_of))
 
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Bytes on the host of a chunk's state whose planned home is `home`."""

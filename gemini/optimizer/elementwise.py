@@ -48,7 +48,7 @@ class AdamUpdate:
             if each.grad.dtype is torch.float64:
                 raise UnsupportedError("HybridAdam updates fp32 weights; this model has fp64 ones: use AdamW")
             # Runs without elements count their steps as well: their parameters are in other ranks' shards.
-            step = each.scalars["step"] = int(each.scalars.get("step", 0)) + 1
+            step = each.count_step()
             key = step, each.run.group
             if key not in constants:
                 settings = hyperparameters(groups[each.run.group])

@@ -41,6 +41,19 @@ class RunUpdate:
     room: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: of states that the update may create
     made: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: states that the update created
 
+    def count_step(self) -> int:
+        """Count this update among the elements' steps. Returns their number."""
+        step = self.scalars["step"] = int(self.scalars.get("step", 0)) + 1
+        return step
+
+    def note_scalars(self, scalars: dict[str, Any]) -> None:
+        """The update is done, and has left these scalars."""
+        self.scalars.update(scalars)
+
+    def create(self, name: str, state: Tensor) -> Tensor:
+        """Have a state that the update creates, (numel,). Returns that which the first tile of the run created."""
+        return self.made.setdefault(name, state)
+
 
 class GradientFactors(NamedTuple):
     """The factors that every gradient is multiplied by before the update, in this order."""

@@ -154,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         checked = check_clipping(max_norm, norm_type)
         self._check_between_steps("clip_grad_norm_()")
         with self._manager.step.publishing():
-            self._next.requested = checked, norm_type
+            self._next.request(checked, norm_type)
             self._collect()
             summary = self._summarize(norm_type)
             self._next.saw(summary)
@@ -184,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self._manager.step.publishing():
             self._step()
             self._manager.step.end_update()
-        # The step is over on every rank, and each of them raises this by itself: training can go on after it.
+        # The step is over on every rank, and each raises this by itself.
         self._scaling.refuse_endless_skips(self.last_step)
         return loss
 
@@ -195,12 +195,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             A step then moves parameters without a new gradient by their moments. Raises nothing of its own.
         """
         with self._manager.step.publishing():
-            self._manager.grads.end(Becomes.NONE if set_to_none else Becomes.ZERO, self._chunk_states.ungrouped())
+            becomes = Becomes.NONE if set_to_none else Becomes.ZERO
+            self._manager.grads.end_step(becomes, self._chunk_states.ungrouped())
             self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
         self._manager.step.check_idle(what)
-        if any(chunk.pins for chunk in self._manager.chunks):
+        if self._manager.is_in_use:
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
 
     def _collect(self) -> None:
@@ -258,7 +259,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 step.grads.note_end(Becomes.USED, ungrouped)
                 self._updates.update(updated, factors)
             self._chunk_states.note_step()
-        step.grads.end(Becomes.USED, ungrouped)
+        step.grads.end_step(Becomes.USED, ungrouped)
         self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)
         if updated:
             self._scaling.after_step(skipped)

@@ -221,7 +221,7 @@ def _load_entry(
     if entry is None:
         return
     scalars: dict[str, Any] = {}
-    chunk_state.scalars[position] = scalars
+    chunk_state.set_scalars(position, scalars)
     for name, value in entry.items():
         # torch's SGD wrote None for a momentum buffer that the next step creates.
         if value is None:
@@ -243,7 +243,7 @@ def _load_master(states: States, managed: ManagedParameter, value: Tensor) -> No
     """
     chunk = managed.chunk
     if chunk.splits_master:
-        managed.has_fractions = True
+        managed.note_fractions()
     if chunk.splits_master or chunk.dtype not in HALF_DTYPES:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
         states.full_precision(chunk).set_whole(managed, managed.laid_out(value, dtype))

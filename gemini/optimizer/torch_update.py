@@ -51,6 +51,10 @@ class _Tile:
     numel: int
     after: dict[str, Any]  # scalars after the update, of the whole run
 
+    def note_scalar(self, name: str, value: Any) -> None:
+        """The tile's update has left this scalar: every tile of a run leaves the same."""
+        self.after[name] = value
+
     @property
     def is_whole(self) -> bool:
         return self.numel == self.each.run.numel
@@ -138,7 +142,7 @@ class TorchUpdate:
         for tiles in _in_tiles(updates, after):
             self._update_tiles(tiles, groups, factors)
         for each, scalars in zip(updates, after, strict=True):
-            each.scalars.update(scalars)
+            each.note_scalars(scalars)
 
     def _update_tiles(
         self, tiles: Sequence[_Tile], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
@@ -146,42 +150,43 @@ class TorchUpdate:
         worker = self._worker
         worker.state.clear()
         worker.param_groups.clear()
-        lent = [self._lend(tile, factors) for tile in tiles]
+        parameters = [self._parameter_of(tile, factors) for tile in tiles]
         for number, group in enumerate(groups):
-            members = [parameter for tile, parameter in zip(tiles, lent, strict=True) if tile.each.run.group == number]
+            pairs = zip(tiles, parameters, strict=True)
+            members = [parameter for tile, parameter in pairs if tile.each.run.group == number]
             if members:
                 options = {name: False if name in ("foreach", "fused") else value for name, value in group.items()}
                 worker.param_groups.append({**options, "params": members})
         worker.step()
-        for tile, parameter in zip(tiles, lent, strict=True):
+        for tile, parameter in zip(tiles, parameters, strict=True):
             for name, value in worker.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() == 1:
                     _store(tile, name, value)
                 else:
-                    tile.after[name] = _copy(value)
-        # What is lent are views of the chunk's states, and of a slot where the update found its staging memory there.
+                    tile.note_scalar(name, _copy(value))
+        # The worker has views of the chunk's states, and of a slot where the update found its staging memory there.
         # The worker must not keep that memory alive, nor the slot from its next payload.
         worker.state.clear()
         worker.param_groups.clear()
 
-    def _lend(self, tile: _Tile, factors: GradientFactors) -> Tensor:
+    def _parameter_of(self, tile: _Tile, factors: GradientFactors) -> Tensor:
         """The tile's weights as a parameter of the worker, with their gradient and state."""
         each = tile.each
-        lent = (
+        parameter = (
             torch.zeros_like(each.grad) if each.weights is None else tile.of(each.weights.load(), first=each.run.start)
         )
-        lent = lent.detach()
-        grad = tile.of(each.grad).to(lent.dtype)
+        parameter = parameter.detach()
+        grad = tile.of(each.grad).to(parameter.dtype)
         for factor in factors:
             if factor != 1.0:
-                grad = grad * torch.tensor(factor, dtype=lent.dtype, device=lent.device)
-        lent.grad = grad
+                grad = grad * torch.tensor(factor, dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = grad
         if not each.is_new:
             flat = {name: tile.of(state) for name, state in each.flat.items()}
-            self._worker.state[lent] = flat | {name: _copy(value) for name, value in each.scalars.items()}
+            self._worker.state[parameter] = flat | {name: _copy(value) for name, value in each.scalars.items()}
         elif self._starts_with_state:
-            self._worker.state[lent] = self._make(lent).state[lent]
-        return lent
+            self._worker.state[parameter] = self._make(parameter).state[parameter]
+        return parameter
 
 
 def _store(tile: _Tile, name: str, value: Tensor) -> None:
@@ -192,13 +197,11 @@ def _store(tile: _Tile, name: str, value: Tensor) -> None:
         if its.data_ptr() != value.data_ptr():
             its.copy_(value)
     elif name in each.room:
-        each.made[name] = each.room[name]
-        tile.of(each.room[name]).copy_(value)
+        tile.of(each.create(name, each.room[name])).copy_(value)
     elif tile.is_whole:
-        each.made[name] = value
+        each.create(name, value)
     else:
-        whole = each.made.setdefault(name, value.new_empty(each.run.numel))
-        tile.of(whole).copy_(value)
+        tile.of(each.create(name, value.new_empty(each.run.numel))).copy_(value)
 
 
 def _copy(value: Any) -> Any:

@@ -26,7 +26,7 @@ class ChunkFacts(PackedChunk):
     home_layout: ShardLayout  # of the parameter home: `layout`, or one rank's where every rank holds it whole
     optim_layout: ShardLayout  # likewise, of the reduced gradient, master and optimizer state
     dtypes: ChunkDtypes
-    lends_home: bool  # the parameter home may hold the reduced gradient between backward and step
+    may_lend_home: bool  # the parameter home may hold the reduced gradient between backward and step
     splits_master: bool  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
     is_fine: bool  # so many small parameters that the Python calls for each of them decide the speed
     is_chosen: bool  # each rank's data decides which of the weights that rank uses
@@ -107,7 +107,7 @@ def _facts_of(
         # master.
         fits = dtypes.weight.is_half and dtypes.rest == dtypes.weight
         # Weights that persist stay where they are by contract, so their home is not lent.
-        lends_home = settings.reuse_fp16_shard and fits and is_contiguous and not persists
+        may_lend_home = settings.reuse_fp16_shard and fits and is_contiguous and not persists
         # A split master does not see what a forward writes to the weight itself.
         is_edited = not edited.isdisjoint(packed.names)
         numel = sum(by_name[name].numel for name in packed.names)
@@ -117,9 +117,9 @@ def _facts_of(
             home_layout=home_layout,
             optim_layout=optim_layout,
             dtypes=dtypes,
-            lends_home=lends_home,
+            may_lend_home=may_lend_home,
             # In a lent home the gradient would overwrite the upper half of a split master, which is the parameter.
-            splits_master=dtypes.weight.name == "bfloat16" and not lends_home and not is_edited,
+            splits_master=dtypes.weight.name == "bfloat16" and not may_lend_home and not is_edited,
             is_fine=len(packed.names) >= FINE_COUNT and numel <= FINE_NUMEL * len(packed.names),
             is_chosen=not chosen.isdisjoint(packed.names),
             persists=persists,

@@ -89,7 +89,7 @@ def _key_of(chunk: ChunkFacts) -> tuple[object, ...]:
         id(chunk.dtypes),  # chunks of equal dtypes have one object, whose hash takes as long as all the rest
         chunk.itemsize,
         chunk.oversize,
-        chunk.lends_home,
+        chunk.may_lend_home,
         chunk.splits_master,
         chunk.persists,
     )
@@ -158,7 +158,7 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
 def _gradient_home_numel(chunk: ChunkFacts, stage: int, micro_batches: int) -> int:
     """Elements of the gradient's own home: the whole payload at stages 0 and 1, else this rank's shard."""
     # The reduced gradient takes the memory of the parameters, unless another micro-batch needs these.
-    if chunk.lends_home and micro_batches == 1:
+    if chunk.may_lend_home and micro_batches == 1:
         return 0
     optim_numel = chunk.optim_layout.shard_numel
     # Autograd writes to a home only in the weight's dtype. A home of another dtype is never a payload, so it holds no

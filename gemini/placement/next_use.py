@@ -107,6 +107,10 @@ class NextUse:
         self._num_backwards = 0  # passes with a backward since the last update
         self._expected_backwards = 1  # the number of such passes before the last update
 
+    def note_trained(self, chunks: Collection[int]) -> None:
+        """Another placement is in force, with which an update changes these chunks and no others."""
+        self.outdated = chunks
+
     def touch(self, chunk: int) -> None:
         """Record that `chunk` is used now."""
         self.num_touches += 1

@@ -39,6 +39,10 @@ class ReductionOrder:
         self.last_fire = dict.fromkeys(self.chunks, -1)
         self.fired = []
 
+    def note_complete(self, chunk: int) -> None:
+        """All expected gradients of the chunk have come in this backward."""
+        self.fired.append(chunk)
+
     def note_unsynced(self, *, as_expected: bool) -> None:
         """Follow a backward under no_sync(), which reduced nothing. The next one is expected to touch the same chunks.
 

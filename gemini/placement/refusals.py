@@ -23,14 +23,18 @@ def advised(error: BudgetError, spec: ModelSpec, settings: Settings, is_by_defau
     """
     if error.tier != "device":
         return error
-    return error.reworded(". ".join([str(error), *_advice(error, spec, settings, is_by_default)]))
-
-
-def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, is_by_default: bool) -> Iterator[str]:
+    enough_bytes = None
     if is_by_default and settings.model_data_memory is None and error.needed_bytes is not None:
+        enough_bytes = device_memory_for(error.needed_bytes)
+    words = ". ".join([str(error), *_advice(error, spec, settings, enough_bytes)])
+    return error.reworded(words, enough_bytes=enough_bytes)
+
+
+def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, enough_bytes: int | None) -> Iterator[str]:
+    if enough_bytes is not None:
         yield (
             f"Model data gets {1 - ACTIVATION_FRACTION:.0%} of device_memory= until a step has shown its activations: "
-            f"{device_memory_for(error.needed_bytes)} bytes of it are enough"
+            f"{enough_bytes} bytes of it are enough"
         )
     if settings.policy.name.startswith(("cuda", "static")):
         yield "tensor_placement_policy='auto' needs least"

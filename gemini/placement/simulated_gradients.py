@@ -39,7 +39,7 @@ class Gradients:
                 # A chunk without elements has a home of 0 bytes. Any other chunk with 0 planned bytes has none: its
                 # gradient rests in the parameter home, or is offloaded.
                 has_home = chunk.home_bytes[Kind.GRAD] > 0 or not (
-                    chunks[index].lends_home or chunks[index].layout.numel
+                    chunks[index].may_lend_home or chunks[index].layout.numel
                 )
                 home = plan.placement.homes[index][Kind.GRAD] if has_home else None
                 dtypes = chunks[index].dtypes

@@ -49,8 +49,8 @@ class Homes:
         self._payloads = payloads
         self._traffic = traffic
         # Those whose plan has no memory for the gradient beside the parameters.
-        self._lends = [
-            facts.lends_home and not demand.home_bytes.get(Kind.GRAD)
+        self._lends_home = [
+            facts.may_lend_home and not demand.home_bytes.get(Kind.GRAD)
             for facts, demand in zip(self._facts, plan.demand.chunks, strict=True)
         ]
         self._free = None if plan.budget.device is None else plan.budget.device - plan.device_bytes
@@ -127,7 +127,7 @@ class Homes:
     def before_reduction(self, chunk: int) -> None:
         """Release a kept slot whose home will be lent, unless the chunk is used after its reduction."""
         payloads = self._payloads
-        if not self._lends[chunk] or not payloads.is_kept(chunk):
+        if not self._lends_home[chunk] or not payloads.is_kept(chunk):
             return
         self._note_gather(chunk)
         self._gathers[chunk] = payloads.num_gathers[chunk]
@@ -139,7 +139,7 @@ class Homes:
     def end_step(self) -> None:
         """Begin another step: reductions from now on belong to it."""
         for chunk in self._gradients:
-            if self._lends[chunk]:
+            if self._lends_home[chunk]:
                 self._note_gather(chunk)
         self._gathers.clear()
 
@@ -164,14 +164,14 @@ class Homes:
     def _make_room(self, chunk: int) -> None:
         if self._gradients[chunk].home is not None or chunk in self.lent:
             return
-        if self._may_lend(chunk):
+        if self._can_lend_now(chunk):
             self.lent.add(chunk)
         else:
             self._take_home(chunk)
 
-    def _may_lend(self, chunk: int) -> bool:
+    def _can_lend_now(self, chunk: int) -> bool:
         payloads = self._payloads
-        if not self._lends[chunk] or payloads.is_coming(chunk):
+        if not self._lends_home[chunk] or payloads.is_coming(chunk):
             return False
         if payloads.at_home[chunk]:
             return not payloads.pins[chunk]

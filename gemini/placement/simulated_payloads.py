@@ -32,15 +32,15 @@ class Payloads:
         # The model is resident if no payload ever leaves: it is at home and the home is not lent, or it is a fine chunk
         # that keeps its slot and is gathered once after each update.
         for_good = [
-            at_home and not (facts.lends_home and chunk.is_frozen is False)
+            at_home and not (facts.may_lend_home and chunk.is_frozen is False)
             for at_home, facts, chunk in zip(self.at_home, self._facts, plan.demand.chunks, strict=True)
         ]
-        stay = [facts.is_fine and i in self._kept and not facts.lends_home for i, facts in enumerate(self._facts)]
+        stay = [facts.is_fine and i in self._kept and not facts.may_lend_home for i, facts in enumerate(self._facts)]
         self.is_resident = all(good or stays for good, stays in zip(for_good, stay, strict=True))
         self._stay = [i for i, good in enumerate(for_good) if self.is_resident and not good]
         self.events = Events()
         self.next_use = NextUse(self.events)
-        self.next_use.outdated = {i for i, chunk in enumerate(plan.demand.chunks) if not chunk.is_frozen}
+        self.next_use.note_trained({i for i, chunk in enumerate(plan.demand.chunks) if not chunk.is_frozen})
         self.pins = [0] * len(self._facts)
         self.num_gathers = [0] * len(self._facts)
         self._gathered: set[int] = set()

@@ -98,9 +98,9 @@ class Communicator:
         """The running pass is complete; the next one of its kind is expected to be like it. Local."""
         self._replay.end()
 
-    def leave_pass(self) -> None:
+    def drop_pass(self) -> None:
         """End the pass without remembering it: collectives until the next pass belong to none. Local."""
-        self._replay.leave()
+        self._replay.drop()
 
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int) -> None:
         """Fill `payload` from all ranks' shards. This rank's own may lie in it already. Collective."""
@@ -233,7 +233,7 @@ class Communicator:
             before = self._own
             self.collectives = self._connect()
             if before is not None:
-                before.leave()  # `_connect` has waited for all ranks: each ends its part here
+                before.abort()  # `_connect` has waited for all ranks: each ends its part here
             self.watch.failed = False
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class Communicator:
                 self.collectives.abort()
                 self._own.drop()  # other ranks may not have heard of the failure yet
             else:
-                self.leave_pass()
+                self.drop_pass()
                 self._end_dropped()
                 self.collectives.barrier()  # gloo's destructor waits for the other ranks: leave together
                 self._own.close()

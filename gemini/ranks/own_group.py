@@ -91,7 +91,7 @@ class OwnGroup:
         """Leave the group to be ended where all ranks have dropped it. Local."""
         self._drop()
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """End the group, whatever is open in it. Local, but all ranks call it at the same point."""
         self._drop()
         self._part.is_left = True

@@ -42,9 +42,9 @@ class ScheduleReplay:
         """Complete the running pass, if any: the next pass of its kind is expected to be the same."""
         if self._kind is not None and not (self.follows and self._made == self._expected[self._kind]):
             self._expected[self._kind] = self._made
-        self.leave()
+        self.drop()
 
-    def leave(self) -> None:
+    def drop(self) -> None:
         """Forget the running pass: until the next one begins nothing is expected or recorded."""
         self.follows, self._kind = False, None
 

@@ -1,7 +1,6 @@
 """A model that nothing trains has a plan for inference. Training's comes in force with an optimizer, or a graph."""
 
 import math
-import re
 from typing import Any
 from unittest import mock
 
@@ -93,10 +92,10 @@ def test_what_is_too_small_to_train_by_default_says_how_much_of_the_device_is_en
     model = ShardedModel(build(), device_memory=least, **options)
     with pytest.raises(BudgetError, match="until a step has shown its activations") as refused:
         ShardedOptimizer(model, adam(model.parameters()))
-    found = re.search(r"activations: (\d+) bytes of it are enough", str(refused.value))
-    assert found is not None
-    assert ShardedModel(build(), device_memory=int(found[1]) - 1, **options).plan.infers
-    model = ShardedModel(build(), device_memory=int(found[1]), **options)
+    enough = refused.value.enough_bytes
+    assert enough is not None and f"{enough} bytes of it are enough" in str(refused.value)
+    assert ShardedModel(build(), device_memory=enough - 1, **options).plan.infers
+    model = ShardedModel(build(), device_memory=enough, **options)
     assert not model.plan.infers
     train_while(model, ShardedOptimizer(model, adam(model.parameters())), rank)
 

@@ -48,10 +48,10 @@ def test_a_refusal_names_options_and_no_share_that_does_not_apply(more: tuple[st
 
 def test_a_refusal_says_the_share_that_applies_where_activations_are_not_known() -> None:
     found, _ = refused(UNKNOWN, "--ranks", "1", "--device-memory", "10KB")
-    message = found["refused"]["message"]
-    share = re.search(r"Model data gets 70% of --device-memory until .*: (\d+) bytes of it are enough", message)
-    assert share is not None, message
-    assert asked(UNKNOWN, "--ranks", "1", "--device-memory", f"{share[1]}B")["fits"]
+    message, enough = found["refused"]["message"], found["refused"]["enough_bytes"]
+    assert "Model data gets 70% of --device-memory until" in message
+    assert f"{enough} bytes of it are enough" in message
+    assert asked(UNKNOWN, "--ranks", "1", "--device-memory", f"{enough}B")["fits"]
 
 
 def test_a_training_that_shardedmodel_refuses_is_said_in_pythons_names() -> None:

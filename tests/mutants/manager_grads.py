@@ -27,7 +27,7 @@ MUTANTS = [
     Mutant(
         "a chunk with a sparse gradient is attached",
         "gemini/manager/arrivals.py",
-        "                waiting.may_attach = False\n",
+        "                waiting.never_attach()\n",
         "",
         "tests/features/test_attached_gradients.py",
     ),
@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "an attached gradient that comes in pieces is added twice",
         "gemini/manager/arrivals.py",
-        "            if gradient.attached is None:\n                waiting.copied",
-        "            if True:\n                waiting.copied",
+        "            if gradient.attached is None:\n                waiting.note_copied",
+        "            if True:\n                waiting.note_copied",
         "tests/features/test_attached_gradients.py",
     ),
     Mutant(
@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "each rank knows of its own gradients only",
         "gemini/manager/reduce.py",
-        "            gradient.agreed[:] = agreed[start:end]\n",
-        "            gradient.agreed[:] = gradient.got\n",
+        "            gradient.note_agreed(agreed[start:end])\n",
+        "            gradient.note_agreed(gradient.got)\n",
         "tests/features/test_gradients.py::test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank",
     ),
     Mutant(

@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "a gradient takes any step that its caller asks for",
         "gemini/chunks/gradient.py",
-        "        if state not in _NEXT[self.state]:\n",
+        "        if state not in NEXT[self.state]:\n",
         "        if False:\n",
         "tests/test_grad_states.py",
     ),

@@ -48,8 +48,8 @@ MUTANTS = [
     Mutant(
         "the bound of a first batch computes a parametrized head",
         "gemini/model/workload.py",
-        "        outer.products += head.in_features * head.out_features\n",
-        "        outer.products += head.weight.numel()\n",
+        "        outer.add(products=head.in_features * head.out_features, ",
+        "        outer.add(products=head.weight.numel(), ",
         "tests/features/test_access_edges.py::test_the_bound_of_a_first_batch_reads_shapes_alone",
     ),
     Mutant(
@@ -76,15 +76,15 @@ MUTANTS = [
     Mutant(
         "hooks are not pushed again inside operators",
         "gemini/model/hooks.py",
-        "if self._saved_tensors.needed():\n                call.hooks",
-        "if False:\n                call.hooks",
+        "if self._saved_tensors.needed():\n                call.note_hooks",
+        "if False:\n                call.note_hooks",
         f"{ONE_RANK}[llama_checkpoint]",
     ),
     Mutant(
         "the root pushes no hooks",
         "gemini/model/hooks.py",
-        "call.hooks = self._saved_tensors.push() if self._saved_tensors.needed() else None",
-        "call.hooks = None",
+        "if self._saved_tensors.needed():\n            call.note_hooks",
+        "if False:\n            call.note_hooks",
         f"{ONE_RANK}[norm_penalty]",
     ),
     Mutant(

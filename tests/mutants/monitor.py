@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         "states that find no memory on their way in do not go back",
         "gemini/manager/chunk_manager.py",
-        "                    self._carry_out(before, self._rehoming(before, plan, left), is_way_back=True)\n",
+        "                    self._carry_out(before, self._migration(before, plan, left), is_way_back=True)\n",
         "",
         "tests/features/test_live_memory.py::test_states_that_find_no_memory_on_their_way_in_stay_where_they_were",
     ),

@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "every tile of a run counts one step more than the one before",
         "gemini/optimizer/torch_update.py",
-        "                    tile.after[name] = _copy(value)\n",
+        "                    tile.note_scalar(name, _copy(value))\n",
         "                    tile.each.scalars[name] = _copy(value)\n",
         "tests/features/test_tiles.py::test_no_bit_depends_on_the_size_of_tiles",
     ),
@@ -111,8 +111,8 @@ MUTANTS = [
     Mutant(
         "a step uses up what is another optimizer's",
         "gemini/optimizer/sharded_optimizer.py",
-        "        step.grads.end(Becomes.USED, ungrouped)\n",
-        "        step.grads.end(Becomes.USED)\n",
+        "        step.grads.end_step(Becomes.USED, ungrouped)\n",
+        "        step.grads.end_step(Becomes.USED)\n",
         "tests/features/test_leftovers.py",
     ),
     Mutant(

@@ -8,8 +8,8 @@ MUTANTS = [
     Mutant(
         "a plan of several micro-batches leaves the gradients of reuse_fp16_shard out",
         "gemini/placement/needs.py",
-        "    if chunk.lends_home and micro_batches == 1:\n",
-        "    if chunk.lends_home:\n",
+        "    if chunk.may_lend_home and micro_batches == 1:\n",
+        "    if chunk.may_lend_home:\n",
         "tests/features/test_planned_micro_batches.py::test_the_sums_are_in_estimates_and_moved_by_policies",
     ),
     Mutant(

@@ -58,7 +58,7 @@ def test_outside_a_pass_nothing_is_agreed_and_a_pass_that_was_left_is_not_expect
     assert not any(replay.matches(collective) for collective in collectives([1, 2]))
     replay.begin("train")
     assert replay.matches(collectives([1])[0])
-    replay.leave()
+    replay.drop()
     assert not replay.matches(collectives([2])[0])
     replay.end()
     assert run(replay, "train", [1, 2])[1] == [True, True]

@@ -7,6 +7,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini.chunks.chunk_use import ChunkUse
 from gemini.chunks.param_state import ParamState
 from gemini.manager.victims import Victims
 from gemini.memory.emulated import EmulatedTier
@@ -18,13 +19,12 @@ NUM_CHUNKS = 7
 
 
 @dataclass(eq=False)
-class FakeChunk:
+class FakeChunk(ChunkUse):
     """What `Victims` asks of a chunk."""
 
     index: int
     oversize: bool = False
     state: ParamState = ParamState.RELEASED
-    pins: int = 0
     own_slot: None = None
     slot: Slot | None = None
 
@@ -52,7 +52,8 @@ class Cache:
                 return
             slot.chunk, chunk.slot, chunk.state = chunk.index, slot, ParamState.GATHERED
             self.victims.note(cast(Any, chunk))
-        chunk.pins += pins
+        if pins:
+            chunk.pin()
 
     def evict(self) -> Slot | None:
         expected = min(self.unpinned(), key=lambda chunk: (self.uses.rank(chunk.index), chunk.index), default=None)
