@@ -32,6 +32,11 @@ class Becomes(Enum):
     NONE = "none"
     ZERO = "zero"
 
+    @staticmethod
+    def of(set_to_none: bool) -> Becomes:
+        """What `zero_grad(set_to_none=)` makes of gradients."""
+        return Becomes.NONE if set_to_none else Becomes.ZERO
+
 
 class Leftovers:
     """What remains of one model's gradients. All of it is local, and its decisions are equal on all ranks."""

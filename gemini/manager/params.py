@@ -3,8 +3,7 @@
 Several ranks start to gather payloads a few touches before they are used (`Settings.max_prefetch` says how many), as
 long as the pass is predicted. One rank does not prefetch from the host: its copies run in order with its kernels, so it
 would wait for them earlier and no shorter. Release is lazy: a chunk that nobody pins stays in its slot until another
-chunk needs the slot. Which chunk leaves then follows from the sequence of touches alone (`placement.next_use`), so it
-is equal on all ranks. See also [Note: Held slots] in memory/slot.py.
+needs it. Which one leaves follows from the sequence of touches alone (`placement.next_use`), equal on all ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import TOUCHES_AHEAD, NextUse
 from gemini.ranks.communicator import Communicator
 
-# A gloo worker drops its references within tens of ms; anything longer is a view that someone keeps.
-_FREE_WITHIN_S = 2.0
+_FREE_WITHIN_S = 2.0  # a gloo worker drops its references within tens of ms: longer is a view that someone keeps
 
 
 class ParamStore:
@@ -313,10 +311,7 @@ class ParamStore:
         self._left.append(before)
 
     def forget_slots(self) -> None:
-        """Nothing is in a slot now. One that an interrupt keeps out of its pool dies with the frame that has it.
-
-        See `Slot.__del__`.
-        """
+        """Nothing is in a slot. What an interrupt keeps out of its pool must die with its frame (`Slot.__del__`)."""
         self.slot_by_storage.clear()
 
     def release_all(self) -> None:

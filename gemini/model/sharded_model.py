@@ -276,7 +276,7 @@ class ShardedModel(PlainView):
             A step then moves a parameter without a new gradient by its moments, as in plain PyTorch.
         """
         with self.chunk_manager.step.publishing():
-            self.chunk_manager.grads.end_step(Becomes.NONE if set_to_none else Becomes.ZERO)
+            self.chunk_manager.grads.end_step(Becomes.of(set_to_none))
             zero_ignored(self._ignored, set_to_none)
 
     def offload_states(self, include: Collection[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: a torch optimizer over a `ShardedModel`'s chunks.
 
-A step has two parts. First all gradients are summarised by one all-reduce: norm, non-finite elements, which parameters
-have a gradient. Then each chunk is updated where its state rests, in order of first use.
+First one all-reduce summarises all gradients: norm, non-finite elements, which parameters have one. Then each chunk is
+updated where its state rests, in order of first use.
 """
 
 from __future__ import annotations
@@ -195,8 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             A step then moves parameters without a new gradient by their moments. Raises nothing of its own.
         """
         with self._manager.step.publishing():
-            becomes = Becomes.NONE if set_to_none else Becomes.ZERO
-            self._manager.grads.end_step(becomes, self._chunk_states.ungrouped())
+            self._manager.grads.end_step(Becomes.of(set_to_none), self._chunk_states.ungrouped())
             self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
