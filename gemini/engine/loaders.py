@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -44,6 +45,14 @@ class WholeWindows:
         return num_batches - num_batches % self._window
 
     def __iter__(self) -> Iterator[Any]:
+        num_batches = len(self._loader)
+        if 0 < num_batches < self._window:
+            # A loop by hand would end without a word, and nothing would have been trained.
+            warnings.warn(
+                f"the loader has {num_batches} micro-batches, fewer than the {self._window} of a step, and yields "
+                "none: make gradient_accumulation_steps= smaller or give it more data",
+                stacklevel=2,
+            )
         return islice(iter(self._loader), len(self))
 
     def __getattr__(self, name: str) -> Any:

@@ -213,3 +213,9 @@ def test_whatever_orders_the_data_is_told_the_epoch(in_batches: bool, window: in
     Trainer(engine_of()).fit(whole_windows(loader, window), 3)
     assert sampler.epoch == 2
     assert dataset.told == [0, 1, 2]
+
+
+def test_a_loader_of_less_than_a_step_says_that_it_yields_nothing() -> None:
+    with pytest.warns(UserWarning, match="3 micro-batches, fewer than the 4 of a step"):
+        assert not list(whole_windows([BATCH] * 3, 4))
+    assert not list(whole_windows([], 4))
