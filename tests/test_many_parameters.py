@@ -16,7 +16,7 @@ MANY_SLOTS = {**ON_HOST, "bytes_per_layer": 1024}
     "arguments",
     [
         *in_soak({"chunk_size": CHUNK_NUMEL}),
-        {**ON_HOST, "model_data_memory": 8 * 1024},
+        *in_soak({**ON_HOST, "model_data_memory": 8 * 1024}),
         *in_soak(MANY_SLOTS),
         *in_soak({"chunk_size": CHUNK_NUMEL, "bytes_per_layer": 5 * 1024, "shard_strategy": "tensor"}),
         *in_soak({"chunk_size": CHUNK_NUMEL, "tied": True}),

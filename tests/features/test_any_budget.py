@@ -158,8 +158,8 @@ EVERY = [name for name in MODELS if name != "mixed_dtypes"]  # HybridAdam has no
 
 @on_ranks_with(
     "names",
-    {1: [TRAINED], 2: [TRAINED[:2]]},
-    soak={1: [EVERY], 2: [EVERY[::2], EVERY[1::2]], 3: [EVERY[::3]]},
+    {1: [TRAINED]},
+    soak={1: [EVERY], 2: [TRAINED[:2], EVERY[::2], EVERY[1::2]], 3: [EVERY[::3]]},
     ids=lambda names: f"{len(names)}-models-from-{names[0]}",
     timeout_s=600.0,
 )

@@ -134,7 +134,7 @@ def test_what_a_torch_optimizer_is_lent_leaves_its_slot_with_the_step(kind: type
 
 
 @pytest.mark.sampled(2)
-@on_ranks(1, 2)
+@on_ranks(1, soak=(2,))
 @pytest.mark.filterwarnings("ignore:a forward, backward or step ended with an exception")
 @pytest.mark.parametrize("kind", OFTEN[:2])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
