@@ -83,9 +83,10 @@ def test_buffers_that_die_in_several_threads_all_come_back() -> None:
 
 
 def _use(found: Arena) -> None:
-    buffers = [found.allocate(num_bytes) for num_bytes in (4096, 9000, 64)]
+    buffers = [found.allocate(num_bytes).fill_(1) for num_bytes in (4096, 9000, 64)]
     del buffers[1]
-    assert not torch.count_nonzero(found.allocate(8192).fill_(1) - 1)
+    buffers.append(found.allocate(8192).fill_(2))
+    assert [int(buffer.sum()) for buffer in buffers] == [4096, 64, 2 * 8192], "two of them lie in one range"
 
 
 def test_ctrl_c_as_a_buffer_is_taken_or_dies_loses_no_range_and_leaves_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:

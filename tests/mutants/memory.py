@@ -81,7 +81,7 @@ MUTANTS = [
         "tests/test_pinned_memory.py",
     ),
     Mutant(
-        "a range of host memory is lost to an interrupt as it is taken",
+        "an interrupt as a range of host memory is taken gives it to two buffers",
         "gemini/memory/arena.py",
         "            self._is_torn = True\n            self._taken[start]",
         "            self._taken[start]",
