@@ -66,7 +66,7 @@ class CpuPolicy:
         """See `PlacementPolicy.place`. Raises BudgetError if the least slots do not fit."""
         placement = slots_for(demand, _all_on(demand, Tier.HOST))
         check_fits(demand, placement, budget_bytes, self.name)
-        infers = not any(Kind.GRAD in chunk.home_bytes for chunk in demand.chunks)
+        infers = all(chunk.is_frozen for chunk in demand.chunks)
         if infers and budget_bytes is None:
             # A slot for every chunk would be a second copy of all weights, in the same memory where ranks are CPUs.
             return placement

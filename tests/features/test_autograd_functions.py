@@ -71,8 +71,7 @@ def test_what_grad_refuses_is_refused_in_its_own_words() -> None:
 
 
 @on_ranks(1, 2)
-def test_a_backward_for_some_parameters_takes_no_memory_for_them(rank: int, world_size: int) -> None:
-    """Nor does one that starts from a parameter."""
+def test_a_backward_may_start_from_a_parameter_and_be_for_some_alone(rank: int, world_size: int) -> None:
     model, reference = wrap("smallest"), build()
     for each in (model, reference):
         loss_of(each).backward(inputs=[each.layers[0].weight, *each.layers[2].parameters()])
