@@ -58,13 +58,6 @@ def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
         master[piece.in_shard].copy_(remainder)
 
 
-def set_master(managed: ManagedParameter, value: Tensor) -> None:
-    """Set a parameter's master on this rank to `value`, which has its shape and any dtype."""
-    managed.note_fractions()
-    for piece, part in zip(managed.pieces, managed.parts_of(managed.laid_out(value)), strict=True):
-        write_master(managed.chunk, piece.shard_start, part)
-
-
 def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
     """`value` in a parameter's dtype, rounded like `round_master_` in the step.
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from gemini.access.link import link_of
 from gemini.access.states import States
 from gemini.chunks.chunk import ManagedParameter
-from gemini.manager.masters import set_master
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_state import ChunkOptimizerState
 from gemini.optimizer.chunk_states import ChunkStates
@@ -237,18 +236,18 @@ def _load_entry(
 
 
 def _load_master(states: States, managed: ManagedParameter, value: Tensor) -> None:
-    """Set one parameter's fp32 master. The upper half of a split master is the parameter itself, so it is set too.
+    """Set one parameter's fp32 master, and the parameter to its rounding.
 
-    A weight that is not 16 bits is its own master.
+    Otherwise a parameter that the next step passes over would have its old value or the new one, as its chunk happens
+    to be updated. A weight that is not 16 bits is its own master.
     """
     chunk = managed.chunk
-    if chunk.splits_master:
+    has_master = chunk.splits_master or Kind.MASTER in chunk.homes
+    if has_master:
         managed.note_fractions()
-    if chunk.splits_master or chunk.dtype not in HALF_DTYPES:
+    if has_master or chunk.dtype not in HALF_DTYPES:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
         states.full_precision(chunk).set_whole(managed, managed.laid_out(value, dtype))
-    elif Kind.MASTER in chunk.homes:
-        set_master(managed, value)
 
 
 def _check(

@@ -1,5 +1,6 @@
 """Half-precision weights that are written to: what becomes of their fp32 masters."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gemini import (
     state_hash,
 )
 from gemini.errors import ReleasedParameterError
-from optim import HybridAdam
+from optim import HALF_DTYPES, HybridAdam
 from tests.zoo import mlp
 from tests.zoo.half import PLACES, Trained
 
@@ -123,3 +124,39 @@ def test_a_frozen_half_weight_is_set_as_a_trained_one_rounds() -> None:
         safe_set_full_fp32_param(module.weight, torch.full((4, 4), tie))
         found.append(module.weight.detach().clone())
     assert torch.equal(*found) and found[0][0, 0].item() == 1 + 2.0**-7
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+@pytest.mark.parametrize("loads", [False, True], ids=["by a write", "by a state dict"])
+def test_weights_that_are_edited_and_put_back_are_the_same_at_every_budget(loads: bool, dtype: torch.dtype) -> None:
+    """The edit counts, though nobody has read the weights meanwhile: their masters have no fractions afterwards."""
+    found = []
+    for place in mlp.PLACES:
+        model, optimizer = mlp.sharded(place, dtype=dtype)
+        optimizer.backward(mlp.loss_of(model, 0, dtype).float() / 256)  # so that no scaled gradient overflows
+        optimizer.step()
+        saved, weight = model.state_dict(), mlp.layer_of(model, 2).weight
+        with torch.no_grad():
+            weight.mul_(0.9)
+            if loads:
+                model.load_state_dict(saved)
+            else:
+                weight.copy_(saved["layers.2.weight"])
+        assert torch.equal(model.state_dict()["layers.2.weight"], saved["layers.2.weight"])
+        found.append(safe_get_full_fp32_param(weight))
+        assert torch.equal(found[-1], saved["layers.2.weight"].float())
+    assert all(torch.equal(found[0], each) for each in found)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+def test_masters_of_an_optimizers_state_dict_bring_their_weights(reuse: bool, dtype: torch.dtype) -> None:
+    """Also where the next step passes over a parameter, which would show its old weight or the loaded one."""
+    for place in mlp.PLACES:
+        model, optimizer = mlp.sharded(place, dtype=dtype, reuse_fp16_shard=reuse)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.backward(mlp.loss_of(model, 0, dtype).float() / 256)  # so that no scaled gradient overflows
+        optimizer.step()
+        assert not torch.equal(model.state_dict()["layers.2.weight"], saved[0]["layers.2.weight"])
+        optimizer.load_state_dict(saved[1])
+        mlp.assert_same(mlp.weights_of(model), saved[0])

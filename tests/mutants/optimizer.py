@@ -13,8 +13,8 @@ MUTANTS = [
     Mutant(
         "an fp32 model drops the masters of a 16-bit one",
         "gemini/optimizer/state_dict.py",
-        "    if chunk.splits_master or chunk.dtype not in HALF_DTYPES:\n",
-        "    if chunk.splits_master:\n",
+        "    if has_master or chunk.dtype not in HALF_DTYPES:\n",
+        "    if has_master:\n",
         "tests/features/test_state_dict_forms.py::test_an_fp32_model_goes_on_from_the_masters_of_a_16_bit_one",
     ),
     Mutant(

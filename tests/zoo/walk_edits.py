@@ -1,12 +1,13 @@
 """More operations of random walks: reads and writes of weights and gradients, state dicts, budgets. See `walks.py`."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemini import GatheredParameters
+from gemini import GatheredParameters, ShardedModel
 from tests.zoo.walks import Walk, assert_same, of, operation, zero_both
 
 
@@ -17,7 +18,7 @@ def edit_a_weight(walk: Walk) -> None:
     def do(model: Any, _: Any) -> None:
         weight = of(model, name)
         if how == 0:
-            weight.data = torch.full(weight.shape, 0.25)
+            weight.data = torch.full(weight.shape, 0.25, dtype=weight.dtype)
         elif how == 1:
             weight.data.add_(0.01)
         elif how == 2:
@@ -36,8 +37,16 @@ def edit_a_weight(walk: Walk) -> None:
 @operation()
 def edit_a_gathered_weight(walk: Walk) -> None:
     (name,) = walk.names()
-    with GatheredParameters([of(walk.model, name)], modifier_rank=0), torch.no_grad():
-        walk.both(lambda model, _: of(model, name).mul_(0.7))
+
+    def do(model: Any, _: Any) -> None:
+        gathered = GatheredParameters([of(model, name)], modifier_rank=0)
+        with gathered if isinstance(model, ShardedModel) else nullcontext(), torch.no_grad():
+            of(model, name).mul_(0.7)
+
+    walk.both(do)
+
+
+# The edits of gradients round nothing in any dtype: sums of 16-bit gradients rest in fp32, for a whole chunk.
 
 
 @operation(2)
@@ -51,7 +60,7 @@ def edit_a_gradient(walk: Walk) -> None:
         if how == 0:
             weight.grad = None
         elif how == 1:
-            weight.grad = torch.full(weight.shape, 0.125)
+            weight.grad = torch.full(weight.shape, 0.125, dtype=weight.dtype)
         else:
             assert weight.grad is not None
             if how == 2:
@@ -61,9 +70,9 @@ def edit_a_gradient(walk: Walk) -> None:
             elif how == 4:
                 weight.grad.view(-1)[:1].zero_()
             elif how == 5:
-                weight.grad.clamp_(-0.01, 0.01)
+                weight.grad.clamp_(-(2.0**-7), 2.0**-7)
             else:
-                weight.grad.data.add_(0.5)
+                weight.grad.data.neg_()
 
     walk.both(do)
 
@@ -71,7 +80,7 @@ def edit_a_gradient(walk: Walk) -> None:
 @operation()
 def clip_by_value(walk: Walk) -> None:
     if any(parameter.grad is not None for parameter in walk.plain.parameters()):  # torch fails without any
-        walk.both(lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 0.02, foreach=False))
+        walk.both(lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 2.0**-6, foreach=False))
 
 
 @operation()

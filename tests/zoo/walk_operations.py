@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini import ShardedOptimizer
 from tests.zoo.walks import BLOCKS, WIDTH, Walk, assert_same, loss_of, net_of, of, operation, tokens, zero_both
 
 # -- forward, backward, step
@@ -16,7 +17,8 @@ def train(walk: Walk) -> None:
 
     def do(model: Any, optimizer: Any) -> Tensor:
         loss = loss_of(model, number)
-        optimizer.backward(loss) if through_optimizer and model is walk.model else loss.backward()
+        takes = through_optimizer and isinstance(optimizer, ShardedOptimizer)
+        optimizer.backward(loss) if takes else walk.scale(optimizer, loss).backward()
         return loss
 
     walk.agree(do)
@@ -41,8 +43,8 @@ def two_graphs(walk: Walk) -> None:
     """Two forwards, and their backwards in some order."""
     numbers, how = (walk.number(), walk.number()), walk.chance.randrange(4)
 
-    def do(model: Any, _: Any) -> None:
-        one, two = (loss_of(model, number) for number in numbers)
+    def do(model: Any, optimizer: Any) -> None:
+        one, two = (walk.scale(optimizer, loss_of(model, number)) for number in numbers)
         if how == 0:
             (one + two).backward()
         elif how == 1:
@@ -89,9 +91,9 @@ def ask_for_gradients(walk: Walk) -> None:
     names, number = walk.names(3, trained=True), walk.number()
     if names and not _has_reentrant(walk):
 
-        def do(model: Any, _: Any) -> list[Tensor | None]:
+        def do(model: Any, optimizer: Any) -> list[Tensor | None]:
             wanted = [of(model, name) for name in names]
-            return list(torch.autograd.grad(loss_of(model, number), wanted, allow_unused=True))
+            return list(torch.autograd.grad(walk.scale(optimizer, loss_of(model, number)), wanted, allow_unused=True))
 
         for name, ours, its in zip(names, *walk.both(do), strict=True):
             assert_same(ours, its, f"autograd.grad of {name}")
@@ -101,7 +103,11 @@ def ask_for_gradients(walk: Walk) -> None:
 def train_some(walk: Walk) -> None:
     names, number = walk.names(3, trained=True), walk.number()
     if names and not _has_reentrant(walk):
-        walk.both(lambda model, _: loss_of(model, number).backward(inputs=[of(model, name) for name in names]))
+
+        def do(model: Any, optimizer: Any) -> None:
+            walk.scale(optimizer, loss_of(model, number)).backward(inputs=[of(model, name) for name in names])
+
+        walk.both(do)
 
 
 @operation()
@@ -110,17 +116,23 @@ def penalise(walk: Walk) -> None:
     (name,), number = walk.names(), walk.number()
     # On several ranks a backward is reduced as a whole: a + (b + c), where a reentrant part makes (a + b) + c of it.
     if walk.world_size == 1 or not _has_reentrant(walk):
-        walk.both(lambda model, _: (loss_of(model, number) + 0.1 * of(model, name).square().sum()).backward())
+
+        def do(model: Any, optimizer: Any) -> None:
+            loss = loss_of(model, number) + 0.1 * of(model, name).square().sum()
+            walk.scale(optimizer, loss).backward()
+
+        walk.both(do)
 
 
 @operation()
 def call_a_block(walk: Walk) -> None:
     place, x, trains = walk.chance.randrange(BLOCKS), torch.linspace(-1, 1, 4 * WIDTH).view(4, -1), walk.number() % 2
 
-    def do(model: Any, _: Any) -> Tensor:
-        found: Tensor = net_of(model).blocks[place](x)
+    def do(model: Any, optimizer: Any) -> Tensor:
+        block = net_of(model).blocks[place]
+        found: Tensor = block(x.to(block.scale.dtype))
         if trains and found.requires_grad:
-            found.sum().backward()
+            walk.scale(optimizer, found.sum()).backward()
         return found
 
     walk.agree(do)
@@ -142,14 +154,14 @@ def fail(walk: Walk) -> None:
         if found.requires_grad:
             found.register_hook(stop)
 
-    def do(model: Any, _: Any) -> bool:
+    def do(model: Any, optimizer: Any) -> bool:
         block, had = net_of(model).blocks[place], {name: each.clone() for name, each in model.named_buffers()}
         if when == "before":
             handle = block.down.register_forward_pre_hook(stop)
         else:
             handle = block.up.register_forward_hook(stop if when == "after" else stop_backward)
         try:
-            loss_of(model, number).backward()
+            walk.scale(optimizer, loss_of(model, number)).backward()
             return False
         except Stopped:
             return True
@@ -198,7 +210,7 @@ def leave_parts_out(walk: Walk) -> None:
 
 @operation()
 def checkpoint_a_block(walk: Walk) -> None:
-    place, how = walk.chance.randrange(BLOCKS), walk.chance.choice([None, False, True])
+    place, how = walk.chance.randrange(BLOCKS), walk.chance.choice(walk.checkpoints)
     walk.both(lambda model, _: setattr(net_of(model).blocks[place], "reentrant", how))
 
 

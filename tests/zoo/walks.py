@@ -86,30 +86,45 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def drawn_options(chance: random.Random) -> dict[str, Any]:
-    """Arguments of `ShardedModel`."""
-    options = {
-        "tensor_placement_policy": chance.choice(["auto", "cpu", "cuda", "static"]),
-        "stage": chance.choice([0, 1, 2, 3, 3]),
-        "max_prefetch": chance.choice([0, 1, 4]),
-    }
-    size = chance.choice([None, 512, 1024, 2048, 2**14])
-    return options if size is None else {**options, "chunk_size": size}
-
-
 class Walk:
     """Both models with their optimizers, and what has been done to them."""
 
+    optimizers = OPTIMIZERS
+    checkpoints: tuple[bool | None, ...] = None, False, True
+
     def __init__(self, chance: random.Random, world_size: int) -> None:
         self.chance, self.world_size = chance, world_size
-        self.options, self.name = drawn_options(chance), chance.choice(list(OPTIMIZERS))
-        self.model, self.plain = ShardedModel(build(), device="emulated", rank_timeout=60, **self.options), build()
-        made = [OPTIMIZERS[self.name](self._groups(model)) for model in (self.model, self.plain)]
-        self.optimizer, self.its = ShardedOptimizer(self.model, made[0]), made[1]
+        self.options, self.name = self.draw_options(), chance.choice(list(self.optimizers))
+        self.model = ShardedModel(build(), device="emulated", rank_timeout=60, **self.options)
+        self.plain = self.build_plain()
+        made = [self.optimizers[self.name](self._groups(model)) for model in (self.model, self.plain)]
+        self.optimizer, self.its = self.finish(self.model, made[0]), self.finish(self.plain, made[1])
         self.has_extra = False  # the group of `extra` was added
         self.saved: list[Any] | None = None
         self.hooks: list[Any] = []
         self.done: list[str] = []
+
+    def build_plain(self) -> nn.Module:
+        """The model that the wrapped one is held against."""
+        return build()
+
+    def draw_options(self) -> dict[str, Any]:
+        """Arguments of `ShardedModel`."""
+        options = {
+            "tensor_placement_policy": self.chance.choice(["auto", "cpu", "cuda", "static"]),
+            "stage": self.chance.choice([0, 1, 2, 3, 3]),
+            "max_prefetch": self.chance.choice([0, 1, 4]),
+        }
+        size = self.chance.choice([None, 512, 1024, 2048, 2**14])
+        return options if size is None else {**options, "chunk_size": size}
+
+    def finish(self, model: Any, optimizer: torch.optim.Optimizer) -> Any:
+        """What updates this model, made of an optimizer over its parameters."""
+        return ShardedOptimizer(model, optimizer) if isinstance(model, ShardedModel) else optimizer
+
+    def scale(self, optimizer: Any, loss: Tensor) -> Tensor:
+        """The loss that this optimizer's model takes a backward of."""
+        return loss
 
     @staticmethod
     def _groups(model: nn.Module) -> list[dict[str, Any]]:
