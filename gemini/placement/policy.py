@@ -271,5 +271,6 @@ def _slots_in_words(demand: Demand, placement: Placement) -> str:
         ("gradient slots", placement.num_gradient_slots, demand.gradient_slot_bytes),
     ):
         words += [f"{n} {name} of {format_bytes(b)}" for n, b in zip(counts, sizes, strict=True) if n]
-    words.append(f"{format_bytes(demand.scratch_bytes)} of receive buffers")
+    if demand.scratch_bytes:
+        words.append(f"{format_bytes(demand.scratch_bytes)} of receive buffers")
     return ", ".join(words)
