@@ -53,6 +53,7 @@ def test_the_train_step_table_runs_and_writes_what_it_measured(tmp_path: Path) -
     assert "met" in done.stdout or "MISSED" in done.stdout
 
 
+@pytest.mark.soak
 def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cases.jsonl"
     common = ["benchmarks.gpu_case", "--system", "ours", "--tiny", "--device", "cpu", "--out", str(path)]
@@ -103,6 +104,7 @@ def test_the_profile_of_a_step_names_calls() -> None:
         assert word in done.stdout, word
 
 
+@pytest.mark.soak
 def test_the_adam_table_runs_and_judges_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "adam.json"
     done = run("benchmarks.adam", "--tiny", "--rounds", "2", "--threads", "1", "--json", str(path))
@@ -229,12 +231,14 @@ def test_benchmarks_list_themselves() -> None:
         benchmarks.main(["no_such_one"])
 
 
+@pytest.mark.soak
 def test_a_rank_that_raises_fails_the_run_with_its_message() -> None:
     assert run_ranks("tests.harness.launched:raising", 1, {"who": 5}, 60) == ["rank 0"]
     with pytest.raises(RankFailed, match="rank 1 of 2 gives up"):
         run_ranks("tests.harness.launched:raising", 2, {"who": 1}, 60)
 
 
+@pytest.mark.soak
 def test_a_rank_that_does_not_end_is_killed() -> None:
     with pytest.raises(RankFailed, match="did not end within 4 s"):
         run_ranks("tests.harness.launched:sleeping", 1, {}, 4)

@@ -55,6 +55,7 @@ def test_a_size_without_a_unit_is_refused_before_anything_is_done(example: Modul
     assert "'8G' is not a size" in done.stderr
 
 
+@pytest.mark.soak
 def test_one_rank_says_what_it_does_trains_and_reports(tmp_path: Path) -> None:
     done = run(*TINY, "--cache", str(tmp_path), "--policy", "cpu")
     assert done.returncode == 0, done.stderr

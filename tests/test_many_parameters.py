@@ -31,6 +31,7 @@ def test_a_fetch_among_twice_the_slots_looks_at_no_more_of_them() -> None:
     assert growing_phases(16, [], **MANY_SLOTS) == {}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("arguments", [{}, *in_soak({"chunk_size": 2**20})], ids=["searched", "one chunk"])
 def test_a_chunk_of_many_parameters_is_wrapped_and_trained_in_proportion(arguments: dict[str, Any]) -> None:
     """What gathers or loads a single parameter looks at its whole chunk: loops of that are left out here."""

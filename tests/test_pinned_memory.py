@@ -194,6 +194,7 @@ runtime.unregister = lambda address: sys.stderr.write("unregistered at the end o
 """
 
 
+@pytest.mark.soak
 def test_a_forked_child_and_the_end_of_the_process_leave_registrations_alone() -> None:
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run([sys.executable, "-c", _FORKS], cwd=root, capture_output=True, text=True, timeout=60)

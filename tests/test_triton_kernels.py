@@ -39,5 +39,6 @@ def test_interpreted_kernels_give_the_bits_of_the_written_order(tmp_path: Path, 
     run("tests.triton_cases", every, cache=tmp_path, interpret=True)
 
 
+@pytest.mark.soak
 def test_compiled_kernels_round_every_operation_on_its_own(tmp_path: Path) -> None:
     run("tests.triton_ptx", cache=tmp_path, interpret=False)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.dist import dropped_cases
+from tests.harness.on_ranks import in_soak
 from tests.harness.ranks import RankPool
 
 CASES = [
@@ -20,11 +21,12 @@ def test_models_made_and_dropped_in_turn_leave_at_most_one_process_group(ranks: 
     ranks(2).run(dropped_cases.made_and_dropped, 10)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*in_soak(*CASES[:2]), *CASES[2:]], ids=lambda case: case.__name__)
 def test_models_that_are_dropped_disturb_nobody(ranks: RankPool, case: Callable[..., Any]) -> None:
     ranks(2).run(case)
 
 
+@pytest.mark.soak
 def test_wraps_that_fail_give_their_process_groups_back(ranks: RankPool) -> None:
     ranks(2).run(dropped_cases.wraps_that_fail, 10)
 

@@ -14,6 +14,7 @@ from tests.harness.ranks import RankPool
 USES = ["state_dict", "set_each_parameter", "load_state_dict", "copy", "set_each_state", "freeze_and_train"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("chooses", [*in_soak(False), True], ids=["ranks alike", "other branches"])
 def test_twice_the_layers_cost_twice_the_agreement(ranks: RankPool, chooses: bool) -> None:
     for found, growth_of_bytes in ranks(2).run(cases.first_step, 10, chooses):

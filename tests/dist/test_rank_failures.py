@@ -76,6 +76,7 @@ def test_a_killed_rank_is_lost(ranks: RankPool) -> None:
     assert "rank 0 lost rank 1 at " in str(survivor.error)
 
 
+@pytest.mark.soak
 def test_a_killed_rank_is_lost_where_no_connection_tells_of_it(ranks: RankPool) -> None:
     """Ranks that begin together meet at the store, which knows no connections: without a look, `rank_timeout` later."""
     started = time.monotonic()
@@ -161,6 +162,7 @@ def test_a_step_that_fails_half_way_is_final_on_all_ranks(ranks: RankPool) -> No
     assert "Boom" in exits[1].result[0]
 
 
+@pytest.mark.soak
 def test_a_forked_worker_that_touches_a_sharded_model_is_told_at_once(ranks: RankPool) -> None:
     for said, goes_on in ranks(2).run(cases.a_forked_worker_reads_a_weight, timeout_s=40):
         assert "UnsupportedError" in said

@@ -118,6 +118,7 @@ def test_a_hang_is_killed_with_stacks_and_the_next_case_has_fresh_ranks(spare: R
     assert not set(before) & set(spare.run(process_id))
 
 
+@pytest.mark.soak
 def test_a_rank_that_runs_one_collective_too_many_fails_in_its_own_case(spare: Ranks) -> None:
     with pytest.raises(RuntimeError):
         spare.run(one_collective_too_many, timeout_s=5)
@@ -128,6 +129,7 @@ def test_a_rank_that_dies_is_named_with_its_exit_code(spare: Ranks) -> None:
         spare.run(die, 0, 7)
 
 
+@pytest.mark.soak
 def test_fresh_ranks_report_exit_codes_output_and_errors() -> None:
     died, alive = Ranks(2).run(die, 0, 9, fresh=True)
     assert (died.exitcode, alive.exitcode, alive.result) == (9, 0, "alive")

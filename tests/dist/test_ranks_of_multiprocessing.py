@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from gemini import RemoteRankError
 from tests.dist.failing import batch, make, train_step
-
-HOW = ["raises", "exits"]
+from tests.harness.on_ranks import in_soak
 
 
 def _train(rank: int, how: str, folder: Path) -> None:
@@ -34,7 +33,7 @@ def _train(rank: int, how: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["exits", *in_soak("raises")])
 def test_an_exception_that_ends_a_rank_is_told_to_the_others(method: str, how: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context(method)
     processes = [context.Process(target=_train, args=(rank, how, tmp_path)) for rank in (0, 1)]

@@ -95,7 +95,7 @@ ONE_RANK = [_job_of(c) for c in COMBINATIONS]
 @pytest.mark.filterwarnings("ignore:reuse_fp16_shard")
 @on_ranks_with(
     "job",
-    {1: ONE_RANK[::2], 2: JOBS[::2], 4: JOBS[2:3]},
+    {1: ONE_RANK[::3], 2: JOBS[::3], 4: JOBS[2:3]},
     soak={1: ONE_RANK, 2: JOBS, 4: JOBS[2:5]},
     ids=_id_of,
     timeout_s=240,

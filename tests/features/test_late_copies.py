@@ -27,7 +27,6 @@ SAMPLE: dict[int, list[Setting]] = {
     1: [
         ("host", None, False, 3, ()),
         ("smallest", torch.bfloat16, True, 3, ()),
-        ("half", torch.float16, False, 3, ()),
         ("host", torch.float16, True, 3, ()),
     ],
     2: [("host", torch.bfloat16, False, 3, SOME)],

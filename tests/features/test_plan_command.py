@@ -204,6 +204,7 @@ def test_what_is_advised_where_the_device_is_too_small_is_enough(config: Path) -
     refused(*small, str(sequences + 1))
 
 
+@pytest.mark.soak
 def test_what_is_advised_where_the_host_is_too_small_is_enough(config: Path) -> None:
     options = (str(config), "--ranks", "2", "--device-memory", "8MB", "--activation-checkpointing")
     found, _ = refused(*options, "--host-memory", "2MB")

@@ -51,6 +51,7 @@ def tasks(**changes: str) -> list[subprocess.Popen[str]]:
     return started
 
 
+@pytest.mark.soak
 @pytest.mark.ranks
 def test_the_tasks_of_a_step_become_ranks_each_with_the_one_gpu_that_it_sees() -> None:
     started, hashes = tasks(), set()

@@ -248,6 +248,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused(tmp_path: Path) -> 
         trainer(tmp_path, optim="adafactor").train()
 
 
+@pytest.mark.soak
 def test_a_compiled_model_trains(tmp_path: Path) -> None:
     """Of an operator that is the whole model all weights are on the device at once."""
     compiled = trainer(tmp_path, sharded={**SHARDED, "model_data_memory": "1MiB"}, torch_compile_backend="eager")
