@@ -65,6 +65,12 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     return _whole(link, _state(link, optim_state_key)) if param.requires_grad else None
 
 
+def kept_optimizer_state(param: nn.Parameter, name: str) -> Tensor:
+    """`safe_get_full_optimizer_state`, also of a frozen parameter, which keeps its state. Collective."""
+    link = _begin("optimizer.state", param)
+    return _whole(link, _state(link, name))
+
+
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set `param` and its fp32 master to rank 0's `value`. Collective.
 

@@ -39,16 +39,22 @@ class Handles:
 
     of_operators: list[RemovableHandle] = field(default_factory=list)  # and of the root
     of_others: list[RemovableHandle] = field(default_factory=list)
+    of_casts: list[RemovableHandle] = field(default_factory=list)  # which copies of the modules have, too
 
     def add(self, handles: Iterable[RemovableHandle]) -> None:
         """Have handles of others than operators, too, one by one: where registering fails, those before are known."""
         self.of_others.extend(handles)
 
+    def add_casts(self, handles: Iterable[RemovableHandle]) -> None:
+        """As `add`, of casts."""
+        self.of_casts.extend(handles)
+
     def remove_others(self) -> None:
         """Remove the hooks of all others than operators."""
-        for handle in self.of_others:
-            handle.remove()
-        self.of_others.clear()
+        for handles in (self.of_others, self.of_casts):
+            for handle in handles:
+                handle.remove()
+            handles.clear()
 
 
 class Hooks:
@@ -92,6 +98,10 @@ class Hooks:
     def take_over(self, handles: Iterable[RemovableHandle]) -> None:
         """Remove these hooks too when the time comes."""
         self._handles.add(handles)
+
+    def take_over_casts(self, handles: Iterable[RemovableHandle]) -> None:
+        """As `take_over`, of casts between modules of different dtypes, without which no copy could run."""
+        self._handles.add_casts(handles)
 
     def remove(self) -> None:
         """Remove all hooks: the module runs as if it had never been wrapped. Local; raises nothing."""

@@ -1,6 +1,7 @@
 """`copy.deepcopy` of a sharded model, of the wrapped module, or of a part of it.
 
-The copy is plain and whole, in host memory, without our hooks: copied hooks would drive the steps of the original.
+The copy is plain and whole, in host memory, without our hooks: copied hooks would drive the steps of the original. It
+has the casts around modules of other dtypes than the rest (`ShardedModel(dtype={...})`), without which it cannot run.
 Therefore each module of a sharded model has a `__reduce_ex__` in its `__dict__`, where `copy.deepcopy` and pickle look
 for it. A `__deepcopy__` would be wrong: `nn.Module` has none, so a wrapper that forwards unknown attributes to its
 inner module, as in peft, would be copied by the inner module's method.

@@ -185,7 +185,7 @@ class ShardedModel(PlainView):
         self._copies = PlainCopies(step, handles)
         self._copies.install(self.module)
         for each, casting in weights.casting.items():
-            self._hooks.take_over(casting.install(each))
+            self._hooks.take_over_casts(casting.install(each))
         self._hooks.take_over(watch_gradients(step, self.chunk_manager.parameters))
         self._hooks.take_over(StateHooks(self._states).install(self.module))
         table = self.module, operators, self.chunk_manager, self.trainability, self._hooks

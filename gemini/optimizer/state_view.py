@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gemini.access.full_access import safe_get_full_optimizer_state
+from gemini.access.full_access import kept_optimizer_state
 from gemini.access.link import link_of
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.state_dict import scalar_of
@@ -61,4 +61,4 @@ class _ParameterState(Mapping[str, Any]):
             return scalar_of(name, self._scalars[name])
         if name not in self._names:
             raise KeyError(name)
-        return safe_get_full_optimizer_state(self._parameter, name)
+        return kept_optimizer_state(self._parameter, name)

@@ -151,6 +151,16 @@ def test_a_copy_of_16_bit_weights_has_those_weights(dtype: torch.dtype) -> None:
     assert_same(dict(copied.state_dict()), weights_of(model))
 
 
+def test_a_copy_of_modules_of_several_dtypes_casts_between_them() -> None:
+    model = wrap(dtype={"layers.1": torch.bfloat16, "layers.3": torch.float16})
+    wanted = model(inputs(0)).detach()
+    copied: Any = copy.deepcopy(model)
+    again: Any = copy.deepcopy(copied)
+    model.close()
+    for each in (copied, again):
+        assert torch.equal(each(inputs(0)), wanted)
+
+
 def test_a_copy_keeps_the_users_hooks_and_what_is_frozen_and_can_be_wrapped() -> None:
     module = build(Parts)
     module.layers[1].weight.requires_grad_(False)

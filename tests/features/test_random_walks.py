@@ -5,7 +5,8 @@ import random
 import pytest
 
 import tests.zoo.walk_edits
-import tests.zoo.walk_operations  # noqa: F401 both fill OPERATIONS
+import tests.zoo.walk_operations
+import tests.zoo.walk_tools  # noqa: F401 they fill OPERATIONS
 from tests.harness.on_ranks import on_ranks_with
 from tests.zoo.placement_walks import PlacementWalk
 from tests.zoo.walks import Walk

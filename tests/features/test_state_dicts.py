@@ -217,6 +217,8 @@ def test_an_optimizers_state_is_a_view_by_parameter() -> None:
     saved = optimizer.state_dict()["state"][0]
     assert optimizer.state[weight].keys() == saved.keys()
     assert all(torch.equal(optimizer.state[weight][name], value) for name, value in saved.items())
+    weight.requires_grad_(False)
+    assert all(torch.equal(optimizer.state[weight][name], value) for name, value in saved.items()), "kept while frozen"
     with pytest.raises(KeyError):
         optimizer.state[nn.Parameter(torch.zeros(2))]
     with pytest.raises(KeyError):

@@ -104,6 +104,8 @@ def load(walk: Walk) -> None:
     if walk.saved is None or len(walk.saved[1][1]["param_groups"]) != len(walk.its.param_groups):
         return
     which = walk.chance.choice(["both", "model", "optimizer", "plain weights"])
+    if walk.has_forgotten:  # states of frozen parameters take no memory while gradients wait for a step
+        zero_both(walk)
 
     def do(model: Any, optimizer: Any) -> None:
         assert walk.saved is not None

@@ -100,8 +100,10 @@ class Walk:
         made = [self.optimizers[self.name](self._groups(model)) for model in (self.model, self.plain)]
         self.optimizer, self.its = self.finish(self.model, made[0]), self.finish(self.plain, made[1])
         self.has_extra = False  # the group of `extra` was added
+        self.has_forgotten = False  # states of frozen parameters were given up
         self.saved: list[Any] | None = None
-        self.hooks: list[Any] = []
+        self.hooks: list[Any] = []  # of a parameter
+        self.module_hooks: list[Any] = []
         self.done: list[str] = []
 
     def build_plain(self) -> nn.Module:
