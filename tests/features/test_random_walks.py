@@ -26,7 +26,7 @@ def test_a_random_walk_keeps_the_bits_of_the_plain_model(rank: int, world_size: 
 def test_a_random_walk_of_16_bit_weights_has_the_same_bits_at_any_placement(
     rank: int, world_size: int, seed: int
 ) -> None:
-    go(PlacementWalk(random.Random(seed), world_size))
+    go(PlacementWalk(random.Random(seed), world_size, rank))
 
 
 def go(walk: Walk) -> None:

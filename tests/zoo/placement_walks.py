@@ -35,7 +35,8 @@ class PlacementWalk(Walk):
     # up in 16 bits or in fp32, as the chunk is still open or not (docs/architecture.md).
     checkpoints = None, False
 
-    def __init__(self, chance: random.Random, world_size: int) -> None:
+    def __init__(self, chance: random.Random, world_size: int, rank: int) -> None:
+        self.rank = rank
         # These decide in which dtype a gradient rests, and so how an edit of it between micro-batches is rounded.
         accumulate = chance.choice([None, None, torch.float32])
         self.shared: dict[str, Any] = {
@@ -47,6 +48,10 @@ class PlacementWalk(Walk):
         }
         self.clipping = chance.choice([None, 0.3])
         super().__init__(chance, world_size)
+
+    def number(self) -> int:
+        """Ranks have batches of their own."""
+        return super().number() + 1000 * self.rank
 
     def draw_options(self) -> dict[str, Any]:
         return {**super().draw_options(), **self.shared}

@@ -154,6 +154,7 @@ class Walk:
         return self.chance.sample(found, min(count, len(found)))
 
     def number(self) -> int:
+        """Of a batch. Even where ranks have others, it is odd on all of them or on none."""
         return self.chance.randrange(100)
 
     def walk(self, length: int) -> None:
