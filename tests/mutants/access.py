@@ -276,4 +276,11 @@ MUTANTS = [
         "tests/features/test_parametrizations.py::test_a_parametrization_put_on_after_wrapping_trains_as_in_plain_pytorch"
         "[after it-own with inverse-smallest]",
     ),
+    Mutant(
+        "an edit that is not at home yet is lost to what is set",
+        "gemini/access/states.py",
+        "        binding.write_back_one(managed)\n",
+        "",
+        "tests/features/test_half_edits.py::test_weights_that_are_edited_and_put_back_are_the_same_at_every_budget",
+    ),
 ]

@@ -318,4 +318,11 @@ MUTANTS = [
         "        pass\n",
         "tests/test_no_memory.py::test_an_optimizer_that_finds_no_memory_half_way_gives_back_what_it_took",
     ),
+    Mutant(
+        "an edit that a later one undoes never was",
+        "gemini/manager/binding.py",
+        "        self.write_back_one(managed)\n        self.snapshots",
+        "        self.snapshots",
+        "tests/features/test_half_edits.py::test_weights_that_are_edited_and_put_back_are_the_same_at_every_budget",
+    ),
 ]

@@ -213,4 +213,11 @@ MUTANTS = [
         "for name_of_parameter, parameter in module.named_parameters(recurse=False):",
         "tests/features/test_torch_wrappers.py::test_wrappers_that_shard_or_reduce_themselves_are_refused_by_name",
     ),
+    Mutant(
+        "a copy has no casts between its modules",
+        "gemini/model/sharded_model.py",
+        "self._hooks.take_over_casts(casting.install(each))",
+        "self._hooks.take_over(casting.install(each))",
+        "tests/features/test_plain_copies.py::test_a_copy_of_modules_of_several_dtypes_casts_between_them",
+    ),
 ]

@@ -311,4 +311,18 @@ MUTANTS = [
         "",
         "tests/features/test_state_dict_forms.py::test_hooks_on_an_optimizers_state_dicts_run_as_in_plain_pytorch",
     ),
+    Mutant(
+        "the state of a frozen parameter shows None",
+        "gemini/optimizer/state_view.py",
+        "        return kept_optimizer_state(self._parameter, name)\n",
+        "        return kept_optimizer_state(self._parameter, name) if self._parameter.requires_grad else None\n",
+        "tests/features/test_state_dicts.py::test_an_optimizers_state_is_a_view_by_parameter",
+    ),
+    Mutant(
+        "loaded masters leave fp16 weights as they are",
+        "gemini/optimizer/state_dict.py",
+        "    if has_master or chunk.dtype not in HALF_DTYPES:\n",
+        "    if chunk.splits_master or chunk.dtype not in HALF_DTYPES:\n",
+        "tests/features/test_half_edits.py::test_masters_of_an_optimizers_state_dict_bring_their_weights",
+    ),
 ]
