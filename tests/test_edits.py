@@ -129,6 +129,7 @@ IN_TURNS = [  # of the two dtypes each edit has one in `make test`
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("edit", "dtype"), IN_TURNS)
 def test_an_edit_reaches_forward_state_dict_and_master_and_survives_the_step(
     edit: str, dtype: torch.dtype | None

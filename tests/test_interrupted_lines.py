@@ -110,6 +110,7 @@ def _lines(run: Callable[[], Any], part: tuple[str, ...]) -> list[Line]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # inside `Slot.__del__`
 @pytest.mark.parametrize("part", [_OF_SLOTS, pytest.param(("",), marks=pytest.mark.soak)], ids=["slots", "all"])
 @pytest.mark.parametrize("use", _USES)

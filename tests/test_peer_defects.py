@@ -202,6 +202,7 @@ def test_masters_are_the_weights_as_given_before_any_cast(place: str) -> None:
     assert all(torch.equal(optimizer.state_dict()["masters"][n], w) for n, w in enumerate(wanted))
 
 
+@pytest.mark.sampled(2)
 @both_dtypes
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @everywhere

@@ -83,6 +83,7 @@ def test_torch_optimizers_wait_once_too(
         assert counts.waits == (1 if policy == "cpu" else 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", mlp.PLACES)
 def test_batches_change_no_bit(place: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:

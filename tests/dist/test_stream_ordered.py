@@ -7,6 +7,7 @@ from tests.dist import stream_cases as cases
 from tests.harness.ranks import RankPool
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("stage", "dtype"), [(3, None), (3, torch.bfloat16), (1, None)], ids=str)
 def test_training_has_the_bits_that_it_has_on_gloo(ranks: RankPool, stage: int, dtype: torch.dtype | None) -> None:
     for found, wanted, launched in ranks(2).run(cases.trains_as_on_gloo, stage, dtype, timeout_s=60):

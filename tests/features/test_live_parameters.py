@@ -150,6 +150,7 @@ def test_a_bound_below_the_minimum_is_refused_with_the_least_that_works(rank: in
             trainer(**options, max_live_parameters=least - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_least_budget_that_a_bounded_plan_tells_is_accepted(world_size: int) -> None:
     """Of chunk sizes whose fewest slots hold more than the bound allows, none is told."""

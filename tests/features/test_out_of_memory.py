@@ -90,6 +90,7 @@ class Training:
         return found
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.filterwarnings("ignore:a (forward|backward).* ended with an exception")
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -132,6 +132,7 @@ def test_a_plan_knows_a_step_of_as_many_micro_batches_as_it_was_told(
     model.close()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("place", ["smallest", "auto"])
 def test_a_plan_learns_what_a_step_of_several_micro_batches_moves(rank: int, world_size: int, place: str) -> None:

@@ -109,6 +109,7 @@ class Training:
         return state_hash(self.model, self.optimizer)
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2, timeout_s=180)
 @pytest.mark.filterwarnings("ignore:a forward, backward or step ended with an exception")
 @pytest.mark.parametrize("how", HOW, ids=str)
@@ -150,6 +151,7 @@ def test_staged_pieces_lie_in_memory_that_the_plan_has(
     assert training.hash() == resident.hash()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.filterwarnings("ignore:a (forward|backward).* ended with an exception")
 @pytest.mark.parametrize("micro_batches", [1, 3])

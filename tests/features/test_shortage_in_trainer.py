@@ -138,6 +138,7 @@ def holding_at_most(device: EmulatedDevice, num_bytes: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.filterwarnings("ignore:a (forward|backward).* ended with an exception")
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -63,6 +63,7 @@ def test_gradients_of_a_layer_that_comes_back_add_up_as_in_plain_pytorch() -> No
     assert raw_grads(both[0][0]) == 0
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with("stage", {2: [1, 3]})
 def test_on_two_ranks_alike_data_trains_as_one_process(rank: int, world_size: int, stage: int) -> None:
     both = pairs(stage=stage)

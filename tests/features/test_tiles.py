@@ -61,6 +61,7 @@ def most_temporaries(optimizer: torch.optim.Optimizer, numel: int, steps: int = 
     return most
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", TESTED)
 def test_an_update_takes_no_more_than_it_says(kind: type[torch.optim.Optimizer]) -> None:
     found = []

@@ -108,6 +108,7 @@ def test_flows_that_take_turns_are_both_predicted(
     assert_same(trained(rank, "smallest", make, run), trained(rank, "cuda", make, run))
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("make", [Chosen, Recomputed])
 def test_an_evaluation_shifts_nothing(rank: int, world_size: int, make: Callable[[], nn.Module]) -> None:

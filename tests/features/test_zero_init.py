@@ -31,6 +31,7 @@ RANKS: list[Setting] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with(
     "setting",
     {1: ONE_RANK[::2], 2: RANKS, 3: RANKS[::3]},

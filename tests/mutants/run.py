@@ -17,6 +17,7 @@ from tests.mutants.mutants import MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
 _FAILED = 1
+_NO_TESTS = 5
 _IMPORT_FROM_PATH = """# the editable install's finder would import the original
 import sys
 
@@ -60,11 +61,25 @@ def _try(mutant: Mutant, number: int, copies: Queue[Path]) -> str:
             return "STALE"
         path.write_text(original.replace(mutant.old, mutant.new))
         os.utime(path, (number, number))  # by which python knows that bytecode of another mutant is not of this one
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", mutant.test]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPATH"] = str(copy)
         try:
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S, text=True)
+            for cases in ("not soak", "soak"):  # those of `make test`, if the test has any there
+                command = [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-x",
+                    "-m",
+                    cases,
+                    "-p",
+                    "no:cacheprovider",
+                    mutant.test,
+                ]
+                done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S)
+                if done.returncode != _NO_TESTS:
+                    break
         except subprocess.TimeoutExpired:  # a fault may be a wait without end; on a busy machine it may be the machine
             return f"noticed by no end within {TIMEOUT_S} s"
         return "noticed" if done.returncode == _FAILED else f"SURVIVED ({done.returncode})"
