@@ -173,7 +173,8 @@ class FullPrecisionAccess(StateAccess):
         # A prefetch in flight would arrive with the old weights.
         self.step.params.finish_prefetch()
         # An edit that is not at home yet counts by itself: see `Binding.before_write`.
-        binding.write_back_one(managed)
+        if Kind.MASTER in chunk.homes:
+            binding.write_back_one(managed)
         # Weights are about to be written to the home, so a gradient has to leave it.
         if chunk.holds_grad:
             self.step.payloads.restore_parameters(chunk)

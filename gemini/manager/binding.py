@@ -176,7 +176,8 @@ class Binding:
         """The payload may be written to from now on. A split master's old weights are kept, to tell what is edited."""
         # An earlier edit counts by itself. Were this one to restore the old weights, the master would keep its
         # fractions, or not, as the chunk happens to have been released in between.
-        self.write_back_one(managed)
+        if Kind.MASTER in managed.chunk.homes:
+            self.write_back_one(managed)
         self.snapshots.announce(managed)
 
     def mark_edited(self, managed: ManagedParameter) -> None:

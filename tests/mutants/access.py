@@ -279,8 +279,8 @@ MUTANTS = [
     Mutant(
         "an edit that is not at home yet is lost to what is set",
         "gemini/access/states.py",
-        "        binding.write_back_one(managed)\n",
-        "",
+        "            binding.write_back_one(managed)\n",
+        "            pass\n",
         "tests/features/test_half_edits.py::test_weights_that_are_edited_and_put_back_are_the_same_at_every_budget",
     ),
 ]

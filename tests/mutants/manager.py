@@ -321,8 +321,8 @@ MUTANTS = [
     Mutant(
         "an edit that a later one undoes never was",
         "gemini/manager/binding.py",
-        "        self.write_back_one(managed)\n        self.snapshots",
-        "        self.snapshots",
+        "            self.write_back_one(managed)\n        self.snapshots",
+        "            pass\n        self.snapshots",
         "tests/features/test_half_edits.py::test_weights_that_are_edited_and_put_back_are_the_same_at_every_budget",
     ),
 ]
