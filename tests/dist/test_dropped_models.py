@@ -17,6 +17,7 @@ CASES = [
 ]
 
 
+@pytest.mark.soak
 def test_models_made_and_dropped_in_turn_leave_at_most_one_process_group(ranks: RankPool) -> None:
     ranks(2).run(dropped_cases.made_and_dropped, 10)
 

@@ -98,7 +98,7 @@ def check_pairs(ranks: RankPool, world_size: int, chosen: list[dict[str, Any]], 
             raise AssertionError(f"{name} {recipe} {wrap}: {error}") from None
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *in_soak(3)])
 def test_a_sample_of_options_equals_plain(ranks: RankPool, world_size: int) -> None:
     check_pairs(ranks, world_size, COMBINATIONS[::6] if world_size == 2 else COMBINATIONS[:2], timeout_s=240)
 

@@ -59,7 +59,8 @@ def test_an_exception_on_one_rank_ends_all_with_its_message(where: str, message:
     assert message in errors[0]
 
 
-@pytest.mark.parametrize("where", ["loss", pytest.param("forward", marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("where", ["loss", "forward"])
 def test_the_rank_that_holds_the_store_leaves_when_the_others_know(where: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
