@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
 _FAILED = 1
 _NO_TESTS = 5
+_PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
 _IMPORT_FROM_PATH = """# the editable install's finder would import the original
 import sys
 
@@ -65,18 +66,7 @@ def _try(mutant: Mutant, number: int, copies: Queue[Path]) -> str:
         environment["PYTHONPATH"] = str(copy)
         try:
             for cases in ("not soak", "soak"):  # those of `make test`, if the test has any there
-                command = [
-                    sys.executable,
-                    "-m",
-                    "pytest",
-                    "-q",
-                    "-x",
-                    "-m",
-                    cases,
-                    "-p",
-                    "no:cacheprovider",
-                    mutant.test,
-                ]
+                command = [*_PYTEST, "-m", cases, mutant.test]
                 done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S)
                 if done.returncode != _NO_TESTS:
                     break

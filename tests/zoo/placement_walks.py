@@ -57,13 +57,10 @@ class PlacementWalk(Walk):
         return {**super().draw_options(), **self.shared}
 
     def build_plain(self) -> nn.Module:
-        return ShardedModel(
-            build(), device="emulated", rank_timeout=60, tensor_placement_policy="cuda", **self.shared, **self.alike()
-        )
-
-    def alike(self) -> dict[str, Any]:
-        """What decides the order in which gradients of several ranks are added up."""
-        return {} if self.world_size == 1 else {name: self.options[name] for name in ("stage",)}
+        whole = {"tensor_placement_policy": "cuda", **self.shared}
+        if self.world_size > 1:  # which decides the order in which gradients of ranks are added up
+            whole["stage"] = self.options["stage"]
+        return ShardedModel(build(), device="emulated", rank_timeout=60, **whole)
 
     def finish(self, model: Any, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         return ShardedOptimizer(model, optimizer, clip_grad_norm=self.clipping, initial_scale=2.0**8)
