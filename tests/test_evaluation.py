@@ -57,6 +57,7 @@ def test_freezing_after_wrapping_stops_a_parameter_and_unfreezing_goes_on_with_i
     assert_same_models(both)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @both_dtypes
 @everywhere

@@ -81,6 +81,7 @@ def test_backward_through_a_graph_from_before_a_step_raises() -> None:
     assert state_hash(model) == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["cpu", "cuda"])
 def test_edits_outside_a_step_reach_shard_and_master(policy: str, dtype: torch.dtype | None) -> None:

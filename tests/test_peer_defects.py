@@ -87,6 +87,7 @@ def test_a_stale_gradient_is_not_added_to_the_next_micro_batches(place: str) -> 
         assert_same(weights_of(model), weights_of(reference))
 
 
+@pytest.mark.sampled(2)
 @both_dtypes
 @pytest.mark.parametrize("how", ["optimizer", "model", "grad_is_none"])
 @everywhere

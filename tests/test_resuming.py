@@ -26,6 +26,7 @@ from tests.zoo.mlp import (
 from tests.zoo.torch_optimizers import SCHEDULERS, make_torch_optimizer
 
 
+@pytest.mark.sampled(2)
 @both_dtypes
 @pytest.mark.parametrize(("here", "there"), list(itertools.product(["smallest", "cuda"], ["auto", "cpu"])))
 def test_saving_and_loading_continues_with_the_same_bits(here: str, there: str, dtype: torch.dtype | None) -> None:

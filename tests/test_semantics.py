@@ -92,6 +92,7 @@ class Idle(Mlp):
         self.idle = nn.Linear(WIDTH, WIDTH)
 
 
+@pytest.mark.sampled(2)
 @everywhere
 def test_grad_is_the_plain_gradient_and_reading_it_changes_nothing(place: str) -> None:
     both = pairs(place, make=Idle)

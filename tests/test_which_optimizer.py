@@ -80,6 +80,7 @@ def test_wrapping_twice_is_refused(what: str) -> None:
     assert_same(weights_of(model), weights_of(build()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plain_kind", ["hybrid_adam", "adamw", "sgd", "foreach"])
 @everywhere
 def test_stepping_the_plain_optimizer_by_mistake_works_or_raises(place: str, plain_kind: str) -> None:

@@ -35,7 +35,7 @@ def test_twice_the_layers_cost_twice_the_agreement(ranks: RankPool, chooses: boo
 def test_no_function_runs_more_than_twice_as_often_for_twice_the_layers(
     ranks: RankPool, arguments: dict[str, Any], uses: list[str]
 ) -> None:
-    for found in ranks(2).run(cases.phases, 12, uses, {"chunk_size": CHUNK_NUMEL, **arguments}):
+    for found in ranks(2).run(cases.phases, 8, uses, {"chunk_size": CHUNK_NUMEL, **arguments}):
         assert found == {}
 
 

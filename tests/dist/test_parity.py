@@ -30,7 +30,7 @@ def check(case: ModelCase, results: list[tuple[Run, dict[str, Any]]], bits: bool
         assert facts["budget_bytes"] is None or facts["peak_bytes"] <= facts["budget_bytes"]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_at_the_smallest_slots_equal_plain(ranks: RankPool, name: str) -> None:
     case = MODELS[name]
@@ -41,7 +41,7 @@ def test_two_ranks_at_the_smallest_slots_equal_plain(ranks: RankPool, name: str)
 
 
 ON_MORE_RANKS = {
-    3: ["llama_checkpoint", "experts", "odd_shapes"],
+    3: ["llama_checkpoint", "odd_shapes"],
     4: ["gpt2", "t5", "nested", "experts", "odd_shapes", "zero_size"],
 }
 
@@ -100,7 +100,7 @@ def check_pairs(ranks: RankPool, world_size: int, chosen: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("world_size", [2, *in_soak(3)])
 def test_a_sample_of_options_equals_plain(ranks: RankPool, world_size: int) -> None:
-    check_pairs(ranks, world_size, COMBINATIONS[::6] if world_size == 2 else COMBINATIONS[:2], timeout_s=240)
+    check_pairs(ranks, world_size, COMBINATIONS[::10] if world_size == 2 else COMBINATIONS[:2], timeout_s=240)
 
 
 def test_experts_that_only_some_ranks_use_are_added_up_in_rank_order(ranks: RankPool) -> None:
@@ -123,13 +123,13 @@ def test_the_smallest_budget_of_a_rank_is_below_that_of_one_rank() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, *in_soak(4)])
-def test_fp16_on_ranks_equals_plain(ranks: RankPool, world_size: int) -> None:
+@pytest.mark.parametrize("name", ["nested", *in_soak("gpt2")])
+def test_fp16_on_ranks_equals_plain(ranks: RankPool, world_size: int, name: str) -> None:
     """Each rank's scaled gradients are bits, their fp32 sum is rounded once to fp16, here and in the reference."""
     options: dict[str, Any] = {"dtype": torch.float16, "loss_scale": 2.0**8, "accumulation": 2, "clip": 0.05}
-    for name in ("gpt2", "nested"):
-        wrap = {"model_data_memory": "smallest", "read_grads": False}
-        results = ranks(world_size).run(train, name, {"steps": 3, **options}, wrap, timeout_s=120)
-        plain = train_plain(MODELS[name], 3, world_size, reduce_dtype=torch.float32, **options)
-        for rank, (run, _) in enumerate(results):
-            wanted = wanted_on(rank, plain)
-            assert_equal_runs(run, dataclasses.replace(wanted, grads=None), bits=True)
+    wrap = {"model_data_memory": "smallest", "read_grads": False}
+    results = ranks(world_size).run(train, name, {"steps": 3, **options}, wrap, timeout_s=120)
+    plain = train_plain(MODELS[name], 3, world_size, reduce_dtype=torch.float32, **options)
+    for rank, (run, _) in enumerate(results):
+        wanted = wanted_on(rank, plain)
+        assert_equal_runs(run, dataclasses.replace(wanted, grads=None), bits=True)

@@ -115,6 +115,7 @@ def test_one_rank_has_the_bits_of_plain_accelerate(steps: int) -> None:
     assert_same(*runs)
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
 def test_training_goes_on_from_a_saved_state(rank: int, world_size: int, mixed: str) -> None:

@@ -38,6 +38,7 @@ def on_device(model: ShardedModel) -> int:
     return model.chunk_manager.memory.device.ledger.total_bytes
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("options", ["fp32", "bf16", *in_soak("reuse", "stage-0", "stage-1", "stage-2")])
 def test_states_follow_other_budgets_and_training_has_the_same_bits(rank: int, world_size: int, options: str) -> None:
@@ -89,6 +90,7 @@ def test_no_sequence_of_budgets_changes_a_bit(budgets: list[float]) -> None:
     assert train("bf16", 0, change) == train("bf16", 0)
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("options", ["bf16", "reuse"])
 def test_sums_of_micro_batches_make_room_where_no_state_has_to_move(rank: int, world_size: int, options: str) -> None:

@@ -115,6 +115,7 @@ def use_after_a_step(case: ModelCase, dtype: torch.dtype | None, world_size: int
             yield 1.0 if is_used(after, later.device) else after.device_bytes / later.device
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_nearly_all_of_the_budget_is_used_after_the_first_step(name: str) -> None:
     """The chunk size is chosen before anybody knows the activations: it suits what they may leave, too."""

@@ -168,6 +168,7 @@ def test_host_memory_that_a_smaller_chunk_size_fits_is_enough() -> None:
 RANK_0_BYTES = 30_000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_built", [False, True])
 @on_ranks(2, 3)
 def test_ranks_that_read_different_free_memory_go_by_the_least(rank: int, world_size: int, is_built: bool) -> None:

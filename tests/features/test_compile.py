@@ -114,7 +114,7 @@ def assert_trains_like_plain(rank: int, world_size: int, setting: Setting, ragge
     return model
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @on_ranks_with("setting", {1: ONE_RANK, 2: TWO_RANKS}, soak={1: EVERY_ON_ONE, 2: EVERY_ON_TWO}, timeout_s=300)
 def test_a_compiled_model_trains_like_the_compiled_plain_module_and_is_compiled_once(
     rank: int, world_size: int, setting: Setting

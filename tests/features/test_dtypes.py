@@ -87,6 +87,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return model(tokens(step)).float().logsumexp(-1).square().mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("place", mlp.PLACES)
 def test_norms_and_attention_in_fp32_equal_a_model_that_casts(place: str, reuse: bool) -> None:

@@ -65,6 +65,7 @@ def by_hand(rank: int, windows: int) -> tuple[ShardedModel, list[float]]:
     return model, norms
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("form", ["colossal", "deepspeed"])
 def test_an_engine_trains_as_the_same_settings_by_hand(rank: int, world_size: int, form: str) -> None:
@@ -268,6 +269,7 @@ def test_without_an_optimizer_an_engine_evaluates() -> None:
         engine.criterion(loss, loss)
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["weights.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

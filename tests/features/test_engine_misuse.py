@@ -25,6 +25,7 @@ def loss_of(engine: Engine, step: int = 0) -> Tensor:
     return engine(inputs(step)).square().mean()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_step_after_loss_backward_is_refused_and_training_goes_on(rank: int, world_size: int, window: int) -> None:

@@ -36,6 +36,7 @@ def backward(engine: Engine, micro: int = 0, factor: float = 1.0) -> float:
     return float(engine.optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("when", ["micro-batch", "step", "epoch"])

@@ -226,6 +226,7 @@ class Signalled(Hook):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_on_one_rank_ends_all_after_the_step(rank: int, world_size: int, number: signal.Signals) -> None:

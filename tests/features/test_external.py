@@ -43,6 +43,7 @@ class Net(nn.Module):
         return self.layers(torch.tanh(self.borrower(x)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("registers", [True, False])
 @on_ranks(1, 2)
 def test_a_borrowed_weight_trains_as_in_plain_pytorch(rank: int, world_size: int, registers: bool) -> None:

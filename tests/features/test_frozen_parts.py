@@ -153,6 +153,7 @@ def test_what_does_not_fit_when_it_is_unfrozen_changes_nothing_on_any_rank(rank:
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", WRAPS, ids=str)
 def test_a_flag_counts_for_graphs_that_are_built_after_it_changed(wrap: dict[str, Any]) -> None:
     pair = Pair(0, 1, wrap)

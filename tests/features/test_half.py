@@ -92,6 +92,7 @@ def _job_of(c: dict[str, Any]) -> Job:
 ONE_RANK = [_job_of(c) for c in COMBINATIONS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:reuse_fp16_shard")
 @on_ranks_with(
     "job",
@@ -125,7 +126,7 @@ DETOURS: dict[int, list[Setting]] = {
 EVERY: list[Setting] = [(place, ()) for place in (*RANK_PLACES, {"stage": 3, **KEPT}, {"stage": 1, **KEPT})]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore")
 @on_ranks_with("setting", DETOURS, soak={2: EVERY, 3: EVERY}, ids=_id_of, timeout_s=600)
 def test_detours_between_backward_and_step(rank: int, world_size: int, setting: Setting) -> None:
@@ -201,6 +202,7 @@ BYTES: dict[int, list[Sizes]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with("setting", {size: settings[::3] for size, settings in BYTES.items()}, soak=BYTES, ids=_id_of)
 def test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way(
     rank: int, world_size: int, setting: Sizes

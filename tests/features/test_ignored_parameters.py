@@ -31,6 +31,7 @@ def optimizers(module: Any) -> list[Any]:
     return [ShardedOptimizer(module, both[0]), both[1]] if isinstance(module, ShardedModel) else both
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("policy", ["auto", "cpu"])
 def test_ignored_parameters_are_left_to_the_user(rank: int, world_size: int, policy: str) -> None:

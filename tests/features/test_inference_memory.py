@@ -80,6 +80,7 @@ def test_a_state_dict_that_needs_masters_for_which_there_is_no_room_changes_noth
     assert_same(weights_of(model), uneven().bfloat16().state_dict())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("place", mlp.PLACES)
 def test_a_model_that_inferred_first_trains_with_the_same_bits(place: str, dtype: torch.dtype) -> None:

@@ -78,6 +78,7 @@ def test_gradients_are_given_up_when_their_copies_are_done(rank: int, world_size
         pair.steps(2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", ["memory", "nothing"])
 @on_ranks(1, 2)
 def test_states_move_to_the_device_when_others_are_frozen(rank: int, world_size: int, change: str) -> None:

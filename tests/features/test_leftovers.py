@@ -251,6 +251,7 @@ def test_gradients_of_another_optimizer_outlive_a_change_of_plan(
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("wrap", WRAPS[:3], ids=str)
 def test_a_bad_gradient_of_another_optimizer_neither_skips_the_step_nor_enters_its_norm(

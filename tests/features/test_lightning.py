@@ -108,6 +108,7 @@ class Plateau(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "callback"),
     [

@@ -153,6 +153,7 @@ class ByHand(Plain):
             self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_optimization_by_hand_has_the_bits_of_lightnings_own(rank: int, world_size: int, precision: Any) -> None:

@@ -37,6 +37,7 @@ def train(
     return train_while(*trainer(device, dtype), rank, between, steps, dtype)
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_another_process_takes_memory_and_frees_it_again(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
@@ -214,6 +215,7 @@ def test_batches_of_two_sizes_in_turn_find_the_room_that_they_had(rank: int, wor
     assert device.read().num_ooms == 0
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("part", [0.8, 0.5])
 def test_a_capacity_that_is_lowered_below_what_is_held_is_kept_within_two_steps(

@@ -117,6 +117,7 @@ def test_all_parameters_may_persist_and_leave_between_steps() -> None:
     assert train_while(model, optimizer, 0, between, steps=4) == train(0, tensor_placement_policy="cpu")
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("policy", ["auto", "cpu"])
 def test_no_more_elements_are_live_than_allowed(rank: int, world_size: int, policy: str) -> None:

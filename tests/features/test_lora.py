@@ -14,6 +14,7 @@ WRAPS: list[dict[str, Any]] = [{"tensor_placement_policy": policy} for policy in
 WRAPS += [{"model_data_memory": "700KiB"}]
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with("wrap", {1: WRAPS, 2: [{}, {"stage": 2, "tensor_placement_policy": "cpu"}]})
 def test_adapters_train_as_on_the_plain_model(rank: int, world_size: int, wrap: dict[str, Any]) -> None:
     """Three steps with the bits of the plain loop; the trunk holds nothing but its weights."""

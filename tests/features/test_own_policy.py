@@ -99,6 +99,7 @@ BAD: dict[str, tuple[Changed, type[Exception], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("mistake", BAD)
 def test_a_bad_answer_is_told_before_anything_is_taken(rank: int, world_size: int, mistake: str) -> None:

@@ -68,6 +68,7 @@ def test_what_is_unfrozen_and_in_no_group_is_refused_until_it_is_added(
     pair.model.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_run_again", [False, True])
 @on_ranks(1, 2)
 def test_a_group_that_is_added_uses_the_gradients_that_earlier_steps_left(
@@ -152,6 +153,7 @@ def test_state_that_groups_need_later_is_there_or_comes_with_the_step() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_data_memory", [None, 24000, 30000, 40000])
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {}], ids=str)
 def test_state_beyond_what_was_planned_takes_no_room_of_others(

@@ -58,6 +58,7 @@ def with_(kind: str, seed: int = 1) -> Callable[[], nn.Module]:
     return make
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["smallest", "cuda"])
 @pytest.mark.parametrize("kind", KINDS | NEW_PARAMETERS)
 def test_a_parametrization_put_on_before_wrapping_trains_as_in_plain_pytorch(kind: str, place: str) -> None:

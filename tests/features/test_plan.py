@@ -59,7 +59,7 @@ NAMES = [case.name for case in cases()]
 
 @on_ranks_with(
     "names",
-    {1: [NAMES[::4]], 2: [NAMES[2::6]], 3: [NAMES[3::6]]},
+    {1: [NAMES[::8]], 2: [NAMES[2::12]], 3: [NAMES[3::12]]},
     soak={1: [[name] for name in NAMES]},
     ids=lambda names: names[0] if len(names) == 1 else f"{len(names)} models",
 )

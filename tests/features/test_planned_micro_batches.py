@@ -93,6 +93,7 @@ def test_a_plan_learns_how_many_micro_batches_steps_have(rank: int, world_size: 
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("number", [None, 1])
 def test_a_number_that_was_told_is_not_learnt(rank: int, world_size: int, number: int | None) -> None:

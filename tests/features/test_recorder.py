@@ -87,6 +87,7 @@ def recorded(make: type[nn.Module] = Mlp, step: int = 0, **arguments: Any) -> Tr
     return trace
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("step", [0, 2])
 def test_every_event_of_a_step_has_its_bytes(rank: int, world_size: int, step: int) -> None:

@@ -87,6 +87,7 @@ def test_a_zero_config_of_deepspeeds_page_trains_as_the_same_settings_by_hand(
     engine.empty_partition_cache()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("name", "mended", "words"),

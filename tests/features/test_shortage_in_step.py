@@ -136,6 +136,7 @@ def test_wherever_a_step_finds_no_memory_nothing_has_changed(
     assert training.hash() == calm.hash()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", HOW[:2], ids=str)
 def test_staged_pieces_lie_in_memory_that_the_plan_has(

@@ -76,6 +76,7 @@ def test_a_fetch_and_a_reduction_make_no_regions_that_were_there_in_the_last_ste
     assert not made
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("budget", "kept", "slots", "most"),

@@ -55,6 +55,7 @@ def test_a_momentum_buffer_that_is_none_is_made_by_the_next_step() -> None:
     assert_same(weights_of(model), dict(plain.named_parameters()))
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_fp32_model_goes_on_from_the_masters_of_a_16_bit_one(rank: int, world_size: int, dtype: torch.dtype) -> None:

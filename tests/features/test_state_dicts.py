@@ -225,6 +225,7 @@ def test_an_optimizers_state_is_a_view_by_parameter() -> None:
         optimizer.state[weight]["momentum"]
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @both_dtypes
 def test_rank_0_alone_has_the_optimizers_state_where_it_alone_writes(

@@ -83,6 +83,7 @@ ONE_RANK = [("cuda", 3), ("smallest", 3)]
 TWO_RANKS = [("smallest", 3), ("cuda", 0)]
 
 
+@pytest.mark.sampled(2)
 @on_ranks_with("setting", {1: ONE_RANK, 2: TWO_RANKS})
 def test_wrappers_that_shard_or_reduce_themselves_are_refused_by_name(
     rank: int, world_size: int, setting: tuple[str, int]

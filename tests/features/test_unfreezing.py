@@ -34,6 +34,7 @@ def train_both(models: Both) -> None:
     assert_same(weights_of(models[0][0]), weights_of(models[1][0]))
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_what_is_unfrozen_and_given_other_values_in_turns_is_planned_once(

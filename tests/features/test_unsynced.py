@@ -125,6 +125,7 @@ class Scaled(nn.Module):
         return (self.weight * x).sum()
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("wrap", "wanted"),

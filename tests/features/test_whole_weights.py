@@ -130,6 +130,7 @@ def _released(dtype: torch.dtype | None) -> ShardedModel:
     return model
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_what_reads_or_writes_weights_does_what_it_does_to_plain_ones(

@@ -18,6 +18,7 @@ from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import Mlp, assert_same, build, inputs, weights_of
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("config", [None, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}])
 def test_a_model_is_built_in_deepspeeds_context(rank: int, world_size: int, config: Any) -> None:
@@ -33,6 +34,7 @@ def test_a_model_is_built_in_deepspeeds_context(rank: int, world_size: int, conf
         assert torch.equal(engine(inputs(0)), plain(inputs(0)))
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("shard_param", [True, False])
 def test_a_model_is_built_with_colossals_arguments(rank: int, world_size: int, shard_param: bool) -> None:

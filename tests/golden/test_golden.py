@@ -34,7 +34,7 @@ def assert_as_recorded(ranks: RankPool, note: Note, cases: Sequence[Case], sibli
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world_size", [1, 2, *in_soak(3)])
 def test_a_sample_of_the_recorded_cases_is_as_it_was(ranks: RankPool, record_property: Note, world_size: int) -> None:
-    assert_as_recorded(ranks, record_property, [case for case in SAMPLE if case.ranks == world_size][::3])
+    assert_as_recorded(ranks, record_property, [case for case in SAMPLE if case.ranks == world_size][::5])
 
 
 @pytest.mark.soak

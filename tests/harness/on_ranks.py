@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import RankPool
+from tests.harness.seed import seed
 
 Case = Callable[..., None]
 
@@ -71,7 +72,7 @@ def _decorator(parameters_mark: pytest.Mark, timeout_s: float) -> Callable[[Case
         def test(ranks: RankPool, world_size: int, **arguments: Any) -> None:
             __tracebackhide__ = True
             if world_size == 1:
-                torch.manual_seed(0)  # as every case on ranks starts
+                seed(0)  # as every case on ranks starts
                 case(0, 1, **arguments)
             else:
                 # the name of the test is the decorated function; ranks call the one that it was made of

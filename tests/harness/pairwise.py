@@ -1,5 +1,6 @@
 """A small set of combinations in which every pair of values of any two options occurs at least once."""
 
+import heapq
 import itertools
 import random
 from collections.abc import Sequence
@@ -15,10 +16,18 @@ def all_pairs(options: dict[str, Sequence[Any]], allowed: Any = lambda combinati
     pairs = [_pairs(combination) for combination in every]
     missing = set().union(*pairs)
     chosen = []
+    # What a combination covers becomes fewer pairs with each one that is chosen, never more. So most need no look: an
+    # old number that is not the largest cannot become it.
+    best_first = [(-len(its), place) for place, its in enumerate(pairs)]
+    heapq.heapify(best_first)
     while missing:
-        best = max(range(len(every)), key=lambda place: len(missing & pairs[place]))
-        missing -= pairs[best]
-        chosen.append(every[best])
+        _, place = heapq.heappop(best_first)
+        now = -len(missing & pairs[place]), place
+        if best_first and now > best_first[0]:
+            heapq.heappush(best_first, now)
+            continue
+        missing -= pairs[place]
+        chosen.append(every[place])
     return chosen
 
 

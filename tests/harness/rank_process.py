@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness.seed import seed
+
 COLLECTIVE_TIMEOUT_S = 60.0
 
 
@@ -71,7 +73,7 @@ def _destroy_groups() -> None:
 
 def _run_case(pipe: Connection, call: Any, rank: int, world_size: int, barrier: bool) -> bool:
     name, args, kwargs = call
-    torch.manual_seed(0)
+    seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)  # Lightning's launchers give it all processors
     try:

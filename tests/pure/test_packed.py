@@ -21,6 +21,7 @@ def outcome(plan: Callable[[], Plan]) -> object:
     return found.hash, found.budget, found.demand, found.settings
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [Settings(), Settings(stage=1), Settings(gradient_accumulation_steps=3)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_shared_packings_make_the_same_plans(settings: Settings, ranks: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, estimate_memory, state_hash
 from optim import HybridAdam
+from tests.harness.seed import seed
 
 WIDTH = 16
 LAYERS = 6
@@ -45,7 +46,7 @@ class Mlp(nn.Module):
 def build(make: Callable[[], nn.Module] = Mlp) -> Any:
     """The same weights on every call."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        seed(0)
         model = make()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.harness.seed import seed
 from tests.zoo import hf_models as hf
 from tests.zoo.awkward import chains, checkpoints, experts, outputs, owners, shapes, uses
 
@@ -74,7 +75,7 @@ class ModelCase:
     def build(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The model, same weights on every call, the caller's random state untouched; the cast comes last."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1234)
+            seed(1234)
             model = self.make().train()
         return model if dtype is None or "own_dtypes" in self.tags else model.to(dtype)
 

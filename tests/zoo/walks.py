@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gemini import ShardedModel, ShardedOptimizer
+from tests.harness.seed import seed
 
 WIDTH, VOCABULARY, BLOCKS = 16, 11, 3
 
@@ -64,7 +65,7 @@ class Net(nn.Module):
 def build() -> Net:
     """The same weights on every call."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+        seed(5)
         return Net()
 
 
