@@ -6,6 +6,7 @@ A reader who wants to know who changes a field looks in one place, where a metho
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -59,6 +60,7 @@ def fields_of(owner: ast.ClassDef, file: str) -> Fields:
     )
 
 
+@cache
 def all_fields() -> dict[str, Fields]:
     """The fields of our classes, by the class's name."""
     return {

@@ -35,10 +35,9 @@ def test_nearly_all_of_any_budget_is_used_unless_everything_fits(name: str, dtyp
         everything = plan_model(spec, settings, world_size)
         least = everything.minimum_bytes
         assert least is not None
-        for _ in range(2):
-            budget = chance.randint(least, everything.device_bytes)
-            plan = plan_model(spec, replace(settings, model_data_memory=budget), world_size)
-            assert plan.host_bytes == 0 or plan.device_bytes >= 0.95 * budget, (world_size, budget, plan.device_bytes)
+        budget = chance.randint(least, everything.device_bytes)
+        plan = plan_model(spec, replace(settings, model_data_memory=budget), world_size)
+        assert plan.host_bytes == 0 or plan.device_bytes >= 0.95 * budget, (world_size, budget, plan.device_bytes)
 
 
 SAMPLE = ["llama", "vit", "odd_shapes", "chain", "gpt2", "large_embedding", "frozen_body", "lstm"]

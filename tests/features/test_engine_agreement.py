@@ -60,7 +60,7 @@ def zero_init(module: nn.Module, config: Any) -> None:
     deepspeed.zero.Init(module=module, config_dict_or_path=config)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @on_ranks(2)
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("front", [gemini_form, deepspeed_form, zero_init])

@@ -16,6 +16,7 @@ STEPS = 3  # the first pass is recorded, the others follow it
 SOME: dict[str, dict[str, list[Any]]] = {
     "fp32-and-bf16": {"dtype": ["fp32", "bf16"]},
     "fp16": {"dtype": ["fp16"]},
+    "one-policy": {"policy": ["auto"], "dtype": ["bf16"], "micro": [3], "prefetch": [0, 4]},
     "two-policies": {"policy": ["auto", "static, halves"], "dtype": ["bf16"], "micro": [3]},
     "three-policies": {"policy": ["auto", "cpu", "static, halves"]},
 }
@@ -23,14 +24,15 @@ SOME: dict[str, dict[str, list[Any]]] = {
 
 @on_ranks_with(
     "some",
-    {1: ["three-policies"], 2: ["two-policies"]},
-    soak={1: ["fp32-and-bf16", "fp16"], 2: ["fp32-and-bf16", "fp16"], 4: ["fp32-and-bf16", "fp16"]},
+    {1: ["three-policies"], 2: ["one-policy"]},
+    soak={1: ["fp32-and-bf16", "fp16"], 2: ["two-policies", "fp32-and-bf16", "fp16"], 4: ["fp32-and-bf16", "fp16"]},
     timeout_s=240.0,
 )
 def test_every_pair_of_places_has_the_bits_of_its_reference(rank: int, world_size: int, some: str) -> None:
     wanted: dict[Any, Bits] = {}
     moved = []
-    for case in pairs({**OPTIONS, **SOME[some], "ranks": [world_size]}):
+    cases = pairs({**OPTIONS, **SOME[some], "ranks": [world_size]})
+    for case in cases:
         done = train(rank, case, STEPS)
         if isinstance(done, Refused):
             continue
@@ -39,7 +41,8 @@ def test_every_pair_of_places_has_the_bits_of_its_reference(rank: int, world_siz
             wanted[arithmetic] = reference(rank, arithmetic, STEPS)
         assert done.bits == wanted[arithmetic], case
         moved.append(done.moved)
-    assert len(moved) >= 12, "of the 18 or 30 pairs of a policy and a budget some 12 are refused at most"
+    # Of the 18 or 30 pairs of a policy and a budget some 12 are refused at most, and a third of those of "auto".
+    assert len(moved) >= min(12, 2 * len(cases) // 3)
     assert any(each.evictions for each in moved) and any(each.host_bytes for each in moved)
     assert any(each.ahead for each in moved) == (world_size > 1)
 

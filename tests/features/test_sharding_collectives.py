@@ -83,7 +83,7 @@ def test_a_reduction_has_the_same_bits_in_every_layout(rank: int, world_size: in
         assert all(same_bits(payload, found[0]) for payload in found[1:]), dtype
 
 
-@on_ranks(1, 2, 3, 5)
+@on_ranks(1, 2, 3, soak=(5,))
 def test_a_reduction_of_many_tiles(rank: int, world_size: int) -> None:
     layout = layout_of([SUM_TILE_NUMEL // ALIGNMENT + 3], world_size)
     payloads = [values(r, layout.numel, torch.bfloat16) for r in range(world_size)]

@@ -198,6 +198,7 @@ class Scheduled(mlp.Mlp):
         return x
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2)
 @pytest.mark.parametrize(
     "wrap",
