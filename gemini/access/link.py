@@ -7,7 +7,7 @@ still being built have a kind of link each, which says how to reach their parame
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,8 +25,6 @@ from gemini.placement.trace import Phase
 from optim import HALF_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from gemini.access.saved_tensors import SavedTensors
     from gemini.access.trainability import Trainability
     from gemini.manager.binding import Binding
@@ -149,18 +147,22 @@ class ParameterLink(ABC):
         # Back to the payload before anything is refused: the error must not leave the parameter in foreign memory.
         parameter.data = whole
         self.refuse_sharing(value)
-        if value.shape != whole.shape or value.dtype != whole.dtype:
-            self.replace_data(value)
-        else:
+        if self.fits(value):
             whole.copy_(value)
+        else:
+            self.replace_data(value)
 
     def mark_edited(self) -> None:
         """The parameter's values were written to, or may be."""
         self.binding.mark_edited(self.managed)
 
+    def fits(self, value: Tensor) -> bool:
+        """Whether the memory of the parameter can take `value` as its `.data`."""
+        return value.shape == self.managed.shape and value.dtype == self.managed.dtype
+
     @abstractmethod
     def replace_data(self, value: Tensor) -> None:
-        """Carry out `.data = value` with another shape or dtype. May raise ReleasedParameterError."""
+        """Carry out `.data = value` where that does not fit. May raise ReleasedParameterError."""
 
     def gradient(self) -> Tensor | None:
         """The answer of `.grad`. May be collective, and raise."""

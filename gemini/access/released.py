@@ -194,7 +194,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     link.refuse_sharing(value)
     if is_unwritten(value) and not link.may_be_emptied:  # as by `to_empty()`
         raise UnsupportedError(f"parameter {managed.name!r} would lose its values: {CONVERSION}")
-    if value.shape != managed.shape or value.dtype != managed.dtype:
+    if not link.fits(value):
         link.replace_data(value)
         return
     with torch.no_grad():

@@ -13,6 +13,7 @@ from gemini.access.gradient import set_own_grad
 from gemini.access.gradient_hooks import hook_last
 from gemini.access.link import ParameterLink, any_link_of
 from gemini.chunks.chunk import ManagedParameter
+from gemini.chunks.placeholder import dense_stride, have_one_order
 from gemini.errors import GeminiError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class BuiltLink(ParameterLink):
 
     def fetched(self, links: Sequence[BuiltLink], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
         return self.store.fetched([link.managed for link in links], overwrites)
+
+    def fits(self, value: Tensor) -> bool:
+        # In other strides, random numbers that are drawn later, and sums, would have another order.
+        managed = self.managed
+        return super().fits(value) and have_one_order(dense_stride(value), managed.stride, value.shape)
 
     def replace_data(self, value: Tensor) -> None:
         self.store.replace(self, value)

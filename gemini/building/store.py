@@ -253,7 +253,7 @@ class BuildStore:
         return copied
 
     def replace(self, link: BuiltLink, value: Tensor) -> None:
-        """Give the parameter data of another shape or dtype, in a chunk of its own. Collective."""
+        """Give the parameter data of another shape, dtype or order in memory, in a chunk of its own. Collective."""
         managed = link.managed
         parameter, (operator, _, name) = managed.parameter, managed.name.rpartition(".")
         with self.communicator.publishing(), torch.no_grad():

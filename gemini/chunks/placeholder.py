@@ -10,7 +10,7 @@ shows a placeholder, and a parameter that is bound to its payload costs what a p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,3 +78,9 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
             return torch.empty(tensor.shape, device="meta").stride()
         expected *= size
     return stride
+
+
+def have_one_order(one: Sequence[int], other: Sequence[int], shape: torch.Size) -> bool:
+    """Whether the elements of `shape` come in the same order in memory with either strides."""
+    # A stride along one element reaches none, and a tensor without elements has no order.
+    return not shape.numel() or all(a == b for a, b, size in zip(one, other, shape, strict=True) if size > 1)

@@ -62,7 +62,7 @@ def packings(spec: ModelSpec, settings: Settings, world_size: int) -> Iterator[P
     # The user gives `chunk_size` in elements. Convert it with the element size of most parameters.
     itemsizes = [item.itemsize for row in inputs for item in row]
     # Of sizes that are equally frequent all ranks must take the same: hence the sort.
-    chunk_bytes = settings.chunk_size * max(sorted(set(itemsizes)), key=itemsizes.count)
+    chunk_bytes = settings.chunk_size * max(sorted(set(itemsizes)), key=itemsizes.count, default=1)
     facts = _facts_of(packer.seal(packer.cut(chunk_bytes)), spec, settings, persistent)
     yield Packing(facts, chunk_bytes, None)
 

@@ -61,3 +61,10 @@ def test_ranks_train_beside_parameters_without_elements(
     model.load_state_dict(before)
     assert_same(weights_of(model), before)
     model.close()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 512])
+def test_a_model_without_parameters_is_wrapped(chunk_size: int | None) -> None:
+    model = ShardedModel(nn.ReLU(), device="emulated", chunk_size=chunk_size)
+    assert torch.equal(model(torch.tensor([-1.0, 1.0])), torch.tensor([0.0, 1.0]))
+    assert not model.state_dict()

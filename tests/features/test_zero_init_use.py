@@ -1,11 +1,13 @@
 """What users do with a model that they build in a `ZeroInitContext`, before it is wrapped."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from gemini import (
     GatheredParameters,
@@ -176,6 +178,48 @@ def test_one_rank_may_initialise_gathered_parameters(rank: int, world_size: int)
                 model[1].bias.data[2] = 5.0
     assert torch.equal(model[0].weight.clone(), torch.full((16, 16), 3.0))
     assert model[1].bias.clone()[2] == 5
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_data_that_lies_in_another_order_is_followed(rank: int, world_size: int, gathered: bool) -> None:
+    """What torch draws in place afterwards, and how it adds up, depends on the order of elements in memory."""
+
+    def build(parameters: Any = None) -> nn.Linear:
+        layer = nn.Linear(6, 9)
+        with parameters(layer.weight, modifier_rank=0) if gathered else nullcontext():
+            layer.weight.data = torch.randn(6, 9).t()
+        nn.init.normal_(layer.weight)
+        return layer
+
+    torch.manual_seed(5)
+    plain = build(lambda weight, modifier_rank: nullcontext())
+    numbers = torch.rand(3)
+    torch.manual_seed(5)
+    with ZeroInitContext():
+        layer = build(GatheredParameters)
+    assert torch.equal(torch.rand(3), numbers)
+    assert layer.weight.stride() == plain.weight.stride() == (1, 9)
+    assert torch.equal(layer.weight.clone(), plain.weight)
+    assert_same_state(ShardedModel(layer), plain)
+
+
+def test_a_parameter_with_gaps_in_memory_has_none_on_shards() -> None:
+    with ZeroInitContext():
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.arange(64.0).view(8, 8)[::2, ::2])
+    assert layer.weight.stride() == (4, 1)
+    assert torch.equal(layer.weight.clone(), torch.arange(64.0).view(8, 8)[::2, ::2])
+
+
+def test_the_original_of_a_tied_weight_is_a_copy() -> None:
+    with ZeroInitContext():
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        second.weight = first.weight
+        weight_norm(first)
+        before = second.weight.clone()
+        nn.init.zeros_(first.parametrizations.weight.original1)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(second.weight.clone(), before)
 
 
 @on_ranks(1, 2)

@@ -11,6 +11,13 @@ MUTANTS = [
         "tests/features/test_zero_init_use.py::test_gradients_before_wrapping_are_an_error[unfrozen]",
     ),
     Mutant(
+        "data that lies in another order in memory is brought into the old one while a model is built",
+        "gemini/building/link.py",
+        "return super().fits(value) and have_one_order(dense_stride(value), managed.stride, value.shape)",
+        "return super().fits(value)",
+        "tests/features/test_zero_init_use.py::test_data_that_lies_in_another_order_is_followed[1rank-True]",
+    ),
+    Mutant(
         "a build's edits stay each rank's own",
         "gemini/building/binding.py",
         '            self.communicator.broadcast_(payload.flat[managed.in_payload], f"values of {managed.name}")\n',

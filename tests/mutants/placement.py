@@ -6,6 +6,13 @@ _ANY_BUDGET = "tests/features/test_any_budget.py"
 
 MUTANTS = [
     Mutant(
+        "a model without parameters has no element size to multiply chunk_size= by",
+        "gemini/placement/chunk_facts.py",
+        "key=itemsizes.count, default=1)",
+        "key=itemsizes.count)",
+        "tests/features/test_empty_parameters.py::test_a_model_without_parameters_is_wrapped[512]",
+    ),
+    Mutant(
         "a plan of several micro-batches leaves the gradients of reuse_fp16_shard out",
         "gemini/placement/needs.py",
         "    if chunk.may_lend_home and micro_batches == 1:\n",
