@@ -70,6 +70,7 @@ from sharding import (
     TensorShardStrategy,
 )
 
+# For type checkers alone: `__getattr__` imports these when they are asked for.
 if TYPE_CHECKING:
     from gemini.engine.engine import Engine
     from gemini.engine.initialize import initialize

@@ -40,6 +40,7 @@ class DistributedLogger:
         self._log(logging.ERROR, message, ranks)
 
     def _log(self, level: int, message: str, ranks: Collection[int] | None) -> None:
+        # Asked for at each message: a logger may be older than the process group.
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if ranks is None or rank in ranks:
             self._logger.log(level, "rank %d: %s", rank, message)

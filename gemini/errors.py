@@ -94,7 +94,8 @@ class RemoteRankError(GeminiError):
         self.message = message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # the default would hand the message to __init__; errors cross processes when a launcher reports
+        # Errors are pickled where a launcher reports them from its processes. An exception's default would give
+        # `__init__` the message alone.
         return type(self), (self.rank, self.message)
 
 

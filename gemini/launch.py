@@ -104,7 +104,7 @@ def launch_from_slurm(
     missing = [name for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if name not in given]
     if missing:
         raise RuntimeError(f"launch_from_slurm(): {', '.join(missing)} not set: start the script with srun")
-    # a step may have fewer tasks and nodes than its job
+    # A job step may have fewer tasks and nodes than its job.
     nodes = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST", "")
     of_job = _FIRST_PORT + (int(given.get("SLURM_JOB_ID", 0)) + int(given.get("SLURM_STEP_ID", 0))) % _NUM_PORTS
     # `init_process_group()` reads these variables.
@@ -168,6 +168,7 @@ def _leave() -> None:
     # collective that it will never join, and so would not leave.
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
+    # The ranks count themselves in the store. A barrier would not end if one of them was killed.
     store = dist.distributed_c10d._get_default_store()
     deadline = time.monotonic() + _LEAVE_S
     try:

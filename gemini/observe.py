@@ -90,6 +90,7 @@ class Observer:
         self._listeners.append(listener)
 
         def end() -> None:
+            # The user may call it twice.
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
@@ -156,6 +157,8 @@ class Moving:
             self._range.__exit__(kind, error, traceback)
             self._range = None
         self.blocks -= 1
+        # A fetch has a block where it starts and one where it is waited for: it is one move, noted at the end of the
+        # second.
         if self.blocks == 0 and error is None:
             self.observer.note(self)
 

@@ -180,6 +180,7 @@ class Settings:
         self._check_numbers()
         self._check_dtypes()
         check_device("device", self.device)
+        # The class is frozen, so the checks write past it: they leave one form of each value, such as bytes for "8GiB".
         for name in BUDGETS:
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         part, whole = self.budget_bytes("model_data_memory"), self.budget_bytes("device_memory")
@@ -258,6 +259,7 @@ class Settings:
         for name, value in self._of_policy().items():
             object.__setattr__(self, name, check_fraction(name, value))
             wanted = "auto" if name == MARGIN else "static"
+            # The policy would not read it: the user would believe in a fraction that has no effect.
             if self.tensor_placement_policy != wanted:
                 raise ValueError(
                     f"{name}={value} belongs to tensor_placement_policy={wanted!r}, found {policy.name!r}: leave one "
@@ -287,6 +289,7 @@ class Settings:
             raise ValueError(f"chunk_size must be at least 1 element, found {size}")
         for name in COUNTS:
             count = getattr(self, name)
+            # For the other two None means no bound; this one has 0 for none.
             is_left_out = count is None and name != "param_persistence_threshold"
             if not is_left_out and (not _is_int(count) or count < 0):
                 raise (ValueError if _is_int(count) else TypeError)(
@@ -318,6 +321,7 @@ class Settings:
 
 
 def _is_int(value: object) -> bool:
+    # `True` is an int to Python, and would count as 1.
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 
 for _name in ("optim", "sharding"):
+    # `find_spec` runs no code of what it finds.
     _spec = importlib.util.find_spec(_name)
     _origin = _spec.origin if _spec is not None else None
     # A user's package of this name has an `__init__.py`, too, but hardly a `py.typed` beside it.

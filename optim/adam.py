@@ -90,6 +90,7 @@ class HybridAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Hyperparameters of every group are read and checked here, once a group and before any parameter changes.
         plan = [
             (parameter, arguments)
             for group in self.param_groups
@@ -103,6 +104,8 @@ class HybridAdam(Optimizer):
         # One launch for consecutive parameters with the same step count and hyperparameters.
         updates = [self._prepare(parameter) for parameter, _ in plan]
         numbered = zip(updates, [arguments for _, arguments in plan], strict=True)
+        # Step counts differ within a group if a parameter had no gradient in some steps. `groupby` joins neighbours
+        # only, so parameters stay in order.
         for (number, group), members in groupby(numbered, lambda pair: (int(pair[0].state["step"]) + 1, pair[1])):
             update_pieces([each.piece for each, _ in members], adam_scalars(step=number, **group))
         for each in updates:
@@ -124,12 +127,14 @@ class HybridAdam(Optimizer):
     def _prepare(self, parameter: Tensor) -> _Update:
         state = self.state[parameter]
         if "step" not in state:
+            # On the CPU, where torch keeps it by default too: the host reads it at every step, and waits for no device.
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         is_half = parameter.dtype in HALF_DTYPES
         if is_half and "master" not in state:
+            # Contiguous, because the update works on flat views of it.
             state["master"] = parameter.detach().float().contiguous()
         updated = [state["master"] if is_half else parameter, state["exp_avg"], state["exp_avg_sq"]]
         updated += [parameter] if is_half else []
@@ -176,10 +181,12 @@ class HybridAdam(Optimizer):
     def _restore_state(self, parameter: Tensor, saved: dict[str, Any]) -> None:
         state = self.state[parameter]
         if "step" in saved:
+            # State dicts of old versions of torch have a plain number here.
             step = saved["step"]
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         for name in FP32_STATES:
             if name in saved:
+                # A copy in any case: the state dict may refer to the live state of another optimizer.
                 state[name] = saved[name].detach().to(parameter.device, torch.float32, copy=True)
         # An fp32 parameter is its own master.
         if parameter.dtype not in HALF_DTYPES:
@@ -187,6 +194,8 @@ class HybridAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Groups of torch's optimizers lack keys of ours, and say by `decoupled_weight_decay` whether they are AdamW's.
+        # torch's `load_state_dict` calls this without defaults. Unpickling and copying call it with defaults, on an
+        # optimizer that has no attributes yet.
         defaults = state.get("defaults") or self.defaults
         for group in state["param_groups"]:
             decoupled = group.pop("decoupled_weight_decay", defaults["adamw_mode"])

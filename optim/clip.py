@@ -23,6 +23,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     if not max_norm >= 0.0:
         raise ValueError(f"max_norm must be a number >= 0, found {max_norm}")
     quotient = max_norm / (norm + 1e-6)
+    # Not `min(1.0, quotient)`, which is 1.0 for a NaN.
     return 1.0 if quotient >= 1.0 else quotient
 
 
@@ -69,10 +70,13 @@ def clip_grad_norm_(
     _check(gradients)
     with torch.no_grad():
         norm = _global_norm(gradients) if norm_type == 2.0 else _infinity_norm(gradients)
+        # Only the error looks for the culprit, because the host waits for the device at every gradient that it looks
+        # at.
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}, so it cannot be clipped: {_culprit(holders)}")
         coefficient = clip_coefficient(norm, float(max_norm))
         for gradient in gradients:
+            # A NaN norm has a NaN coefficient, which makes all gradients NaN, as in torch.
             gradient.mul_(coefficient)
     return torch.tensor(norm, dtype=torch.float32, device=gradients[0].device)
 
@@ -87,6 +91,7 @@ def _check(gradients: list[Tensor]) -> None:
 
 
 def _global_norm(gradients: list[Tensor]) -> float:
+    # One set of limbs a device, so that the host waits for each device once and not for each gradient.
     by_device: dict[torch.device, NormLimbs] = {}
     for gradient in gradients:
         limbs = by_device.setdefault(gradient.device, zero_norm_limbs(gradient.device))

@@ -32,6 +32,7 @@ def update(
     module = extension()
     if module is None:
         raise RuntimeError("gemini was installed without its CPU kernels")
+    # All pieces go to the kernel in one call, which divides their elements over its threads as one range.
     raw = [row for piece in pieces if piece.weight.numel() for row in _rows(piece)]
     if raw:
         module.adam(raw, tuple(scalars), num_threads or cpu_extension.num_threads(), level or levels()[0])
@@ -43,6 +44,8 @@ def _rows(piece: AdamPiece) -> list[tuple[int, ...]]:
         return [whole]
 
     def cut() -> list[tuple[int, ...]]:
+        # The address of an absent tensor is 0 and stays 0, because its size is 0. Behind the six addresses `whole` has
+        # the number of elements, which the span's replaces, the gradient's type and the layout.
         sizes = [0 if tensor is None else tensor.itemsize for tensor in piece[:6]]
         return [
             (*(address + start * size for address, size in zip(whole, sizes, strict=False)), numel, *whole[7:])

@@ -71,6 +71,8 @@ def _default_num_threads() -> int:
     # the start of each period, and the kernel stops all of them for the rest of it.
     quota = cpu_quota()
     usable = usable if quota is None else min(usable, int(quota))
+    # torchrun sets LOCAL_WORLD_SIZE to the number of ranks on the machine, which share its cores. A quota below one
+    # core still leaves one thread.
     return max(1, usable // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 

@@ -27,6 +27,7 @@ def accumulate_sum_of_squares_(
     module = extension()
     if module is None or not limbs.is_contiguous():
         raise RuntimeError("gemini was installed without its CPU kernels, or the limbs are not contiguous")
+    # The kernel gets addresses only. `can_sum` and `norm.check` have looked at shape, dtype and device.
     first_bad = module.sum_of_squares(
         limbs.data_ptr(),
         flat.data_ptr(),
@@ -35,4 +36,5 @@ def accumulate_sum_of_squares_(
         num_threads or cpu_extension.num_threads(),
         level or levels()[0],
     )
+    # A tensor, as from the kernels of other devices: there a plain number would make the host wait.
     return torch.tensor(first_bad, device="cpu")

@@ -22,6 +22,8 @@ def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
     for piece in pieces:
         by_device.setdefault(piece.weight.device.type, []).append(piece)
     on_cpu, on_cuda = by_device.pop("cpu", []), by_device.pop("cuda", [])
+    # Only kernels need `_note_writes`: the reference's operations work on detached views and raise the version counters
+    # that these share with the tensors.
     if on_cpu and cpu_adam.is_available():
         cpu_adam.update(on_cpu, scalars)
         _note_writes(on_cpu)
@@ -29,6 +31,7 @@ def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
         warn_missing()
         reference.update(on_cpu, scalars)
     if on_cuda and has_triton():
+        # Imported here: it imports Triton, which torch's CPU builds do not bring along.
         from optim import triton_adam
 
         triton_adam.update(on_cuda, scalars)
@@ -86,6 +89,7 @@ def accumulate_sum_of_squares_(limbs: norm.NormLimbs, flat: Tensor) -> Tensor:
     it only when the caller reads it. Tiles with such elements are counted in the last two limbs and not added.
     """
     norm.check(limbs, flat)
+    # The kernels know no fp64: fp64 gradients take the plain operations on every device.
     if limbs.device.type == "cpu" and cpu_norm.can_sum(flat):
         return cpu_norm.accumulate_sum_of_squares_(limbs, flat)
     if flat.device.type == limbs.device.type == "cuda" and flat.dtype is not torch.float64 and has_triton():

@@ -57,6 +57,7 @@ def refuse_unknown_arguments(owner: str, unknown: Iterable[str], valid: Iterable
 
 def _number(name: str, value: object, limit: float = math.inf) -> float:
     number = _real(value)
+    # False for NaN and, with a limit of infinity, for infinity: both are refused.
     if number is None or not 0.0 <= number < limit:
         valid = "finite number >= 0" if limit == math.inf else f"number with 0 <= {name} < {limit:g}"
         raise ValueError(f"{name} must be a {valid}, found {value!r}")
@@ -77,6 +78,7 @@ def _pair(value: object) -> tuple[object, object]:
 
 def _real(value: object) -> float | None:
     if isinstance(value, Tensor):
+        # For a learning rate on a device the host waits here, once a group and step.
         return float(value) if value.numel() == 1 and not value.is_complex() else None
     # float() accepts NumPy's scalars. It would also accept strings, which are not numbers.
     if isinstance(value, (str, bytes, bool)):

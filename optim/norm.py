@@ -76,6 +76,7 @@ def tile_sums(flat: Tensor) -> Tensor:
     if flat.numel() == 0:
         return sums
     with torch.no_grad():
+        # Both block sizes are multiples of TILE, so no tile is cut, and only the last one of all is padded.
         for values, out in zip(flat.split(block), sums.split(block // TILE)):
             _sum_block(values, out)
     return sums
@@ -105,6 +106,7 @@ def _halving_sum(values: Tensor, lanes: torch.dtype) -> Tensor:
     num_tiles = -(-numel // TILE)
     flat = scratch("norm lanes", num_tiles * TILE, lanes, values.device)
     flat[:numel].copy_(values)
+    # The memory behind the values may hold the squares of an earlier call.
     flat[numel:].zero_()
     flat.mul_(flat)
     squares = flat.view(num_tiles, TILE)
@@ -129,6 +131,7 @@ def _add_block(limbs: NormLimbs, sums: Tensor) -> None:
     counted = (biased != 0) & (biased != 0x7FF)  # neither zero (subnormal sums do not occur) nor non-finite
     mantissa = torch.where(counted, (bits & (2**52 - 1)) | 2**52, 0)
     shift = torch.where(counted, biased - (1075 + LOWEST_EXPONENT), 0)
+    # Sums that are not counted have mantissa 0 and shift 0, so they add zeros to the lowest limbs.
     limb, shift = shift >> 5, shift & 31
     # mantissa << shift, as three 32-bit digits, within int64. The shift may be 0, and shifting by 64 is undefined.
     low, high = mantissa & 0xFFFFFFFF, mantissa >> 32
@@ -136,6 +139,7 @@ def _add_block(limbs: NormLimbs, sums: Tensor) -> None:
     high = high + (low >> 32)
     for i, digit in enumerate((low & 0xFFFFFFFF, high & 0xFFFFFFFF, high >> 32)):
         limbs.index_add_(0, limb + i, digit)
+    # Counted by tile, not by element: ranks add these up as integers, and only whether they are 0 matters.
     limbs[INF_LIMB].add_(sums.isinf().sum())
     limbs[NAN_LIMB].add_(sums.isnan().sum())
 
@@ -148,9 +152,11 @@ def first_nonfinite(flat: Tensor, sums: Tensor) -> Tensor:
     bad_tiles = sums.isfinite().logical_not_()
     if flat.device.type == "cpu" and not bad_tiles.any():
         return none
-    # Indices stay on the device. `argmax` returns the first of equal values.
+    # Indices stay on the device. `argmax`, which torch has for numbers only, returns the first of equal values.
     first_tile = bad_tiles.to(torch.uint8).argmax()
     indices = first_tile * TILE + torch.arange(TILE, device=flat.device)
+    # In a shorter last tile the indices repeat its last element. `argmax` returns the first flag, so it never finds a
+    # repeat.
     indices.clamp_(max=flat.numel() - 1)
     bad_elements = flat.detach()[indices].isfinite().logical_not_()
     return torch.where(bad_tiles.any(), indices[bad_elements.to(torch.uint8).argmax()], none)
@@ -167,6 +173,7 @@ def norm_from_limbs(limbs: NormLimbs) -> float:
     # Take at least 64 significant bits of the root. A sticky last bit tells whether anything was cut off, so that the
     # conversion to float rounds correctly.
     extra = max(0, 130 - total.bit_length())
+    # The root halves the exponent, so the shift must be even. LOWEST_EXPONENT is even, too.
     extra += extra % 2
     scaled = total << extra
     root = math.isqrt(scaled)

@@ -49,6 +49,7 @@ class AdamPiece(NamedTuple):
         """The piece itself, or one for each of its spans."""
         if self.spans is None:
             return [self]
+        # Without its spans, which `narrow` would otherwise cut to each part.
         return [self._replace(spans=None).narrow(start, numel) for start, numel in self.spans]
 
     @property
@@ -83,9 +84,12 @@ class AdamPiece(NamedTuple):
             raise ValueError(f"spans end at {self.spans.end}, weight has {self.weight.numel()} elements")
 
     def _check_overlap(self) -> None:
+        # Kernels read element i of the gradient before they write element i of the copy. So the same address and width
+        # are safe, and a shifted overlap is not. `reuse_fp16_shard` lends a home to its gradient this way.
         shared = self.half is not None and self.grad.itemsize == 2 and self.half.data_ptr() == self.grad.data_ptr()
         named = [(n, t) for n, t in self.tensors.items() if not (shared and n == "half")]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named if t.numel())
+        # In the order of addresses it is enough to compare neighbours.
         for (_, end, name), (start, _, other) in pairwise(spans):
             if start < end:
                 raise ValueError(f"{name} and {other} share memory: an update would read what it has written")

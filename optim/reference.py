@@ -38,6 +38,7 @@ def update(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
 def _update_piece(piece: AdamPiece, scalars: AdamScalars) -> None:
     numel, device = piece.weight.numel(), piece.weight.device
     tile = min(numel, tile_numel(device))
+    # Made once a piece: on CUDA `_factors` launches a kernel, which every tile would repeat.
     factors = _factors(scalars, device)
     for start in range(0, numel, tile):
         part = piece.narrow(start, min(tile, numel - start))
@@ -54,9 +55,11 @@ def _update_piece(piece: AdamPiece, scalars: AdamScalars) -> None:
 
 def _update_tile(p: Tensor, part: AdamPiece, scalars: AdamScalars, factors: Constants[Tensor]) -> None:
     numel, device = p.numel(), p.device
+    # All of these are in use at once, so each needs a name of its own: a name gives the same memory again.
     names = ("adam gradient", "adam term", "adam denominator")
     scaled, term, denom = (scratch(name, numel, torch.float32, device) for name in names)
     wide = scratch("adam root", numel, torch.float64, device) if prefers_wide_square_root(device) else None
+    # The parameter comes last: L2 decay reads its old value, and it moves by the new moments.
     g = _scaled_gradient(part.grad, p, scaled, term, scalars, factors)
     _update_moments(g, part.exp_avg, part.exp_avg_sq, term, factors)
     _denominator(denom, part.exp_avg_sq, wide, scalars, factors)
@@ -65,6 +68,7 @@ def _update_tile(p: Tensor, part: AdamPiece, scalars: AdamScalars, factors: Cons
 
 def _factors(scalars: AdamScalars, device: torch.device) -> Constants[Tensor]:
     """The constants as 0-dim fp32 tensors, whose dispatch costs torch half that of Python floats."""
+    # On the CPU also for CUDA pieces: torch passes a 0-dim CPU operand to a CUDA kernel by value, without a copy.
     factors = Constants(*torch.tensor(scalars, dtype=torch.float32, device="cpu").unbind())
     if device.type == "cpu":
         return factors
@@ -76,10 +80,12 @@ def _scaled_gradient(
     g: Tensor, p: Tensor, scaled: Tensor, term: Tensor, scalars: AdamScalars, factors: Constants[Tensor]
 ) -> Tensor:
     """The fp32 gradient that the moments see: `g` itself if there is nothing to do, else `scaled`."""
+    # Every result goes to `scaled`, because the caller's gradient is only read.
     if g.dtype != torch.float32:
         g = scaled.copy_(g)
     if scalars.grad_scale != 1.0:
         g = torch.mul(g, factors.grad_scale, out=scaled)
+    # A multiplication of its own: one by the product of both factors would round differently.
     if scalars.clip != 1.0:
         g = torch.mul(g, factors.clip, out=scaled)
     if scalars.l2 != 0.0:
@@ -91,6 +97,7 @@ def _scaled_gradient(
 def _update_moments(g: Tensor, m: Tensor, v: Tensor, term: Tensor, factors: Constants[Tensor]) -> None:
     torch.mul(g, factors.one_minus_beta1, out=term)
     m.mul_(factors.beta1).add_(term)
+    # From left to right, ((1 - b2) * g) * g: another order of the product has other bits.
     torch.mul(g, factors.one_minus_beta2, out=term)
     term.mul_(g)
     v.mul_(factors.beta2).add_(term)
@@ -109,6 +116,7 @@ def _update_parameter(
     p: Tensor, m: Tensor, denom: Tensor, term: Tensor, scalars: AdamScalars, factors: Constants[Tensor]
 ) -> None:
     if scalars.decay != 0.0:
+        # torch's AdamW multiplies the parameter by `1 - lr * wd` instead, which rounds differently.
         torch.mul(p, factors.decay, out=term)
         p.sub_(term)
     torch.mul(m, factors.step_size, out=term)

@@ -37,6 +37,7 @@ def _round_tile(values: Tensor, rounded: Tensor) -> None:
     sums = scratch("rounded bits", values.numel(), torch.int32, values.device)
     torch.add(values.view(torch.int32), 0x8000, out=sums)
     sums.bitwise_right_shift_(16)
+    # The shift was arithmetic, so every sum fits into int16, with the weight's sign.
     rounded.copy_(sums)
     # A comparison per element costs more than all of the above. On the CPU one sum tells whether there can be a NaN. On
     # a device the host would have to wait for it.

@@ -34,6 +34,7 @@ def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
     """An uninitialised buffer, (numel,), valid until the next call with this `name` on this thread."""
     if device.type != "cpu":
         return torch.empty(numel, dtype=dtype, device=device)
+    # No device in the key: only buffers in host memory are kept.
     key = (name, dtype)
     buffer = _buffers.by_use.get(key)
     if buffer is None or buffer.numel() < numel:

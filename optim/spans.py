@@ -21,6 +21,7 @@ class Spans:
             end = start + numel
         self.starts = tuple(start for start, _ in pairs)
         self.numels = tuple(numel for _, numel in pairs)
+        # By name, the last key and its result only: a table of addresses is dropped when its tensors have moved.
         self._memo: dict[str, tuple[Hashable, Any]] = {}
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -33,6 +34,7 @@ class Spans:
 
     def within(self, start: int, end: int) -> Spans:
         """The parts of the runs in [start, end), counted from `start`."""
+        # The usual case returns the same object, which keeps its remembered tables from step to step.
         if start <= 0 and end >= self.end:
             return self
 

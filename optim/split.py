@@ -23,6 +23,7 @@ def split_master_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
             its_bits = scratch("split bits", values.numel(), torch.int32, values.device)
             to_bfloat16_half_up(values, out=hi)
             its_bits.copy_(hi.view(torch.int16))
+            # The copy from int16 has extended the sign, which the shift pushes out.
             its_bits.bitwise_left_shift_(16)
             torch.sub(values.view(torch.int32), its_bits, out=its_bits)
             lo.copy_(its_bits)
@@ -39,6 +40,7 @@ def join_master_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
             bits = values.view(torch.int32)
             bits.copy_(hi.view(torch.int16))
             bits.bitwise_left_shift_(16)
+            # The remainder is signed: the weight was rounded half up, so the master may lie below it.
             bits.add_(lo)
             # A zero weight with a negative remainder becomes a NaN. On the CPU one sum tells whether there can be one.
             if values.device.type != "cpu" or values.sum().isnan().item():

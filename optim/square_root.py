@@ -24,6 +24,7 @@ def prefers_wide_square_root(device: torch.device) -> bool:
 def square_root_(out: Tensor, values: Tensor, wide: Tensor | None) -> None:
     """Write the roots of `values` to `out`, both fp32, contiguous. wide: fp64 scratch as long, or None to use NumPy."""
     if wide is None:
+        # The root of a negative number is NaN, as in torch; NumPy would also warn.
         with np.errstate(invalid="ignore"):
             np.sqrt(values.numpy(), out=out.numpy())
         return

@@ -47,6 +47,7 @@ def update(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
             raise ValueError(f"pieces must be on one device: {pieces[0].weight.device} and {piece.weight.device}")
         if piece.weight.numel():
             groups.setdefault((piece.grad.dtype, piece.layout), []).append(piece)
+    # A variant is compiled into the kernel, so pieces of different variants cannot share a launch.
     for variant, group in groups.items():
         _launch(group, variant, scalars)
 
@@ -82,6 +83,7 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
     on_gpu = device.type == "cuda"  # else the interpreter's
     # Pinned, so that the copy waits for nothing; torch keeps the memory until the copy is done.
     table = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=on_gpu).to(device, non_blocking=True)
+    # Triton launches on the thread's current device, whatever device the pointers are of.
     with torch.cuda.device(device) if on_gpu else nullcontext():
         adam_kernel[(num_blocks,)](
             table,
@@ -124,9 +126,11 @@ def adam_kernel(
 ) -> None:
     """Update one block of the piece that contains it. The scalars are those of `AdamScalars`, fp32."""
     block = tl.program_id(0)
+    # One grid covers the blocks of all pieces, so each program looks up which piece its block is of.
     row = _row_of_block(table, num_pieces, block)
     start = (block - tl.load(row)) * BLOCK  # int64: a piece may pass 2**31 elements
     numel = tl.load(row + 1) - start
+    # bf16 is loaded and stored as its bits: rounding half up and joining with a remainder work on integers.
     MASTER_DTYPE: tl.constexpr = tl.int16 if LAYOUT == "split" else tl.float32
     EXTRA_DTYPE: tl.constexpr = tl.float16 if LAYOUT == "whole, fp16" else tl.int16
     weights = _pointer(row + 2, MASTER_DTYPE, ALIGNED) + start
@@ -150,6 +154,7 @@ def adam_kernel(
         g = g + p * l2
     m = m * beta1 + g * one_minus_beta1
     v = v * beta2 + (g * one_minus_beta2) * g
+    # `tl.sqrt` and `/` would compile to PTX's approximate root and division, which have other bits.
     d = tl.sqrt_rn(v)
     if HAS_ROOT_BIAS:
         d = tl.div_rn(d, root_bias2)
@@ -182,6 +187,8 @@ def _row_of_block(table: tl.tensor, num_pieces: tl.tensor, block: tl.tensor) -> 
 def _pointer(cell: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
     pointer = tl.load(cell).to(tl.pointer_type(DTYPE))
     if ALIGNED:
+        # The compiler cannot know the alignment of a pointer that was loaded from memory, and would not vectorise its
+        # loads.
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
@@ -200,6 +207,7 @@ def _load(
     """Load master, gradient and moments as fp32."""
     p = tl.load(weights + i, mask=mask)
     if LAYOUT == "split":
+        # As in `optim.split`, the extended sign of the int16 is pushed out by the shift.
         high = p.to(tl.int32)
         low = tl.load(extras + i, mask=mask).to(tl.int32)
         low = tl.where((high & 0x7FFF) == 0, tl.maximum(low, 0), low)  # see `optim.split`

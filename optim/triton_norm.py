@@ -51,6 +51,8 @@ def accumulate_sum_of_squares_(limbs: NormLimbs, flat: Tensor) -> Tensor:
     if num_tiles == 0:
         return first
     sums = torch.empty(num_tiles, dtype=torch.float64, device=device)
+    # Triton launches on the thread's current device, whatever device the tensors are on. The second kernel follows the
+    # first one on its stream, so the sums need no wait.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         tile_sums_kernel[(triton.cdiv(num_tiles, BLOCK_TILES),)](
             flat, flat.numel(), sums, first, IS_HALF=is_half, TILES=BLOCK_TILES, **OPTIONS
@@ -76,6 +78,8 @@ def tile_sums_kernel(
         narrow = _tile_sums(flat, start, numel, tl.float32, TILES)
         its_sums = narrow.to(tl.float64)
         # Not (a <= x < b), rather than its opposite, so that NaN counts as outside.
+        # Tiles behind the end have a sum of 0. Without the second condition they would cost the block a second sum in
+        # fp64.
         outside = (((narrow >= _SMALLEST_FP32_SUM) & (narrow < float("inf"))) == 0) & (start < numel)
         if tl.max(outside.to(tl.int32), axis=0) != 0:
             its_sums = tl.where(outside, _tile_sums(flat, start, numel, tl.float64, TILES), its_sums)
@@ -95,11 +99,14 @@ def limbs_kernel(sums: tl.tensor, num_tiles: tl.tensor, limbs: tl.tensor, BLOCK:
     digits = tl.zeros((BLOCK, _COLUMNS), tl.int64)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < num_tiles:
+        # Zeros behind the end are not counted: their exponent is 0.
         i = start + tl.arange(0, BLOCK)
+        # Digits stay below 2**32 and are added in int64, so that carries are left to the host.
         digits += _digits(tl.load(sums + i, mask=i < num_tiles, other=0.0), column[None, :])
         start += tl.num_programs(0) * BLOCK
     totals = tl.sum(digits, axis=0)
-    # Most limbs get nothing. Zeros are left out: all programs add to the same addresses, one after the other.
+    # Most limbs get nothing. Zeros are left out: all programs add to the same addresses, one after the other. Relaxed
+    # order is enough, because nobody reads the limbs before the kernel has ended.
     tl.atomic_add(limbs + column, totals, mask=(column < _NUM_LIMBS) & (totals != 0), sem="relaxed")
 
 
@@ -108,6 +115,8 @@ def _tile_sums(
     flat: tl.tensor, start: tl.tensor, numel: tl.tensor, LANES: tl.constexpr, TILES: tl.constexpr
 ) -> tl.tensor:
     """(TILES,) sums of squares in the written order: the upper half onto the lower, 128 + 128, 64 + 64 and so on."""
+    # A tile is eight slices of 32 elements. 128 + 128 adds slices k and k + 4, 64 + 64 then adds s2 to s0 and s3 to s1,
+    # and 32 + 32 adds these two.
     s0 = _square(flat, start, 0, numel, LANES) + _square(flat, start, 4, numel, LANES)
     s2 = _square(flat, start, 2, numel, LANES) + _square(flat, start, 6, numel, LANES)
     s1 = _square(flat, start, 1, numel, LANES) + _square(flat, start, 5, numel, LANES)

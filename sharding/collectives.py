@@ -57,6 +57,8 @@ class Collectives:
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self.wait = wait
+        # Looked up by device: a group that `init_process_group()` made without a backend calls itself "undefined", and
+        # its CPU backend is gloo all the same.
         self.checks_tags_first = group is not None and backends(group)[device.type] == "gloo"
         self._device = device
         self._control_device = device if group is None else control_device(group, device)
@@ -100,13 +102,17 @@ class Collectives:
         inputs = [beside.own.view(payload.dtype)] if beside else []
         outputs = [beside.every.view(payload.dtype)] if beside else []
         for piece, unit in zip(layout.slices(self.rank), layout.units):
+            # A unit of zero-size parameters has nothing to send. All ranks leave it out, because they have one layout.
             if unit.numel == 0:
                 continue
+            # Without a shard the input is this rank's slice of the output, which NCCL gathers in place, without a copy
+            # of it.
             inputs.append(payload[piece.in_payload] if shard is None else shard[piece.in_shard])
             outputs.append(payload[unit.start : unit.start + unit.numel])
         launched = self._gather_coalesced(outputs, inputs)
 
         def finish() -> None:
+            # First `wait`: it orders the current stream after the launch, and `verify` reads the tags on that stream.
             self.wait(launched)
             if beside:
                 beside.verify()
@@ -156,6 +162,8 @@ class Collectives:
             if beside and tags:
                 self.wait(tags)
                 beside.verify()
+            # `out` may be a part of the payload, which is a send buffer until the exchange is over: it is written from
+            # here on.
             rows = received.view(self.world_size, layout.shard_numel)
             sum_rows(rows, out, self.world_size if mean else 1, scratch)
 
@@ -182,9 +190,12 @@ class Collectives:
         if self.world_size == 1:
             return
         if tag is not None:
+            # The broadcast overwrites the tensor of every other rank, so its tags are compared before it on every
+            # backend.
             self.check(tag, tensor.device, "broadcast")
         self.calls["broadcast"] += 1
         self.bytes_sent += tensor.nbytes if self.rank == src else 0
+        # Started asynchronously, like every launch here: in a blocking call this rank could not look for lost ranks.
         self.wait(dist.broadcast(tensor, group=self.group, group_src=src, async_op=True))
 
     def all_gather_bytes(self, data: bytes, tag: Tag | None = None) -> list[bytes]:
@@ -199,6 +210,7 @@ class Collectives:
         if told is not None:
             return told
         device = self._control_device
+        # An all-gather takes the same number of bytes from every rank, so all pad theirs to the longest.
         every = torch.empty(width * self.world_size, dtype=torch.uint8, device=device)
         # A bytearray, because torch warns of a buffer that cannot be written to.
         own = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
@@ -216,6 +228,7 @@ class Collectives:
         lengths = torch.empty(self.world_size, dtype=torch.int64, device=self._control_device)
         self._gather_flat(lengths, torch.tensor([len(data)], dtype=torch.int64, device=self._control_device))
         sizes: list[int] = lengths.tolist()
+        # If no rank has data, all ranks read that in the sizes and leave the second exchange out.
         return Told(sizes, None if any(sizes) else [b""] * self.world_size)
 
     def barrier(self) -> None:
@@ -233,6 +246,8 @@ class Collectives:
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, tag: Tag | None = None) -> None:
         if self.world_size == 1:
             return
+        # Ranks that diverged may be on different sides of this limit. With a tag both sides begin with an envelope, in
+        # which the tags still meet.
         if self._gloo is not None and tensor.nbytes <= MOST_TOLD_BYTES:
             self._count("all_reduce", self.world_size * tensor.nbytes)
             self._gloo.all_reduce(tensor, op, tag)
@@ -256,6 +271,7 @@ class Collectives:
             return payload[: layout.numel]
         packed = scratch(layout.numel, payload.dtype)
         rows = packed.view(self.world_size, layout.shard_numel)
+        # Every rank's slice of a unit has one size and one place in its shard, so those of rank 0 stand for all.
         for unit, piece in units:
             region = payload[unit.start : unit.start + unit.numel].view(self.world_size, -1)
             rows[:, piece.in_shard].copy_(region)
@@ -283,6 +299,8 @@ class Collectives:
 
     def _count(self, kind: str, total_bytes: int) -> None:
         self.calls[kind] += 1
+        # A rank keeps 1/N of `total_bytes` to itself, in an all-gather, an exchange and both halves of a ring
+        # all-reduce.
         self.bytes_sent += total_bytes * (self.world_size - 1) // self.world_size
 
     def _check_payload(self, payload: Tensor, layout: ShardLayout) -> None:

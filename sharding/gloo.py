@@ -42,6 +42,8 @@ class Gloo:
         if len(layout.units) != 1:
             return self._gather_units(payload, shard, layout)
         (own,) = layout.slices(self._rank)
+        # The choice follows from the layout alone, which is equal on all ranks: all of them launch the same
+        # collectives.
         if 0 < layout.numel * payload.itemsize <= MOST_REPEATED_BYTES:
             sent = self._repeat(payload[own.in_payload] if shard is None else shard, use)
             # As bytes, so that a profile does not show an all-to-all of numbers, which is how gradients are reduced.
@@ -52,6 +54,7 @@ class Gloo:
             payload[own.in_payload].copy_(shard)
         # One broadcast per rank gathers in place. gloo's own all-gather copies, and takes a third more time.
         slices = [payload[layout.slices(rank)[0].in_payload] for rank in range(self._world_size)]
+        # gloo matches collectives by the order of their launch, so every rank launches the broadcasts in rank order.
         works = [
             dist.broadcast(part, group=self._group, group_src=rank, async_op=True)
             for rank, part in enumerate(slices)
@@ -74,6 +77,7 @@ class Gloo:
         # Before the exchange: a rank without memory for its result would fail after the others have theirs.
         result = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         told = self._envelopes.exchange(tag, own).data or []
+        # An empty tensor has taken part in the exchange for its tag. `frombuffer` would refuse its empty data.
         if not tensor.numel():
             return
         rows = torch.frombuffer(bytearray(b"".join(told)), dtype=tensor.dtype).view(self._world_size, -1)
@@ -87,13 +91,16 @@ class Gloo:
         if not layout.numel:
             return InFlight()
         if shard is None:
+            # gloo's all-gather takes one contiguous input, and this rank's slices of several units lie apart.
             shard = torch.cat([payload[piece.in_payload] for piece in layout.slices(self._rank)])
         # Gather whole shards, rank by rank, and copy them into the units: coalescing is broken, see the note above.
+        # This buffer has the payload's size, and no plan counts it. `unpack` keeps it alive until the gather is over.
         rows = payload.new_empty(self._world_size, layout.shard_numel)
         work = start_gather(shard, rows.view(-1), self._group)
 
         def unpack() -> None:
             self._wait(work)
+            # All ranks' slices of a unit have the same place in their shards, so those of rank 0 stand for all.
             for unit, piece in zip(layout.units, layout.slices(0), strict=True):
                 region = payload[unit.start : unit.start + unit.numel].view(self._world_size, piece.numel)
                 region.copy_(rows[:, piece.in_shard])

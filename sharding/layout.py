@@ -92,6 +92,7 @@ class ShardLayout:
 
     def others(self, rank: int) -> tuple[slice, ...]:
         """The parts of the payload outside this rank's slices, in order. Raises ValueError for an invalid rank."""
+        # The gaps go from the end of one own slice to the start of the next, with the payload's borders at both ends.
         own = self.slices(rank)
         ends = [0, *(piece.payload_start + piece.numel for piece in own)]
         starts = [*(piece.payload_start for piece in own), self.numel]
@@ -107,6 +108,7 @@ class ShardLayout:
         """Return (rank, piece) for all of the payload interval [start, start + numel), in payload order."""
         found = []
         for unit in self._touched(start, numel):
+            # Slices of a unit have one size, so the first and the last rank follow by division. `last` is inclusive.
             slice_numel = unit.numel // self.world_size
             first = (max(start, unit.start) - unit.start) // slice_numel
             last = (min(start + numel, unit.start + unit.numel) - 1 - unit.start) // slice_numel
@@ -128,6 +130,8 @@ class ShardLayout:
             raise ValueError(f"interval [{start}, {end}) is not inside the payload of {self.numel} elements")
         if numel == 0:
             return []
+        # A unit without elements has the start of the unit behind it. `bisect_right` finds the last one that starts
+        # there.
         first = bisect_right(self._starts, start) - 1
         last = bisect_right(self._starts, end - 1)
         # Units without elements overlap nothing, and `owner_pieces` would divide by the size of their slices.
@@ -135,6 +139,8 @@ class ShardLayout:
 
     @cached_property
     def _slices(self) -> dict[int, tuple[Piece, ...]]:
+        # `cached_property` writes to the instance's `__dict__`, which a frozen dataclass allows. As this is no field,
+        # layouts with and without cached slices are equal.
         return {}
 
     @cached_property
@@ -169,6 +175,7 @@ def lay_out_unit(numels: Sequence[int], world_size: int) -> tuple[tuple[int, ...
     of elements and for a `world_size` below 1.
     """
     _check_world_size(world_size)
+    # For example, 10 and 300 elements on 2 ranks get the offsets 0 and 256, and the unit has 1,024 elements.
     offsets = []
     end = 0
     for numel in numels:

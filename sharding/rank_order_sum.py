@@ -20,6 +20,7 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
     dtype = torch.float32 if half else rows.dtype
     numel = out.numel()
     tile_numel = min(numel, SUM_TILE_NUMEL)
+    # If `out` has the sum's dtype it is the accumulator itself. A narrower one would round after each rank's addition.
     tile = None if out.dtype == dtype else scratch(tile_numel, dtype)
     # A tensor on the rows' device: CUDA would multiply by the reciprocal of a Python number, which rounds twice.
     number = torch.full((), divisor, dtype=dtype, device=rows.device)
@@ -28,6 +29,8 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
         total = target if tile is None else tile[: target.numel()]
         first, *others = (row[start : start + tile_numel] for row in rows)
         # Add the first two rows in one pass where no cast is needed.
+        # torch adds two 16-bit tensors in 16 bits even into an fp32 `out`. A widened first row makes every addition one
+        # in fp32.
         if half or not others:
             total.copy_(first)
         else:

@@ -114,6 +114,8 @@ def check_units(
     who = f"{type(strategy).__name__}.units()"
     if not _is_nested(units):
         raise ValueError(f"{who} must return a list of lists of ParameterSpec, got {str(units)[:200]}")
+    # Specs are equal only with name, size and shape: a spec of a known name with another size is one that no operator
+    # has.
     given = Counter(parameter for operator in operators for parameter in operator)
     found = Counter(parameter for unit in units for parameter in unit)
     wrong = {

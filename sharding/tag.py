@@ -26,6 +26,7 @@ class Tag(NamedTuple):
     def pack(self) -> tuple[int, int]:
         """The tag as two signed 64-bit integers. Raises ValueError if a field is no unsigned 32-bit number."""
         try:
+            # Signed words, because tags travel in int64 tensors. `unpack` gets the same bits back.
             first, second = struct.unpack("<qq", struct.pack("<IIII", *self))
         except struct.error:
             raise ValueError(f"every field of a tag is an unsigned 32-bit number, got {self}") from None

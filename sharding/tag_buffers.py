@@ -43,5 +43,6 @@ class TagBuffers:
                 every = torch.empty(self._world_size * TAG_WORDS, dtype=torch.int64, device=device)
             self._by_use[device, use] = own, every
         own, every = self._by_use[device, use]
+        # On a device these are two fills that the host does not wait for. A copy from ordinary host memory would wait.
         own[0], own[1] = tag.pack()
         return Announced(self._rank, tag, own, every)

@@ -18,6 +18,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """The result of `torch.autograd.grad`."""
     edges = tuple(map(_edge, outputs)), tuple(map(_edge, inputs))
+    # As in torch, `materialize_grads=True` allows unused inputs; `found` has None for them.
     found = torch.autograd.grad(*edges, allow_unused=materialize_grads or allow_unused, **options)
     # torch would make the zeros from the inputs; here these are edges, which have no shape.
     if not materialize_grads:

@@ -25,6 +25,7 @@ def for_each_run(
     """
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     lengths = [len(value) for value in lists]
+    # torch would raise this itself, but it is given runs only, which have equal lengths.
     if min(lengths) != max(lengths):
         raise RuntimeError(f"{name} takes lists of the same length, found {lengths}")
 
@@ -38,4 +39,5 @@ def for_each_run(
             return value[part] if isinstance(value, (list, tuple)) else value
 
         results.append(use(tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}))
+    # Functions in place return None, others a list or tuple of tensors.
     return None if results[0] is None else type(results[0])(chain.from_iterable(results))

@@ -69,6 +69,7 @@ class FreeMemory:
         """
         seen = self._live.pop_agreed()
         if seen is not None:
+            # Only steps leave a reading, and the cap counts steps.
             self._cap.step()
         if self._failures.pop_failure():
             # The failed step made no agreed reading, so ranks compare their counts of shortages here.
@@ -90,6 +91,7 @@ class FreeMemory:
     def wanted(self, plan: Plan) -> Budget | None:
         """The budget for the next plan; None if the plan may stay. Local."""
         seen, is_short = self._seen, self.is_short
+        # A reading is followed once, whatever comes of it: not again at each forward until the next step.
         self._seen, self.is_short, self.room = None, False, None
         if seen is None and not is_short:
             return None
@@ -128,6 +130,7 @@ class FreeMemory:
 
         Called only if `asks_for_bound`. See [Note: First batch].
         """
+        # The bound is of this batch only, so it is used up here.
         most, self.most_activations = self.most_activations, None
         words = torch.tensor(self._live.bound(most), dtype=torch.int64, device=self._communicator.device)
         self._communicator.all_reduce_max_(words, "activations of the first batch")
@@ -136,6 +139,7 @@ class FreeMemory:
         agreed = self._live.agree_on_bound(words.tolist())
         if agreed is None:
             return None
+        # Both budgets follow from the same reading, so that they differ by the bound alone.
         known = FreeBytes(agreed.free, plan.budget.host)
         bounded_budget = Budget.of(plan.settings, replace(known, most_activations=agreed.activations))
         # The bound asks for no more than the default leaves to activations.
@@ -181,6 +185,7 @@ class FreeMemory:
         """
         # As above, this call counts the shortage as handled.
         self._live.shortage()
+        # The device has what the plan in force takes. The rest of its budget may not be there.
         self._cap.set(plan.device_bytes)
         get_dist_logger().warning(f"states stay where they are: {refusal}", ranks=[0])
 

@@ -159,6 +159,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
         )
     if link.gradient() is None:
         return None
+    # `_gradients` is no collective here, because no reduction is awaited.
     own = _local(link, _gradients(link))
     return own if own.dtype is torch.float64 else own.float()
 
@@ -231,6 +232,7 @@ def _begin(what: str, param: nn.Parameter) -> Link:
         raise TypeError(f"{what}() takes a parameter of a ShardedModel, found {type(param).__name__}")
     link.step.check_idle(f"{what}()")
     # A parameter that was unfrozen since the last forward gets its master and optimizer memory before it is set.
+    # Between a backward and its step memory cannot move, and the call would be refused.
     if what.startswith("safe_set") and not link.step.grads.num_backwards:
         link.trainability.apply_unfrozen()
     return link
@@ -257,6 +259,7 @@ def _gradients(link: Link) -> GradientAccess:
 
 def _trained_gradients(link: Link) -> GradientAccess:
     """`_gradients` of a parameter that is trained: a step would use those of a frozen one in a trained chunk."""
+    # Memory follows a flag of the user's at the next forward only, so both flags are asked.
     if not (link.managed.requires_grad and link.managed.parameter.requires_grad):
         raise GeminiError(
             f"{link.managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
@@ -270,6 +273,7 @@ def _whole(link: Link, access: StateAccess) -> Tensor:
 
 
 def _local(link: Link, access: StateAccess) -> Tensor:
+    # An exception is not published from here: the other ranks do not wait for a local read.
     with torch.no_grad():
         return access.local(link.managed)
 
@@ -282,6 +286,7 @@ def _set_whole(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tens
     # Checked inside `publishing`: a wrong value on one rank must end the broadcast of the others.
     with link.step.publishing(), torch.no_grad():
         _check(value, managed.shape, f"the value for {managed.name!r}")
+        # This is always a copy: on ranks other than 0 the broadcast overwrites it, and `value` is the user's.
         flat = torch.empty(managed.numel, dtype=dtype, device=access.device).copy_(managed.laid_out(value))
         link.step.communicator.broadcast_(flat, f"a value for {managed.name}")
         access.set_whole(managed, flat)

@@ -33,12 +33,14 @@ class WholeGradient:
         self.link = link
         self.managed: ManagedParameter = link.managed
         self._grads = link.step.grads
+        # Users may keep this object beyond a step or zero_grad(): the count then shows that it is stale.
         self._num_forgotten = self._grads.num_forgotten
 
     def stamp(self) -> tuple[object, ...]:
         """A value that is equal as long as `gather()` would return the same values; equal on all ranks."""
         grads, gradient = self._grads, self._grads.find(self.managed.chunk)  # None: frozen meanwhile
         num_writes = 0 if gradient is None else gradient.num_writes
+        # In this order: a step or zero_grad(), another micro-batch, a write of the user's, another loss scale or clip.
         return grads.num_forgotten, grads.num_backwards, num_writes, self.link.states.factors_of(self.managed)
 
     def is_current(self) -> bool:
@@ -57,6 +59,7 @@ class WholeGradient:
         Raises GeminiError where it is not reduced yet, or was used by a step or discarded.
         """
         managed, link = self.managed, self.link
+        # Views may keep the copy beyond a torch.inference_mode(), outside of which a copy made in it is read-only.
         with link.step.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
             reduced = link.states.gradients(managed.chunk)
@@ -108,6 +111,7 @@ def assign(link: Link, value: Tensor) -> None:
     managed, step = link.managed, link.step
     step.check_idle(f"setting the gradient of {managed.name!r}")
     with step.publishing(), torch.inference_mode(False), torch.no_grad():
+        # Checked inside `publishing`, because other ranks may wait for this one in the agreement below.
         if not isinstance(value, Tensor):
             raise TypeError(f"the gradient of {managed.name!r} must be a tensor or None, found {type(value).__name__}")
         value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
@@ -118,9 +122,11 @@ def assign(link: Link, value: Tensor) -> None:
             )
         # No backward ran since the step: the gradient needs memory, which a plan for inference does not have.
         if not step.grads.num_backwards:
+            # A model that has only inferred gets its plan for training first. Flags that were raised come next.
             link.trainability.before_graph()
             link.trainability.apply_unfrozen()
         gradient = step.grads.find(managed.chunk)
+        # A frozen parameter may share a chunk, and with it the memory for gradients, with a trained one.
         if gradient is None or not (managed.requires_grad and managed.parameter.requires_grad):
             raise UnsupportedError(
                 f"{managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
@@ -137,6 +143,7 @@ _ALIKE = "All ranks must set the gradients of the same parameters"
 
 def _write(link: Link, flat: Tensor) -> None:
     """Set the shard to its part of `flat`, (numel,), in payload order."""
+    # A clip that was asked for counts for the old gradients: here it takes effect, before one of them changes.
     link.states.before_gradient_write()
     reduced = link.states.gradients(link.managed.chunk)
     assert reduced is not None

@@ -49,6 +49,7 @@ def watch_gradients(step: Step, parameters: Iterable[ManagedParameter]) -> Itera
                 hooks = _note_gradients(reference, chunk.index, waiting), partial(_keep_apart, reference, chunk.index)
                 of_fine[chunk.index] = hooks
             hook, keep_apart = of_fine[chunk.index]
+        # Handles are yielded one by one, so that the caller has those before a failure and can remove their hooks.
         yield hook_last(managed.parameter, hook, keep_apart)
 
 
@@ -61,6 +62,7 @@ def _keep_apart(reference: weakref.ref[Step], index: int) -> None:
 
 def _take_gradient(reference: weakref.ref[Step], index: int, position: int, parameter: Tensor) -> None:
     """Take the gradient of the parameter at `position` of chunk `index`."""
+    # A gradient that stayed in `.grad` would keep its memory, and autograd would add the next one to it.
     with _WithoutTorchFunction():
         grad = grad_of(parameter)
         set_grad_of(parameter, None)
@@ -68,8 +70,10 @@ def _take_gradient(reference: weakref.ref[Step], index: int, position: int, para
         return
     step = reference()
     assert step is not None, "a parameter keeps the Step of its model alive"
+    # A gradient has a graph under create_graph=True only, and a copy into the chunk would cut it off.
     if grad.requires_grad:
         raise graph_refused(step.chunks[index].parameters[position].name)
+    # Embeddings with sparse=True have sparse gradients. The chunk's payload is dense.
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
     if num_modes():
@@ -143,6 +147,7 @@ class GradientHooks(OrderedDict[int, Hook]):
 def hook_last(parameter: nn.Parameter, hook: Hook, before_users: Callable[[], None] | None) -> RemovableHandle:
     """Register the model's own hook on a parameter, which may have hooks of the user's: see `GradientHooks.add_own`."""
     with torch._C.DisableTorchFunctionSubclass():
+        # A parameter that was built in a ZeroInitContext has a `GradientHooks` from there, with the user's hooks in it.
         before = parameter._post_accumulate_grad_hooks
         hooks = before if isinstance(before, GradientHooks) else GradientHooks()
         if before and hooks is not before:

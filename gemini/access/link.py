@@ -260,7 +260,7 @@ class Link(ParameterLink):
         is_wider = value.is_floating_point() and value.dtype.itemsize > managed.dtype.itemsize
         if managed.dtype in HALF_DTYPES and is_wider:
             with self.step.publishing(), untracked():
-                # `expand`, since `copy_` broadcasts its source.
+                # `expand` first: the user's `copy_` broadcasts its source, and the master takes the same values.
                 flat = managed.laid_out(value.expand(managed.shape))
                 self.states.full_precision(managed.chunk).set_whole(managed, flat)
 

@@ -82,6 +82,7 @@ class LivePlan:
             return False
         # The number is noted even if nothing comes of it: one that no plan fits must not be tried at every forward.
         number = steps.follow()
+        # A number that the user has set counts, whatever steps show.
         if before.settings.gradient_accumulation_steps is not None or number == before.demand.micro_batches:
             return False
         try:
@@ -133,6 +134,7 @@ class LivePlan:
         budget, most_activations = found
         try:
             plan = self._replanning.fitting(budget=budget)
+        # As a bound may be far too high, it refuses nothing: the step may fit nevertheless.
         except BudgetError:
             return
         if not self._keep_to(plan, "a bound of activations"):
@@ -161,6 +163,7 @@ class LivePlan:
 
 def _are_alike(plan: Plan, before: Plan) -> bool:
     """Whether both plans put everything in the same places, with the same bytes."""
+    # Homes on the same tiers may differ in bytes: by sums of micro-batches, or by the number of optimizer states.
     return plan.placement == before.placement and _home_bytes(plan) == _home_bytes(before)
 
 

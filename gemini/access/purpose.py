@@ -50,6 +50,7 @@ class Purpose:
 
     def is_followed(self, builds_graph: bool) -> bool:
         """Whether the plan in force is the one for this use already, or has to stay."""
+        # `begin_graph` is due at the first graph also if the plan in force is for training: it ends `_may_infer`.
         infers = self._manager.plan.infers
         if builds_graph:
             return not self._may_infer and (not infers or self._manager.training.refused is not None)
@@ -100,6 +101,7 @@ class Purpose:
         if not is_usual:
             shown, change = f"{shown} with {states_in_words(optim_states)}", OPTIM_CHANGED
         if plan.infers:
+            # This cannot wait for the next forward, as below: the plan for inference has no room for training.
             if manager.is_in_use:
                 raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
             refused = manager.training.refused
@@ -168,6 +170,7 @@ class Purpose:
         budget = self._replanning.host.read(plan.budget)
         if budget == plan.budget:
             return False
+        # Every home stays where it is, so nothing has to move: only the bound of the host is another one.
         self._manager.adopt(replace(plan, budget=budget))
         return True
 
@@ -182,6 +185,7 @@ class Purpose:
         if optim_states is not None:
             changes["optim_states"] = optim_states
         # The plan for inference has moved nothing, so there is nothing to move back or to agree on.
+        # Any other plan that has come into force since then, as for other budgets, may have other homes.
         if self._aside is not None and self._aside[0] is manager.plan:
             if optim_states is None or has_room_for(self._aside[1], optim_states):
                 manager.adopt(self._aside[1])
@@ -191,6 +195,7 @@ class Purpose:
         while True:
             try:
                 plan = self._replanning.planned(self._replanning.flags, **changes)
+            # Plans follow from agreed numbers only, so all ranks return this refusal, or none does.
             except BudgetError as error:
                 return error
             refused = manager.try_plan(plan, shown, *change)

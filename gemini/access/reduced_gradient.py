@@ -69,6 +69,7 @@ class ReducedGradient(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # These come first: the getter of `.data` would otherwise pass for that of an attribute below.
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -102,6 +103,7 @@ def _stand_in(source: WholeGradient, window: Window, like: Tensor, held: _Held |
     """A tensor without memory of its own that has the shape, dtype and device of `like`."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
         shown = source.managed.placeholder
+        # The parameter's placeholder serves for the whole gradient. A view has a shape of its own.
         if like is not shown:
             shown = placeholder(like.dtype, shown.device, window.shape)
         with unguarded():
@@ -126,6 +128,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         # Views of one gradient share one whole: what is written through one of them shows in the others.
         link = gradient._source.link
         if link not in wholes:
+            # If one of the views holds a whole gradient, it may save a gather for all of them.
             held = next((g for g in found if g._source.link is link and g._held is not None), gradient)
             wholes[link] = gradient._source, _current(held)[0]
     shown = [gradient._window.of(wholes[gradient._source.link][1]) for gradient in found]
@@ -143,12 +146,14 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         for source, _ in written.values():
             # What views hold is stale, even if an exception follows.
             source.count_write()
+    # `grad.t_()` or `grad.unsqueeze_(0)` changes the temporary view only, and the user's tensor would not follow.
     for gradient, tensor in zip(found, shown, strict=True):
         if not _still_shows(gradient, tensor, wholes[gradient._source.link][1]):
             raise UnsupportedError(
                 f"{name} would change the shape or the memory of the gradient of {gradient._source.managed.name!r}: "
                 "assign the new one to .grad"
             )
+    # Gradients are written after all checks, so an error leaves them as they were.
     for source, whole in written.values():
         source.write(whole)
     # A NumPy array on the gathered copy: a write to it would be lost, so it is made read-only.
@@ -163,6 +168,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         # A view of the whole stands for the gradient again; other results are ordinary tensors.
         for source, whole in wholes.values():
             if shares_memory(tensor, whole):
+                # Of a write each rank's own part counts, so this copy may differ from the gradient: gather again.
                 held = None if source.link in written else (whole, source.stamp())
                 return _view(source, tensor, whole, held)
         return tensor
@@ -227,6 +233,7 @@ def _is_contiguous(gradient: ReducedGradient, **kwargs: Any) -> bool:
 
 
 def _iterate(gradient: ReducedGradient) -> Iterator[Tensor]:
+    # torch's own method returns an iterator, inside which `_call` would not find the views of the gradient.
     return iter(torch.unbind(gradient))
 
 

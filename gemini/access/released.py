@@ -100,10 +100,12 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         by_owner.setdefault(link.owner, []).append(link)
     with ExitStack() as stack:
         first = args[0] if args else kwargs.get("tensor")  # nn.init gives it by keyword
+        # `a.copy_(b)` reads `b`, so nothing may be skipped where a second parameter is an argument.
         overwrites = len(found) == 1 and first is found[0] and _name(func) in _OVERWRITES
         detached = all(isinstance(tensor, LazyDetach) for tensor in found)
         for its_links in by_owner.values():
             stack.enter_context(its_links[0].fetched(its_links, overwrites, detached))
+        # This comes before lazy tensors are replaced, because what is written to is compared with `found` by identity.
         written = _written(func, args, kwargs)
         if any(isinstance(t, LazyDetach) for t in found):
             args, kwargs = pytree.tree_map_only(LazyDetach, _materialise, (args, kwargs))
@@ -111,6 +113,7 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if any(tensor is each for each in written):
                 link.before_write()
         versions = [link.version() for link in links]  # in-place functions that no name tells raise these
+        # torch does not call back into `_dispatch`, because inside `fetched` parameters have the class `nn.Parameter`.
         result = func(*args, **kwargs)
         views = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor, link, version in zip(found, links, versions, strict=True):
@@ -171,6 +174,7 @@ def _chunk_of(value: Any) -> object:
 
 def _refuse(what: str, remedy: str) -> Callable[..., Any]:
     def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # In a function that is being compiled another remedy helps, so that error comes first.
         refuse_traced(_link(tensor).managed.name)
         raise ReleasedParameterError(f"{what} of parameter {_link(tensor).managed.name!r} is not possible: {remedy}")
 
@@ -197,6 +201,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     if not link.fits(value):
         link.replace_data(value)
         return
+    # Outside of no_grad() autograd refuses in-place operations on trained leaves; `.data =` is allowed.
     with torch.no_grad():
         _use(_T.copy_, (tensor, value), {})
 
@@ -247,6 +252,7 @@ def _address(tensor: Tensor) -> MovingAddress:
 
 def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     link = _link(tensor)
+    # `copy.deepcopy` knows objects by their id: with the parameter's, a lazy detach of it shares its copy.
     key = id(link.managed.parameter)
     if key not in memo:
         memo[key] = link.copy()

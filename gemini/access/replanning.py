@@ -61,6 +61,7 @@ class Replanning:
         plan = self._planned(flags, wanted, **changes)
         if plan.infers or has_host_room_for_steps(plan):
             return plan
+        # Every rank has made the same plan from agreed numbers, so either all of them come to this collective or none.
         roomier = self.host.read(plan.budget)
         if roomier == plan.budget:
             return plan
@@ -84,6 +85,7 @@ class Replanning:
         }
         optimizer = self._manager.optimizer
         if optimizer is not None and "optim_states" not in changes:
+            # Without these numbers the plan would count the states of the plan before, at first those of Adam.
             changes["optim_states"] = optimizer.states.state_counts(self._manager.chunks)
         return replan(self._manager.plan, flags, kept, **changes)
 
@@ -100,6 +102,7 @@ class Replanning:
     @property
     def gradients_wait(self) -> bool:
         """A backward since the last step has reached trained parameters. Local."""
+        # If nothing is trained, backwards only make gradients of inputs, and none of them waits.
         gradients = self._manager.step.grads
         return bool(gradients.num_backwards and gradients.memory.gradients)
 
@@ -120,6 +123,7 @@ class Replanning:
         """Around a change of plan; an exception is told to the other ranks. Raises GeminiError inside a step."""
         # All ranks raise this alike. Published, it would count as a failure and drop the gradients.
         self.refuse_inside(what, BEFORE_STEP)
+        # The first use may be inside torch.inference_mode(): memory taken in it could not be written to outside.
         with self._manager.step.publishing(), torch.inference_mode(False), torch.no_grad():
             yield
 

@@ -126,6 +126,7 @@ class SavedTensors:
         autocasts = self._autocasts()
         if not torch.is_grad_enabled() or not hooks_are_allowed() or (self._step.is_resident and not autocasts):
             return False
+        # With True torch tells of its hooks also while a compiler traces, when it otherwise says that there are none.
         top = _top_hooks(True)
         pack = None if top is None else top[0]
         return not (isinstance(pack, _Pack) and pack.owner is self and pack.autocasts == autocasts)
@@ -281,6 +282,7 @@ class _Pack:
             return Kept(tensor.detach(), tensor._version)  # see [Note: Packed objects]
         foreign = Foreign(self._below[0](tensor), self._below[1])
         if self._checkpoints:
+            # The reference is weak, because this object outlives the graph that the activation belongs to.
             self.owner.activation = weakref.ref(foreign)
         return foreign
 
@@ -297,6 +299,7 @@ class _Pack:
             raise
         finally:
             del shown
+            # If the tensor is still alive, checkpointing keeps it: it then gets memory of its own.
             kept = found() if moves else None
             if kept is not None:
                 with unseen(), untracked():

@@ -26,6 +26,7 @@ class StateHooks:
         self._step = states.step
         self._keeps_vars = False  # argument of the innermost state_dict(), equal for all its parts
         self._tied: set[nn.Parameter] = set()  # parameters with several names; membership only
+        # The references are weak, so that whole copies are freed with the user's state dict.
         self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # of tied ones, by index
         self._first_names: dict[int, str] = {}  # the names of these copies in the state dict
 
@@ -36,6 +37,7 @@ class StateHooks:
             own = [parameter for parameter in module._parameters.values() if parameter is not None]
             self._tied.update(parameter for parameter in own if parameter in seen)
             seen.update(own)
+            # Modules with buffers alone count, too: buffers are on the device, and state dicts hold copies on the host.
             if own or module._buffers:
                 handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
                 after = module._register_state_dict_hook(self._after_state_dict)
@@ -89,6 +91,7 @@ class StateHooks:
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Make torch copy into the parameters, which takes values to their masters, instead of replacing them."""
+        # torch sets this for `load_state_dict(assign=True)`, which would put plain tensors in the parameters' place.
         metadata["assign_to_params_buffers"] = False
         with self._step.publishing():
             self._step.check_idle("load_state_dict()")

@@ -113,6 +113,7 @@ class StateAccess(ABC):
             # One all-gather for the chunk: a state dict would otherwise take one for each parameter.
             own, whole = whole.to(self.device), whole.new_empty(self.chunk.numel, device=self.device)
             self.step.communicator.all_gather(whole, own, self.chunk.layout, self.chunk.index)
+        # Without `copy=True` the user would get a view of a state that is on the CPU already.
         return {each.index: self._shown(each, each.view(whole).to("cpu", copy=True)) for each in wanted}
 
     def join(self, managed: ManagedParameter, own: Tensor) -> Tensor:
@@ -125,6 +126,7 @@ class StateAccess(ABC):
     def _own(self, managed: ManagedParameter) -> Tensor:
         """A copy of this rank's part of a parameter, as it is kept."""
         # `read(0, 0)` gives dtype and device if this rank has no piece.
+        # `cat` copies even a single piece, so nobody gets a view of a home.
         return torch.cat([self.read(0, 0), *(self.read(piece.shard_start, piece.numel) for piece in managed.pieces)])
 
     def _shown(self, managed: ManagedParameter, kept: Tensor) -> Tensor:
@@ -161,6 +163,7 @@ class FullPrecisionAccess(StateAccess):
 
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
         """Set this rank's part to `values`, 1-D. Collective: payloads and whole weights need the other ranks' parts."""
+        # Ranks may give values of different dtypes, but what is gathered must have one: that of the state.
         self.set_whole(managed, self.join(managed, values.to(self.read(0, 0).dtype)))
 
     def set_whole(self, managed: ManagedParameter, values: Tensor) -> None:
@@ -178,6 +181,7 @@ class FullPrecisionAccess(StateAccess):
         # Weights are about to be written to the home, so a gradient has to leave it.
         if chunk.holds_grad:
             self.step.payloads.restore_parameters(chunk)
+        # A model that has only inferred so far may get its master here, so the line below looks for one only then.
         take_masters(self.step, [(managed, values)])
         weights, has_master = round_as_master(values, chunk.dtype), Kind.MASTER in chunk.homes
         if has_master and managed.owns_master and values.dtype is not chunk.dtype:
@@ -224,6 +228,7 @@ class FlatAccess(StateAccess):
 
     def set_whole(self, managed: ManagedParameter, values: Tensor) -> None:
         """Set a parameter to `values`, (numel,), equal on all ranks, of any dtype and device. Local."""
+        # The empty first part gives dtype and device if this rank has no piece.
         self.set_local(managed, torch.cat([values[:0], *managed.parts_of(values)]))
 
 
@@ -247,11 +252,13 @@ class GradientAccess(FlatAccess):
 
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
         """Set this rank's part. The parameter has a gradient now, on all ranks."""
+        # The clip is not undone: callers have called `before_gradient_write`, which applies it to all gradients.
         inv_scale, _ = self._factors_of(managed)
         if inv_scale != 1.0:  # in fp32 (fp64 for fp64), so that a 16-bit gradient is rounded once
             values = values.to(torch.promote_types(values.dtype, torch.float32)) / inv_scale
         super().set_local(managed, values)
         self._gradient.note_given(managed.position)
+        # What earlier reads of `.grad` have gathered is stale from here on.
         self._gradient.count_write()
 
     def set_of_each_rank(self, managed: ManagedParameter, values: Tensor) -> None:
@@ -285,9 +292,11 @@ def _joined(step: Step, managed: ManagedParameter, own: Tensor) -> Tensor:
     # Ranks have parts of different sizes: each gets the room of the largest, so that one all-gather carries all.
     room = round_up(max(taken), ALIGNMENT)
     every, whole = own.new_zeros(ranks * room), own.new_empty(managed.numel)
+    # `room` is equal on all ranks: either all of them gather or, for an empty parameter, none does.
     if room:
         shard = every[communicator.rank * room :][:room]
         shard[: own.numel()].copy_(own)
+        # In this layout rank r's shard is the r-th piece of `room` elements, whatever the chunk's own layout is.
         layout = ShardLayout((Unit(0, ranks * room),), ranks)
         communicator.all_gather(every, shard, layout, managed.chunk.index)
     # Now the place in `every` where each rank's next piece begins.

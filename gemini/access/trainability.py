@@ -70,6 +70,7 @@ class Trainability:
         Raises GeminiError between the micro-batches of a step, BudgetError if there is no room, and DivergenceError if
         ranks differ; nothing has changed then.
         """
+        # The getter is called past `__torch_function__`, because this loop runs over all parameters in every forward.
         with torch._C.DisableTorchFunctionSubclass():
             flags = list(map(_requires_grad, self._parameters))
         if flags != self._flags:
@@ -115,11 +116,14 @@ class Trainability:
         if not torch.is_grad_enabled() or (step.params.in_step and step.calls.depth()):
             return
         with step.publishing():
+            # A forward that failed unseen still counts as a running call, so it is found before calls are counted.
             step.failures.find(module)
             if step.calls.by_thread or step.is_recomputing():
                 return
             step.failures.recover()
+            # `find` has dropped a backward that is over. One in another thread needs its memory where it is.
             if not step.grads.in_backward:
+                # The plan for training comes first: one for inference has no gradient memory for what was unfrozen.
                 self.before_graph()
                 self.apply_unfrozen()
 
@@ -144,6 +148,7 @@ class Trainability:
             self._check_between_steps("loading the state of frozen parameters", BEFORE_STEP)
             names = ", ".join(self._step.chunks[index].names() for index in sorted(wanted))
             self._replan(self._flags, f"state loaded for frozen {names}", wanted=wanted)
+        # State that is loaded for trained parameters, too, may be other than the plan counts.
         self.follow_optimizer("state loaded")
 
     def discard_state(self, discarded: Sequence[ManagedParameter]) -> None:
@@ -159,6 +164,7 @@ class Trainability:
         step.communicator.agree(shown.encode(), "discard_state()", remedy="All ranks must give up the same state")
         # Edits go home first: masters are made from the weights there.
         step.binding.write_back_all()
+        # This comes before the plan, which keeps whatever state the chunks of frozen parameters still have.
         for each in discarded:
             if Kind.MASTER in each.chunk.homes:
                 master_from_weights(each.chunk, each)
@@ -190,6 +196,7 @@ class Trainability:
 
         Collective then. States that cannot come back now are used where they are.
         """
+        # Offloaded states come back first, because what follows is not possible while a state is offloaded.
         if self._manager.plan.offloaded and not (self._replanning.gradients_wait or self._manager.is_in_use):
             self.reload()
         if self._live.follow():
@@ -204,6 +211,7 @@ class Trainability:
         """
         words = [f"{name}={settings.budget_bytes(name)}" for name in BUDGETS]
         before = self._manager.plan
+        # `free` was read just now, but what activations take is known from earlier steps only.
         budget = Budget.of(settings, replace(free, activations=self._free.activations))
         # If the user names host_memory= alone, the device keeps the budget that it has.
         names_device = named != {"host_memory"}
@@ -287,6 +295,7 @@ class Trainability:
         for each in frozen + unfrozen:
             # Only now: after a refusal the old flags must still be those that memory follows.
             each.follow_flag()
+        # Which gradients backwards expect, and whether some are fp16 and need a loss scale, follows from the flags.
         self._step.grads.reset_order()
         self.unfrozen.difference_update(each.index for each in frozen)
         self.unfrozen.update(each.index for each in unfrozen)
@@ -304,4 +313,5 @@ class Trainability:
         """Make another plan and put it in force."""
         with refused_after(shown):
             self._manager.change_plan(self._replanning.planned(flags, wanted, **changes), shown, *change)
+        # A plan in force for inference has dropped an earlier refusal to train, so graphs are watched for again.
         self._note_graphs()

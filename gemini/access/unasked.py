@@ -39,6 +39,7 @@ def _answer(operation: Any, *args: Any, **kwargs: Any) -> Any:
             f"{operation} reached the memory of {_names(released)}, which is not here, by a way that cannot fetch it. "
             "Use the parameter itself, through torch's functions, or model.state_dict()"
         )
+    # This goes the way of all functions: the parameter is fetched, and the operation is called with plain tensors.
     return type(released[0]).__torch_function__(operation, (), args, kwargs)
 
 
@@ -51,6 +52,7 @@ def _names(released: Sequence[Tensor]) -> str:
 @functools.cache
 def guard_placeholders() -> torch.library.Library:
     """Register `_answer` with torch, once in this process, for the first model: it takes 10 ms."""
+    # torch takes a fallback for the namespace `_` only, which stands for all of them.
     library = torch.library.Library("_", "IMPL")
     library.fallback(_answer, GUARD)
     return library  # the registration ends with this object

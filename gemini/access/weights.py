@@ -124,6 +124,7 @@ def load_part(
     """Load the keys with `prefix`, as torch loads a module that contains the model. See `load_whole_state_dict`."""
     own_entries = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
     try:
+        # torch decides itself, with the `strict` of its caller, what missing and unexpected keys lead to.
         result = load_whole_state_dict(module, states, trainability, own_entries, strict=False)
     # torch collects the errors of all parts and raises them together.
     except RuntimeError as error:

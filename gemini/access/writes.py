@@ -32,6 +32,7 @@ class Writes(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Operators of higher order, such as `torch.cond`, have no schema.
         schema = getattr(func, "_schema", None)
         for place, argument in enumerate(() if schema is None else schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:

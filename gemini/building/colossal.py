@@ -50,6 +50,7 @@ class ColossalArguments:
                 raise TypeError(f"{name} must be True or False, found {given[name]!r}")
         for name, half in (("convert_fp16", torch.float16), ("bf16", torch.bfloat16)):
             if given.get(name):
+                # Both flags together end here, too, because the first one has set `dtype`.
                 if dtype not in (None, half):
                     raise ValueError("dtype, convert_fp16 and bf16 ask for different dtypes: give one of them")
                 dtype = half
@@ -66,6 +67,7 @@ class ColossalArguments:
         check_dtype("default_dtype", given.get("default_dtype"))
         for name, instead in _WITHOUT_EFFECT.items():
             if given.get(name):
+                # The warning names the line that calls `ZeroInitContext(...)`, which is two calls up.
                 warnings.warn(f"ZeroInitContext({name}=True) has no effect: {instead}", stacklevel=3)
         return ColossalArguments(
             dtype, group if process_group is None else process_group, given.get("default_dtype"), seed, count
@@ -77,6 +79,7 @@ class ColossalArguments:
         # `fork_rng` restores the CPU's generator as well, and asks for a device type even without accelerators.
         before, accelerators = torch.get_default_dtype(), [] if device.type == "cpu" else [device]
         kind = device.type if accelerators else "cuda"
+        # Without a seed the build draws from the script's own generators, as a build without the context does.
         with torch.random.fork_rng(accelerators, enabled=self.seed is not None, device_type=kind):
             if self.seed is not None:
                 torch.manual_seed(self.seed)

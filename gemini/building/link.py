@@ -36,6 +36,7 @@ class BuiltLink(ParameterLink):
         self.managed = managed
 
     def fetched(self, links: Sequence[BuiltLink], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
+        # `detached` changes nothing here: no memory follows the flags of a model that is built.
         return self.store.fetched([link.managed for link in links], overwrites)
 
     def fits(self, value: Tensor) -> bool:

@@ -185,12 +185,14 @@ class BuildStore:
                     pinned.append(chunk)
             # Outside of `publishing`: an exception of the user's code is not published from here.
             yield
+            # After an exception the values stay invalid, and `BuildBinding.write_parameter` ignores them.
             if overwrites:
                 self.binding.valid[wanted[0].chunk].add(wanted[0].position)
         finally:
             self._position.return_to(before)
             for chunk in pinned:
                 chunk.lift_pin()
+                # A use around this one goes on, and needs the parameters plain.
                 if not chunk.pins and chunk.plain:
                     self.binding.cover_chunk(chunk)
 
@@ -258,6 +260,7 @@ class BuildStore:
         parameter, (operator, _, name) = managed.parameter, managed.name.rpartition(".")
         with self.communicator.publishing(), torch.no_grad():
             values = value.detach().clone()
+            # `let_go` needs a chunk without edits: those of the parameter's neighbours would be lost.
             self.binding.write_back(managed.chunk)
             self.let_go([link])
             set_data(parameter, values)
@@ -268,6 +271,7 @@ class BuildStore:
 
     def finish(self, dtype: torch.dtype | None) -> None:
         """End the context: cast the weights. Collective."""
+        # Edits go home first, because it is the shards that are rounded.
         self.release_all()
         if dtype is not None:
             self._cast(dtype)
@@ -282,6 +286,7 @@ class BuildStore:
 
     def _round(self, chunk: Chunk, dtype: torch.dtype) -> None:
         """Move the chunk's parameters into a new chunk of another dtype, with rounded values."""
+        # The layout counts elements, so it serves for another dtype as well.
         rounded = self._make_chunk(dtype, chunk.layout)
         round_master_(rounded.homes[Kind.PARAM].flat, chunk.homes[Kind.PARAM].flat.float())
         for link in _links_of(chunk):
@@ -322,6 +327,7 @@ class BuildStore:
     @property
     def num_operators(self) -> int:
         """The number of operators put onto shards so far, including those that the user has dropped."""
+        # The table begins with an entry for the model itself.
         return len(self._position.operators) - 1
 
     def close(self) -> None:

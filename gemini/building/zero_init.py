@@ -119,6 +119,7 @@ class ZeroInitContext:
             return self
         if self._store is not None or self in _active:
             raise UnsupportedError("a ZeroInitContext is entered once: make a new one")
+        # Other ranks must hear of a rank whose script ends inside the context: they may wait for it in a collective.
         publish_exit()
         guard_placeholders()
         group = self._group
@@ -127,6 +128,7 @@ class ZeroInitContext:
         if self._shards:
             device, _ = choose_tiers(self._device)
             self._store = BuildStore(group, self._strategy, self._home_of(), device, self._rank_timeout_s)
+            # Without shards every parameter is a plain one, which `nn.Parameter(p)` takes as it is.
             self._stack.enter_context(_copying_parameters())
         for handle in (
             register_module_parameter_registration_hook(self._on_parameter),
@@ -157,6 +159,7 @@ class ZeroInitContext:
                 # Other ranks may wait for this one in a collective: they raise RemoteRankError instead.
                 self._store.communicator.publish(error)
                 return
+            # The last operator is complete too: no other one comes whose first parameter would say so.
             self._shard_pending(None)
             self._store.finish(self._dtype)
 
@@ -207,6 +210,7 @@ class ZeroInitContext:
         self._pending = {}
         self._colossal.count(sum(parameter.numel() for _, parameter in parameters))
         if parameters and self._store is not None:
+            # The number tells operators of one class apart: under construction a module has no name in the model yet.
             self._store.shard(f"{operator} {self._store.num_operators}", parameters)
 
     def _move_whole(self) -> None:
@@ -220,6 +224,7 @@ class ZeroInitContext:
                     rounded = torch.empty(moved.shape, dtype=self._dtype, device=moved.device)
                     round_master_(rounded, moved.float().contiguous())
                     moved = rounded
+                # `.data` keeps the parameter itself, to which tied modules and the user may refer.
                 parameter.data = moved
         self._whole = []
 
@@ -228,10 +233,12 @@ class ZeroInitContext:
             return lambda num_bytes: Tier.HOST
         monitor = MemoryMonitor(self._device)
         free_bytes = monitor.read_device().available_bytes
+        # This is None of the emulated device, which lies in host memory, and of accelerators other than CUDA's.
         if free_bytes is None:
             return lambda num_bytes: Tier.HOST
         if self._home == "device":
             return lambda num_bytes: Tier.DEVICE
+        # Half of what is free now: it does not become less with what the build itself takes.
         half = free_bytes // 2
         # Read again for each shard: earlier shards, and tensors of the user's, have taken their part of the memory.
         return lambda size: Tier.DEVICE if (monitor.read_device().available_bytes or 0) - size > half else Tier.HOST
@@ -253,6 +260,7 @@ def _copying_parameters() -> Iterator[None]:
 
     torch would share the memory, and refuses to do so for a class such as ours. Parametrizations call it.
     """
+    # Read from `__dict__`, because the staticmethod has to be put back, and the attribute is the function in it.
     original = nn.Parameter.__dict__["__new__"]
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:

@@ -79,7 +79,9 @@ def answer(
     """
     dtype = _dtype_of(module, settings)
     work = workload_of(module, dtype.itemsize, batch.experts_per_token)
+    # None: weights keep their own dtypes, which may differ within a model, and so do their gradients.
     itemsize = None if settings.dtype is None else dtype.itemsize
+    # Packings of large models are many objects that all stay alive: the cycle collector would visit them repeatedly.
     with uncollected():
         packed = packed_of(module, settings, cluster.ranks.count)
         gradients = gradient_bytes(module, itemsize)
@@ -120,6 +122,7 @@ class _Answering:
                 "Activations are not known: their formulas do not cover this model. As ShardedModel does before the "
                 f"first step, {ACTIVATION_FRACTION:.0%} of the device are left to them."
             )
+        # Both figures of activations are shown, so that the reader sees what checkpointing saves before it is chosen.
         return Answer(
             cluster=question.cluster,
             batch=question.batch,
@@ -142,8 +145,11 @@ class _Answering:
     def _setting(self, plan: Plan) -> int | None:
         """The `model_data_memory` with which `ShardedModel` makes `plan`; what it does without it is a note."""
         device = self._question.cluster.device_bytes
+        # Without a bound on the device, as on an emulated one, there is no budget to name.
         if device is None or plan.budget_bytes is None:
             return None
+        # `ShardedModel` plans before it sees a batch, so it does not know these activations. It makes the same plan at
+        # once if it is given the bytes that they leave to model data.
         given = "".join(f", {name}={value}" for name, value in chosen_of(plan.settings).items())
         self._notes.append(
             f"ShardedModel makes this plan with device_memory={device}, model_data_memory={plan.budget_bytes}{given}."
@@ -162,6 +168,7 @@ class _Answering:
         if rates is None:
             notes.append("No step time is modelled: nobody gave rates of this machine (--rates).")
             return None
+        # FLOPs of one rank in a whole step. Activation checkpointing runs only the blocks' forwards again.
         forward = batch.micro_batches * work.forward_flops(batch.tokens, batch.length)
         again = batch.micro_batches * work.computed_again_flops(batch.tokens, batch.length)
         try:
@@ -174,12 +181,14 @@ class _Answering:
                 question.cluster.ranks,
             )
         except ValueError as error:
+            # The rates have none for the dtype of the products, such as float64: the plan is an answer all the same.
             notes.append(f"No step time is modelled: {error}.")
             return None
         if step.unknown:
             notes.append(
                 f"Not in the modelled time, because no rate between ranks is known: {', '.join(step.unknown)}."
             )
+        # Published rates, and rates that were measured without a process group, have no time of a launch.
         if rates.collective_s == 0 and question.cluster.ranks.count > 1:
             notes.append("Launches of collectives are not in the modelled time: these rates have none.")
         return step
@@ -193,6 +202,8 @@ def chosen_of(settings: Settings) -> dict[str, float]:
 
 def _dtype_of(module: nn.Module, settings: Settings) -> Dtype:
     """The dtype that most of the model's elements have once it is wrapped."""
+    # A model may mix dtypes, such as norms in fp32 within bf16. Matrices have most of the elements, so the commonest
+    # dtype is that of the products.
     counts: Counter[Dtype] = Counter()
     for parameter in module.parameters():
         counts[dtype_of(parameter.dtype)] += parameter.numel()

@@ -62,17 +62,21 @@ def described(
     device_bytes, host_bytes = _bytes(device_memory, "--device-memory"), _bytes(host_memory, "--host-memory")
     # Whoever names a device's memory describes another machine than this one.
     is_here = published is None and device_bytes is None
+    # Without `--ranks` this machine has a rank for each accelerator, at least one; another machine is one full node.
     count = ranks or (max(1, torch.accelerator.device_count()) if is_here else _PER_NODE)
     per_node = ranks_per_node or (published.ranks_per_node if published else count if is_here else _filled_by(count))
     try:
         layout = Ranks(count, per_node)
     except ValueError as error:
         raise typer.BadParameter(f"{error}, or another --ranks-per-node", param_hint="--ranks") from None
+    # Without an accelerator `ShardedModel` emulates the device in host memory, and `Question.plan` adds up both tiers.
     is_emulated = is_here and not torch.accelerator.is_available()
     if published is not None:
         device_bytes = published.device_bytes if device_bytes is None else device_bytes
         host_bytes = _share(published.host_bytes, layout) if host_bytes is None else host_bytes
     elif is_here:
+        # What other processes hold is not available to a training either, so free memory counts, not capacity. A
+        # cluster of which only device memory was told gets no bound on its host, and the answer says so.
         reading = MemoryMonitor().read()
         device_bytes = reading.device.available_bytes
         host_bytes = _share(reading.host.available_bytes, layout) if host_bytes is None else host_bytes
@@ -80,6 +84,7 @@ def described(
         name = published.name
     else:
         name = "this machine" if is_here else "as described"
+    # Measuring takes a second, so whatever else may be refused was refused before.
     found = _rates(rates, published, is_here)
     return Cluster(name, layout, device_bytes, host_bytes, is_emulated, found)
 
@@ -91,6 +96,7 @@ def _filled_by(count: int) -> int:
 
 def _share(host_bytes: int, ranks: Ranks) -> int:
     """One rank's part of a node's host memory, less what is left to the rest of the machine."""
+    # `share_of_host` of the monitor divides by LOCAL_WORLD_SIZE, which no launcher has set for this command.
     return int(host_bytes * (1 - HOST_RESERVE)) // ranks.on_a_node
 
 
@@ -108,6 +114,7 @@ def _rates(wanted: str | None, published: Machine | None, is_here: bool) -> Rate
     if wanted == "none":
         return None
     if wanted == "measured":
+        # Here is no process group, so the rates between ranks stay unknown, and the answer names the parts without one.
         return rates_of()
     if wanted in MACHINES:
         return MACHINES[wanted].rates

@@ -40,6 +40,7 @@ def estimate(
 
     Nothing is allocated.
     """
+    # Errors go to stderr, so that stdout has nothing but the table or the JSON, for a pipe.
     console = Console(stderr=True)
     options: Options = {
         "dtype": dtype_option(dtype),
@@ -48,12 +49,14 @@ def estimate(
     }
     found: dict[int, MemoryEstimate | str] = {}
     try:
+        # The model is made once for all stages: importing it runs the user's code.
         named = model_named(model)
         for each in (0, 1, 2, 3) if stage is None else (stage,):
             try:
                 options["stage"] = each
                 found[each] = estimate_memory(named, world_size=ranks, optim_states=optim_states, **options)
             except BudgetError as error:
+                # A budget that is too small for one stage may be enough for a higher one, so the others are tried too.
                 found[each] = str(error)
     except (NotAModel, ValueError, TypeError) as error:
         console.print(Text(str(error), "red"), soft_wrap=True)  # a str would be read as markup
@@ -69,6 +72,7 @@ def estimate(
         for each, estimated in found.items():
             if isinstance(estimated, str):
                 console.print(Text(f"stage {each}: {estimated}", "red"), soft_wrap=True)
+    # With one stage that fits the question has an answer, and the command succeeds.
     if not any(isinstance(estimated, MemoryEstimate) for estimated in found.values()):
         raise typer.Exit(1)
 
@@ -95,6 +99,7 @@ def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
     lines: list[tuple[str, ...]] = [("stage", *_STATES.values(), "state", "buffers", "device", "host")]
     for stage, estimated in found.items():
         total_bytes = {kind: estimated.device[kind] + estimated.host[kind] for kind in _STATES}
+        # Slots and scratch are on the device alone: the host's figures have no such keys.
         buffers = sum(estimated.device.get(kind, 0) + estimated.host.get(kind, 0) for kind in _BUFFERS)
         numbers = (*total_bytes.values(), estimated.state_bytes, buffers, estimated.device_bytes, estimated.host_bytes)
         lines.append((str(stage), *(f"{number / 10**power:.2f}" for number in numbers)))

@@ -46,6 +46,8 @@ def larger_batch(question: Question, plan: Plan) -> Iterator[str]:
     if least is None or tokens is None:
         return
     fits, max_sequences = question.batch.sequences, tokens // question.batch.length
+    # The device has room for the first number of sequences if the chunks hold their least there. Every further try is
+    # the middle between the last one and the batch that fits.
     for _ in range(2 * _TRIES):
         if max_sequences <= fits:
             return
@@ -80,6 +82,7 @@ def _least_bytes(operator: OperatorSpec, spec: ModelSpec) -> int:
 def _smaller_operator(operators: list[OperatorSpec], spec: ModelSpec, budget: int) -> Iterator[str]:
     """Name the operator if it, or several that are alike, are all that does not fit."""
     shapes = {tuple(spec.weights[place].shape for place in operator.weights) for operator in operators}
+    # Where operators of several shapes are too large, a smaller one of a single shape would not be enough.
     if len(shapes) != 1 or not budget:  # activations have taken the room
         return
     operator = operators[0]
@@ -158,9 +161,11 @@ def _fewer_activations(question: Question, needed: int, device: int) -> Iterator
     words, activations = "", question.activations
     if activations is None:
         return
+    # A model without a list of blocks has nothing that checkpointing could compute again.
     if not question.batch.is_checkpointed and question.workload.block_bytes:
         checkpointed = replace(question, batch=replace(question.batch, is_checkpointed=True))
         fewer = checkpointed.activations or 0
+        # `needed` is model data alone. `there` is what the device has left beside it and activations, or lacks below 0.
         there = device - checkpointed.device_bytes_for(needed)
         if there >= 0:
             does = "would be enough" if checkpointed.refusal() is None else "would leave too little on the host"
@@ -170,6 +175,7 @@ def _fewer_activations(question: Question, needed: int, device: int) -> Iterator
             f"--activation-checkpointing, with at most {format_bytes(fewer)} of activations instead of "
             f"{format_bytes(activations)}, {does}."
         )
+        # What follows advises smaller batches together with checkpointing, as the words "with it" tell.
         question, words = checkpointed, " with it"
     tokens, length = question.tokens_beside(needed), question.batch.length
     if tokens is None:
@@ -179,6 +185,7 @@ def _fewer_activations(question: Question, needed: int, device: int) -> Iterator
         return
     if tokens * _LEAST_PART < length:
         return
+    # Whole sequences where one fits, else one shorter sequence.
     batch = replace(question.batch, sequences=max(1, tokens // length), length=min(length, tokens))
     if replace(question, batch=batch).refusal() is not None:
         return  # the host is short, too

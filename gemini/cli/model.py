@@ -52,6 +52,7 @@ def model_named(name: str) -> Any:
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
+        # A module object has its memory by now. A class or a function is called on "meta", where weights take none.
         found = _imported(name, module_name, attribute)
         if not isinstance(found, nn.Module) and callable(found):
             with torch.device("meta"):
@@ -74,6 +75,7 @@ def _imported(name: str, module_name: str, attribute: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise NotAModel(f"{name!r} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:  # whatever the user's module raises
+        # A script that parses arguments on import may call `sys.exit`, which would end the command without a word.
         raise NotAModel(f"{name!r} cannot be imported: {_raised(error)}") from error
 
 
@@ -93,6 +95,8 @@ def _made(name: str, factory: Callable[[], Any]) -> Any:
 def _raised(error: BaseException) -> str:
     """What the user's code raised, and the last line of it that ran."""
     frames = traceback.extract_tb(error.__traceback__)
+    # Frames of installed packages, of importlib and of this file say nothing to the user. The last of the others is
+    # a line of the user's own.
     own = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
     own = [frame for frame in own if not frame.filename.startswith("<") and "importlib" not in frame.filename]
     where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
@@ -113,8 +117,10 @@ def _hugging_face(file: Path) -> Any:
     except ImportError as error:
         raise NotAModel(f"{file} needs the package transformers: pip install transformers") from error
     try:
+        # A path is named here, so nothing must be looked up on the Hub.
         return AutoConfig.from_pretrained(file, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
+        # Either the file is broken, or this release of transformers does not know its model yet: the remedies differ.
         kind = _model_type(file)
         if kind is None or kind in CONFIG_MAPPING:
             raise NotAModel(f"{file} is no config of a Hugging Face model: {error}") from error

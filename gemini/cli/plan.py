@@ -79,10 +79,12 @@ def plan(
 
     Exit code 1: it does not fit, and what would help is said. Exit code 2: the question is wrong.
     """
+    # Refusals and progress go to stderr, so that stdout has nothing but the tables or the JSON, for a pipe.
     console = Console(stderr=True)
     try:
         # This check comes before the machine is measured, which takes time: a misspelled name is told at once.
         check_name(model)
+        # Budgets are left out: `Question` adds those of the cluster, and of other clusters that it tries.
         settings = Settings(
             dtype=dtype_option(dtype),
             stage=stage,
@@ -105,17 +107,21 @@ def plan(
         with _saying(console, "planning"):
             found = answer(module, settings, cluster, each, optim_states)
     except (NotAModel, ValueError, TypeError) as error:
+        # rich reads brackets in a str, such as `list[int]` in a message, as markup. A Text is shown as it is.
         console.print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(2) from None
     if json_:
         typer.echo(json.dumps(as_json(model, found), indent=1))
     else:
         show(model, found, Console())
+    # The answer has been shown before, because it says something of a model that does not fit too: sizes, activations,
+    # and in JSON the refusal.
     if found.refusal is not None:
         _refuse(found, console)
 
 
 def _refuse(found: Answer, console: Console) -> None:
+    # The library words its refusals by the names of Python's settings, which this command does not have.
     console.print(Text(with_options(str(found.refusal)), "red"), soft_wrap=True)
     for knob in found.knobs:
         console.print(Text(f"- {knob}"), soft_wrap=True)
@@ -131,8 +137,10 @@ def _saying(console: Console, what: str) -> Iterator[None]:
 
 def _length_of(module: nn.Module) -> int:
     config: Any = getattr(module, "config", None)
+    # A module without a config need not have tokens: each row of its batch counts as one.
     if config is None:
         return 1
+    # The config of a model for images and text has the positions of its text in a part of its own.
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     max_positions = getattr(config, "max_position_embeddings", None)
     return min(_LENGTH, max_positions) if isinstance(max_positions, int) and max_positions > 0 else _LENGTH

@@ -31,6 +31,7 @@ _UNITS = (("GB", 9), ("MB", 6), ("KB", 3))
 def as_json(name: str, found: Answer) -> dict[str, Any]:
     """All numbers: bytes and seconds of one rank."""
     ranks, plan, step = found.cluster.ranks, found.plan, found.step
+    # Where activations are not known, the peak of model data alone is no peak of the device: it stays None in JSON.
     activations = found.activations_at_hand
     shown: dict[str, Any] = {
         "model": name,
@@ -65,6 +66,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "enough_bytes": refusal.enough_bytes,
             "message": with_options(str(refusal)),
         }
+    # A plan always comes with its prediction and its moves, which the types do not say.
     if plan is not None and found.moves is not None and found.predicted is not None:
         shown |= {
             "stage": plan.settings.stage,
@@ -117,6 +119,7 @@ def show(name: str, found: Answer, console: Console) -> None:
     times = f" in each of {batch.micro_batches} micro-batches" if batch.micro_batches > 1 else ""
     sequences = f"{_count(batch.sequences, 'sequence')} of {_count(batch.length, 'token')}"
     lines.append(f"{sequences} on each rank{times}{checkpointed}")
+    # With `soft_wrap` the terminal breaks long lines, and rich does not: a line that is copied stays whole.
     for line in lines:
         console.print(Text(line), soft_wrap=True)
     if plan is not None:
@@ -127,9 +130,11 @@ def show(name: str, found: Answer, console: Console) -> None:
         with_it = f"{_gb(checked)} with activation checkpointing"
         others = f"Activations and gradients before their chunks take them: at most {_gb(whole)}, {with_it} (bounds)."
     console.print(Text(others), soft_wrap=True)
+    # What is refused is said by the command itself, on stderr.
     if plan is None or found.predicted is None:
         return
     activations = found.activations_at_hand
+    # Here the words say that activations are missing, so model data alone can be shown.
     peak, beside = found.predicted.device_peak + (activations or 0), " besides activations" * (activations is None)
     of = "" if found.cluster.device_bytes is None else f" of {_gb(found.cluster.device_bytes)}"
     console.print(Text(f"Predicted peak on the device{beside}: {_gb(peak)}{of}."), soft_wrap=True)
@@ -146,15 +151,18 @@ def _show_bytes(found: Answer, console: Console) -> None:
     # Gradients that find no slot lie on the host for a part of the step, beside the homes there.
     passing = 0 if found.predicted is None else found.predicted.host_peak - plan.host_bytes
     tier_bytes = plan.device_bytes + (activations or 0), plan.host_bytes + passing
+    # One unit for the whole table, by its largest sum, so that the digits of rows can be compared.
     unit, power = next((each for each in _UNITS if max(tier_bytes) >= 10 ** each[1]), _UNITS[-1])
 
     def cell(num_bytes: int | None) -> str:
+        # An empty cell in the row "there" means that no bound is known.
         return "" if num_bytes is None else f"{num_bytes / 10**power:,.2f}"
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in (f"{unit} (10**{power} bytes) on each rank", "device", "host"):
         table.add_column(head, justify="left" if head.startswith(unit) else "right", no_wrap=True)
     for kind, words in _KINDS.items():
+        # Kinds that a model does not have, such as masters beside fp32 weights, get no row.
         if on_device.get(kind) or on_host.get(kind):
             table.add_row(words, cell(on_device.get(kind, 0)), cell(on_host.get(kind, 0)))
     if passing:
@@ -167,8 +175,10 @@ def _show_bytes(found: Answer, console: Console) -> None:
 
 def _show_step(found: Answer, console: Console) -> None:
     step, rates, moves = found.step, found.cluster.rates, found.moves
+    # Among the notes stands why no step is modelled.
     if step is None or rates is None or moves is None:
         return
+    # The keys are those of `ModelledStep.parts`, which leaves out collectives where there is one rank.
     amounts = {
         "forward and backward": f"{step.flops / 1e12:,.4g} TFLOP",
         "host to device": _gb(moves.to_device_bytes),
@@ -179,6 +189,7 @@ def _show_step(found: Answer, console: Console) -> None:
         "update on the host": _gb(moves.host_update_bytes),
     }
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    # In a narrow terminal rich would cut digits off, so the rates, which are no result, are left out.
     columns = ("a step, modelled", "amount", "seconds", "rate")[: 4 if console.width >= _COLUMNS else 3]
     for head in columns:
         table.add_column(head, justify="left" if head.startswith("a step") else "right", no_wrap=True)
@@ -199,6 +210,7 @@ def _show_step(found: Answer, console: Console) -> None:
 def _rate(part: str, dtype: str, rates: Rates) -> str:
     """What its amount is divided by; between ranks the slower of two ways counts."""
     if part == "forward and backward":
+        # `modelled_step` has refused rates without this dtype.
         return f"{rates.flops_per_s[dtype] / 1e12:,.3g} TFLOP/s"
     if part in ("gathers", "exchanges"):
         ways = (("node", rates.node_bytes_per_s), ("network", rates.network_bytes_per_s))

@@ -84,15 +84,19 @@ class Question:
 
     def plan(self) -> Plan:
         """The plan for training. Local. Raises BudgetError also where there is room for the weights alone."""
+        # The bound of activations counts like a peak that a step has measured: chunks get all that it leaves, less the
+        # margins of `Budget.of`. Where there is no bound, ACTIVATION_FRACTION of the device is left to activations.
         there, free, plan = self.cluster.host_bytes, FreeBytes(activations=self.activations), None
         try:
             plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states)
         except BudgetError as error:
             if error.tier != "host":
                 raise
-        # A plan without a bound on the host says what training takes there.
+        # In both cases the host is too small, for the weights or for training. The plan without a bound on the host
+        # shows how much training takes there, which the refusal below names.
         if plan is None or (there is not None and plan.host_bytes > there):
             plan = plan_training(self.packed, self._settings_with(None), free, self.optim_states)
+        # `predicted` simulates a step. Without a bound on the host there is nothing to compare its peak with.
         needed = plan.host_bytes if there is None else plan.predicted.host_peak
         words = f"training needs {needed} bytes ({format_bytes(needed)}) on the host of each rank"
         if needed > plan.host_bytes:
@@ -138,8 +142,10 @@ class Question:
         """Tokens whose activations fit beside so much model data. None: nobody knows, or there is no bound."""
         device = self.cluster.device_bytes
         of_one = self.workload.activation_bytes(1, is_checkpointed=self.batch.is_checkpointed)
+        # Where the formulas count no bytes for a token, the division below would be by zero.
         if device is None or not of_one or self.activations is None:
             return None
+        # This is `device_bytes_for` solved for tokens. Gradients in autograd's hands do not grow with the batch.
         free_bytes = ((1 - RESERVE) * device - model_bytes) / (1 + MORE_ACTIVATIONS) - self.gradient_bytes
         return math.floor(free_bytes / of_one)
 

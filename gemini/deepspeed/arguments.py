@@ -56,5 +56,6 @@ def init_distributed(
         [name for name in without_effect if name not in _BY_ENVIRONMENT],
         ["dist_backend", "timeout", "dist_init_required", *_BY_ENVIRONMENT],
     )
+    # As with DeepSpeed, random numbers are left to the script: no seed.
     if dist_init_required is not False and not dist.is_initialized():
         launch_from_torch(backend=dist_backend, seed=None, rank_timeout=timeout.total_seconds())

@@ -34,6 +34,7 @@ class DeepSpeedEngine(Engine):
         try:
             super().step(last=last)
         finally:
+            # Also if `step` raises: the update may be over by then, and the answer must not be that of the step before.
             self._was_step_applied = self._num_applied > before
 
     def was_step_applied(self) -> bool:
@@ -58,6 +59,7 @@ class DeepSpeedEngine(Engine):
         micro, ranks = self.batch_sizes.micro, self.model.world_size
         if micro is None:
             raise ValueError("set_train_batch_size() needs the config's 'train_micro_batch_size_per_gpu'")
+        # The loader goes on with micro-batches of the same size, so only their number can follow.
         accumulation, rest = divmod(train_batch_size, micro * ranks)
         if rest or accumulation < 1:
             raise ValueError(

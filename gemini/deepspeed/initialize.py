@@ -61,12 +61,14 @@ def initialize(
         # As with DeepSpeed, random numbers are left to the script.
         launch_from_torch(seed=None)
     group = mpu.get_data_parallel_group() if mpu is not None else None
+    # To `agreed` None means this rank alone.
     ranks = dist.group.WORLD if group is None and dist.is_initialized() else group
     sources = config, config_params, getattr(args, "deepspeed_config", None)
     # Some keys are DeepSpeed's and ours, with other meanings: "Adam" is AdamW there.
     agreed_config = agreed(
         lambda size: load_config(_only(sources, mesh_param), prefers="deepspeed", world_size=size), ranks
     )
+    # Checked only here: a rank that raised before would leave the others waiting in the agreement.
     if model is None:
         raise TypeError("initialize(model=...) needs a module")
     engine = assemble(DeepSpeedEngine, agreed_config, model, optimizer, model_parameters, None, lr_scheduler, group)

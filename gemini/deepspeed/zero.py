@@ -72,6 +72,7 @@ class Init(ZeroInitContext):
         for name, value in {**given, **without_effect}.items():
             if name not in _WITHOUT_EFFECT:
                 raise TypeError(f"zero.Init() has no argument {name!r}")
+            # Scripts that pass DeepSpeed's default lose nothing by it, and are not warned.
             if value != _DEFAULTS.get(name):
                 warnings.warn(f"zero.Init({name}=...) has no effect: {_WITHOUT_EFFECT[name]}", stacklevel=2)
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
@@ -84,9 +85,11 @@ class Init(ZeroInitContext):
             init_distributed()
         if config_dict_or_path is not None or config is not None:
             source = config if config_dict_or_path is None else config_dict_or_path
+            # A context that does nothing is not collective, so ranks do not compare their configs for it.
             zero_config = (
                 _config_of(source, data_parallel_group) if enabled else load_config(source, prefers="deepspeed")
             )
+            # Dtypes by module are for `ShardedModel`: a context casts all weights to one.
             dtype = zero_config.dtype if dtype is None and isinstance(zero_config.dtype, torch.dtype) else dtype
             if remote_device is None and offloads_params(zero_config.tensor_placement_policy):
                 remote_device = "cpu"
@@ -101,6 +104,7 @@ class Init(ZeroInitContext):
 
 def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
     """Agree on the config: a rank that could not read its own would leave the others in the first collective."""
+    # To `agreed_config` None means this rank alone.
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     return agreed_config(source, group, prefers="deepspeed")

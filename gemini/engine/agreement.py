@@ -38,9 +38,11 @@ def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Co
 
     Raises the errors of `agreed_config`, and what `make` raises; the other ranks then raise ConfigError.
     """
+    # A model's communicator comes later: its settings, such as `rank_timeout`, are in the config that is read here.
     collectives = Collectives(group)
     config, error = None, None
     try:
+        # `canonical` is inside because it takes the `repr` of objects of the user's, which may raise.
         config = make(collectives.world_size)
         words = _GOOD + config.canonical().encode()
     except Exception as found:
@@ -49,9 +51,11 @@ def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Co
         said = str(found) if isinstance(found, ConfigError) else f"{type(found).__name__}: {found}"
         # A file's name in a message may have lone surrogates, which UTF-8 cannot encode.
         words = _BAD + said.encode(errors="backslashreplace")
+    # Every rank comes here, with its config or with the reason why it has none.
     everyone = collectives.all_gather_bytes(words)
     if error is not None:
         raise error
+    # Ranks go through the same list in the same order, so all that have a config of their own raise the same error.
     for rank, its in enumerate(everyone):
         if its.startswith(_BAD):
             raise ConfigError(f"rank {rank}: {its[1:].decode()}")

@@ -44,10 +44,14 @@ def assemble(
     Raises TypeError for an argument of another kind, ConfigError and UnsupportedError for what cannot be combined, and
     what `ShardedModel` and `ShardedOptimizer` raise.
     """
+    # Wrapping changes the user's module for good: what can be refused is refused before it.
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, found {type(model).__name__}")
     _check_kinds(optimizer, criterion, lr_scheduler)
+    # The engine moves what the config names and what a callable makes, in both call forms: the script has no object
+    # whose `step` it could call.
     moves = moves_given or not _is_schedule(lr_scheduler)
+    # A callable has not made its schedule yet. What it makes is looked at in `scheduler_of`.
     if moves:
         _refuse_plateau(lr_scheduler)
     parameters = None if parameters is None else _checked_parameters(parameters)
@@ -56,17 +60,21 @@ def assemble(
         config = config.without("optimizer", _GIVEN)
     if lr_scheduler is not None:
         config = config.without("scheduler", _GIVEN)
+    # This is an error rather than one more key without effect: the user wants a training, and would get an evaluation.
     if optimizer is None and config.optimizer is None and (lr_scheduler is not None or config.scheduler is not None):
         raise ConfigError(
             "a scheduler needs an optimizer: give initialize(optimizer=...), or 'optimizer' in the config"
         )
     if isinstance(model, ShardedModel):
+        # A model is wrapped once. The config's other fields, such as clipping, still count.
         config = _as_wrapped(config, model)
     else:
         sizes = config.batch_sizes(_num_ranks(process_group))
         # The plan needs the number of micro-batches, also if the config only gives batch sizes.
         settings = replace(config.settings(), gradient_accumulation_steps=sizes.accumulation)
         model = ShardedModel(model, process_group=process_group, settings=settings)
+    # The optimizer comes after the model, since a callable gets the wrapped model's parameters. One that was made
+    # before has the same parameter objects.
     plain = optimizer_of(model, optimizer, config, parameters)
     if plain is None:
         return engine_class(model, None, criterion, None, config=config)
@@ -78,6 +86,7 @@ def assemble(
 
 
 def _num_ranks(process_group: dist.ProcessGroup | None) -> int:
+    # There is no communicator yet that could be asked.
     if process_group is not None:
         return process_group.size()
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -94,12 +103,14 @@ def _check_kinds(optimizer: Any, criterion: Any, lr_scheduler: Any) -> None:
         raise TypeError(f"optimizer must be an optimizer, or a callable that makes one, found {optimizer!r}")
     if not (criterion is None or callable(criterion)):
         raise TypeError(f"criterion must be a function of outputs and labels, found {criterion!r}")
+    # A schedule need not be a class of torch's: any object with a `step` may be one.
     if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
         raise TypeError(f"lr_scheduler must be a schedule, or a callable that makes one, found {lr_scheduler!r}")
 
 
 def _is_schedule(given: Any) -> bool:
     """Whether `given` is a schedule, rather than None or a callable that makes one."""
+    # A class has a `step`, too, and is called with the optimizer to make a schedule.
     return given is not None and not inspect.isclass(given) and hasattr(given, "step")
 
 
@@ -118,6 +129,7 @@ def _checked_parameters(parameters: Iterable[Any]) -> list[Any]:
         raise TypeError(
             "model_parameters must be a list of parameters or param groups, found a tensor: put it in a list"
         )
+    # An iterator such as `model.parameters()` can be read once, and its elements are needed after the model is wrapped.
     found = list(parameters)
     if not found:
         raise ValueError(
@@ -132,7 +144,9 @@ def _as_wrapped(config: Config, model: ShardedModel) -> Config:
     ignored = [
         (name, f"the model was wrapped before, with {getattr(model.settings, name)!r}")
         for name in SETTINGS
-        if name != "gradient_accumulation_steps"  # the engine counts in any case
+        # The engine counts micro-batches by the config in any case. The model only plans memory by this field.
+        if name != "gradient_accumulation_steps"
+        # A value that is the default need not have been given, so it contradicts nothing.
         and getattr(wanted, name) not in (getattr(plain, name), getattr(model.settings, name))
     ]
     return config.with_notes([*config.ignored, *ignored], config.constants)
@@ -150,6 +164,7 @@ def optimizer_of(
     chosen_parameters = list(model.parameters() if parameters is None else parameters)
     if given is None:
         return None if config.optimizer is None else config.optimizer.make(chosen_parameters)
+    # A lambda or a partial has its own arguments, and would raise on those of the config.
     arguments = config.optimizer.params if config.optimizer is not None and inspect.isclass(given) else {}
     made = given(chosen_parameters, **arguments)
     if not isinstance(made, Optimizer):
@@ -166,9 +181,12 @@ def scheduler_of(given: SchedulerLike, config: Config, optimizer: ShardedOptimiz
     if given is None:
         return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)
     if isinstance(given, LRScheduler):
+        # Its rates would go into param groups that no step reads, and the rate would silently stay.
         if given.optimizer is not optimizer and given.optimizer is not plain:
             raise UnsupportedError("lr_scheduler belongs to another optimizer than the one that was given")
-        given.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a step() that it did not see
+        # torch's schedule watches the `step` of the optimizer that it was made of, and the engine may call another one.
+        # Without this flag it would warn, at its first move, that it moves before the optimizer.
+        given.optimizer._opt_called = True  # type: ignore[attr-defined]
         return given
     if not _is_schedule(given):
         given = given(optimizer)

@@ -82,6 +82,7 @@ class Engine:
         self._log = StepLog(self.config, model.rank)
         self._in_window = 0  # backwards since the last optimizer step
         self._window_begins = 0  # `micro_steps` at the start of the window
+        # A model that was wrapped before may have failed already: only later failures end a window of this engine.
         self._num_failed = manager.grads.num_failed
         self._is_closed = False
         weights = model.settings.dtype  # not the config's: the model may have been wrapped with another one
@@ -142,6 +143,7 @@ class Engine:
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights. Raises nothing. Local."""
         self._follow_failures()
+        # More backwards than a window has may have come: a script need not call `step()` after each of them.
         return self._in_window >= self.batch_sizes.accumulation
 
     def is_window_open(self) -> bool:
@@ -159,10 +161,13 @@ class Engine:
         what `ShardedOptimizer.step` raises.
         """
         optimizer = self._needs_optimizer("step()")
+        # Gradients of `loss.backward()` can be told from those of `backward` only while no window is open: the model
+        # counts both alike.
         if not self._in_window:
             self._refuse_foreign_gradients()
         if not self.is_gradient_accumulation_boundary() and not (last and self._in_window):
             return
+        # Every step that ends leaves another report, also if it then raises: `last_step` tells whether it has ended.
         rate, before = optimizer.param_groups[0]["lr"], optimizer.last_step
         try:
             optimizer.step()
@@ -180,6 +185,7 @@ class Engine:
         if self._log.is_on:
             self._log.after_step(self.global_steps, rate, self.grad_norm, optimizer.loss_scale)
         report = optimizer.last_step
+        # A skipped step does not move the schedule, as in DeepSpeed: no weight was updated at its rate.
         if report is not None and report.skipped is not None:
             self.skipped_steps += 1
         elif self._moving is not None:
@@ -198,6 +204,7 @@ class Engine:
 
         Raises GeminiError inside a forward or backward, and if a step has failed half way.
         """
+        # The check also recovers, as at the beginning of a forward or a step.
         self.chunk_manager.step.check_idle("recover()")
 
     def discard_window(self) -> None:
@@ -296,6 +303,7 @@ class Engine:
         The engine cannot be used afterwards. Closing it again does nothing. Raises GeminiError inside a backward.
         """
         if not self._is_closed:
+            # The flag is set last: where `model.close()` refuses, as inside a backward, the engine is still open.
             self.model.close()
             self._log.close()
             self._is_closed = True
@@ -306,6 +314,8 @@ class Engine:
 
     def _follow_failures(self) -> None:
         """Begin another window if a forward or backward has failed, which dropped the gradients of the present one."""
+        # The model counts, not the engine: a script may also call the model itself, as `generate` does, and fail in
+        # there.
         failed = self.chunk_manager.grads.num_failed
         if failed != self._num_failed:
             self._num_failed = failed
@@ -318,7 +328,8 @@ class Engine:
     def _refuse_foreign_gradients(self) -> None:
         """Raises GeminiError if there are gradients that `backward` did not make: `step` would silently ignore them."""
         if self.chunk_manager.grads.num_backwards:
-            self.chunk_manager.step.check_idle("step()")  # those of a backward that failed are dropped
+            # A backward that failed may have left its count: the check recovers from it, and drops what came of it.
+            self.chunk_manager.step.check_idle("step()")
         if self.chunk_manager.grads.num_backwards:
             raise GeminiError(
                 "step() has gradients that engine.backward(loss) did not make: call it in place of loss.backward(), as "

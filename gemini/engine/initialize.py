@@ -56,12 +56,16 @@ def initialize(
         >>> engine, *_ = initialize(torch.nn.Linear(8, 1), config=config, verbose=False)
     """
     group = process_group
+    # The config is compared over the ranks that `ShardedModel` finds for `process_group=None`.
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
+    # Ranks compare configs before anything else: one that cannot read its file would leave the others in the wrapping.
     agreed = agreed_config(launched_config() if config is None else config, group)
     engine = assemble(Engine, agreed, model, optimizer, None, criterion, lr_scheduler, process_group, moves_given=False)
     if verbose:
         say(engine)
     window = engine.batch_sizes.accumulation
+    # As in Colossal-AI. Otherwise a window that is open at the end of an epoch would go on with batches of the next
+    # one.
     train = None if train_dataloader is None else whole_windows(train_dataloader, window)
     return engine, train, test_dataloader, engine.lr_scheduler

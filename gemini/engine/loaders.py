@@ -26,6 +26,8 @@ def loader_of(
     # An iterable dataset cannot be indexed by a sampler, so it has to divide itself over the ranks.
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, size, collate_fn=collate_fn, drop_last=config.drop_last)
+    # Without `drop_last` the sampler gives some samples twice, so that all ranks have equally many: a rank that has no
+    # batch left would not come to the others' collectives.
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, world_size, rank, drop_last=config.drop_last)
     return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn, drop_last=config.drop_last)
 
@@ -53,6 +55,7 @@ class WholeWindows:
                 "none: make gradient_accumulation_steps= smaller or give it more data",
                 stacklevel=2,
             )
+        # The iterator ends at the last whole window, so no batch behind it is drawn.
         return islice(iter(self._loader), len(self))
 
     def __getattr__(self, name: str) -> Any:
@@ -64,6 +67,7 @@ class WholeWindows:
 
 def whole_windows(loader: Any, window: int) -> Any:
     """The loader in whole windows. The loader itself if a window is one batch, or if it has no length."""
+    # Without a length nobody knows which window is the last one until the data end.
     return WholeWindows(loader, window) if window > 1 and length_of(loader) is not None else loader
 
 

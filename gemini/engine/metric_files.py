@@ -23,6 +23,7 @@ class JsonLinesFile:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Lines are added, because a training that is started once more from a checkpoint goes on with its file.
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:

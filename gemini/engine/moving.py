@@ -33,13 +33,16 @@ class MovedByEngine:
 
     def __init__(self, schedule: Any) -> None:
         self.shown = schedule
-        self._count: int | None = None  # `last_epoch` of the schedule after its last move
+        # `last_epoch` of the schedule after its last move. None before: a script may load a checkpoint's count first.
+        self._count: int | None = None
 
     def after_backward(self) -> None:
         """Nothing happens at a backward: the schedule moves with updates."""
 
     def after_update(self) -> None:
         count = getattr(self.shown, "last_epoch", None)
+        # A smaller count is that of a checkpoint which the script has loaded. A schedule that is not torch's may have
+        # no count.
         if self._count is not None and count is not None and count > self._count:
             warnings.warn(
                 f"the schedule has moved by {count - self._count} since the last optimizer step: the engine moves it "
@@ -59,7 +62,9 @@ class MovedByScript:
 
     def __init__(self, schedule: Any) -> None:
         self.plain = schedule
-        self._has_gradients = self._has_update = False  # since the last move
+        # Both are since the last move. Without either, as before the first step, a call moves the schedule: a script
+        # may call `step()` in a loop to reach the count of a checkpoint.
+        self._has_gradients = self._has_update = False
 
     @property
     def shown(self) -> MovedByScript:
@@ -76,6 +81,8 @@ class MovedByScript:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Call the schedule's `step` with its arguments, such as a metric. Local, alike on every rank."""
+        # Scripts for Colossal-AI call this after every micro-batch, whatever the window is. Without the test the
+        # schedule would move as often, and also after skipped steps.
         if self._has_gradients and not self._has_update:
             return
         self.plain.step(*args, **kwargs)
@@ -94,6 +101,7 @@ class MovedByScript:
 
 def moves_by_metric(schedule: Any) -> bool:
     """Whether `step` of this schedule, or of this class of schedules, takes a metric. Local."""
+    # `LRSchedulerHook` is also given what `initialize` has returned, which is no `ReduceLROnPlateau` itself.
     if isinstance(schedule, MovedByScript):
         schedule = schedule.plain
     kind = schedule if inspect.isclass(schedule) else type(schedule)

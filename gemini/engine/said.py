@@ -32,6 +32,7 @@ _OF_TRAINING = Kind.GRAD, Kind.OPTIM, "gradient slots", "scratch"
 
 def say(engine: Engine) -> None:
     """Log the table on rank 0 at level INFO, with colours if stderr is a terminal. Local."""
+    # The logger writes to stderr, wherever stdout goes.
     shows = sys.stderr.isatty()
     width = shutil.get_terminal_size().columns if shows else _FILE_WIDTH
     get_dist_logger().info(f"the engine decided\n{in_words(engine, width, shows)}", ranks=[0])
@@ -43,6 +44,7 @@ def in_words(engine: Engine, width: int, is_terminal: bool = False) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal)
     console.print(table_of(engine))
     assert isinstance(console.file, io.StringIO)
+    # rich fills each line up to the width. A log file needs no blanks at the ends of its lines.
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
@@ -58,13 +60,15 @@ def table_of(engine: Engine) -> Table:
     if engine.config.ignored:
         table.add_section()
         ignored = "\n".join(f"{key}: {instead}" for key, instead in engine.config.ignored)
-        table.add_row("without effect", Text(ignored))  # a str would be read as markup
+        # rich reads a str as markup: what stands in brackets would be taken for a style, and not be shown.
+        table.add_row("without effect", Text(ignored))
     return table
 
 
 def _decisions(engine: Engine) -> Iterator[tuple[str, str]]:
     config, plan, sizes = engine.config, engine.model.plan, engine.batch_sizes
     ranks = f"{engine.model.world_size} rank{'s' * (engine.model.world_size > 1)}"
+    # Chunks are asked, not the config: without `dtype` weights keep the module's own dtypes.
     dtypes = dict.fromkeys(str(chunk.dtype).removeprefix("torch.") for chunk in engine.chunk_manager.chunks)
     yield "stage", f"{engine.model.settings.stage}, {ranks}"
     yield "weights", ", ".join(dtypes)
@@ -83,6 +87,8 @@ def _decisions(engine: Engine) -> Iterator[tuple[str, str]]:
 def _optimizer(engine: Engine) -> str:
     if engine.optimizer is None:
         return "none: this engine evaluates"
+    # A schedule keeps the optimizer's own rate in `initial_lr`; `lr` has its first rate already, which is 0 in a
+    # warmup.
     rates = dict.fromkeys(f"{group.get('initial_lr', group['lr']):g}" for group in engine.optimizer.param_groups)
     name = "as given" if engine.config.optimizer is None else engine.config.optimizer.type
     return f"{name}, learning rate {', '.join(rates)}"
@@ -92,6 +98,7 @@ def _loss_scale(engine: Engine) -> str:
     configured = engine.config.loss_scale
     if engine.loss_scale == 1.0:
         return "none"
+    # This is what DeepSpeed's `fp16.loss_scale` becomes: with equal bounds the scale cannot move.
     is_static = configured.min_scale == configured.max_scale == engine.loss_scale
     return f"{engine.loss_scale:g}, static" if is_static else f"dynamic, {engine.loss_scale:g} at first"
 
@@ -119,6 +126,7 @@ def _bytes(engine: Engine) -> Table:
         table.add_column(justify="right")
     table.add_row("", *(str(tier) for tier in Tier))
     for kind, words in _KINDS.items():
+        # A kind without bytes gets no row: weights of fp32 have no masters, and one rank may need no slots.
         numbers = [of_tier.get(kind, 0) for of_tier in found.values()]
         if any(numbers):
             table.add_row(words, *(format_bytes(number) if number else "" for number in numbers))

@@ -18,10 +18,12 @@ def save_weights(model: ShardedModel, path: Path) -> None:
     OSError on rank 0 and RemoteRankError on the others if it cannot be written; an existing file is unchanged then.
     """
     communicator = model.chunk_manager.communicator
+    # Every rank takes part, as parameters may have to be gathered. Only rank 0 keeps the result, in host memory.
     state = model.state_dict(rank0_only=True)
     with communicator.publishing():
         if communicator.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # It lies beside the file, since `os.replace` is atomic inside one file system only.
             partial = path.with_name(f"{path.name}.partial")
             try:
                 if path.suffix == ".safetensors":
@@ -31,6 +33,8 @@ def save_weights(model: ShardedModel, path: Path) -> None:
                     torch.save(state, partial)
                 os.replace(partial, path)
             finally:
+                # After a success it has become the file. After a failure, such as a full disk, it would take space for
+                # nothing.
                 partial.unlink(missing_ok=True)
     # Another rank may read the file as soon as this function has returned there.
     communicator.wait_for_all("weights are saved")

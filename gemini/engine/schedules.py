@@ -25,7 +25,8 @@ from gemini.engine.config.schedules import (
     WarmupLR,
 )
 
-_BETA2 = 0.99  # the second beta while the first one is cycled, as in DeepSpeed
+# The second beta while the first one is cycled. DeepSpeed sets it, too, whatever the optimizer's own is.
+_BETA2 = 0.99
 
 
 def make_schedule(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
@@ -53,15 +54,19 @@ class NamedSchedule(LRScheduler):
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """The rate of every param group after `last_epoch` optimizer steps. Local; changes betas too in a cycle."""
+        # `step` is DeepSpeed's count, which is -1 before the first step. All formulas below are written in it.
         groups, step = self.optimizer.param_groups, self.last_epoch - 1
         if self._cycles_betas:
             assert isinstance(self._arguments, OneCycle)
+            # torch's base class only sets `lr`, so betas are written here: torch asks for the rates at every move.
             for group in groups:
                 group["betas"] = _momentum(self._arguments, step), _BETA2
         return _RATES[type(self._arguments)](self._arguments, step, self.base_lrs)
 
     def state_dict(self) -> dict[str, Any]:
         """The progress of the schedule, without its arguments. Local."""
+        # torch puts the whole `__dict__` there. The arguments are an object of a class of ours, which neither JSON nor
+        # `torch.load(weights_only=True)` takes, and the config has them in any case.
         return {name: value for name, value in super().state_dict().items() if name != "_arguments"}
 
 
@@ -83,11 +88,13 @@ def _highest(its: WarmupLR, base: Sequence[float]) -> Rates:
 
 def _warmup_cosine(its: WarmupCosineLR, step: int, base: Sequence[float]) -> list[float]:
     warmup = _warmup_steps(its)
+    # Before the first step the rate is 0, not `warmup_min_ratio` of it, as in DeepSpeed.
     if step < 0:
         ratio = 0.0
     elif step < warmup:
         ratio = its.warmup_min_ratio + (1.0 - its.warmup_min_ratio) * _risen(its, step)
     else:
+        # Behind `total_num_steps` the rate stays at its least. The cosine would rise again.
         done = min(1.0, (step - warmup + 1) / max(1, its.total_num_steps - warmup))
         ratio = max(0.0, its.cos_min_ratio + (1.0 - its.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
     return [rate * ratio for rate in base]
@@ -118,6 +125,8 @@ def _momentum(its: OneCycle, step: int) -> float:
     after = step - _cycle_steps(its) + 1
     if after <= 0:
         return its.cycle_max_mom - (its.cycle_max_mom - its.cycle_min_mom) * _cycled(its, step + 1)
+    # After the cycle DeepSpeed divides the rate by its decay, and multiplies momentum by it: the first beta grows, and
+    # passes 1 in a training that is long enough.
     decay = 1.0
     if its.decay_step_size and its.decay_mom_rate:
         decay += its.decay_mom_rate * after / its.decay_step_size
@@ -156,6 +165,7 @@ def _cycled(its: OneCycle, step: int) -> float:
     if not rises and its.cycle_second_stair_count is not None:
         stairs = its.cycle_second_stair_count
     done, of = (place, first) if rises else (first + second - place, second)
+    # With stairs the fraction is rounded down to whole stairs.
     return math.floor(done * stairs / of) / stairs if stairs else done / of
 
 

@@ -20,6 +20,7 @@ class StepLog:
         self._losses: list[Tensor] = []
         monitors = config.monitors
         self.is_on = rank == 0 and bool(self._every or monitors.tensorboard or monitors.json_lines)
+        # Files are made by one rank only: on a shared disk the ranks' files would be the same one.
         if not self.is_on:
             return
         if monitors.tensorboard is not None:
@@ -31,6 +32,7 @@ class StepLog:
     def add(self, loss: Tensor) -> None:
         """Record a micro-batch's undivided loss. It is read after the step, so that the host does not wait here."""
         if self.is_on:
+            # `detach` lets the graph go: its activations would be held until the step.
             self._losses.append(loss.detach())
 
     def discard(self) -> None:
@@ -39,11 +41,13 @@ class StepLog:
 
     def after_step(self, step: int, lr: float, grad_norm: float | None, loss_scale: float) -> None:
         """Log optimizer step number `step`, from 1."""
+        # The host waits for the device here, on rank 0, once per step rather than once per micro-batch.
         losses, self._losses = [float(loss) for loss in self._losses], []
         metrics = {"loss": sum(losses) / len(losses), "lr": lr, "loss_scale": loss_scale}
         if grad_norm is not None:
             metrics["grad_norm"] = grad_norm
         for file in self._files:
+            # An engine counts no epochs: 0 stands in the field that a `Trainer` fills.
             file.write("step", step, 0, metrics)
         if self._every and step % self._every == 0:
             words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -84,6 +84,7 @@ class Accelerator(accelerate.Accelerator):
         if mixed not in MIXED:
             raise UnsupportedError(f"mixed_precision={mixed!r} is not possible with gemini: choose {', '.join(MIXED)}")
         super().__init__(**given, mixed_precision="no")  # ours is a dtype of weights, and no autocast
+        # NO is one process; MULTI_CPU, MULTI_GPU and their like are plain data parallelism.
         kind = self.distributed_type.value
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise UnsupportedError(f"Accelerate is set to {kind}, which shards or moves models itself: {_PLAIN}")
@@ -99,6 +100,7 @@ class Accelerator(accelerate.Accelerator):
         self.gemini: Config = config
         """The config, with defaults in place of what it does not say."""
         self._weights = mixed_weights(config, MIXED[mixed], f"mixed_precision is {mixed!r}")
+        # Scripts read `mixed_precision` to cast what they do not prepare, so a dtype of the config counts too.
         own = next((name for name, dtype in MIXED.items() if config.dtype in (dtype, name)), "no")
         self._mixed_precision = own if mixed == "no" else mixed
         for name in ("optimizer", "scheduler"):
@@ -158,6 +160,7 @@ class Accelerator(accelerate.Accelerator):
         sharded = self._sharded(model)
         if not isinstance(sharded, ShardedModel):
             return super().prepare_model(sharded, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        # `prepare` comes here twice for each model, and `save_state` writes every entry of this list.
         if sharded not in self._models:
             self._models.append(sharded)
         return sharded
@@ -206,7 +209,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
         """Prepare a schedule, of the plain or of the prepared optimizer. Local. Raises nothing."""
         for optimizer in self._optimizers:
-            # A schedule of the plain optimizer counts, too: it shares its param groups with the prepared one.
+            # Scripts make the schedule of the plain optimizer, whose param groups are those of the sharded one.
             if scheduler.optimizer.param_groups[0] is optimizer.param_groups[0]:
                 break
         else:
@@ -235,7 +238,7 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.backward(loss) with several optimizers in fp16, each of which has a loss scale of its "
                 "own: call optimizer.optimizer.scale(loss).backward() of the one that this loss trains"
             )
-        # Here no optimizer has a loss scale, and no single model's ranks could be told of a failure.
+        # No optimizer has a loss scale here, and no single model has a communicator to publish a failure by.
         if len(optimizers) != 1:
             loss.backward(**kwargs)
             return
@@ -267,6 +270,7 @@ class Accelerator(accelerate.Accelerator):
                     "under 'if accelerator.sync_gradients:'"
                 )
             return optimizer.clip_grad_norm_(max_norm, norm_type)
+        # No sharded optimizer trains any of these, such as the parameters of a module that was never prepared.
         return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
 
     # -- the state
@@ -308,6 +312,8 @@ class Accelerator(accelerate.Accelerator):
         if not models:
             return super().save_state(output_dir, safe_serialization, **kwargs)  # type: ignore[no-any-return]
         communicator = models[0].chunk_manager.communicator
+        # Rank 0 writes most of the files. The others have to hear of it if it cannot, because they go on to the next
+        # collective, where they would wait for rank 0.
         with communicator.publishing(), ExitStack() as writing:
             if not self.project_configuration.save_on_each_node:
                 for each in self._optimizers:

@@ -24,5 +24,6 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
     saved: set[Tensor] = set()  # membership only
     for adapter in model.peft_config:
         saved.update(peft.get_peft_model_state_dict(model, state_dict=variables, adapter_name=adapter).values())
-    # With `keep_vars` peft returns the parameters themselves, so they are told by identity.
+    # With `keep_vars` peft returns the parameters themselves, so they are told by identity. `copy=True` matters on a
+    # CPU, where `to` alone would return memory that the next step changes.
     return {name: value.detach().to("cpu", copy=True) for name, value in variables.items() if value in saved}

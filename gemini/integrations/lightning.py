@@ -85,6 +85,8 @@ class GeminiStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        # There is no process group yet, so ranks agree on the config in `_wrap`, where what says "auto" is known too.
+        # The config is also read here so that a mistake is told before the Trainer starts.
         self._source = fields or (launched_config() if config is None else config)
         self.config = load_config(self._source)
         """What to shard and where, with defaults in place of what the config does not say."""
@@ -111,6 +113,7 @@ class GeminiStrategy(DDPStrategy):
         if self.num_nodes * self.num_processes > 1:
             super().setup_distributed()
         else:
+            # `super()` does this too. It sets `rank_zero_only.rank`, by which Lightning knows the rank that logs.
             self.set_world_ranks()
 
     @contextmanager
@@ -129,6 +132,8 @@ class GeminiStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
+        # `DDPStrategy.setup` would convert the layers and its `teardown` convert them back. Ours replace both, so the
+        # conversion would silently not happen.
         if self._layer_sync is not None:
             raise UnsupportedError(
                 "Trainer(sync_batchnorm=True) with GeminiStrategy: call "
@@ -151,11 +156,14 @@ class GeminiStrategy(DDPStrategy):
         _tell_device(module, self.root_device)
         if fits:
             self.optimizers = [self._shard(each) for each in self.optimizers]
+        # The precision plugin scales losses by the optimizers that it is shown here, so they must be sharded by now.
         self.setup_precision_plugin()
         self.barrier()
 
     def _refuse_second_fit(self, module: nn.Module) -> None:
         """A `ShardedModel` has one optimizer in its life."""
+        # After `validate()` alone the model has no optimizer yet, and this Trainer may still fit it. Of a module that
+        # another Trainer has sharded, the `ShardedModel` is not at hand.
         known = self._sharded if self._sharded is not None and self._sharded.module is module else None
         if _is_sharded(module) and (known is None or known.chunk_manager.optimizer is not None):
             raise UnsupportedError(
@@ -177,6 +185,7 @@ class GeminiStrategy(DDPStrategy):
         weights = self._precision.weights(config, module)
         device = self.root_device if config.device is None else config.device
         settings = config.settings()
+        # With several micro-batches 16-bit gradients have fp32 sums, for which the plan has room only if it knows.
         if window is not None:
             settings = replace(settings, gradient_accumulation_steps=window)
         self._sharded = ShardedModel(module, settings=settings, device=device, dtype=weights)
@@ -190,7 +199,7 @@ class GeminiStrategy(DDPStrategy):
         if isinstance(plain, ShardedOptimizer) or not plain.param_groups or self._sharded is None:
             return plain  # type: ignore[no-any-return]
         for each in self.lr_scheduler_configs:
-            # torch warns of a step() that it did not see
+            # The schedule watches `step()` of the plain optimizer, which nobody calls: torch would warn of it.
             each.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
         return ShardedOptimizer(self._sharded, plain, **self.config.optimizer_options())
 
@@ -214,6 +223,8 @@ class GeminiStrategy(DDPStrategy):
         assert module is not None
         with self._precision.train_step_context():
             if not module.automatic_optimization:
+                # The module calls `optimizer.step()`, which is refused inside the model's forward. Outside of the
+                # forward the root's casts do not run, so the batch is cast here.
                 args, kwargs = self._precision.cast((args, kwargs))
                 return module.training_step(*args, **kwargs)
             return self._in_forward("training_step", *args, **kwargs)
@@ -237,6 +248,7 @@ class GeminiStrategy(DDPStrategy):
         """Hooks of the root begin and end a forward: the step takes the place of `forward` for this one call."""
         module, model = self.lightning_module, self.model
         assert module is not None and model is not None
+        # A user may have set `forward` on the instance; otherwise the class's one is visible again after the removal.
         own = vars(module).get("forward")
 
         def restore() -> None:
@@ -286,6 +298,7 @@ class GeminiStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Every rank gives the whole state. Collective. Raises what the optimizer raises."""
+        # Lightning's own method moves all states to the device afterwards, which would undo where the plan put them.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 

@@ -38,6 +38,7 @@ class GeminiPrecision(Precision):
     """
 
     def __init__(self, plugin: Precision | None) -> None:
+        # Every plugin is a subclass of `Precision`, so `isinstance` would accept any, such as `DoublePrecision`.
         if plugin is not None and type(plugin) not in (Precision, MixedPrecision, HalfPrecision):
             raise UnsupportedError(
                 f"{type(plugin).__name__} converts a model itself: with GeminiStrategy choose precision= "
@@ -61,6 +62,7 @@ class GeminiPrecision(Precision):
             raise ConfigError(
                 f"precision is {self.precision!r}, and the config says dtype={config.dtype}: leave one of them out"
             )
+        # What is in none of these modules, such as a parameter of the LightningModule itself, stays in fp32.
         by_name: dict[type[nn.Module] | str, torch.dtype | None] = dict.fromkeys(_borders(module), dtype)
         return by_name | {"*": torch.float32}
 
@@ -78,6 +80,8 @@ class GeminiPrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss in fp16. Local. Raises what the module's hooks raise."""
+        # At most one of them is sharded, so the loss is scaled once. Like Lightning's `MixedPrecision`, scale before
+        # `super()` runs the hooks: `on_before_backward` sees the loss that backward gets.
         for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedOptimizer):
                 tensor = optimizer.scale(tensor)

@@ -23,6 +23,8 @@ def mixed_weights(config: Config, mixed: torch.dtype | None, said: str) -> Weigh
     """
     own = config.dtype
     if mixed is None:
+        # A config may ask for the casts by itself (`fp16.auto_cast` of DeepSpeed). A mapping of dtypes by module
+        # says already where casts are.
         mixed = own if config.cast_inputs and isinstance(own, torch.dtype) else None
         return own if mixed is None else _with_casts(mixed)
     if own is not None and own != mixed:

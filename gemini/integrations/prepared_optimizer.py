@@ -15,6 +15,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     """A `ShardedOptimizer` as Accelerate hands it out: it steps where a window of micro-batches is full."""
 
     optimizer: ShardedOptimizer
+    # This is an attribute because Accelerate calls `state_dict()` without arguments.
     _rank0_only = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -33,5 +34,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step changed nothing, since a gradient was not finite: schedules stay then. Local."""
+        # Accelerate's own flag is set by its GradScaler alone, which does not exist here.
         report = self.optimizer.last_step
         return report is not None and report.skipped is not None

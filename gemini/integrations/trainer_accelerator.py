@@ -41,10 +41,13 @@ class TrainerAccelerator(accelerate.Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients of the loss, times the loss scale in fp16. Collective."""
+        # The Trainer divides the loss by its micro-batches itself and tells Accelerate of one, so nothing divides here.
+        # Its keyword arguments are for DeepSpeed and LOMO, whose backwards are not ours.
         self.its_optimizer.backward(loss)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Return the exact norm of all gradients, before the next step clips them to `max_norm`, which may be inf."""
+        # The Trainer always gives the parameters of the whole model, so clipping a part of them is not a case here.
         return self.its_optimizer.clip_grad_norm_(max_norm, norm_type)
 
     @property
@@ -60,5 +63,6 @@ class TrainerAccelerator(accelerate.Accelerator):
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The plain module, under whose name and class the Trainer knows the model."""
+        # `accelerate` unwraps classes that it knows, such as DDP, and `ShardedModel` is none of them.
         unwrapped = model.module if isinstance(model, ShardedModel) else model
         return super().unwrap_model(unwrapped, *args, **kwargs)  # type: ignore[no-any-return]

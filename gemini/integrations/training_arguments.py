@@ -31,6 +31,7 @@ _SAID_BY_ARGUMENTS = {
     "drop_last": "dataloader_drop_last of TrainingArguments does it",
 }
 _SHARDS = "shards the model itself: leave it out, and give Trainer(...) the stage and the budgets"
+# Each function returns the value that the message quotes, or a false one where the argument is not given.
 _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "deepspeed": (
         lambda args: args.deepspeed,
@@ -64,6 +65,7 @@ def refuse_unsupported(args: Any, model: Any) -> None:
             f"torchrun --nproc-per-node {args.n_gpu}, or show it one with CUDA_VISIBLE_DEVICES"
         )
     refuse_unknown_ranks(args.world_size, "TrainingArguments", "give TrainingArguments(use_cpu=True)")
+    # A map onto one device is accepted, because the plan places the weights wherever they were loaded.
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UnsupportedError(
             "the model was loaded with device_map= onto several devices: load it without, or inside "
@@ -73,6 +75,7 @@ def refuse_unsupported(args: Any, model: Any) -> None:
 
 def auto_values(args: Any, num_training_steps: int) -> dict[str, Any]:
     """Values for keys of DeepSpeed's that say "auto", by dotted path: those that transformers fills in too. Local."""
+    # `num_training_steps` is provisional at first. `create_scheduler` reads the config again with the real number.
     return {
         "train_batch_size": _train_batch_size(args),
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
@@ -90,7 +93,9 @@ def auto_values(args: Any, num_training_steps: int) -> dict[str, Any]:
 
 def refuse_contradictions(config: Config, args: Any) -> None:
     """Raises ConfigError, with a line for each value of the config that TrainingArguments say otherwise. Local."""
+    # Of each pair only a value that the config names is compared: None means that the config leaves it out.
     given = {} if config.optimizer is None else config.optimizer.params
+    # transformers compares these with a DeepSpeed file too. Without the check one of two values would win silently.
     both = [
         ("train_batch_size", config.train_batch_size, "the product of the others", _train_batch_size(args)),
         ("gradient_accumulation_steps", config.gradient_accumulation_steps, "", args.gradient_accumulation_steps),
@@ -122,6 +127,7 @@ def _of_the_optimizer(given: dict[str, Any], args: Any) -> Iterator[tuple[str, A
 
 def class_and_arguments(optimizer: OptimizerConfig, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and arguments of the config's optimizer, and what TrainingArguments say of it beside that. Local."""
+    # The defaults of the optimizer tell which arguments it takes. The one for the training is made by the Trainer.
     made = optimizer.make([nn.Parameter(torch.zeros(1, device="cpu"))])
     # TrainingArguments always have betas, which SGD, for example, does not take.
     found = {name: value(args) for name, value in _OPTIMIZER.items() if name in made.defaults}
@@ -134,6 +140,7 @@ def fused(kind: Any, arguments: dict[str, Any]) -> tuple[type[torch.optim.Optimi
     kind, arguments: what `TrainingArguments(optim=)` means; "adamw_torch_fused" is the default. None for any other.
     """
     other_arguments = {name: value for name, value in arguments.items() if name != "fused"}
+    # `get_optimizer_cls_and_kwargs` may be a subclass's and add arguments that `HybridAdam` does not have, as amsgrad.
     is_fused = (
         kind is torch.optim.AdamW
         and arguments.get("fused") is True
@@ -153,5 +160,6 @@ def without_effect(config: Config) -> list[tuple[str, str]]:
 
 
 def _train_batch_size(args: Any) -> int:
+    # Samples that make one optimizer step, over all ranks.
     size: int = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
     return size

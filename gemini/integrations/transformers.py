@@ -90,6 +90,7 @@ class ShardedTraining(_Trainer):
         self.sharding = self._read(args, _SOME_STEPS)
         """The config, with defaults in place of what it does not say."""
         self._settings = self._settings_of(args, options)
+        # The Trainer finds the names of labels, and the way to save, by the class of the plain model.
         if isinstance(model, ShardedModel):
             self._adopt(model, args, has_settings=bool(options) or config is not None)
             model = model.module
@@ -97,6 +98,8 @@ class ShardedTraining(_Trainer):
         if self.sharding.optimizer is not None:
             if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
                 raise ConfigError("an optimizer is given to Trainer(...), and another is in the config: leave one out")
+            # From this attribute the Trainer makes the optimizer over param groups of its own, in which biases and
+            # norms do not decay. An optimizer that we made here would have to copy these groups.
             self.optimizer_cls_and_kwargs = class_and_arguments(self.sharding.optimizer, args)
         # With `model_init` each training makes a model of its own: the one of now is never trained.
         if self.model_init is None:
@@ -140,6 +143,7 @@ class ShardedTraining(_Trainer):
         """The model in chunks, made at the first use. Collective. Raises what `ShardedModel` raises."""
         if self._sharded is None:
             self._sharded = ShardedModel(self.model, settings=self._settings)
+            # Accelerate compiles what it prepares, and a sharded model is not prepared by it.
             if self.args.torch_compile:
                 self._sharded.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
             lines = [f"without effect: {key}: {instead}" for key, instead in without_effect(self.sharding)]
@@ -157,6 +161,8 @@ class ShardedTraining(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does. Raises UnsupportedError if Accelerate was told to shard the model itself."""
         super().create_accelerator_and_postprocess()
+        # The Trainer constructs `accelerate.Accelerator` by that name, so the finished object changes its class. This
+        # is safe because `TrainerAccelerator` has no state that `__init__` would set.
         self.accelerator.__class__ = TrainerAccelerator
         self.accelerator.check()
 
@@ -167,6 +173,8 @@ class ShardedTraining(_Trainer):
         """Do nothing: the plan decides what of the model rests on the device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        # As this is another module than `self.model`, the Trainer takes it for wrapped, and does not let Accelerate
+        # prepare it.
         return self.sharded_model
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -182,7 +190,9 @@ class ShardedTraining(_Trainer):
             options = self.sharding.optimizer_options() | {"clip_grad_norm": None}  # the Trainer clips before each step
             self.optimizer = ShardedOptimizer(sharded, plain, **options)
             if self.lr_scheduler is not None:
+                # This schedule came in `optimizers=`, and was made of the plain optimizer.
                 self.lr_scheduler = scheduler_of(self.lr_scheduler, self.sharding, self.optimizer, plain)
+        # The accelerator needs it also where it is a `ShardedOptimizer` of the user's, or that of an earlier training.
         self.accelerator.sharded_optimizer = self.optimizer
         return self.optimizer
 
@@ -214,6 +224,8 @@ class ShardedTraining(_Trainer):
     # -- files
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # Every rank gathers what is saved before any rank writes it, because the Trainer's own `_save` returns at once
+        # on the other ranks.
         is_peft = is_adapted(self.model)
         if state_dict is None and is_peft:
             state_dict = adapter_weights(self.model)
@@ -236,6 +248,7 @@ class ShardedTraining(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The file is mapped: all ranks read the same pages of it, and keep none."""
         paths = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        # A checkpoint has neither file where `save_only_model=True` wrote it.
         if checkpoint is None or not all(map(os.path.isfile, paths)):
             return
         state, schedule = (torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths)
@@ -256,6 +269,7 @@ class ShardedTraining(_Trainer):
 
     def end(self) -> None:
         """Do what the Trainer does at the very end: the model gives its memory back too. Collective."""
+        # Closing is collective, so it comes before `super().end()`, which destroys the process group.
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None

@@ -21,4 +21,5 @@ class AcceleratorTier(MemoryTier):
         torch.accelerator.empty_cache()
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
+        # Not `torch.empty`: no parameter fills the paddings of a home, and norms and updates read homes whole.
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)

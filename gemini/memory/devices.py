@@ -36,6 +36,7 @@ def resolve_device(device: Device, argument: str) -> torch.device:
     if device == "emulated" or isinstance(device, Emulation):
         return torch.device("cpu")
     if isinstance(device, int):
+        # As in torch, a number is the index of a device of the machine's one kind of accelerator.
         kind = torch.accelerator.current_accelerator()
         if kind is None:
             raise ValueError(f"{argument}={device} needs an accelerator; this machine has none: use 'emulated'")
@@ -46,6 +47,7 @@ def resolve_device(device: Device, argument: str) -> torch.device:
         raise ValueError(f"{argument}={device!r} is not a device: {error}") from None
     if resolved.type == "cpu":
         return resolved
+    # `torch.device` accepts any kind that torch knows, such as "xpu" on a machine with CUDA or with none.
     if resolved.type != current_device().type:
         raise ValueError(f"{argument}={str(device)!r} is not here: use 'emulated'")
     return torch.empty(0, device=resolved).device  # "cuda" with its index

@@ -19,6 +19,7 @@ from gemini.placement.demand import Kind
 
 EXTENT_BYTES = 2**20
 """Default for the least that is mapped for a buffer that was not reserved."""
+# These kinds have homes that a plan reserves. Every other kind is a temporary and comes from staging memory.
 _STATES = frozenset(Kind)
 
 

@@ -38,6 +38,7 @@ class Ledger:
 
     def recount(self, was: str, kind: str, num_bytes: int) -> None:
         """Count `num_bytes` that were taken as kind `was` as `kind` from now on."""
+        # The bytes stay where they are, so neither the total nor the number of allocations changes.
         self.bytes_by_kind[was] -= num_bytes
         self.bytes_by_kind[kind] += num_bytes
         self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])

@@ -43,6 +43,8 @@ class Memory:
 
     def note_evaded(self, refused: BudgetError) -> None:
         """Count a shortage of the device after which the host takes the bytes. `refused`: the device's error."""
+        # torch's allocator has counted a shortage of the machine's as out of memory. A refusal by the budget never
+        # reached it.
         if refused.is_shortage:
             self.device.ledger.count_evaded()
 

@@ -79,6 +79,7 @@ def _without_followers() -> Iterator[None]:
     # torch has no call to remove one mode from the middle of the stack: pop all, and push back the watching ones.
     modes = [dispatch._pop_mode() for _ in range(num_modes())]
     kept = [mode for mode in modes if not _follows_the_user(mode)]
+    # `modes` begins with the innermost mode, so it is pushed back in reverse.
     for mode in reversed(kept):
         dispatch._push_mode(mode)
     try:

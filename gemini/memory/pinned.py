@@ -43,14 +43,18 @@ class CudaRuntime:
         self._device = device
 
     def register(self, address: int, num_bytes: int) -> int:
+        # The runtime would otherwise act on the thread's current device, and create a context there: on GPU 0, if the
+        # script or the thread has chosen none.
         with torch.cuda.device(self._device):
             return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 
     def unregister(self, address: int) -> int:
+        # This runs in a finalizer, so in any thread: the current device is a setting of each thread.
         with torch.cuda.device(self._device):
             return int(torch.cuda.cudart().cudaHostUnregister(address))
 
     def launch(self) -> None:
+        # torch reads and clears the runtime's last error after each kernel that it launches.
         torch.ones(1, device=self._device).neg_()
 
 
@@ -67,6 +71,7 @@ class Pinning:
             return False
         error = self._runtime.register(address, num_bytes)
         if error == 0:
+            # A forked child inherits this dict but no registration: the process number tells such entries apart.
             _registered[address] = os.getpid(), num_bytes
             ending = weakref.finalize(owner, _unregister, self._runtime, address, os.getpid())
             # The process's registrations end with it.

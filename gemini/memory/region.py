@@ -51,6 +51,7 @@ class Tickets:
 
     def note_write(self, ticket: Ticket) -> None:
         """A copy into the memory was started, after everything that was pending."""
+        # Whoever waits for this write has waited for the earlier tickets too, because the copy began behind them.
         self.write, self.reads = ticket, []
 
     def clear(self) -> None:

@@ -159,6 +159,7 @@ class SlotPool:
 
     def first_free(self) -> Slot | None:
         """A free slot, or None; the caller sets its `chunk`. Raises BudgetError if a held slot cannot be replaced."""
+        # A held slot whose views have died comes back before `fill` takes new memory in its place.
         self._reclaim()
         self.fill()
         while self._free:

@@ -104,6 +104,8 @@ class MemoryTier:
         self._check_capacity(num_bytes, kind)
         try:
             yield
+        # A mapping of the host arena fails with OSError, torch's device allocators with OutOfMemoryError, its CPU
+        # allocator with RuntimeError. Other errors of these classes pass unchanged.
         except (torch.OutOfMemoryError, MemoryError, OSError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -111,6 +113,8 @@ class MemoryTier:
             if self.capacity_bytes is not None:
                 held, less = f"{held} of a budget of {self.capacity_bytes}", f"allow less with {self._knob}"
             words = str(error).splitlines()[0] if str(error) else type(error).__name__
+            # `taking.py` compares this number before and after, because a caller may catch the error and use the host
+            # instead.
             self.num_shortages += 1
             raise self._refusal(
                 f"no memory for {num_bytes} bytes of {kind}; {held}. Other tensors or processes have the rest: free "

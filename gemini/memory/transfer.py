@@ -45,6 +45,7 @@ class OnStream:
 
     def reuse(self, event: torch.Event) -> None:
         """Record a later copy with this event: its ticket was dropped, so nobody can wait for it any more."""
+        # A ticket may die in any thread and at any moment. `append` is one operation, so it needs no lock.
         self.events.append(event)
 
     def stream(self) -> torch.Stream:

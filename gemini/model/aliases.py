@@ -38,6 +38,7 @@ class _Extent(NamedTuple):
 
     def is_that_of(self, other: _Extent) -> bool:
         mine, theirs = self.tensor, other.tensor
+        # Both lie in one storage, by which `_shared` groups, so an equal start is an equal address.
         same = mine.shape == theirs.shape and mine.stride() == theirs.stride() and mine.dtype is theirs.dtype
         return same and self.is_parameter and other.is_parameter and self.start == other.start
 
@@ -48,6 +49,7 @@ class _Extent(NamedTuple):
             return True
         # Mark the elements of one tensor in a mask of the common span, and look for marks at those of the other.
         itemsize, first = self.tensor.dtype.itemsize, min(self.start, other.start)
+        # On the CPU whatever torch's default device is: on "meta" the mask would hold no marks.
         marks = torch.zeros((max(self.end, other.end) - first) // itemsize, dtype=torch.bool, device="cpu")
 
         def of(extent: _Extent) -> Tensor:
@@ -101,6 +103,7 @@ def tie_aliases(module: nn.Module) -> list[Tie]:
             for other in reaching:
                 if other.is_that_of(extent):
                     _check_flags(other, extent)
+                    # `extent` does not join `reaching`: `other` stands for it there, with the same bytes.
                     ties[extent.tensor] = other
                     break
                 if (extent.is_parameter or other.is_parameter) and other.overlaps(extent):
@@ -116,6 +119,8 @@ def tie_aliases(module: nn.Module) -> list[Tie]:
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is not None and parameter in ties:
                 kept = ties[parameter]
+                # Not through `_parameters`: `nn.RNNBase` has a second list of its weights, which its `__setattr__`
+                # updates.
                 setattr(owner, leaf, kept.tensor)
                 made.append(Tie(owner, leaf, parameter, (kept.name, f"{path}.{leaf}" if path else leaf)))
     return made
@@ -150,6 +155,7 @@ def _shared(module: nn.Module) -> list[list[_Extent]]:
 
 
 def _extent(name: str, tensor: Tensor) -> _Extent:
+    # In bytes, because tensors of several dtypes may view one storage.
     start = int(tensor.storage_offset()) * tensor.dtype.itemsize
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return _Extent(name, tensor, start, start + span * tensor.dtype.itemsize)

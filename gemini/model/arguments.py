@@ -31,6 +31,7 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
             continue
         if link_of(parameter) is not None:
             raise UnsupportedError(f"parameter {name!r} already belongs to a ShardedModel: wrap a module once")
+        # Not `.grad`, which of a parameter that was built on shards is None, whatever autograd has accumulated.
         num_gradients += own_grad(parameter) is not None
         # Parameters that were built on shards have a class of ours, which the checks below would refuse.
         if built_link_of(parameter) is not None:
@@ -40,6 +41,7 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
             raise UnsupportedError(f"parameter {name!r} lost its values when wrapping failed: build the module again")
         if is_lazy(parameter) or parameter.is_meta:
             raise UnsupportedError(f"parameter {name!r} has no data yet ({type(parameter).__name__} on meta or lazy)")
+        # A subclass, such as a DTensor or a quantised weight, may hold its values elsewhere than in strided memory.
         if type(parameter) is not nn.Parameter:
             raise UnsupportedError(f"parameter {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
         if parameter.layout is not torch.strided:

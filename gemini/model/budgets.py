@@ -37,6 +37,7 @@ def read_free(settings: Settings, own: tuple[int, int], communicator: Communicat
     free = monitor.read_device().available_bytes if needs_device else None
     # A rank whose device has no bound must not lower the least of the others.
     on_device = _UNBOUNDED if free is None else free + own[0]
+    # Every rank of a host reads the same free memory, so each counts its share.
     on_host = share_of_host(monitor.read_host().available_bytes) + own[1]
     on_device, on_host = communicator.least((on_device, on_host), "free memory")
     return FreeBytes(None if on_device == _UNBOUNDED else on_device, on_host if settings.host_memory is None else None)

@@ -35,6 +35,7 @@ def is_compiled(module: nn.Module) -> bool:
         return True
     # `torch.compiler.disable` marks a function like `torch.compile` does, and says so in a second attribute.
     forward = module.forward
+    # torch sets the attribute on an `OptimizedModule` itself, and on a function that was assigned to `forward`.
     made_by_dynamo = hasattr(forward, "_torchdynamo_orig_callable") or hasattr(module, "_torchdynamo_orig_callable")
     return made_by_dynamo and not getattr(forward, "_torchdynamo_disable", False)
 
@@ -84,11 +85,14 @@ class CompiledCall:
         return self._call(*args, **kwargs)
 
 
+# Positional-only, so that the module's forward may have keyword arguments of these names.
 def _call_impl(
     self: nn.Module, inner: Callable[..., Any], before: Before, after: After, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run the hooks and the call. `manager/calls.py` finds running calls by the names `_call_impl` and `self`."""
     try:
+        # `before` is inside, too: when it fails after it has entered the call, as in a fetch, `after` has to end the
+        # call.
         before(self, args)
         output = inner(*args, **kwargs)
     except BaseException:
@@ -132,6 +136,7 @@ class OuterCompiler:
         def inside(*args: Any, **kwargs: Any) -> Any:
             # This call of the model did not come from a compiled function: run the module uncompiled.
             if self._callback is None:
+                # `module(...)` would come back here, by way of `_compiled_call_impl`.
                 return module._call_impl(*args, **kwargs)
             before = _eval_frame.set_eval_frame(self._callback)
             try:
@@ -139,6 +144,8 @@ class OuterCompiler:
             finally:
                 _eval_frame.set_eval_frame(before)
 
+        # With this attribute `is_compiled` holds: the table makes the module one operator, with its hooks around
+        # `inside`.
         module._compiled_call_impl = inside
 
 

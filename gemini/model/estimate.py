@@ -95,8 +95,10 @@ def estimate_memory(
     others = "model", "world_size", "optim_states", "settings"
     settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
     module = module_of(model)
+    # Without free bytes: the machine at hand need not be the one that will train.
     plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), optim_states)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    # `Tier` lists the device first.
     on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     return MemoryEstimate(num_parameters, on_device, on_host, plan)
 
@@ -132,6 +134,7 @@ def module_of(model: Any) -> nn.Module:
         return model
     if not hasattr(model, "model_type"):
         raise TypeError(f"model must be a torch module or a Hugging Face config, found {type(model).__name__}")
+    # Imported only for a config: gemini does not depend on it.
     import transformers
 
     # A config names the class that it was saved from. Without one build a causal language model.

@@ -77,6 +77,7 @@ def _itemsizes(parameters: list[nn.Parameter]) -> tuple[int, int]:
     """
     counts: Counter[torch.dtype] = Counter()
     for each in parameters:
+        # By elements: small tensors of another dtype, such as norms in fp32, may be more in number.
         counts[each.dtype] += each.numel()
     dtype, device = counts.most_common(1)[0][0], parameters[0].device.type
     is_cast = torch.is_autocast_enabled(device)
@@ -85,6 +86,8 @@ def _itemsizes(parameters: list[nn.Parameter]) -> tuple[int, int]:
 
 def _checkpointed(module: nn.Module, blocks: list[nn.Module]) -> list[bool]:
     """Whether each block is checkpointed, by its own flags, or by the model's flags if no block has one."""
+    # The blocks of most models of transformers have the flag (`GradientCheckpointingLayer`); in others the model has
+    # it.
     by_block = [[flag for each in block.modules() if (flag := _flag_of(each)) is not None] for block in blocks]
     if any(by_block):
         return [any(flags) for flags in by_block]

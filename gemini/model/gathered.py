@@ -44,6 +44,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
+        # A tensor can be iterated, too, so it is looked for before a list.
         given: list[Tensor] = [params] if isinstance(params, Tensor) else []
         if not given:
             given.extend(params.parameters() if isinstance(params, nn.Module) else params)
@@ -56,6 +57,7 @@ class GatheredParameters:
         if enabled:
             shard_pending(given)
         links = (any_link_of(each) for each in given) if enabled else ()
+        # A tied parameter that is given twice counts once.
         self._links = list(dict.fromkeys(link for link in links if link is not None))
         self._modifier = modifier_rank
         for link in self._links:
@@ -88,6 +90,7 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._stack, torch.no_grad():
+            # This comes before the comparison: a write to `.data` has left the payload as it was.
             refused = self._adopt_data()
             is_kept = error is None and refused is None
             # Without a rank whose changes count, ranks may have changed different values: undo all of them.

@@ -65,6 +65,7 @@ class Hooks:
     ) -> None:
         """gathers: parameters are gathered from other ranks. handles: empty; written by nobody else."""
         self._handles = handles
+        # `OperatorHooks` fills this list itself. `PlainCopies` reads it, to leave these hooks out of copies.
         self._operators = OperatorHooks(handles.of_operators)
         self._around_operator = _AroundOperator(step, trainability, saved_tensors, gathers)
         self._around_root = _AroundRoot(step, trainability, saved_tensors, self._operators)
@@ -72,6 +73,8 @@ class Hooks:
 
     def attach(self, root: nn.Module, operators: list[tuple[nn.Module, Operator]]) -> None:
         """Install the hooks of these operators and of the root, in place of all earlier ones."""
+        # Remove the hooks of all operators, also of those that stay: each is bound to an `Operator` of the earlier
+        # table, whose chunks and flags may differ.
         self._detach()
         around: list[tuple[nn.Module, Callable[..., None], Callable[..., Any]]] = [
             (module, partial(self._around_operator.before, operator), partial(self._around_operator.after, operator))
@@ -82,6 +85,7 @@ class Hooks:
         for module, before, after in around:
             # Module hooks run inside `module.compile()`, where the compiler would trace them. Wrap the call instead.
             if module._compiled_call_impl is not None:
+                # A root that is an operator comes twice: both pairs of hooks stand around its one compiled call.
                 if module not in self._calls:
                     self._calls[module] = CompiledCall(module)
                 self._calls[module].add(before, after)
@@ -132,12 +136,15 @@ class _AroundOperator:
                 self._step.fetch_operator(call)
             # A transform of torch.func allows no saved-tensor hooks: its graph would keep weights whose slot is reused.
             check_operator(module, operator.chunks)
+            # See [Note: Root hooks]. The call notes them, so that its end pops them also after an exception.
             if self._saved_tensors.needed():
                 call.note_hooks(self._saved_tensors.push())
 
     def after(self, operator: Operator, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None
+        # torch and `CompiledCall` run this hook after an exception, too: without it the call's pins would stay, and its
+        # chunks could never leave their slots.
         self._step.exit_operator(operator)
         # Ranks may use different parts of this operator: have backward fetch all of its chunks on every rank.
         if operator.routes and torch.is_grad_enabled() and hooks_are_allowed():
@@ -171,17 +178,21 @@ class _AroundRoot:
         with unseen():
             call, begins = step.enter_forward(module)
             # The outermost call begins a forward. Another plan may come into force here, before anything is fetched.
+            # Edits go home before it, since homes may move, and slots are taken after it, in the number that it says.
             if begins:
                 with step.publishing():
                     step.begin_forward()
                     self._trainability.before_use()
+                    # Without gradients `requires_grad` means nothing: what is frozen for an evaluation moves no memory.
                     if torch.is_grad_enabled():
                         self._trainability.before_training()
                     step.begin_pass()
-        # See [Note: Resident models].
+        # See [Note: Resident models]. A nested call finds the operators' hooks lifted: the outer call puts them back. A
+        # recomputed call keeps its hooks, since `in_step` is False in a backward.
         if step.is_resident and step.params.in_step and self._operators.lift():
             call.note_lifted(self._operators)
-        # Autocast's cache would serve casts of a payload that has left its slot.
+        # Autocast's cache would serve casts of a payload that has left its slot. The setting is noted before it is
+        # changed, so that an interrupt in between still restores it.
         call.note_autocast(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         if self._saved_tensors.needed():
@@ -209,5 +220,7 @@ class _AroundRoot:
 def _call_in_backward(hook: Callable[[Tensor], None], output: Any) -> None:
     """Register `hook` on a module's outputs, so that backward calls it before it enters the module."""
     for tensor in tensors_in(output):
+        # A leaf that the module passes on, such as a parameter, outlives the call: a hook on it would stay, and every
+        # later backward would call it.
         if tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(hook)

@@ -49,5 +49,6 @@ def zero_ignored(ignored: Collection[nn.Parameter], set_to_none: bool) -> None:
         if set_to_none or parameter.grad is None:
             parameter.grad = None
         else:
+            # After a backward with create_graph=True the gradient has a graph, which `zero_` would extend.
             parameter.grad.detach_()
             parameter.grad.zero_()

@@ -24,6 +24,7 @@ class _MinusZero(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, like: Tensor, *inputs: Tensor) -> Tensor:
         ctx.num_inputs = len(inputs)
+        # Not 0.0, which would turn an output of -0.0 into 0.0.
         return torch.full((), -0.0, dtype=like.dtype, device=like.device)
 
     @staticmethod
@@ -36,11 +37,14 @@ def reached_by_backward(inputs: Any, output: Any, enter: Callable[[Tensor], None
     linked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
 
     def reached(value: Tensor) -> Tensor:
+        # Backward never reaches an integer output, such as the numbers of the chosen experts.
         if not (value.is_floating_point() or value.is_complex()):
             return value
         # The anchor gives the output a graph even if no input requires a gradient.
         anchor = torch.empty((), dtype=value.dtype, device=value.device, requires_grad=True)
         value = value + _MinusZero.apply(anchor, *linked)
+        # On every output: which gradient is ready first depends on the rest of the graph. `enter` does nothing in a
+        # leaf that backward is in.
         value.register_hook(enter)
         return value
 

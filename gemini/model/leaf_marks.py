@@ -12,6 +12,7 @@ from gemini.errors import UnsupportedError
 
 Modules = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
+# Names such as `experts`, `local_experts` and `routed_expert`.
 _EXPERTS = re.compile(r"(.*_)?experts?")
 _MARK = "_gemini_leaf"
 
@@ -83,6 +84,7 @@ def _mark(model: nn.Module, classes: Modules, function: str, mark: bool) -> list
             f"no module of class or name {', '.join(absent)} in {type(model).__name__}, which has {present}"
         )
     chosen = {module for modules in answers.values() for module in modules}  # membership only
+    # In the order of the model, which is the same on all ranks, whatever the order of `classes`.
     found = [module for module in model.modules() if module in chosen]
     if any(link_of(parameter) is not None for module in found for parameter in module.parameters()):
         raise UnsupportedError(f"{function} after ShardedModel(...): call it on the module before it is wrapped")

@@ -76,6 +76,8 @@ def move_in(
 
     Raises BudgetError. Memory that only training needs is allocated when training begins: manager/training_state.py.
     """
+    # Only weights that are given with more bits than their chunk has need a master now. Other masters are made from the
+    # 16-bit weights when training begins.
     has_master = {chunk.index: any(managed.has_fractions for managed in chunk.parameters) for chunk in chunks}
     # Reserve all host memory at once: one exactly sized arena instead of one mapping per home.
     needed = 0
@@ -91,6 +93,7 @@ def move_in(
 
     # Chunk by chunk: allocate the homes, fill them, and free the memory that the weights had.
     for chunk in chunks:
+        # The parameter home of a chunk that keeps its slot is a part of that slot's payload: it takes no other memory.
         if chunk.index in placement.kept:
             chunk.keep_slot(memory.device)
         else:
@@ -99,6 +102,7 @@ def move_in(
             take_home(chunk, Kind.MASTER)
         _fill(chunk, communicator, memory.device, moves)
         chunk.reside_at_home()
+        # The weights' own memory is free by now, but malloc may keep it: see memory/freed.py.
         freed.note(chunk.payload_bytes)
 
 
@@ -125,6 +129,7 @@ def stores_of(links: Iterable[BuiltLink], ranks: tuple[int, ...]) -> list[BuildS
 
     Raises UnsupportedError if a store was made on other ranks than these.
     """
+    # In order of the links, which all ranks have: releasing and closing the stores is collective.
     stores = list(dict.fromkeys(link.store for link in links))
     for built_on in (store.communicator.ranks for store in stores):
         if built_on != ranks:
@@ -139,6 +144,7 @@ def close_empty(stores: list[BuildStore], communicator: Communicator) -> None:
     """Close the stores that no rank needs any more, which frees their process groups. Collective."""
     # A parameter outside of the wrapped module may still be in a store, on some rank. Only all ranks can close it.
     num_links = torch.tensor([len(store.links()) for store in stores], dtype=torch.int64, device=communicator.device)
+    # Ranks have agreed on the parameters that were built, so all of them skip the collective or none does.
     if stores:
         communicator.all_reduce_max_(num_links, "parameters left to build")
     for store, number in zip(stores, num_links.tolist(), strict=True):
@@ -160,13 +166,15 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
     if built:
         communicator.wait_for_all("room")
     for managed, link in built:
+        # One by one, so that no more than the payload of one built operator is gathered beside the homes.
         with link.gathered([link]):
             set_weights(managed, managed.laid_out(link.whole()))
     if given:
         _fill_given(chunk, given, communicator, device, moves)
     if not built:
         return
-    # Only when every rank has the whole chunk at home may any rank drop the values in the store.
+    # Only when every rank has the whole chunk at home may any rank drop the values in the store. Noted before the wait:
+    # a rank that has passed it drops its values at once, so from then on every rank must count the chunk as moved.
     moves.note_moved({managed.index: original_of(managed) for managed, _ in built})
     communicator.wait_for_all("chunk at home")
     let_go(managed for managed, _ in built)
@@ -184,13 +192,17 @@ def _fill_given(
     """
     # A master holds more than a 16-bit weight, so the values travel in fp32 and are rounded at home.
     dtype = torch.float32 if chunk.dtype in HALF_DTYPES else chunk.dtype
+    # Zeros, because `set_all_weights` copies the padding between parameters, too.
     payload = torch.zeros(chunk.numel, dtype=dtype, device=device.device)
     originals: dict[int, Original] = {}
     try:
+        # Placeholders refuse to become a `.data` elsewhere: see [Note: Guarded placeholders].
         with unguarded():
             for managed in given:
                 parameter = managed.parameter
                 managed.view(payload).copy_(parameter.detach())
+                # Noted before the memory is freed: after an error at any point every parameter without memory is in
+                # `originals`.
                 originals[managed.index] = original_of(managed)
                 parameter.data = managed.placeholder
                 set_own_grad(parameter, None)  # autograd would add the first gradient of the wrapped model to it
@@ -207,6 +219,7 @@ def _fill_given(
                 set_weights(managed, payload[managed.in_payload])
         moves.note_moved(originals)
     except BaseException:
+        # `originals` has grown in the order of `given`.
         for managed in given[: len(originals)]:
             restore(managed, originals[managed.index], payload[managed.in_payload])
         raise
@@ -218,6 +231,7 @@ def original_of(managed: ManagedParameter) -> Original:
     gradient = own_grad(parameter)
     if link is None:
         return Original(parameter.dtype, parameter.device, gradient, None, "")
+    # The shard may rest on the host: the placeholder is on the device on which the user made the parameter.
     built = link.managed
     return Original(built.dtype, built.placeholder.device, gradient, link.store, built.name)
 
@@ -235,6 +249,7 @@ def let_go(members: Iterable[ManagedParameter]) -> None:
 
 def restore(managed: ManagedParameter, original: Original, values: Tensor) -> None:
     """Give the parameter memory of its own again, with `values`: (numel,), in the order of the payload."""
+    # In the strides of before: a channels_last weight keeps its order in memory.
     own = torch.empty_strided(managed.shape, managed.stride, dtype=original.dtype, device=original.device)
     set_data(managed.parameter, own.copy_(managed.shaped(values)))
     set_own_grad(managed.parameter, original.gradient)

@@ -63,6 +63,7 @@ class MovingOut:
         Raises nothing of its own: where the weights cannot be given back, that is the note.
         """
         clear_our_frames()  # collectives that they still know could not end
+        # What is local comes first: it is right also if the collectives below fail.
         for managed in self._managed():
             self._make_plain(managed)
         for owner, name, buffer in self.moves.buffers:
@@ -70,6 +71,7 @@ class MovingOut:
         try:
             if isinstance(error, RankLostError):
                 raise RankLostError("a rank that had a part of the weights is gone")
+            # A module that is wrapped inside inference_mode must get memory that it can be trained in.
             with torch.inference_mode(False), torch.no_grad():
                 if self._restart():
                     self._give_back()
@@ -87,6 +89,7 @@ class MovingOut:
                     f"{len(lost)} parameters could not be given back their weights ({second}): build the module again"
                 )
         finally:
+            # The communicator of this wrap ends. A store that still has parameters uses its own again.
             for store in self.stores:
                 store.go_over(None)
 
@@ -96,6 +99,7 @@ class MovingOut:
     def _make_plain(self, managed: ManagedParameter) -> None:
         """Make it an ordinary parameter again, with its current data."""
         parameter = managed.parameter
+        # A `Link` is this wrap's. A `BuiltLink` stays: the store that it leads to still has the values.
         if any_link_of(parameter) is not None and built_link_of(parameter) is None:
             parameter.__class__ = nn.Parameter
             del parameter._gemini  # type: ignore[attr-defined]
@@ -109,6 +113,7 @@ class MovingOut:
         # The hash is part of every tag, and only some ranks may have set it.
         self.communicator.follow_plan(0)
         has_plan, device = bool(self.chunks), self.communicator.device
+        # The maxima of a flag and of its negation: whether some rank has a plan, and whether some rank has none.
         planned = torch.tensor([has_plan, not has_plan], dtype=torch.int64, device=device)
         self.communicator.all_reduce_max_(planned, "what was planned")
         some_have, some_lack = planned.tolist()
@@ -126,6 +131,7 @@ class MovingOut:
             members = [managed for managed in chunk.parameters if managed.index in moved]
             if not members:
                 continue
+            # A rank that failed right after the ranks had found the chunk at home may still have links to the store.
             let_go(members)
             payloads: dict[bool, Tensor] = {}  # True: gathered from the masters
             for managed in members:
@@ -154,6 +160,8 @@ class MovingOut:
         managed, originals = self._managed(), self.moves.originals
         flags = [each.index in originals for each in managed]
         rows = [flags, [not flag for flag in flags]]
+        # The maxima over ranks tell for each parameter whether some rank has its values, and whether some rank lacks
+        # them.
         words = torch.tensor(rows, dtype=torch.int64, device=self.communicator.device)
         self.communicator.all_reduce_max_(words, "what has moved")
         moved = set()
@@ -173,8 +181,10 @@ class MovingOut:
             part, layout = full_precision(chunk, 0, chunk.optim_numel), chunk.optim_layout
         else:
             part, layout = ready(chunk.homes[Kind.PARAM]), chunk.home_layout
+        # Every rank holds it whole, such as weights below stage 3 and masters at stage 0.
         if layout.world_size == 1:
             return part[: chunk.numel]
+        # This rank's part is put into the payload first, where an all-gather without a shard expects it.
         payload = torch.zeros(chunk.numel, dtype=part.dtype, device=self.communicator.device)
         for piece in layout.slices(chunk.rank):
             payload[piece.in_payload].copy_(part[piece.in_shard])

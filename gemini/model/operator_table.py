@@ -61,6 +61,7 @@ class OperatorTable:
         # A nested call of the model, or a recomputation in backward, must see the operators that it began with.
         if step.calls.by_thread or step.is_recomputing():
             return
+        # The user has called `torch.compile(model)`, or a compiled function that calls the model.
         if self.compiler.is_on and not is_compiled(root):
             self.compiler.compile(root)
             try:
@@ -69,7 +70,10 @@ class OperatorTable:
                 # The plan was refused, so the next call must not find the module compiled.
                 root._compiled_call_impl = None
                 raise
+        # The user may have given the model another root, as with `model.module = torch.compile(model.module)`.
         elif root is not self._root or self._looks() != self._looked:
+            # The fingerprint also changes with any new attribute or child. Only other compiled modules need another
+            # plan.
             if root is not self._root or _compiled_modules(root.modules()) != self._compiled:
                 self._change(root)
             else:
@@ -83,6 +87,7 @@ class OperatorTable:
         step.position.set(0, Phase.FORWARD)
         by_name = {weight.name: place for place, weight in enumerate(plan.spec.weights)}
         managed = [each for chunk in step.chunks for each in chunk.parameters]
+        # The plan's spec, and what follows from it, know weights by their places, so these stay.
         places = {each.parameter: by_name[each.name] for each in managed}
         found = find_operators(root, plan.settings.gathers(plan.world_size), places, self._ignored)
         # Places beyond the known weights were given to parameters that are in no chunk.
@@ -93,6 +98,7 @@ class OperatorTable:
                     "model when it was wrapped: change the module before ShardedModel(...)"
                 )
         with step.publishing(), torch.inference_mode(False), torch.no_grad():
+            # Ranks compare these words: all must have compiled the same modules.
             names = [spec.name or "the model" for _, spec in found if spec.is_compiled]
             shown = f"compiled: {', '.join(names) or 'nothing'}"
             self._trainability.change_operators(shown, tuple(spec for _, spec in found))
@@ -122,6 +128,7 @@ class OperatorTable:
         self._children = [module._modules for module in modules if module._modules]
         self._childless = [module._modules for module in modules if not module._modules]
         self._compiled = _compiled_modules(modules)
+        # A module that gets one of these attributes later has more attributes, which the fingerprint counts.
         self._marked = [each for each in self._attributes if "_compiled_call_impl" in each or "forward" in each]
         self._looked = self._looks()
 
@@ -132,6 +139,8 @@ class OperatorTable:
         or adds a child. The fingerprint has the number of attributes of each module, the children, these two
         attributes, and whether a module that had no child has one.
         """
+        # This runs before every forward, so few modules are looked at one by one: `map` goes over kept lists of dicts,
+        # and `any` finds an empty dict that was filled.
         children = list(chain.from_iterable(map(dict.values, self._children)))
         marks = [(each.get("_compiled_call_impl"), each.get("forward")) for each in self._marked]
         return list(map(len, self._attributes)), children, marks, any(self._childless)

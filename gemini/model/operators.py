@@ -16,6 +16,7 @@ from gemini.model.compiled import is_compiled
 from gemini.model.leaf_marks import chooses, is_marked
 from gemini.placement.specs import OperatorSpec
 
+# `nn.MultiheadAttention` passes `out_proj.weight` to a function and never calls `out_proj`, whose hooks would not run.
 _LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase)
 
 
@@ -42,6 +43,8 @@ def find_operators(
         # The hooks of a compiled module stand around it, so it answers for all modules inside.
         compiled = is_compiled(module)
         inside = [each for each in module.modules() if each is not root] if compiled else []
+        # A leaf needs all of its chunks on the device at once, so the name of a child is not enough to make the root
+        # one. A compiled module has no operators inside, so it routes if anything in it does.
         is_router = (chooses(module) and (module is not root or is_marked(module))) or any(map(chooses, inside))
         # Data also decides about everything inside a router. Where nothing is gathered, ranks may differ freely, and
         # the modules inside stay operators of their own.
@@ -63,6 +66,8 @@ def find_operators(
             )
             found.append((module, spec))
             above = (*above, len(found) - 1)
+        # Modules inside a leaf get no hooks: a fetch there would be a collective that other ranks may not reach, or
+        # would be traced by the compiler.
         if is_leaf:
             return
         for child_name, child in module.named_children():
@@ -84,6 +89,8 @@ def parameter_places(root: nn.Module) -> list[tuple[str, int]]:
         module = stack.pop()
         for name, parameter in module._parameters.items():
             if parameter is not None:
+                # The chunks keep wrapped parameters alive, so the id of one is never that of a parameter which replaced
+                # it.
                 found.append((name, id(parameter)))
         for child in module._modules.values():
             if child is not None and id(child) not in seen:

@@ -34,6 +34,7 @@ class PlainCopies:
 
     def install(self, root: nn.Module) -> None:
         for module in root.modules():
+            # Weak, since the module's own `__dict__` has the object: a strong reference would be a cycle.
             reference = weakref.ref(module)
             vars(module)[_ATTRIBUTE] = _Reduces(self, reference)
             self._modules.append(reference)
@@ -57,12 +58,15 @@ class PlainCopies:
             # In the order of chunks, which is the same on all ranks and fetches each chunk once.
             for index in sorted(links):
                 key = id(links[index].managed.parameter)
+                # The running `copy.deepcopy` may have copied a tied parameter with another part of the model.
                 if key not in memo:
                     memo[key] = links[index].copy()
             # Parameters and buffers are in `memo` now, so `copy.deepcopy` takes these copies.
             for buffer in module.buffers():
                 memo.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
             _leave_out(self._handles, memo)
+            # Without the attribute `copy.deepcopy` copies the modules as it copies any others. With it, it would come
+            # back here.
             ours = [(each, vars(each).pop(_ATTRIBUTE)) for each in module.modules() if _ATTRIBUTE in vars(each)]
             try:
                 return copy.deepcopy(module, memo)
@@ -120,6 +124,7 @@ def _leave_out(handles: Handles, memo: dict[int, Any]) -> None:
     """Dictionaries of hooks are copied without ours: those would drive the steps of the original."""
     found: dict[int, tuple[dict[int, Any], set[int]]] = {}
     for handle in (*handles.of_operators, *handles.of_others):
+        # torch notes `always_call` and `with_kwargs` of a hook in further dicts, under the same id.
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
             hooks = reference()
             if hooks is not None:

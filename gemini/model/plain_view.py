@@ -94,6 +94,7 @@ class PlainView(nn.Module):
         if destination is None:
             return state
         destination.update(state)
+        # `_metadata` has the versions of the modules, by which they know the format of what they load.
         metadata = getattr(destination, "_metadata", None)  # a plain dict has none
         if metadata is not None:
             metadata.update(vars(state).get("_metadata", {}))
@@ -131,7 +132,9 @@ class PlainView(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Marks of `torch.compile` are not forwarded: other code would call the inner module directly.
+            # Marks of `torch.compile` are not forwarded: other code would call the inner module directly. `self.module`
+            # would come back here without end in an object whose `__init__` has not run, as `copy` and pickle make
+            # them.
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or is_mark(name):
                 raise
@@ -182,7 +185,8 @@ class PlainView(nn.Module):
 def _with_signature_of(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` with the signature of `module.forward`, by which trainers choose the inputs that they pass."""
 
-    # Without `updated=()` attributes would be copied too, such as the marks of `torch.compile`.
+    # Without `updated=()` attributes would be copied too, such as the marks of `torch.compile`. A function of our own,
+    # because `call` is a bound method, on which `wraps` can set nothing.
     @functools.wraps(module.forward, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)

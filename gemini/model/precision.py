@@ -57,6 +57,8 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
                 castings.setdefault(each, Casting(own, default))
         for its_name, parameter in each.named_parameters(name, recurse=False):
             target = dtype if dtype is not None and parameter.dtype in CASTABLE_DTYPES else parameter.dtype
+            # A module at several places is visited at each of them, since keys may choose different dtypes for its
+            # names.
             before = parameters.setdefault(parameter, target)
             known_as = names.setdefault(parameter, its_name)
             if before is not target:
@@ -91,6 +93,7 @@ class Casting:
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
         # `always_call`: a call that fails must remove its entry too, or later outputs would be cast to a wrong dtype.
+        # `prepend`: the user's hooks on the module see its output in the dtype that the caller gets.
         return [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, prepend=True, always_call=True),
@@ -102,6 +105,7 @@ class Casting:
         return cast_tensors((args, kwargs), CASTABLE_DTYPES, self._dtype)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        # There is no entry if an earlier pre-hook failed: torch calls this hook all the same.
         outside = self._outside.pop() if self._outside else None
         return output if outside is None else cast_tensors(output, (self._dtype,), outside)
 

@@ -133,6 +133,7 @@ class ShardedModel(PlainView):
                     wrapping.note_chunks(
                         make_chunks(first.packing.chunks, by_name, spec, device_tier.device, communicator.rank)
                     )
+                    # A policy of the user's was compared by its name alone: its placement may still differ by rank.
                     had = placement_in_words(first.placement, first.budget_bytes)
                     communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)
                     communicator.follow_plan(first.hash)

@@ -43,6 +43,7 @@ def model_spec(
 
     by_name: its parameters under their first names. places: in the order of weights.
     """
+    # A tied parameter has one spec, under the first of its names, which `named_parameters()` gives.
     names = {parameter: name for name, parameter in by_name.items()}
     specs = []
     for each in places:

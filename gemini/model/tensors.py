@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """All tensors in containers that torch knows, in any other mappings and sets, and in dataclasses."""
+    # What pytree does not know, such as a tokenizer's batch or a set, is a leaf to it.
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -19,6 +19,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _STEPWISE = re.compile(r"(New|Fast|Quick|Accurate)GELU(Activation)?")
 """Activation functions of transformers that are written as several operations, each of which keeps its input."""
 _STEPS_KEPT = 4  # tensors that such a function keeps in addition to those of a single kernel
+# Models of transformers have different names for the number of experts, and of those that a token is sent to.
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
@@ -66,8 +67,10 @@ def workload_of(
     width = _attention_width(config, len(blocks))
     if config is None:
         notes.append("The model has no config: products of attention are not counted.")
+    # Known only after `_sum_of` has gone through all modules: it asks for the share of each list of experts.
     if experts.is_unknown:
         notes.append("How many experts a token is sent to is not known, so all count: see --experts-per-token.")
+    # A convolution uses its weight once for each position of the output, which no shape of a weight tells.
     found = dict.fromkeys(type(each).__name__ for each in module.modules() if isinstance(each, _CONVOLUTIONS))
     if found:
         notes.append(f"{', '.join(found)}: counted as if its weights were used once for each token.")
@@ -146,6 +149,7 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, strea
                 shares.update(dict.fromkeys(each.modules(), experts.share_of(len(each))))
         for parameter in module.parameters(recurse=False):
             shape, numel = parameter.shape, parameter.numel()
+            # An embedding multiplies nothing: each token takes one row of it into the residual stream.
             if isinstance(module, nn.Embedding) and len(shape) == 2:
                 found.add(kept_bytes=shape[1] * stream)
             elif len(shape) == 3 and (experts.count is None or shape[0] == experts.count):
@@ -157,10 +161,14 @@ def _sum_of(modules: Iterator[nn.Module] | list[nn.Module], itemsize: int, strea
                 # Conv1D of transformers has (in, out), with out as `nf`. Of an unknown module take the larger side.
                 rows = module.out_features if isinstance(module, nn.Linear) else getattr(module, "nf", max(shape))
                 columns, widest = numel // max(1, rows), max(widest, rows)
+                # A matrix keeps its input for the gradient of its weight alone, so a frozen one does not. What follows
+                # it keeps up to two tensors of its output's size.
                 kept = columns + 2 * rows if parameter.requires_grad else 2 * rows
                 found.add(products=numel * share, kept_bytes=share * kept * itemsize)
+            # A norm keeps its input in fp32, 4 bytes per element, and two outputs.
             elif len(shape) == 1 and _is_norm(module):
                 found.add(kept_bytes=share * numel * (4 + 2 * stream))
+    # A stepwise activation function is taken to work on the output of the widest matrix, as in an MLP.
     found.add(kept_bytes=num_stepwise * _STEPS_KEPT * widest * stream)
     return found
 
@@ -175,6 +183,8 @@ def _attention_width(config: Any, num_blocks: int) -> int:
     hidden = getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(hidden, int) or not heads:
         return 0
+    # Every query head is compared with keys, also where several heads share them. Latent attention of DeepSeek has keys
+    # and values of different widths.
     own = getattr(config, "head_dim", None) or hidden // heads
     keys, values = (getattr(config, name, None) or own for name in ("qk_head_dim", "v_head_dim"))
     return num_blocks * heads * (keys + values)

@@ -32,6 +32,7 @@ def make_chunks(
     index = 0
     for chunk_facts in facts:
         dtypes = chunk_facts.dtypes
+        # Packing puts trained and frozen weights into different chunks, so the first one answers for all.
         kind, trainable = torch_dtype(dtypes.weight), by_name[chunk_facts.names[0]].requires_grad
         chunk = Chunk(
             index=chunk_facts.index,
@@ -55,6 +56,7 @@ def make_chunks(
         for name, offset in zip(chunk_facts.names, chunk_facts.offsets, strict=True):
             parameter = by_name[name]
             shown = placeholder_of(kind, device, parameter.shape)
+            # `index` counts through all chunks: it numbers the parameters of the model.
             managed = chunk.manage(parameter, name, index, offset, first_operator[name], shown)
             # The given weight has more bits than the chunk's 16: the master must start from it.
             if trainable and kind in HALF_DTYPES and parameter.dtype is not kind:

@@ -30,12 +30,15 @@ def is_prepared(world_size: int) -> bool:
     Raises UnsupportedError if Accelerate would also put autocast around the model's forward, or is set to save and load
     models with another library's functions.
     """
-    # Without a state of Accelerate, something else asks. Answer by the number of ranks alone.
+    # Without a state of Accelerate, something else asks. Answer by the number of ranks alone. The shared dict is read,
+    # because `AcceleratorState()` would make a state.
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.AcceleratorState._shared_state:
         return world_size > 1
     state = accelerate.AcceleratorState()
     kind: str = state.distributed_type.value
+    # "NO" and "MULTI_GPU", "MULTI_CPU" and so on are plain processes. Other kinds, such as "FSDP" and "DEEPSPEED",
+    # prepare and save models by functions of their own.
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise UnsupportedError(
             f"Accelerate is set to {kind}, whose functions cannot prepare, save or load a ShardedModel: choose its "
@@ -70,6 +73,7 @@ def refuse_ddp() -> RemovableHandle:
 def _check_ddp(parent: nn.Module, name: str, module: Any) -> None:
     if not isinstance(parent, DistributedDataParallel):
         return
+    # DDP has filled `parameters_to_ignore` by now, with names as in `module`.
     for name_of_parameter, parameter in module.named_parameters():
         if any_link_of(parameter) is not None and name_of_parameter not in parent.parameters_to_ignore:
             raise cannot_take("DistributedDataParallel", name_of_parameter)

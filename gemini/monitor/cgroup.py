@@ -66,6 +66,7 @@ class Group:
         used = _bytes_in(self.folder / self.files.use) if limits else None
         if used is None:
             return None
+        # The two files are read one after the other, so the second figure may be the larger one.
         return GroupReading(min(limits), max(0, used - self._reclaimable_bytes()))
 
     def _reclaimable_bytes(self) -> int:
@@ -88,10 +89,13 @@ def groups_of_process(proc: Path = PROCESS) -> list[Group]:
 
 def tightest(groups: list[Group]) -> GroupReading | None:
     """The group with the least room left. None: no group has a limit."""
+    # The kernel enforces the limit of every group. An outer one with a higher limit may have less room, because it also
+    # holds other processes.
     found = [reading for group in groups if (reading := group.read()) is not None]
     return min(found, key=lambda reading: reading.left_bytes, default=None)
 
 
 def _bytes_in(path: Path) -> int | None:
     text = text_of(path).strip()
+    # Version 2 writes "max" where there is no limit.
     return int(text) if text.isdecimal() else None

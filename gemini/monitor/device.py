@@ -22,6 +22,7 @@ from gemini.monitor.peaks import BoundedMeter, PartMeter, PeakMeter, StorageMete
 from gemini.monitor.readings import DeviceReading
 from gemini.settings import Device
 
+# Its type is Any, because torch's stubs do not declare the private function that is read from it.
 _cuda_bindings: Any = torch._C
 
 
@@ -84,6 +85,8 @@ class CudaRuntime:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = self.device.index or 0
+        # Only the UUID of a MIG instance is taken from there. Other entries may be an index, or the beginning of a
+        # UUID, by which NVML finds nothing.
         named = [visible[index].strip()] if index < len(visible) else []
         return [*(name for name in named if name.startswith("MIG-")), f"MIG-{uuid}", f"GPU-{uuid}"]
 
@@ -104,6 +107,7 @@ class CudaRuntime:
 
     def allocator(self) -> AllocatorBytes:
         """The allocator's counts; zeros before CUDA is in use."""
+        # torch returns an empty dict before CUDA is initialised, so a reading creates no context here.
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
 
         def of(kind: str, moment: str) -> int:
@@ -190,6 +194,7 @@ class AllocatorMeter:
         self._source = source
 
     def __enter__(self) -> AllocatorMeter:
+        # The peak from before the meter was entered belongs to no position.
         self.pop_peak()
         return self
 
@@ -259,6 +264,7 @@ class EmulatedDevice:
 
     def _refuse(self, num_bytes: int) -> None:
         """Raises OutOfMemoryError if `num_bytes` of activations do not fit."""
+        # Ledgers count model data, which the meter does not see, and the meter counts activations.
         own = sum(ledger.total_bytes for ledger in self._ledgers)
         if self.total_bytes is not None and num_bytes + own + self.others_bytes > self.total_bytes:
             # Counted as torch's allocator counts failures: `LiveMemory` learns of a shortage by this number.
@@ -271,6 +277,7 @@ class EmulatedDevice:
     def read(self) -> DeviceReading:
         """The present reading. Local; raises nothing."""
         own, total = sum(ledger.total_bytes for ledger in self._ledgers), self.total_bytes
+        # Outside `holding_activations()` the figure is what a user, or a meter that was left, has assigned.
         peak_bytes = self.activation_bytes if self._meter is None else self._meter.peak_bytes
         return DeviceReading(
             device=torch.device("cpu"),
@@ -294,11 +301,13 @@ class EmulatedDevice:
 
     def peak_meter(self) -> PeakMeter:
         """A meter on live storages that operations make. Local; raises nothing."""
+        # Inside `holding_activations()` its meter counts already, and peaks of positions are parts of its own.
         return StorageMeter(self) if self._meter is None else PartMeter(self._meter)
 
 
 def source_of(device: Device | DeviceSource) -> DeviceSource:
     """The source of a device's readings. Accelerators other than CUDA's are read as devices without a bound."""
+    # An `EmulatedDevice` is its own source.
     if isinstance(device, DeviceSource):
         return device
     device = resolve_device(device, "device")

@@ -18,6 +18,7 @@ HOST_RESERVE = 0.1
 
 def share_of_host(available_bytes: int) -> int:
     """One rank's share of the available host memory, without the reserve, in bytes."""
+    # torchrun sets LOCAL_WORLD_SIZE: so many ranks of this host read the same free memory and plan with it.
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return int(available_bytes * (1 - HOST_RESERVE)) // max(1, num_ranks)
 
@@ -33,6 +34,7 @@ class HostSource:
         """The present reading."""
         machine, swap = psutil.virtual_memory(), psutil.swap_memory()
         group = tightest(self._groups)
+        # `available` is the kernel's estimate (MemAvailable), which includes page cache that can be reclaimed.
         total, available = int(machine.total), int(machine.available)
         # A limit above the machine's memory does not apply.
         is_limited = group is not None and group.limit_bytes < total
@@ -59,6 +61,7 @@ class DiskSource:
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
         found = os.statvfs(existing)
+        # `f_bavail` leaves out the blocks that are reserved for root, and `f_bfree` would include them.
         return DiskReading(self._directory, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
 

@@ -14,7 +14,9 @@ from gemini.memory.ledger import Ledger
 from gemini.monitor.device import DeviceSource
 from gemini.monitor.readings import DeviceReading
 
+# Each rank has three words: free bytes, the peak of activations in bytes, and new out-of-memory failures.
 _NUM_FIGURES = 3
+# Known figures are at least 0, so that this one loses against each of them in a maximum over ranks.
 _UNKNOWN = -1
 _UNBOUNDED = 1  # stands for negated free bytes, which are at most 0: the maximum over ranks is then unbounded
 
@@ -88,6 +90,8 @@ class LiveMemory:
     def words(self, rank: int, world_size: int) -> list[int]:
         """This rank's readings in its own places, and zeros elsewhere. A sum over ranks yields all readings. Local."""
         words, figures = [0] * (_NUM_FIGURES * world_size), self._figures(self._source.read())
+        # The ledger may count evaded shortages that the source does not count, as on the emulated device. The
+        # difference is below 0 then.
         words[_NUM_FIGURES * rank : _NUM_FIGURES * (rank + 1)] = [*figures, max(0, self._read_ooms - self._num_ooms)]
         # Without a reset the source would report the peak of all steps for ever.
         if self._most.step():

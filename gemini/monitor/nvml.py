@@ -47,6 +47,8 @@ class Nvml:
 
         The bytes distinguish a MIG instance from its GPU, if CUDA names the instance by the GPU's UUID.
         """
+        # The order counts: a MIG instance's own UUID comes before that of its GPU, which has the memory of all
+        # instances.
         for uuid in uuids if self._works else ():
             try:
                 handle = self._library.nvmlDeviceGetHandleByUUID(uuid)

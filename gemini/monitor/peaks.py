@@ -64,6 +64,7 @@ class PositionPeaks(AbstractContextManager["PositionPeaks"]):
             that a peak is never too small. It is exact if positions are reported around each allocation of model data.
         """
         peak, least = self._meter.pop_peak(), min(self._model_bytes, model_bytes)
+        # What came before the first position, or after the block, belongs to none.
         if self._is_somewhere:
             bytes_here = max(0, peak - least if self._meter.counts_model_data else peak)
             self.by_position[self._position] = max(bytes_here, self.by_position.get(self._position, 0))
@@ -76,6 +77,7 @@ class PositionPeaks(AbstractContextManager["PositionPeaks"]):
     def __exit__(self, *error: object) -> None:
         if self._is_somewhere:
             self.at(None, self._model_bytes)
+            # The call of `at` has begun another position, to which nothing belongs.
             self._is_somewhere = False
         self._meter.__exit__(*error)
 
@@ -109,6 +111,8 @@ class StorageMeter(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Results alone are counted: memory that an operation takes and gives back inside, such as a workspace, is not
+        # seen.
         result = func(*args, **(kwargs or {}))
         given: set[int] | None = None
         for storage in _storages(result):
@@ -128,11 +132,14 @@ class StorageMeter(TorchDispatchMode):
                     weakref.ref(storage, partial(self._remove_dead, storage._cdata)),
                     num_bytes,
                 )
+                # The storage is counted last, because a `BoundedMeter` may raise here: a refused storage is then known,
+                # and is uncounted when it dies.
                 self._count(num_bytes)
         return result
 
     def pop_peak(self) -> int:
         """The peak since the last call, in bytes."""
+        # The next peak starts from what is alive now, and not from 0.
         peak, self._peak = self._peak, self._now
         self._most = max(self._most, peak)
         return peak
@@ -177,6 +184,7 @@ class BoundedMeter(StorageMeter):
     def _count(self, num_bytes: int) -> None:
         super()._count(num_bytes)
         self._peak_of_part = max(self._peak_of_part, self._now)
+        # A storage that shrinks is never refused, although others may have taken the device's room meanwhile.
         if num_bytes > 0:
             self._refuse(self._now)
 

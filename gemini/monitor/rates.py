@@ -30,6 +30,7 @@ from gemini.settings import Device
 from optim import AdamPiece, adam_scalars, update_pieces
 from sharding import Collectives, ShardLayout, Unit
 
+# These are the sizes of what is measured: a copy, an update, and the payload of a gather between ranks.
 _COPY_BYTES = 2**25
 _UPDATE_NUMEL = 2**21
 _UPDATE_BYTES = 26  # per parameter in bf16 with a split master: 14 read, 12 written
@@ -73,11 +74,13 @@ def rates_of(device: Device = None, group: dist.ProcessGroup | None = None, *, m
 
 def _measured(device: torch.device, group: dist.ProcessGroup | None) -> Rates:
     with torch.inference_mode(False), torch.no_grad():
+        # Chunks' homes on the host are registered with a GPU's driver, so pinned memory has the rate of their copies.
         there, here = _buffer(device), _buffer(torch.device("cpu"), pinned=device.type == "cuda")
         to_device = _COPY_BYTES / _seconds(lambda: there.copy_(here, non_blocking=True), there)
         to_host = _COPY_BYTES / _seconds(lambda: here.copy_(there, non_blocking=True), there)
         on_device, on_host = _memory_rate(there), _memory_rate(here)
         update_there = _update_rate(device)
+        # On the emulated device both tiers are updated by the same kernel in the same memory.
         update_here = update_there if device.type == "cpu" else _update_rate(torch.device("cpu"))
         flops = {name: _product_rate(dtype, device) for name, dtype in _PRODUCTS.items()}
         node, network, launch = (None, None, 0.0) if group is None else _collective_rates(device, group)
@@ -117,6 +120,7 @@ def _seconds(call: Callable[[], object], read: Tensor) -> float:
         call()
         float(read.view(-1)[0])
         times.append(time.perf_counter() - begun)
+    # Callers divide by the result, which a coarse clock may have measured as 0.
     return max(min(times), 1e-9)
 
 
@@ -148,6 +152,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         out = torch.empty_like(left)
         seconds = _seconds(partial(torch.mm, left, right, out=out), out)
+        # A product of two n x n matrices takes n**3 multiplications and as many additions.
         rate = max(rate, 2 * size**3 / seconds)
         if seconds > _ENOUGH_S or time.perf_counter() - begun > 2 * _LONG_S or size >= _LARGEST_PRODUCT:
             return rate
@@ -161,12 +166,15 @@ def _collective_rates(device: torch.device, group: dist.ProcessGroup) -> tuple[f
         return None, None, 0.0
 
     def gather_s(numel: int) -> float:
+        # As in a chunk, the shard of each rank has a multiple of 256 elements.
         numel = -(-numel // (256 * world_size)) * 256 * world_size
         layout = ShardLayout((Unit(0, numel),), world_size)
         payload = torch.zeros(numel, device=device)
         shard = torch.zeros(layout.shard_numel, device=device)
         times = []
-        for _ in range(4):  # as many on every rank
+        # The number of calls is fixed: a loop that ends by the clock would end at different calls on different ranks,
+        # and some of them would wait for a gather that the others never start.
+        for _ in range(4):
             begun = time.perf_counter()
             collectives.all_gather(payload, shard, layout, None)
             float(payload[0])
@@ -175,10 +183,13 @@ def _collective_rates(device: torch.device, group: dist.ProcessGroup) -> tuple[f
         return min(times[1:])
 
     # A gather of few bytes takes the time of its launch alone. The slowest rank counts, because all ranks wait for it.
+    # Sizes are in fp32 elements of 4 bytes.
     found = torch.tensor([gather_s(256), gather_s(_PAYLOAD_BYTES // 4)], dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     launch_s, whole_s = found.tolist()
+    # Of N ranks each receives (N - 1) / N of the payload from the others.
     rate = _PAYLOAD_BYTES * (world_size - 1) / world_size / max(whole_s - launch_s, 1e-9)
+    # torchrun sets LOCAL_WORLD_SIZE. Without it all ranks are taken to share one node.
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     # Between nodes the adapters of all ranks of a node carry the gather (cost.py): one rank has its share of the rate.
     return (rate, None, launch_s) if world_size <= per_node else (None, rate / per_node, launch_s)
@@ -196,6 +207,7 @@ def _agreed(rates: Rates | None, group: dist.ProcessGroup) -> Rates | None:
 
 def _key(device: torch.device, group: dist.ProcessGroup | None) -> str:
     ranks = 1 if group is None else group.size()
+    # As many ranks on another number of nodes gather over other links.
     per_node = os.environ.get("LOCAL_WORLD_SIZE", ranks) if ranks > 1 else 1
     parts = (_identity(device), _processor(), torch.get_num_threads(), torch.__version__, f"{ranks} ranks", per_node)
     return " | ".join(map(str, parts))
@@ -213,6 +225,7 @@ def _name(device: torch.device) -> str:
 
 
 def _processor() -> str:
+    # On Linux `platform.processor()` may be empty, or name the architecture alone.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # another operating system

@@ -27,7 +27,8 @@ def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Opti
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, sharded):
         raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")
     model.chunk_manager.refuse_second()
-    # State of a stepped optimizer would be lost. Adagrad has state with step 0 from the start.
+    # State of a stepped optimizer would be lost. Adagrad has state with step 0 from the start. An entry without a step
+    # count, such as that of SGD with momentum, comes from a step.
     if any(int(entry.get("step", 1)) for entry in optimizer.state.values()):
         raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
 

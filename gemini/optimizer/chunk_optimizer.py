@@ -24,6 +24,8 @@ class ChunkOptimizer:
 
     def __init__(self, gradients: GradStore, states: ChunkStates, scaling: Scaling) -> None:
         self.states = states
+        # The step uses the summary of `clip_grad_norm_()` again, because another one would take a second pass over all
+        # gradients and a second all-reduce.
         self.summary: GradientSummary | None = None
         self.requested: tuple[float, float] | None = None  # (max_norm, norm type) of `clip_grad_norm_()`
         self._gradients = gradients
@@ -63,7 +65,8 @@ class ChunkOptimizer:
         coefficient = self._coefficient()
         if coefficient != 1.0:
             self._gradients.leftovers.multiply(coefficient, self.states.ungrouped())
-        # The gradients are clipped. An infinite bound keeps the step from clipping them again.
+        # The gradients are clipped. An infinite bound keeps the step from clipping them again: without a request it
+        # would clip to the bound that the optimizer was made with.
         if self.requested is not None:
             self.requested = math.inf, self.requested[1]
         self.summary = None
@@ -72,8 +75,10 @@ class ChunkOptimizer:
         """The clip of the next step. 1 if there is none, or if a non-finite gradient will skip the step."""
         if self.summary is None or self.requested is None or self._seen != self._now():
             return 1.0
+        # The norm is infinite or NaN here. A clip by it would make every gradient 0 or NaN.
         if self.summary.non_finite is not None:
             return 1.0
+        # The gradients were summarised with the loss scale in them, and the bound is one of gradients without it.
         return clip_coefficient(self.summary.norm / self._scaling.value, self.requested[0])
 
     def _now(self) -> tuple[int, int]:

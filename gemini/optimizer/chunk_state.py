@@ -83,10 +83,13 @@ class ChunkOptimizerState:
         tier = resting_tier(StateHome(tier, self.num_planned), len(names), params.memory)
         leaves = tier is not self.tier
         try:
+            # All memory is taken before anything moves, so that a refusal leaves every state where it is.
             taken = self._taken([name for name in names if leaves or name not in self.flats], tier, params)
         except BudgetError as refused:
             if tier is Tier.HOST:
                 raise
+            # The host takes the bytes, so nothing is lost. Uncounted, the shortage would make model data give up a part
+            # of the device at the next step.
             params.memory.note_evaded(refused)
             self._rest(names, Tier.HOST, params)
             return
@@ -97,6 +100,7 @@ class ChunkOptimizerState:
             for to, source in moves:
                 params.memory.transfer.copy(to, source)
             wait_on_tier(*(region for pair in moves for region in pair))
+            # `free` gives the memory back to `self.tier`, which must still be the old tier here.
             self.free(list(self.flats), params)
             self.tier = tier
         self.flats.update((name, region.flat) for name, region in taken.items())
@@ -117,6 +121,8 @@ class ChunkOptimizerState:
         """Reset one parameter's state to that before its first update."""
         position = managed.position
         self.scalars[position], self.made[position] = None, ()
+        # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
+        # parameters.
         for flat in self.flats.values():
             for part in managed.own_parts(flat):
                 part.zero_()
@@ -173,11 +179,17 @@ class ChunkOptimizerState:
 
         weights, grad: of the whole chunk, `grad` with shape (optim_numel,). None for a run without elements.
         """
+        # Parameters of one run have equal scalars and states, so the first one stands for all of them.
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
         names = self.names(run.positions[0])
         flat = {name: self.flats[name][part] for name in names if name in self.flats}
+        # States that these parameters lack and that have memory already: if the update creates one, its values go
+        # there.
         room = {name: each[part] for name, each in self.flats.items() if name not in names}
+        # The empty gradient of a run without elements tells the update which dtype the weights have.
         grad = torch.zeros(0, dtype=self.dtype, device="cpu") if grad is None else grad[part]
+        # The scalars are copied, because a parameter that this step passes over may share the dict, and its step count
+        # must not grow.
         return RunUpdate(run, weights, grad, flat, dict(scalars or {}), is_new=scalars is None, room=room)
 
     def store_updates(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
@@ -219,4 +231,6 @@ def _same(a: dict[str, Any] | None, b: dict[str, Any] | None) -> bool:
         return True
     if a is None or b is None:
         return False
+    # After `load_state_dict()` each parameter has scalars of its own. Where they are equal, one run takes them all
+    # again.
     return a.keys() == b.keys() and all(bool(a[name] == b[name]) for name in a)

@@ -69,6 +69,8 @@ class ChunkStates:
         """A flat state of a chunk, (optim_numel,). Zeros if only other ranks have created it so far."""
         state = self.by_chunk[chunk.index]
         flat = state.flats.get(name)
+        # A rank without the state takes part in its gather all the same, with a tensor of the size that the others
+        # have.
         return torch.zeros(chunk.optim_numel, dtype=state.dtype, device="cpu") if flat is None else flat
 
     def has_stepped(self, chunk: Chunk) -> bool:
@@ -82,11 +84,14 @@ class ChunkStates:
 
     def _num_states(self, chunk: Chunk) -> int:
         state = self._of(chunk)
+        # A state counts for as long as it has memory, also one that its group has stopped using, such as momentum that
+        # was lowered to 0.
         return len({*state.flats, *self._missing(state), *self._expected.get(chunk.index, ())})
 
     @contextmanager
     def expecting(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
         """Inside, plans also count these flat states, by chunk index, which are about to be loaded."""
+        # If gradients wait for a step, no state may move now. The mark then makes a later forward follow.
         self._expected, self.have_changed = names, True
         try:
             yield
@@ -109,6 +114,7 @@ class ChunkStates:
         state = self._new(chunk, home)
         self._allocate_missing(state)
         comes_last = all(index < chunk.index for index in islice(reversed(self.by_chunk), 1))
+        # The chunk enters `by_chunk` only with its memory: after a BudgetError nothing has to be taken out again.
         self.by_chunk[chunk.index] = state
         if chunk.dtype is torch.float16:
             self._fp16[chunk.index] = chunk
@@ -126,12 +132,15 @@ class ChunkStates:
     def missing_host_bytes(self, homes: Mapping[Chunk, StateHome]) -> int:
         """Bytes on the host that the chunks' state still needs if it is planned at these homes."""
         there = (self.by_chunk[chunk.index] for chunk in homes if self.has(chunk))
+        # `host_bytes` counts all states of a chunk, so those that are on the host already are subtracted.
         held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
         return sum(self.host_bytes(chunk, home) for chunk, home in homes.items()) - held
 
     def add_all(self, homes: Mapping[Chunk, StateHome]) -> None:
         """Allocate fresh state for the first chunks. Raises BudgetError, and holds nothing then."""
         try:
+            # One reservation for all chunks is one mapping of host memory, which is registered with a GPU's driver
+            # once.
             self.reserve(homes)
             for chunk, home in homes.items():
                 self.add(chunk, home)
@@ -163,6 +172,8 @@ class ChunkStates:
     def entry_names(self, managed: ManagedParameter, groups: Sequence[Mapping[str, Any]]) -> EntryNames:
         """The keys of a parameter's entry in a state dict whose param groups are `groups`."""
         number = self._group_of[managed.index]
+        # Loaded hyperparameters decide which states an entry has: one of torch's Adam with `amsgrad=True` has a third
+        # one.
         return self._update.entry_names({**self._param_groups[number], **groups[number]})
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -179,6 +190,8 @@ class ChunkStates:
         """Put parameters without a group into one. The block allocates their state; if it raises, both are undone."""
         before = self._group_of
         names_before = [list(state.flats) for state in self.by_chunk.values()]
+        # The members join before the block runs, because the plan that it makes counts the states which their group
+        # needs.
         self._regroup(before | {managed.index: number for managed in members})
         try:
             yield
@@ -191,6 +204,7 @@ class ChunkStates:
 
     def allocate_all(self) -> None:
         """Allocate what the chunks lack of the states that their groups need. Raises BudgetError."""
+        # As in `add_all`, host memory is reserved for all chunks together.
         self.reserve({state.chunk: StateHome(state.tier, state.num_planned) for state in self.by_chunk.values()})
         for state in self.by_chunk.values():
             self._allocate_missing(state)
@@ -219,6 +233,8 @@ class ChunkStates:
 
     def _missing(self, state: ChunkOptimizerState) -> list[str]:
         """The flat states that the chunk's groups need and that it does not have."""
+        # Sorted groups, and a dict in place of a set of names, whose order differs by process, give all ranks one order
+        # of allocations.
         groups = sorted({number for number in state.groups if number is not None})
         names = {name: None for number in groups for name in self._names_in(number)}  # in order
         return [name for name in names if name not in state.flats]
@@ -227,7 +243,8 @@ class ChunkStates:
         """The flat states of a param group. A trial update finds them, once for all chunks."""
         group = self._param_groups[number]
         settings = settings_in_words(group)
-        # The answer depends on hyperparameters: SGD keeps a buffer only while its momentum is above 0.
+        # The answer depends on hyperparameters, which a user may set at any time: SGD keeps a buffer only while its
+        # momentum is above 0.
         if self._flat_names.get(number, ("",))[0] != settings:
             self._flat_names[number] = settings, self._update.flat_names(group)
         return self._flat_names[number][1]

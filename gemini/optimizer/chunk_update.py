@@ -58,7 +58,8 @@ class ChunkUpdates:
 
     def refuse_bad_hyperparameters(self) -> None:
         """Raise for bad hyperparameters before the step, by an update of no elements. Nothing has changed then."""
-        # One parameter per group and dtype is enough.
+        # One parameter per group and dtype is enough. The dtype counts, because HybridAdam refuses fp64 weights, which
+        # may come after fp32 ones in a model.
         checked: set[tuple[int, torch.dtype]] = set()  # membership only
         for state in self._states.values():
             groups = {group for group in set(state.groups) if group is not None}
@@ -86,6 +87,7 @@ class ChunkUpdates:
             if reduced.tier is not tier:
                 staged["gradient"] = reduced.nbytes
             for name, num_bytes in staged.items():
+                # Chunks are staged one after the other in the same pieces, so the largest need counts and not the sum.
                 needs[tier, name] = max(num_bytes, needs.get((tier, name), 0))
             if tier is Tier.DEVICE:
                 its = self._update.temporary_bytes(
@@ -140,6 +142,8 @@ class ChunkUpdates:
         view.segments()
         updates = [state.start(run, view, grad) if run.numel else state.start(run) for run in runs]
         batch.append(_ChunkUpdate(state, view, updates))
+        # A torch optimizer updates one chunk at a time: its call of `ShardView.load` may stage weights, which is not
+        # known yet here.
         return is_grad_staged or view.is_staged or not self._update.is_fused
 
     def _finish(self, batch: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
@@ -159,6 +163,8 @@ class ChunkUpdates:
             # If this rank had nothing to update, the chunk's home may still hold the gradient.
             step.grads.homes.restore(chunk)
             step.after_chunk_update(chunk)
+            # Ranks may end their batches at different chunks, as staging depends on what each updates. All of them keep
+            # the order of chunks, in which the gathers must come.
             if _is_updated_in_parts(chunk):
                 _all_gather_weights(step, chunk)
 
@@ -166,6 +172,7 @@ class ChunkUpdates:
         """A copy of the gradient on `tier`, ready to be read there."""
         memory = self._step.params.memory
         staged = self._staging.buffer(tier, "gradient", gradient.numel, gradient.dtype)
+        # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
         memory.transfer.copy(staged, gradient)
         return ready(staged)
 
@@ -180,12 +187,14 @@ def _all_gather_weights(step: Step, chunk: Chunk) -> None:
     params, home = step.params, chunk.homes[Kind.PARAM]
     with torch.no_grad():
         if home.tier is Tier.DEVICE:
+            # `close` may have started a copy of this rank's part to the home. The gather must send the new values.
             wait_on_stream(home)
             params.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
             return
         payload = step.payloads.open_own_part(chunk)
         params.communicator.all_gather(payload.flat, None, chunk.layout, chunk.index)
-        # This rank's own part is at home already.
+        # This rank's own part is at home already, so only the other ranks' parts cross to the host.
         for others in chunk.layout.others(chunk.rank):
             params.memory.transfer.copy(home[others], payload[others])
+        # What is launched into the slot next must not overtake the copies that read the payload.
         wait_on_stream(payload)

@@ -33,6 +33,8 @@ class AdamUpdate:
 
     def temporary_bytes(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
         """The most bytes that an update of `numel` elements has on the device at once besides its arguments."""
+        # The kernels update in place. Plain torch operations, the fallback on CUDA without Triton, take temporaries
+        # that are not counted here.
         return 0
 
     def update(
@@ -58,6 +60,8 @@ class AdamUpdate:
                 its = (
                     part.piece(each.run.start, each.grad, *moments, each.run.spans) for part in each.weights.segments()
                 )
+                # Pieces are collected by constants and not by group, so that groups with equal hyperparameters share a
+                # launch.
                 pieces.setdefault(constants[key], []).extend(piece for piece in its if piece is not None)
         for scalars, alike in pieces.items():
             update_pieces(alike, scalars)
@@ -73,6 +77,7 @@ def resolve_update(optimizer: torch.optim.Optimizer, elementwise: bool) -> Eleme
     """
     if not isinstance(elementwise, bool):
         raise TypeError(f"elementwise must be True or False, found {elementwise!r}")
+    # The exact type counts: a subclass may update in another way, of which nothing is known.
     if type(optimizer) in (HybridAdam, CPUAdam):
         return AdamUpdate()
     if type(optimizer) in TESTED or elementwise:

@@ -40,6 +40,7 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 def _add(digest: Any, name: str, value: Any) -> None:
     if isinstance(value, Mapping):
+        # Keys are sorted, because the hash must not depend on the order in which entries were added.
         for key in sorted(value, key=str):
             _add(digest, f"{name}.{key}", value[key])
         return
@@ -48,6 +49,7 @@ def _add(digest: Any, name: str, value: Any) -> None:
         # Dtype and shape are hashed too: tensors with equal bytes may still differ.
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        # numpy has no bfloat16, so the elements are taken as bytes.
         digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     else:
         digest.update(repr(value).encode())

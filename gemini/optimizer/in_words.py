@@ -16,6 +16,7 @@ from gemini.chunks.chunk import ManagedParameter
 def in_words(value: Any) -> str:
     """`repr(value)`, with all digits of tensors in it."""
     if isinstance(value, Tensor):
+        # Every step comes here: for a learning rate that is a tensor on the device the host waits.
         return f"tensor({value.tolist()}, {value.dtype})"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(in_words, value))})"
@@ -43,6 +44,7 @@ def _lines_of(saved: Mapping[str, Any]) -> Iterator[str]:
     for number, group in enumerate(saved["param_groups"]):
         yield f"param group {number} with {settings_in_words(group)}"
     for number, entry in sorted(saved["state"].items()):
+        # Step counts and other tensors without dimensions are shown with their values, by which updates would differ.
         names = (
             name if isinstance(its, Tensor) and its.dim() else f"{name}={in_words(its)}" for name, its in entry.items()
         )

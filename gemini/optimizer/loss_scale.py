@@ -38,6 +38,7 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "max_scale"):
             value = getattr(self, name)
+            # In Python a bool is an int: True would pass for 1.
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, found {value!r}")
             setattr(self, name, float(value))
@@ -55,6 +56,7 @@ class LossScale:
                 f"initial_scale={self.initial_scale} must lie between min_scale={self.min_scale} and "
                 f"max_scale={self.max_scale}"
             )
+        # 0 is the default of the field, which is no valid scale: it stands for one that nobody has set.
         self.scale = self.scale or self.initial_scale
 
     def update(self, skipped: bool) -> None:
@@ -95,6 +97,7 @@ class LossScale:
         for name, value in state.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ValueError(f"{name} of a loss scale must be a number, found {value!r}")
+        # With a scale of 0 every gradient would be 0, and the step divides by the scale.
         if not state["scale"]:
             raise ValueError("scale of a loss scale must be more than 0, found 0")
 

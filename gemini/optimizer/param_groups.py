@@ -20,6 +20,7 @@ from gemini.optimizer.in_words import group_in_words
 def managed_of(step: Step, parameter: object) -> ManagedParameter | None:
     """The managed parameter of this model that belongs to `parameter`. None if it is not a parameter of the model."""
     link = link_of(parameter) if isinstance(parameter, Tensor) else None
+    # A parameter of another `ShardedModel` has a link, too, to the step of that model.
     return link.managed if link is not None and link.step is step else None
 
 
@@ -37,6 +38,7 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
                 "model's: take model.parameters() of the wrapped model, without those of ignored_parameters=, which "
                 "an optimizer of their own trains"
             )
+        # A frozen complex parameter is never updated. `model.parameters()` may bring it into a group.
         if managed.dtype.is_complex and parameter.requires_grad:
             raise UnsupportedError(
                 f"{managed.name!r} is {managed.dtype}, and updates are of real numbers. Keep it as a real parameter of "
@@ -79,5 +81,7 @@ def add_group(model: ShardedModel, states: ChunkStates, groups: Sequence[dict[st
     with states.adding_group(number, members):
         # Compared inside the block, so that a group in which ranks differ is undone on all of them.
         step.communicator.agree(words.encode(), "new param group", remedy=remedy)
+        # The plan follows before the state takes memory: what it does not count would rest on the host of a model with
+        # a device budget.
         model.trainability.follow_optimizer(f"new param group of {len(members)} parameters")
         states.allocate_all()

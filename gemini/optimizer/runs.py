@@ -93,9 +93,12 @@ def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tup
 def runs_of(chunk: Chunk, positions: Sequence[int], group: int, in_one: bool) -> list[Run]:
     """The runs of the parameters at `positions`. in_one: one run with spans, else one for each contiguous piece."""
     spans = spans_of(chunk, positions)
+    # Without spans all of these parameters are in other ranks' shards. The run without elements below counts their
+    # steps.
     if in_one and spans:
         first, last = spans[0], spans[-1]
         start, end = first[0], last[0] + last[1]
+        # Spans are counted from the start of the run, because the update gets tensors that begin there.
         inside = None if len(spans) == 1 else Spans((each - start, numel) for each, numel, _ in spans)
         return [Run(start, end - start, tuple(positions), group, inside)]
     # Parameters without elements in this rank's shard share one run without elements.

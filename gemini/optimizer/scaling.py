@@ -34,6 +34,7 @@ class Scaling:
             return loss
         # In fp32: a loss in fp16 would overflow at most scales.
         scaled = loss.float() * self._scale.scale
+        # A loss without a graph takes no hook. Its backward raises torch's own error, as for a plain module.
         if scaled.requires_grad:
             scaled.register_hook(self._on_scaled_loss)
         return scaled

@@ -42,6 +42,7 @@ class Segment(NamedTuple):
         part = self.weight if flat is None else flat[self.start : self.start + self.weight.numel()]
         if flat is not None and self.remainder is not None:
             split_master_(self.weight, self.remainder, part)
+        # `ShardView.load` hands out the weights themselves where it can. Then they were updated in place.
         elif self.weight.data_ptr() != part.data_ptr():
             self.weight.copy_(part)
         if self.half is not None:
@@ -90,7 +91,8 @@ class ShardView:
     def segments(self) -> list[Segment]:
         """The weights on the tier, with their remainders or 16-bit copies, in the order of elements."""
         if self._segments is None:
-            # A whole master replaces the parameters, so their old values need no copy to the tier.
+            # A whole master replaces the parameters, so their old values need no copy to the tier. If the update passes
+            # over some elements, `close` rounds those from the master, too.
             master = self._master
             on_tier = [] if master is None else self._on_tier("master", [(0, master)])
             slices = self._chunk.home_slices()
@@ -103,6 +105,8 @@ class ShardView:
         return self._segments
 
     def _segment(self, start: int, home: Tensor, master: Tensor | None) -> Segment:
+        # There are three layouts: weights that are their own master, a split master, and a whole one with a 16-bit
+        # copy.
         if master is None:
             return Segment(start, home, None, None)
         part = master[start : start + home.numel()]
@@ -118,6 +122,7 @@ class ShardView:
             elif not _are_joined(self._chunk):
                 self._flat = segments[0].weight
             else:
+                # A torch optimizer takes one tensor: join what lies in several, or in the two halves of a split master.
                 weights = self._stage("weights", _whole_dtype(self._chunk))
                 wait_on_tier(weights)
                 self._flat = weights.flat
@@ -132,18 +137,22 @@ class ShardView:
         if self._flat is not None or not complete:
             for segment in self.segments():
                 segment.write_back(self._flat)
+        # These copies come after `write_back`, which writes to staged memory where there is some.
         for home, staged in self._staged:
             self._transfer.copy(home, staged)
-        # The host does not wait here: a reader of a home on the host waits for the home's tickets.
+        # The host does not wait here: a reader of a home on the host waits for the home's tickets. Kernels and
+        # collectives that use device memory next are ordered behind the copies.
         regions = (self._home, self._master, *(staged for _, staged in self._staged))
         wait_on_stream(*(region for region in regions if region is not None and region.tier is Tier.DEVICE))
 
     def _on_tier(self, name: str, parts: list[tuple[int, Region]], reads: bool = True) -> list[tuple[int, Region]]:
         """Return (first element, region on the update's tier) of each part of a home. reads: old values are needed."""
         (_, first), *_ = parts
+        # All parts are of one home, so they rest on one tier.
         if first.tier is self._tier:
             return parts
         staged = self._stage(name, first.dtype)
+        # Staged parts lie at their offsets in the optimizer's flat tensors, which differ from those in a whole home.
         on_tier = [(start, staged[start : start + part.numel]) for start, part in parts]
         for (_, home), (_, region) in zip(parts, on_tier, strict=True):
             self._staged.append((home, region))
@@ -171,6 +180,7 @@ def staged_bytes(chunk: Chunk, tier: Tier, loads: bool) -> dict[str, int]:
 
 def _are_joined(chunk: Chunk) -> bool:
     """Whether the weights that this rank updates lie in no single tensor of fp32 or fp64."""
+    # Weights that every rank holds whole, and updates a part of, have a slice of each unit of the chunk's layout.
     return chunk.splits_master or (Kind.MASTER not in chunk.homes and len(chunk.home_slices()) > 1)
 
 

@@ -184,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self._manager.step.publishing():
             self._step()
             self._manager.step.end_update()
-        # The step is over on every rank, and each raises this by itself.
+        # This comes after `publishing()`: the step is over on every rank, and each raises by itself.
         self._scaling.refuse_endless_skips(self.last_step)
         return loss
 
@@ -243,7 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._num_steps += 1
         norm, ungrouped, states = self._true_norm(summary), self._chunk_states.ungrouped(), self._chunk_states
         updated = {chunk: its for chunk in states.trained if any(its := self._updates.steps(chunk, summary))}
-        # A non-finite gradient on any rank skips the step on all ranks.
+        # A non-finite gradient on any rank skips the step on all ranks, because all have the same summary.
         skipped = None
         factors = GradientFactors(1.0 / self.loss_scale)
         if summary.non_finite is not None:

@@ -52,6 +52,8 @@ class Staging:
             for (tier, name), num_bytes in sorted(needs.items(), key=lambda need: -need[1]):
                 self._piece(tier, name, num_bytes)
             if temporaries:
+                # The tensor is dropped at once: torch's allocator keeps its memory cached, and the update finds it
+                # there.
                 torch.empty(temporaries, dtype=torch.uint8, device=self._device.device)
             yield
         finally:
@@ -62,6 +64,7 @@ class Staging:
             # On the emulated device a read of the piece after its step yields NaN.
             self._device.poison(ready(region))
         self._idle, self._lent = [], []  # no view is left: it would pass for a user's that holds the slot
+        # The device's pieces lie in slots and buffers that the next forward and backward use.
         self._pieces = {key: piece for key, piece in self._pieces.items() if piece.tier is Tier.HOST}
 
     def buffer(self, tier: Tier, name: str, numel: int, dtype: torch.dtype) -> Region:
@@ -108,5 +111,7 @@ class Staging:
         if scratch is not None:
             yield scratch
         yield from memory.gradient_slots.idle()
+        # Scratch and gradient slots are idle on any number of ranks: all gradients have been reduced before a step's
+        # update.
         if self._step.communicator.world_size == 1:
             yield from memory.slots.idle()

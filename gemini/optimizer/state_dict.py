@@ -118,10 +118,12 @@ def load_optimizer_state(
     _check(groups, saved, by_number, names_of)
     settings = [_hyperparameters_for(*pair) for pair in zip(groups, saved["param_groups"], strict=True)]
     for group, its in zip(groups, settings, strict=True):
+        # A trial update refuses bad hyperparameters while nothing has changed.
         states.check_group({**group, **its})
     # Every rank sets its own part of each parameter's state: with another step count it would be updated otherwise.
     step.communicator.agree(state_in_words(saved).encode(), "loaded optimizer state", remedy=_LOAD_ALIKE)
     masters = saved.get("masters", {})
+    # The groups still have their old hyperparameters, which may need fewer states than are loaded.
     with states.expecting(_flat_names(by_number, saved, names_of)):
         model.trainability.take_state(_wanted(by_number, saved, states))
     for group, its in zip(groups, settings, strict=True):

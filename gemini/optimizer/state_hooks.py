@@ -23,6 +23,8 @@ def saves_with_hooks(
 
     @wraps(state_dict)
     def hooked(self: Its, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> State:
+        # torch runs these hooks inside its own `state_dict` and `load_state_dict`, which a `ShardedOptimizer`
+        # overrides.
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = state_dict(self, *args, **kwargs)

@@ -36,6 +36,8 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
         state = self._states.by_chunk.get(link.managed.chunk.index)
         position = link.managed.position
         scalars = None if state is None else state.scalars[position]
+        # In plain PyTorch `optimizer.state` is a defaultdict of dicts, so a parameter without state reads as an empty
+        # one.
         if state is None or scalars is None:
             return {}
         return _ParameterState(link.managed.parameter, scalars, state.names(position))

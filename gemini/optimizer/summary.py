@@ -26,6 +26,7 @@ from gemini.ranks.communicator import Communicator
 from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
 from sharding import Piece
 
+# This is the count of one rank in the high half of a word. The low half has room for more ranks than there can be.
 _NON_FINITE = 1 << 32
 
 
@@ -62,6 +63,7 @@ def summarize(
     Raises DivergenceError on all ranks if their settings differ. Another learning rate on one rank would give its
     shards another update, without any error.
     """
+    # These are this rank's words, by parameter index.
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
     several = step.grads.num_backwards > 1
@@ -90,6 +92,7 @@ def summarize(
         for index in device_sums.non_finite():
             words[index] += _NON_FINITE
     # One all-reduce of everything that ranks must know.
+    # Gradients on the host and on the device have limbs of their own, which are added up on the host.
     limbs = sum((device_sums.limbs.cpu() for device_sums in sums.values()), start=zero_norm_limbs())
     bits = _bits_of(settings)
     numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
@@ -105,6 +108,8 @@ def summarize(
     if norm_type == 2.0:
         norm = norm_from_limbs(limbs)
     else:
+        # All ranks take this second all-reduce or none does: the settings name the norm type, and ranks that differ in
+        # them were refused above.
         largest = [float(device_sums.largest) for device_sums in sums.values()]
         most = torch.tensor(
             max([0.0, *(each for each in largest if not math.isnan(each))]), dtype=torch.float64, device="cpu"
@@ -113,6 +118,7 @@ def summarize(
         # Backends differ in the maximum of NaN, so NaNs are left out here and come from the limbs.
         communicator.all_reduce_max_(most, "largest gradient")
         norm = math.nan if limbs[NAN_LIMB] else float(most)
+    # These figures, too, come from sums over ranks, so that ranks cannot decide differently.
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
     has_gradient = bytes([word & (_NON_FINITE - 1) > 0 for word in counts])
     return GradientSummary(norm, has_gradient, bad[0] if bad else None, -(-num_backwards // communicator.world_size))
@@ -143,6 +149,8 @@ def _refuse_other_settings(communicator: Communicator, settings: str, bits: list
 
 def _bits_of(settings: str) -> list[int]:
     """32 bits of a fingerprint. If all ranks have the same settings, each bit's sum is 0 or the number of ranks."""
+    # The fingerprint does not travel as one number: a rank whose number is the mean of all ranks' would find the sum
+    # right, and go on alone.
     fingerprint = zlib.crc32(settings.encode())
     return [fingerprint >> place & 1 for place in range(32)]
 
@@ -161,6 +169,7 @@ class _Sums:
         self._seen.append((chunk, piece))
         self._first_bad.append(accumulate_sum_of_squares_(self.limbs, part))
         if norm_type != 2.0:
+            # `torch.maximum` stays on the device. A comparison on the host would wait for each piece.
             self.largest = torch.maximum(self.largest, max_abs(part).double())
 
     def non_finite(self) -> list[int]:

@@ -27,9 +27,12 @@ def take_states(model: ShardedModel, states: ChunkStates) -> None:
         while True:
             error = _try_states(model.chunk_manager, states, purpose.may_make_room())
             if error is None:
+                # The plan may count other numbers where states cannot move now. Then a later forward follows.
                 if has_room_for(model.plan, numbers):
                     states.note_followed()
                 return
+            # Every rank takes the same branch, because all have agreed on `error.is_shortage`: both calls are
+            # collective.
             if error.is_shortage:
                 found = purpose.make_room()
             else:
@@ -51,6 +54,7 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
     homes = {chunk: plan.placement.optim_home(plan.demand, chunk.index) for chunk in trained}
     try:
         try:
+            # Gradients and masters come first, and map the host memory of the optimizer state in one piece with theirs.
             training.allocate(states.missing_host_bytes(homes))
             states.add_all(homes)
             check_host_room_for_steps(plan, host.ledger.total_bytes)
@@ -58,6 +62,7 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
                 error = BudgetError("device: no memory for optimizer state", tier=Tier.DEVICE, is_shortage=True)
         except BudgetError as refusal:
             error = refusal
+        # A rank that found room must give it back if another one found none: no rank trains alone.
         error = manager.agree_on_room(error)
     except BaseException:
         _give_back(manager, states, was_there)
@@ -72,5 +77,6 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
 
 def _give_back(manager: ChunkManager, states: ChunkStates, training_was_there: bool) -> None:
     states.drop_all()
+    # If a backward came before the optimizer, it took the gradients' memory, and they are in it.
     if not training_was_there:
         manager.training.give_back()

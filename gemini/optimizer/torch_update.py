@@ -71,7 +71,8 @@ def _most(device: torch.device) -> int:
 def _in_tiles(updates: Sequence[RunUpdate], after: Sequence[dict[str, Any]]) -> Iterator[list[_Tile]]:
     """All elements of the runs in groups of tiles, each group of at most `TILE_NUMEL` elements."""
     group: list[_Tile] = []
-    # A run without elements has a gradient on the CPU.
+    # A run without elements has a gradient on the CPU, also in a chunk that is updated on the device: the largest size
+    # is that of the chunk's device.
     most = room = max((_most(each.grad.device) for each in updates), default=1)
     for each, its in zip(updates, after, strict=True):
         start = 0
@@ -80,6 +81,7 @@ def _in_tiles(updates: Sequence[RunUpdate], after: Sequence[dict[str, Any]]) -> 
             numel = min(room, each.run.numel - start)
             group.append(_Tile(each, start, numel, its))
             start, room = start + numel, room - numel
+            # A group may have tiles of several runs, so that many small runs share one call of the optimizer.
             if not room:
                 yield group
                 group, room = [], most
@@ -155,11 +157,14 @@ class TorchUpdate:
             pairs = zip(tiles, parameters, strict=True)
             members = [parameter for tile, parameter in pairs if tile.each.run.group == number]
             if members:
+                # The value is not None, because torch then chooses `foreach` by itself for parameters on a GPU.
                 options = {name: False if name in ("foreach", "fused") else value for name, value in group.items()}
                 worker.param_groups.append({**options, "params": members})
         worker.step()
         for tile, parameter in zip(tiles, parameters, strict=True):
             for name, value in worker.state.get(parameter, {}).items():
+                # Per-element states have the tile's shape. Everything else, such as a step count of shape (), belongs
+                # to the whole run.
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() == 1:
                     _store(tile, name, value)
                 else:
@@ -172,16 +177,20 @@ class TorchUpdate:
     def _parameter_of(self, tile: _Tile, factors: GradientFactors) -> Tensor:
         """The tile's weights as a parameter of the worker, with their gradient and state."""
         each = tile.each
+        # A run without weights gets a parameter without elements: the optimizer then counts a step and writes nothing.
         parameter = (
             torch.zeros_like(each.grad) if each.weights is None else tile.of(each.weights.load(), first=each.run.start)
         )
         parameter = parameter.detach()
+        # The gradient is widened before it is unscaled, because small values times 1 / loss scale underflow in 16 bits.
         grad = tile.of(each.grad).to(parameter.dtype)
         for factor in factors:
             if factor != 1.0:
                 grad = grad * torch.tensor(factor, dtype=parameter.dtype, device=parameter.device)
         parameter.grad = grad
         if not each.is_new:
+            # Flat states are views, which the optimizer updates in place. Scalars are copies, because it also adds to
+            # `step` in place, and the run's next tile needs the count from before.
             flat = {name: tile.of(state) for name, state in each.flat.items()}
             self._worker.state[parameter] = flat | {name: _copy(value) for name, value in each.scalars.items()}
         elif self._starts_with_state:
@@ -194,10 +203,12 @@ def _store(tile: _Tile, name: str, value: Tensor) -> None:
     each = tile.each
     if name in each.flat:
         its = tile.of(each.flat[name])
+        # An optimizer may put a new tensor in the place of the view that it was given.
         if its.data_ptr() != value.data_ptr():
             its.copy_(value)
     elif name in each.room:
         tile.of(each.create(name, each.room[name])).copy_(value)
+    # The chunk has no memory for this state. `ChunkOptimizerState.store_updates` allocates it and copies what was made.
     elif tile.is_whole:
         each.create(name, value)
     else:

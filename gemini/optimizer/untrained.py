@@ -16,6 +16,8 @@ from gemini.optimizer.summary import GradientSummary
 
 def refuse_ungrouped(model: ShardedModel, states: ChunkStates) -> None:
     """Raises GeminiError if an unfrozen parameter is in no param group."""
+    # Only parameters that were frozen before are looked at. Others in no group may have an optimizer of their own, as
+    # in plain PyTorch.
     if not model.trainability.unfrozen:
         return
     unfrozen = [each for each in model.chunk_manager.parameters if each.index in model.trainability.unfrozen]
@@ -33,6 +35,7 @@ def refuse_idle(model: ShardedModel, summary: GradientSummary) -> None:
         return
     # The managed flag is that of the last forward: a parameter that was frozen since then is not missed.
     trained = [each for each in model.chunk_manager.parameters if each.requires_grad and each.parameter.requires_grad]
+    # A gradient on any rank counts: an expert that only another rank's batch has used is no idle parameter.
     names = [each.name for each in trained if not summary.has_gradient[each.index]]
     if names:
         raise GeminiError(
@@ -45,6 +48,7 @@ def frozen_among(model: ShardedModel, parameters: Iterable[Tensor] | None) -> li
     """The given frozen parameters, or all of the model. Raises ValueError if one is trained or not the model's."""
     if parameters is None:
         return [managed for managed in model.chunk_manager.parameters if not managed.requires_grad]
+    # A tensor is iterable, so its rows would pass for parameters.
     if isinstance(parameters, Tensor):
         raise TypeError("discard_state() takes several parameters, found a tensor: put it into a list")
     found: dict[int, ManagedParameter] = {}

@@ -194,6 +194,7 @@ class Communicator:
             digests = self.collectives.all_gather_bytes(sha256(data).digest(), tag)
             if len(set(digests)) == 1:
                 return
+            # All ranks have compared the same digests, so either all of them make this second exchange or none does.
             everything = self.collectives.all_gather_bytes(len(data).to_bytes(8, "little") + data + words)
         split = [(own[8:], int.from_bytes(own[:8], "little")) for own in everything]
         others = [own[:length] for own, length in split]

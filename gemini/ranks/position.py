@@ -45,6 +45,7 @@ class StepPosition:
 
     def set(self, operator: int, phase: Phase) -> None:
         """Move to `phase` of `operator`, and count that as an event."""
+        # One number holds both, because a tag has one field for the moment. `describe` takes it apart.
         self.now = operator * len(Phase) + phase
         self.events.reach(operator, phase)
         if self._recording is not None:

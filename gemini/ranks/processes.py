@@ -38,6 +38,7 @@ def is_gone(store: Any, global_rank: int) -> bool:
         process = psutil.Process(int(pid))
         # The system may have given the number to a new process since: only the start time tells them apart.
         is_another = abs(process.create_time() - float(started)) > _SAME_S
+        # A process that has ended stays a zombie until its parent, such as a launcher, reads its exit status.
         return is_another or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return True

@@ -40,6 +40,7 @@ class ScheduleReplay:
 
     def end(self) -> None:
         """Complete the running pass, if any: the next pass of its kind is expected to be the same."""
+        # A pass that ended early has followed the schedule to its own end, but the next one is expected to be as short.
         if self._kind is not None and not (self.follows and self._made == self._expected[self._kind]):
             self._expected[self._kind] = self._made
         self.drop()
@@ -54,5 +55,6 @@ class ScheduleReplay:
             self._made.append(collective)
         if self.follows:
             expected, position = self._expected[str(self._kind)], len(self._made) - 1
+            # Once left, the schedule stays left until the pass ends: what follows would be compared at shifted places.
             self.follows = position < len(expected) and expected[position] == collective
         return self.follows

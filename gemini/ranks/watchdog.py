@@ -106,6 +106,8 @@ class Watchdog:
         Raises DivergenceError on all ranks if one is elsewhere, RemoteRankError or RankLostError.
         """
         number, words = self._where()
+        # With the number in the key, a rank that left the schedule at another collective does not complete this
+        # meeting.
         keys = [self._key(f"met/{number}/{rank}") for rank in range(self.world_size)]
         self._store.set(keys[self.rank], words)
         started = last_look = time.monotonic()
@@ -123,6 +125,7 @@ class Watchdog:
         said = {rank: (str(number), self._store.get(key).decode()) for rank, key in enumerate(keys)}
         if _contradict(said):
             self._raise_diverged(said)
+        # This rank may have published its place while it waited for the meeting.
         self._store.delete_key(self._key(f"where/{self.rank}"))
         if self._met:
             # Every rank is here, so each has left the meeting before this one and has read its messages.
@@ -136,6 +139,7 @@ class Watchdog:
             return
         try:
             # The first failure of a generation stays: later ones are mostly its consequences.
+            # With "" as the expected value `compare_set` writes only if the key does not exist yet.
             self._store.compare_set(self._key("error"), "", f"{self.rank}\n{exit_report.words_of(error)}")
             self._note_heard()
         # The rank that holds the store is gone, so nobody could read the message.
@@ -146,7 +150,7 @@ class Watchdog:
         """Record that this rank failed in the middle of an update: no later generation can start from these weights."""
         try:
             self._store.compare_set("torn", "", f"rank {self.rank}: {exit_report.words_of(error)}")
-        except RuntimeError:  # as above
+        except RuntimeError:  # the rank that holds the store is gone
             return
 
     def next_generation(self) -> None:
@@ -209,6 +213,7 @@ class Watchdog:
     def _completes(self, work: dist.Work, seconds: float) -> bool:
         if not self._blocks:
             return _completes(work, seconds)
+        # gloo's `wait` releases the GIL and wakes as soon as the collective is over, so no polling is needed.
         work.wait(timedelta(seconds=seconds))
         return True
 

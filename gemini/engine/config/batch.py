@@ -41,5 +41,7 @@ def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, 
         verb = "is not a multiple of" if is_open else "is not"
         raise ValueError(f"train_batch_size={train} {verb} {product}{total}: change one of them")
     if accumulation is None:
+        # `train_batch_size` alone does not say how a rank divides its samples, so a forward takes all of them.
         accumulation = 1 if micro is None else train // given
+    # The division leaves no rest: the check above has made sure that what is known divides the total.
     return BatchSizes(train, micro or train // (accumulation * world_size), accumulation)

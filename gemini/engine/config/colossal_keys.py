@@ -35,14 +35,17 @@ _ONE_WAY = NoEffect("the engine averages gradients over ranks by itself")
 _PARALLEL = "parameters are divided over data-parallel ranks only"
 
 
+# Any mode is fp16 here. `finish` refuses what is no mode.
 def _mode(mode: Any) -> torch.dtype | None:
     return None if mode is None else torch.float16
 
 
+# A size may be written as a number, or with its kind: `parallel = dict(tensor=dict(size=1, mode="1d"))`.
 def _is_one(value: Any) -> bool:
     return (value.get("size", 1) if isinstance(value, Mapping) else value) in (None, 1)
 
 
+# These arguments of the loss scaler stand at three places: in `plugin`, in `zero.optimizer_config` and in `fp16`.
 _SCALER = {
     "initial_scale": Number,
     "min_scale": Number,
@@ -150,6 +153,7 @@ def finish(data: Mapping[str, Any], found: Translation) -> None:
     if "zero" in data and _PLUGIN in data:
         found.problems.append(Problem((_PLUGIN,), "and zero are both there: leave one out"))
     if _PLUGIN in data:
+        # These are the defaults of GeminiPlugin.
         found.fields.setdefault("tensor_placement_policy", "static")
         found.fields.setdefault("dtype", torch.float16)
     elif "zero" not in data:
@@ -175,4 +179,5 @@ def finish(data: Mapping[str, Any], found: Translation) -> None:
         )
 
 
+# There is no placeholder: "auto" is the name of a placement policy there, and nothing is left for others to decide.
 TABLE = Table(_KEYS, "zero", finish)

@@ -42,6 +42,7 @@ class _Part(BaseModel):
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The model of the section that a field is, None for a plain value."""
+    # A section may be optional: `X | None` has its members in `__args__`.
     kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
@@ -66,6 +67,7 @@ class LossScaleConfig(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # The checks are in its constructor. The object is not needed.
         LossScale(**self.model_dump())
         return self
 
@@ -194,12 +196,15 @@ class Config(_Part):
 
     def with_notes(self, ignored: list[tuple[str, str]], constants: Mapping[str, Any]) -> Config:
         """This config, knowing of which keys it did not use."""
+        # Notes are private attributes, so they are in no dump and no comparison of ranks. A frozen model lets only
+        # these be set.
         noted = self.model_copy()
         noted._ignored, noted._constants = tuple(dict.fromkeys(ignored)), dict(constants)
         return noted
 
     def without(self, section: str, instead: str) -> Config:
         """This config with the default of a section, which is one more key without effect if the section is there."""
+        # Nothing was asked for, so nothing is without effect.
         if getattr(self, section) == type(self).model_fields[section].get_default():
             return self
         ignored = [*self._ignored, (section, instead)]
@@ -211,6 +216,7 @@ class Config(_Part):
 
     def optimizer_options(self) -> dict[str, Any]:
         """Keyword arguments for `ShardedOptimizer`."""
+        # `gpu_margin_mem_ratio` is not here: without it the optimizer follows the model's settings, which have it.
         options = {"clip_grad_norm": self.clip_grad_norm, "elementwise": self.elementwise}
         return {**self.loss_scale.model_dump(), **options}
 
@@ -225,5 +231,6 @@ class Config(_Part):
 
     def canonical(self) -> str:
         """The fields that all ranks must have in common, as JSON: equal texts mean equal configs."""
+        # `shared` leaves out what may differ between ranks, such as their device.
         fields = self.model_dump(exclude=set(SETTINGS))
         return json.dumps({"model": self.settings().shared(), **fields}, sort_keys=True, default=repr)

@@ -24,6 +24,7 @@ _ACTIVATIONS = NoEffect("activations are checkpointed where the model calls torc
 _OTHER_PARALLELISM = "parameters are divided over data-parallel ranks only"
 
 
+# Configs carry sections of features that they switch off. These ask for nothing, so they are not refused.
 def _is_off(section: Any) -> bool:
     return not section or (isinstance(section, dict) and not section.get("enabled", False))
 
@@ -38,6 +39,7 @@ def _static_scale(scale: float) -> dict[str, float] | None:
     return {"initial_scale": scale, "min_scale": scale, "max_scale": scale} if scale else None
 
 
+# 0 is DeepSpeed's word for "none" in `gradient_clipping` and `steps_per_print`. `Config` has None for it.
 _BATCHES = [
     Key("train_batch_size", Count, MappedTo("train_batch_size"), auto="follows from the other two"),
     Key(
@@ -196,15 +198,18 @@ def finish(data: Mapping[str, Any], found: Translation) -> None:
     def is_on(section: str) -> bool:
         return found.given.get(f"{section}.enabled") is True
 
+    # DeepSpeed's default is stage 0, and that of `Config` is 3.
     stage = fields.setdefault("stage", 0)
     if is_on("fp16") and (is_on("bf16") or is_on("bfloat16")):
         found.problems.append(Problem(("fp16", "enabled"), "and bf16.enabled are both true: choose one"))
     policy = fields.get(POLICY)
     ratio = found.given.get("zero_optimization.offload_optimizer.ratio", 1.0)
     if found.given.get("zero_optimization.offload_optimizer.device") != "cpu":
+        # A ratio of 1 is DeepSpeed's default, and asks for nothing.
         if ratio < 1:
             found.ignored.append(("zero_optimization.offload_optimizer.ratio", "nothing is offloaded without a device"))
     elif ratio < 1 and policy is not None:
+        # The row of `offload_param` comes later in the table, so `policy` is "cpu" where both offloads are asked for.
         fields[POLICY] = OptimizerOnHostPolicy(ratio, offloads_params=policy == "cpu")
     if policy is not None and stage == 0:
         found.problems.append(
@@ -217,7 +222,8 @@ def finish(data: Mapping[str, Any], found: Translation) -> None:
     if isinstance(fields.get("optimizer"), dict):
         _adam(fields["optimizer"])
     for section, monitor in (("tensorboard", "tensorboard"), ("csv_monitor", "json_lines")):
-        if not is_on(section):  # a path alone writes nothing
+        # A path alone writes nothing: a config may keep the section of a monitor that is off.
+        if not is_on(section):
             fields.get("monitors", {}).pop(monitor, None)
 
 

@@ -16,6 +16,7 @@ POLICY = "tensor_placement_policy"
 CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
 CHECKPOINTS = NoEffect("states are saved by `state_dict()`, whole and for any number of ranks")
 _DISK = "there is no disk tier yet; gemini keeps states on the device and the host (cpu)"
+# Only `device: nvme` asks for a disk, and is refused. Keys that tune one change nothing without it.
 _NO_DISK = NoEffect("only a disk tier would use it, and there is none yet")
 _QUANTISED = "collectives that carry quantised values do not exist here; what travels has the dtype of `reduce_dtype`"
 _ALWAYS = NoEffect("gradients are reduced chunk by chunk while backward runs")

@@ -32,12 +32,14 @@ def parse_json(text: str) -> Any:
         found = json.loads(strict, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise TextError(*_in_words(strict, error)) from error
+    # This comes after `json.loads`: the search for tokens takes it for granted that brackets and strings are closed.
     _refuse_repeats(strict)
     return found
 
 
 def strict_json(text: str) -> str:
     """The text without what JSON does not have; every character that stays keeps its place."""
+    # Comments go first: one may stand between the last comma and its bracket.
     return _LAST_COMMA.sub(_blank, _COMMENTS_AND_NAMES.sub(_blank, text))
 
 
@@ -52,10 +54,12 @@ def _refuse_repeats(text: str) -> None:
     objects: list[dict[str, int]] = []  # the line of every key, of the objects and lists that are open
     for token in _TOKENS.finditer(text):
         if token[0] in "{[":
+            # Lists are counted, too, so that each closing bracket ends the right one. They have no keys.
             objects.append({})
         elif token[0] in "}]":
             objects.pop()
         elif token["key"] is not None:
+            # Keys are compared as JSON reads them: "l\u0072" is "lr".
             name, line = json.loads(token["key"]), text.count("\n", 0, token.start()) + 1
             if name in objects[-1]:
                 first = objects[-1][name]
@@ -69,6 +73,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _in_words(text: str, error: json.JSONDecodeError) -> tuple[str, int]:
     rest = text[error.pos :]
+    # The parser notices a missing comma at the next token, which often stands a line below the place to mend.
     before = text[: error.pos].rstrip()
     line = before.count("\n") + 1
     if rest.startswith("..."):

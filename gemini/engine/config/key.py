@@ -106,6 +106,8 @@ class Translation:
         place = self.fields
         for part in target[:-1]:
             place = place.setdefault(part, {})
+        # Several keys may give parts of one section: a static `fp16.loss_scale` replaces three fields of `loss_scale`,
+        # and `fp16.hysteresis` stays beside them.
         if isinstance(value, Mapping) and isinstance(place.get(target[-1]), dict):
             value = {**place[target[-1]], **value}
         place[target[-1]] = value
@@ -134,16 +136,21 @@ class Table:
         self.finish = finish
         self.placeholder = placeholder
         self.by_path = {path: key for key in keys for path in key.paths}
+        # A section is what stands before a dot of a path.
         self.sections = sorted({path[:end] for path in self.by_path for end, char in enumerate(path) if char == "."})
 
     def key_of(self, path: KeyPath) -> Key | None:
         """The row of a key, or that of its section's "*"."""
+        # A key of its own comes first: `optimizer.params.max_grad_norm` is refused, though `optimizer.params.*` takes
+        # all names.
         return self.by_path.get(".".join(path)) or self.by_path.get(".".join((*path[:-1], "*")))
 
     def leaves(self, data: Mapping[Any, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         """The keys of a config, with sections opened as far as the table knows them."""
         for name, value in data.items():
             path = (*above, str(name))
+            # A section that is no mapping is a leaf: `zero_optimization: true` is a key of its own, and
+            # `offload_param: "cpu"` an error.
             if ".".join(path) in self.sections and isinstance(value, Mapping):
                 yield from self.leaves(value, path)
             else:
@@ -151,6 +158,8 @@ class Table:
 
     def translate(self, data: Mapping[str, Any], auto: Mapping[str, Any]) -> Translation:
         """`data` as fields of `Config`. `auto`: values for keys that say "auto", by dotted path."""
+        # The keys are sorted by row first. A row then sees all spellings of its key, and rows are applied in the
+        # table's order: where two keys are one field, the order of the file must not decide.
         result, given = Translation(), dict[str, list[tuple[KeyPath, Any]]]()
         for path, value in self.leaves(data):
             key = self.key_of(path)
@@ -172,6 +181,7 @@ class Table:
                     _leave_undecided(key, path, result)
                 else:
                     _apply(key, path, value, result)
+            # Below "*" each name is another key.
             if len(found) > 1 and not key.path.endswith("*"):
                 spelled = " and ".join(path[-1] for path, _ in found)
                 result.problems.append(Problem(found[1][0], f": {spelled} are one key; leave one out"))
@@ -194,11 +204,14 @@ def _leave_undecided(key: Key, path: KeyPath, result: Translation) -> None:
 def _apply(key: Key, path: KeyPath, value: Any, result: Translation) -> None:
     name = ".".join(path)
     try:
+        # Without `strict` pydantic would convert: "yes" to True, "2" to 2.
         value = TypeAdapter(key.values, config=ConfigDict(strict=True)).validate_python(value)
     except ValidationError as error:
+        # pydantic may report several errors of one value. One sentence for each key is enough.
         result.problems.extend(problems_of(error, (), path)[:1])
         return
     effect = key.effect
+    # `finish` asks for values that are in no field, such as `bf16.enabled: false` or the ratio of an offload.
     result.given[name] = value
     if isinstance(effect, NoEffect):
         result.ignored.append((name, effect.instead))

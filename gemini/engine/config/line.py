@@ -15,18 +15,21 @@ def lines_of(text: str, suffix: str) -> dict[KeyPath, int]:
     """The line (from 1) of every key of a text that was read as a config. Empty for other texts."""
     try:
         return _FINDERS[suffix](text) if suffix else {}
-    except (yaml.YAMLError, RecursionError):  # a place is a help; the error itself is told in any case
+    # A line is a help only. The error itself is told in any case, and must not give way to one of this search.
+    except (yaml.YAMLError, RecursionError):
         return {}
 
 
 def line_of(path: KeyPath, lines: dict[KeyPath, int]) -> int | None:
     """The line of the innermost key of `path` that has one."""
+    # A key that is missing has no line, so the line is that of the section in which it is missing.
     known = [lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines]
     return known[0] if known else None
 
 
 def _of_json(text: str) -> dict[KeyPath, int]:
-    return _of_yaml(strict_json(text).replace("\t", " "))  # YAML contains JSON, but for tabs between its tokens
+    # YAML contains JSON, except that it has no tabs between tokens. `strict_json` keeps every line where it was.
+    return _of_yaml(strict_json(text).replace("\t", " "))
 
 
 def _of_yaml(text: str) -> dict[KeyPath, int]:
@@ -47,6 +50,8 @@ def _of_toml(text: str) -> dict[KeyPath, int]:
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), 1):
+        # tomllib has no positions, and the text is valid TOML here, so a search for headers and names of keys is
+        # enough.
         header, entry = re.match(r"\s*\[+([^\]]+)\]", line), re.match(r"""\s*([\w."' -]+?)\s*=""", line)
         if header:
             table = _parts(header[1])
@@ -65,6 +70,7 @@ def _of_python(text: str) -> dict[KeyPath, int]:
 
     def walk(node: ast.expr, path: KeyPath) -> None:
         inside: list[tuple[str, ast.expr]] = []
+        # Colossal-AI's files write sections as calls, `zero = dict(model_config=dict(...))`, or as dict literals.
         if isinstance(node, ast.Call):
             inside = [(each.arg, each.value) for each in node.keywords if each.arg]
         elif isinstance(node, ast.Dict):

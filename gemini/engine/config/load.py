@@ -57,6 +57,7 @@ def load_config(
     if table is None:
         # null stands for the default, as it does in the other dialects.
         given = {name: value for name, value in source.data.items() if value is not None}
+        # In gemini's own dialect every key is its field, so a problem of a field is one of the key of that name.
         translated = Translation(given, {path: path for path in _paths(given)})
     else:
         translated = table.translate(source.data, auto or {})
@@ -65,8 +66,10 @@ def load_config(
     try:
         result = Config.model_validate(translated.fields)
     except ValidationError as error:
+        # A typo is answered with a key of the dialect in which the user writes.
         found = problems_of(error, _field_names(Config) if table is None else table.by_path)
         raise source.error([_at_its_key(each, translated.origins) for each in found]) from error
+    # `Config` has compared the batch sizes as far as it can without the number of ranks.
     if world_size is not None:
         try:
             result.batch_sizes(world_size)
@@ -77,6 +80,7 @@ def load_config(
 
 def dialect_of(data: Mapping[str, Any], prefers: Dialect = "gemini") -> Dialect:
     """Whose keys these are: of `prefers` if it knows all, else of the library that knows most, ours among equals."""
+    # One key decides where no other library has it: `zero_optimization` is DeepSpeed's, `zero` Colossal-AI's.
     for dialect, table in TABLES.items():
         if table.section in data:
             return dialect
@@ -86,6 +90,7 @@ def dialect_of(data: Mapping[str, Any], prefers: Dialect = "gemini") -> Dialect:
         return prefers
     known: dict[Dialect, int] = {"gemini": sum(path[0] in Config.model_fields for path in keys)}
     known |= {dialect: sum(table.key_of(path) is not None for path in keys) for dialect, table in TABLES.items()}
+    # Of equals `max` returns the first one in the dict, and "gemini" stands first.
     return max(known, key=lambda dialect: known[dialect])
 
 
@@ -121,14 +126,19 @@ def _at_its_key(problem: Problem, origins: Mapping[KeyPath, KeyPath]) -> Problem
     A sentence about a section that begins with a field in it is about that field's key.
     """
     path, sentence = problem.path, problem.words.removeprefix(": ")
+    # Validators of several fields raise one sentence for their section, such as "min_scale must be ...". The name at
+    # its beginning is the field, whose key the user knows.
     named = re.match(r"[\w.]+(?=[ =])", sentence)
     inner = named[0].split(".") if named else []
     if len(inner) > 1 or (inner and (*path, *inner) in origins):
         path = (*path, *inner)
         problem = said_of(path, sentence[sentence.index(inner[-1]) :])
+    # The innermost origin counts: the parts of `loss_scale` come from several keys of `fp16`.
     for end in range(len(path), 0, -1):
         if path[:end] in origins:
             key = (*origins[path[:end]], *path[end:])
-            is_our_value = problem.words[0] == "=" and key[-1] != path[-1]  # not what the user wrote there
+            # The sentence shows the field's value, which need not be the one that the user wrote: `initial_scale=4.0`
+            # follows from `initial_scale_power: 2`. It must not stand behind the user's key like a value of that.
+            is_our_value = problem.words[0] == "=" and key[-1] != path[-1]
             return Problem(key, f": {sentence}" if is_our_value else problem.words)
     return problem

@@ -48,6 +48,7 @@ class Named(BaseModel):
 class OptimizerConfig(Named):
     """The optimizer."""
 
+    # The fields stand here and below once more for their descriptions, which docs/config.md prints.
     type: str
     """HybridAdam, CPUAdam, or an optimizer of torch.optim that works element by element."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -55,11 +56,13 @@ class OptimizerConfig(Named):
 
     @model_validator(mode="after")
     def _try(self) -> Self:
+        # Wrong arguments are found when the config is read, on all ranks and before the model is wrapped.
         self.make([_one_element()])
         return self
 
     def make(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """The optimizer of these parameters or param groups. Raises ValueError for what it does not take."""
+        # Case does not count, as for DeepSpeed's own optimizers.
         name = _SAME_AS.get(self.type.lower(), self.type).lower()
         if name in _NOT_HERE:
             raise ValueError(f"type={self.type!r} is refused: {_NOT_HERE[name]}")
@@ -78,6 +81,7 @@ class SchedulerConfig(Named):
 
     @model_validator(mode="after")
     def _try(self) -> Self:
+        # DeepSpeed's schedules have a model of their arguments. torch's are tried on an optimizer.
         if self.type in SCHEDULES:
             try:
                 SCHEDULES[self.type].model_validate(self.params)
@@ -87,12 +91,14 @@ class SchedulerConfig(Named):
         elif self.type not in TORCH_SCHEDULES:
             raise ValueError(_not_a_name(self.type, [*SCHEDULES, *TORCH_SCHEDULES]))
         else:
+            # CyclicLR and OneCycleLR refuse an optimizer that has neither `momentum` nor `betas` among its defaults.
+            # SGD has the first one.
             optimizer = torch.optim.SGD([_one_element()], lr=1.0)
             _called(TORCH_SCHEDULES[self.type], optimizer, self.params)
         return self
 
 
-# those whose arguments are numbers: functions and other schedules cannot be written into a file
+# These take numbers only. Functions and other schedules, which some of torch's take, cannot be written into a file.
 TORCH_SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     name: getattr(lr_scheduler, name)
     for name in (
@@ -111,7 +117,8 @@ TORCH_SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
 
 
 def _one_element() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(1, device="cpu"))  # whatever torch's default device is
+    # The device is named because a script may have set another default device, which a config must not allocate on.
+    return nn.Parameter(torch.zeros(1, device="cpu"))
 
 
 def _not_a_name(found: str, names: list[str]) -> str:
@@ -127,6 +134,7 @@ def _called(made: Callable[..., T], first: Any, arguments: Mapping[str, Any]) ->
     """`made(first, **arguments)`. Raises ValueError for what it does not take, in its own words."""
     # The first is what the caller gives itself; `unknown` and `kwargs` are names of ** parameters.
     _, *valid = [name for name in inspect.signature(made).parameters if name not in ("unknown", "kwargs")]
+    # The names are checked before the call: Python's own error has no nearest name, and ours take unknown ones in `**`.
     for name in arguments:
         if name not in valid:
             raise ValueError(
@@ -134,6 +142,8 @@ def _called(made: Callable[..., T], first: Any, arguments: Mapping[str, Any]) ->
                 f"(valid: {', '.join(valid)})"
             )
     try:
+        # The call itself is the check of the values. Optimizers and schedules raise for a negative rate or a missing
+        # argument.
         return made(first, **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"params are not valid for {made.__qualname__}: {error}") from error

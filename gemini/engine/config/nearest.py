@@ -61,9 +61,12 @@ def meanings(name: str) -> frozenset[str]:
     name = re.sub(r"(?<=[a-z])(?=[A-Z])|[-. ]", "_", name).lower()
     found = set()
     for phrase in _PHRASES:
+        # Phrases are found as whole words: `max_norm` is no part of `max_normalized`.
         if re.search(rf"(?<![a-z0-9]){phrase}(?![a-z0-9])", name):
             found.add(_MEANING[phrase])
+            # A phrase also has the meanings of its words: `max_grad_norm` is near to names with "grad", too.
             found.update(_MEANING[word] for word in phrase.split("_") if word in _MEANING)
+            # What a longer phrase has used is no phrase of its own any more.
             name = name.replace(phrase, "_")
     return frozenset(found | {_MEANING.get(word, word) for word in name.split("_") if word})
 
@@ -76,6 +79,7 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     by_last: dict[str, str] = {}
     for path in valid:
         by_last.setdefault(path.rpartition(".")[2], path)
+    # A slip of the finger comes first, because its words mean nothing: "stge" is in no line of synonyms.
     slip = difflib.get_close_matches(name, by_last, n=1, cutoff=_TYPO)
     if slip:
         return by_last[slip[0]]
@@ -83,6 +87,7 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
 
     def in_common(last: str) -> tuple[float, float]:
         theirs = meanings(last)
+        # The first number is the part of all their meanings that both names have. Spelling decides among equals.
         return len(wanted & theirs) / len(wanted | theirs), difflib.SequenceMatcher(None, name, last).ratio()
 
     best = max(by_last, key=in_common, default=None)

@@ -40,4 +40,5 @@ class OptimizerOnHostPolicy:
         placement = policy.place(demand, None)
         if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
             return resolve_policy("cpu" if self.offloads_params else "auto").place(demand, budget_bytes)
+        # What the budget leaves becomes slots, which save fetches.
         return spend_rest(demand, placement, budget_bytes)

@@ -16,6 +16,7 @@ KeyPath = tuple[str, ...]
 
 _MAX_NAMES = 30
 
+# The keys are types of pydantic's errors. Names in braces stand for entries of an error's context.
 _MUST_BE = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -58,8 +59,10 @@ def said_of(path: KeyPath, sentence: str) -> Problem:
 
 def unknown_key(path: KeyPath, valid: Iterable[str]) -> Problem:
     """The problem of an unknown key. valid: all keys, as dotted paths; those beside the unknown one are tried first."""
+    # A row for all names below a section is no name that could be proposed.
     valid, parent = [key for key in valid if not key.endswith("*")], ".".join(path[:-1])
     beside = [key for key in valid if key.rpartition(".")[0] == parent]
+    # A key in its own section is meant more often than one of the same words elsewhere.
     found = nearest(path[-1], beside) or nearest(path[-1], valid)
     if found is not None:
         return Problem(path, f"is not a key; the nearest valid one is {found!r}")
@@ -86,6 +89,7 @@ def _problem(error: ErrorDetails, prefix: KeyPath, valid: list[str]) -> Problem:
     found = f"found {shown(error['input'])}"
     if kind in _MUST_BE:
         return Problem(path, f"must be {_MUST_BE[kind].format_map(context)}, {found}")
+    # Errors of kinds that `_MUST_BE` does not have are told in pydantic's words, with key and value.
     return Problem(path, f": {error['msg']}, {found}")
 
 

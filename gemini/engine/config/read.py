@@ -61,11 +61,13 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
         raise ConfigError(f"{path}{f', line {error.line}' if error.line else ''}: {error}") from cause
     except RecursionError as error:
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
-    except ValueError as error:  # Python's limit for the digits of a number
+    # Python refuses to convert a number of more than 4,300 digits, and the readers do not catch that.
+    except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     _refuse_cycles(found, path)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, found {type(found).__name__}")
+    # Colossal-AI's scripts read BATCH_SIZE and the like from the config themselves. These are no keys of any library.
     constants = {name: found.pop(name) for name in list(found) if path.suffix == ".py" and name.isupper()}
     return Source(found, str(path), text, path.suffix, constants)
 
@@ -115,6 +117,7 @@ class _YamlLoader(yaml.SafeLoader):
     """YAML 1.1 with two changes: 1e-3 is a number, as in YAML 1.2, and a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # PyYAML would take the last of two equal keys, without a word.
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
@@ -124,6 +127,8 @@ class _YamlLoader(yaml.SafeLoader):
         return found
 
 
+# YAML 1.1 has no float without a dot, so PyYAML reads 1e-3 as a string. The rule is added to a copy of PyYAML's rules
+# that belongs to this class alone.
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -147,6 +152,7 @@ def _read_toml(text: str, path: Path) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        # tomllib has the line only in its message.
         line = re.search(r"at line (\d+)", str(error))
         raise TextError(f"not valid TOML: {error}", int(line[1]) if line else None) from error
 
@@ -155,12 +161,15 @@ def _read_python(text: str, path: Path) -> Any:
     """The variables that a file sets. Its code runs in this process, with all rights of the user's."""
     if os.environ.get(NO_EXEC) == "1":
         raise TextError(f"a Python config is code, which {NO_EXEC}=1 forbids to run: write it as JSON, YAML or TOML")
+    # `__name__` is not "__main__", so that a file which is also a script does not start its training here.
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
         exec(compile(text, str(path), "exec"), names)
     except SyntaxError as error:
         raise TextError(f"not valid Python: {error.msg}", error.lineno) from error
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    # SystemExit is no Exception: a config that calls `sys.exit()` would end this rank alone, and the others would wait.
+    except (Exception, SystemExit) as error:
+        # The error may have been raised inside a function of a library. The user is told the config's own line.
         here = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise TextError(f"the config raised {words}", here[-1] if here else None) from error

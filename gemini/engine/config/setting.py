@@ -60,11 +60,15 @@ def _checked(value: Any, info: ValidationInfo) -> Any:
     elif name.endswith("dtype"):
         value = dtype_named(value)
     elif name in ("chunk_size", *COUNTS) and isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1e6 is a float in every format
-    others = {"tensor_placement_policy": "static"} if name in FRACTIONS else {}  # alone they would contradict "auto"
+        # Every format reads 1e6 as a float.
+        value = int(value)
+    # Each field is checked by itself here, and a fraction alone would contradict the default policy "auto". `Config`
+    # checks all fields together afterwards.
+    others = {"tensor_placement_policy": "static"} if name in FRACTIONS else {}
     try:
         return getattr(Settings(**{**others, name: value}), name)
-    except TypeError as error:  # pydantic reports ValueError only
+    # pydantic collects a validator's ValueError with those of other fields. A TypeError would end its checks.
+    except TypeError as error:
         raise ValueError(str(error)) from error
 
 

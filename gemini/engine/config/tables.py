@@ -32,6 +32,7 @@ def with_tables(page: str) -> str:
     }
     for name, table in tables.items():
         marked = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.S)
+        # The replacement is a function, because in a replacement text `re` would interpret the backslashes of a table.
         page = marked.sub(lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}", page)  # type: ignore[misc]
     return page
 
@@ -52,6 +53,7 @@ def _written(value: Any) -> str:
         return names[value]
     if isinstance(value, tuple):
         value = list(value)
+    # `:g` has six digits, which would round the largest loss scale.
     return f"{value:g}" if isinstance(value, float) and value < 1e6 else str(value) or '""'
 
 
@@ -66,6 +68,8 @@ def _schedule_rows() -> Iterator[str]:
 
 def _key_table(table: Table) -> str:
     rows = ["| key | here |", "|---|---|"]
+    # Neighbouring rows with one effect become one row of the page. They are not sorted: the order of a table has a
+    # meaning.
     for effect, keys in groupby(table.keys, _in_words):
         rows.append(f"| {', '.join(f'`{path}`' for key in keys for path in _paths(key))} | {effect} |")
     return "\n".join(rows)

@@ -26,7 +26,8 @@ class Metrics(MutableMapping[str, float]):
         self._values: dict[str, float | Tensor] = {}
 
     def __getitem__(self, name: str) -> float:
-        value = self._values[name] = float(self._values[name])  # waits for the device, once
+        # The number replaces the tensor, so that the host waits for the device once per value, however many hooks read.
+        value = self._values[name] = float(self._values[name])
         return value
 
     def __setitem__(self, name: str, value: float | Tensor) -> None:
@@ -61,8 +62,10 @@ class Mean:
 
     def pop_mean(self, trainer: Trainer) -> float:
         """The mean of what was added on all ranks since the last call; nan of nothing. Collective."""
+        # The host waits for the device here, once an epoch or evaluation. In fp64 counts are exact up to 2**53.
         sum_and_count = torch.tensor([float(self._sum), float(self._count)], dtype=torch.float64, device="cpu")
         self.clear()
+        # Sums and counts are added, not means: ranks may have different numbers of samples.
         total, count = trainer.sum_over_ranks(sum_and_count).tolist()
         return total / count if count else float("nan")
 
@@ -81,13 +84,17 @@ class Loss(Hook):
         self._of_epoch.clear()
 
     def after_micro_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
+        # `Window` refuses a model that returns no loss before hooks hear of the micro-batch.
         assert outcome.loss is not None
         # Sums are in fp64: the loss's own dtype would round away what the later micro-batches of an epoch add.
         loss = outcome.loss.detach().double()
         self._of_step.append(loss)
+        # A loss is the mean of its micro-batch. A last batch that is not full counts by its samples in the epoch's
+        # mean.
         self._of_epoch.add(loss * num_samples(batch), num_samples(batch))
 
     def after_step(self, trainer: Trainer) -> None:
+        # The tensor stays on the device: who reads the metric waits for it, and a step that nobody shows does not.
         trainer.metrics["loss"] = sum(self._of_step) / len(self._of_step)
         self._of_step.clear()
 
@@ -122,6 +129,7 @@ class Accuracy(Hook):
         self._of_test.clear()
 
     def after_test_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
+        # Both counts stay on the device until the evaluation is over.
         counts = outcome.label >= 0
         right = (self._predict(outcome.output) == outcome.label) & counts
         self._of_test.add(right.sum(), counts.sum())
@@ -139,7 +147,8 @@ class LearningRate(Hook):
         self._rate = 0.0
 
     def after_micro_batch(self, trainer: Trainer, batch: Any, outcome: Outcome) -> None:
-        self._rate = trainer.optimizer.param_groups[0]["lr"]  # the step moves the schedule
+        # The rate is read before the step, which moves the schedule: afterwards it is that of the next step.
+        self._rate = trainer.optimizer.param_groups[0]["lr"]
 
     def after_step(self, trainer: Trainer) -> None:
         trainer.metrics["lr"] = self._rate
@@ -169,6 +178,8 @@ class Throughput(Hook):
 
     def after_step(self, trainer: Trainer) -> None:
         now = self._clock()
+        # No synchronization is needed for the host's clock: a step reads the sums of its gradients from the device, so
+        # all forwards and backwards of the step are over. Only its update may still run.
         per_s = trainer.engine.model.world_size / max(now - self._since, 1e-9)
         trainer.metrics["samples_per_s"] = self._samples * per_s
         if self._tokens:
@@ -183,6 +194,7 @@ class Memory(Hook):
     priority = 4
 
     def after_step(self, trainer: Trainer) -> None:
+        # These are counts that the ledgers keep on the host, not the allocator's, which would include activations.
         memory = trainer.engine.chunk_manager.memory
         trainer.metrics["device_bytes"] = memory.device.ledger.total_bytes
         trainer.metrics["host_bytes"] = memory.host.ledger.total_bytes

@@ -39,6 +39,7 @@ class LRSchedulerHook(LearningRate):
 
     def before_train(self, trainer: Trainer) -> None:
         """Raises UnsupportedError if the engine moves the schedule already."""
+        # Both would call `step()`, and the schedule would move twice for each update.
         if trainer.engine.moves_schedule and trainer.engine.lr_scheduler is self.schedule:
             raise UnsupportedError(
                 "LRSchedulerHook: the engine moves this schedule after every optimizer step, since the config or a "
@@ -48,6 +49,8 @@ class LRSchedulerHook(LearningRate):
     def after_step(self, trainer: Trainer) -> None:
         if self._stores:
             super().after_step(trainer)
+        # A schedule that was given to the hook as it is, not as `initialize` returned it, does not know of skipped
+        # steps.
         report = trainer.optimizer.last_step
         if not self.by_epoch and (report is None or report.skipped is None):
             self.schedule.step()

@@ -34,28 +34,38 @@ class Together:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, Ctrl-C and SIGTERM ask to stop after the step; a second Ctrl-C stops at once."""
-        if threading.current_thread() is not threading.main_thread():  # Python gives signals to that one only
+        # Python lets only the main thread set handlers, and runs them there: `signal.signal` would raise here.
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # The first signal must not raise: the other ranks would go on with the step and wait for this one. `_ask` notes
+        # it, and all ranks hear of it in the next `agree`.
         before = {each: signal.signal(each, self._ask) for each in _SIGNALS}
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
-            self.stopped_by, self._told_to_stop = self._told_to_stop, None  # what comes next must not stop for it
+            # The signal has had its effect. An evaluation or a training that comes next must not stop for it.
+            self.stopped_by, self._told_to_stop = self._told_to_stop, None
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        # Whoever presses Ctrl-C again does not want to wait for the step. The exception leaves `fit`, which tells the
+        # others.
         if self._told_to_stop is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._told_to_stop = signal.Signals(number).name
 
     def agree(self, has_batch: bool) -> tuple[bool, bool]:
         """(all ranks have a batch, one was told to stop). Collective."""
+        # The device is named because a script may have set another default device. One rank needs no copy and waits for
+        # nothing.
         flags = torch.tensor([not has_batch, self._told_to_stop is not None], dtype=torch.int64, device="cpu")
         if self._communicator.world_size > 1:
             flags = flags.to(self._communicator.device)
+            # The maximum is "any rank": both flags are questions of that kind, so one collective answers them.
             self._communicator.all_reduce_max_(flags, "what the next batch is")
+        # The host waits for the device here, once per micro-batch, where the ranks communicate over a GPU.
         ended, stops = flags.tolist()
         return not ended, bool(stops)
 
@@ -69,6 +79,7 @@ class Together:
         nothing = object()
         source = iter(loader)
         while True:
+            # A rank draws its batch first, because no loader can be asked whether it has another one.
             batch = next(source, nothing)
             # A batch that this rank has drawn is dropped if another rank has none: the shortest loader ends the epoch.
             all_have, stops = self.agree(batch is not nothing)

@@ -25,7 +25,9 @@ from gemini.engine.trainer.together import Together
 from gemini.engine.trainer.window import Window
 from gemini.errors import GeminiError
 
-_SHOWN_EVERY_S = 0.1  # what the bar shows is read from the device, which waits for it
+# To show a metric the host reads it from the device, and waits for all that the device has been given to do. At every
+# step that would leave the device without work.
+_SHOWN_EVERY_S = 0.1
 
 
 class Trainer:
@@ -110,18 +112,23 @@ class Trainer:
         # `max_steps` counts the steps of this call: the engine may have made some before.
         first = self.engine.global_steps
         total = _total_steps(train_dataloader, epochs, self.engine.batch_sizes.accumulation, max_steps)
+        # `publishing` is outermost, so that it also hears of a hook, a loader or a second Ctrl-C that raises. The other
+        # ranks would wait for this one in their next collective otherwise.
         with (
             self.engine.communicator.publishing(),
             self._together.listening(),
             self._bar(display_progress, "train", total) as advance,
         ):
-            self.engine.recover()  # from a training that has failed: ranks meet again
+            # After a training that has failed, the ranks start together again here. A forward would do so, too, but
+            # hooks and Together's all-reduce come before the first one.
+            self.engine.recover()
             self._discard_window()
             self._tell("before_train")
             for self.epoch in range(epochs):
                 last = None if max_steps is None else first + max_steps
                 is_over = self._epoch(train_dataloader, last, advance, self.epoch == epochs - 1)
                 is_last = is_over or self.epoch == epochs - 1
+                # `_stops` is a collective: whatever is asked before it, here and below, is equal on all ranks.
                 if test_dataloader is not None and not self._stops():
                     if is_last or (self.epoch + 1) % test_interval == 0:
                         self._evaluate(test_dataloader)
@@ -147,6 +154,7 @@ class Trainer:
         engine.train()
         self._tell("before_epoch")
         num_batches = 0
+        # All ranks get equally many batches from here, so `num_batches` and the steps below are equal on all of them.
         for batch in self._together.batches(loader, fills_windows=True):
             num_batches += 1
             outcome = self._window.train(batch)
@@ -159,10 +167,12 @@ class Trainer:
                 advance(self.metrics)
                 if last_step is not None and engine.global_steps >= last_step:
                     break
+        # A signal before the first micro-batch also ends the epoch without a batch, and is no error of the loader's.
         if num_batches == 0 and not self._stops():
             once = ". A generator gives its batches once: give a list or a DataLoader" if self.epoch else ""
             raise GeminiError(f"the training loader of a rank is empty: every rank needs a batch{once}")
         stops = self._stops()
+        # No further epoch fills this window. Its gradients would be in no step, and a later `fit` would drop them.
         if (is_last or stops) and engine.is_window_open():
             self._window.step(last=True)
             self._tell("after_step")
@@ -191,6 +201,7 @@ class Trainer:
                 self.engine.communicator.publishing(),
                 self._bar(display_progress, "evaluate", length_of(test_dataloader)) as advance,
             ):
+                # A forward would recover by itself, but Together's all-reduce comes first, which fails after a failure.
                 self.engine.recover()
                 self._evaluate(test_dataloader, advance)
         finally:
@@ -216,6 +227,7 @@ class Trainer:
         data: a mapping for keyword arguments, a tuple or list for positional ones, or one tensor. Raises what the model
         raises.
         """
+        # The data are moved inside: a batch that does not fit this rank's device alone must be told to the other ranks.
         with self._evaluating(), self.engine.communicator.publishing():
             return forward(self.engine, moved(data, self.engine.device))
 
@@ -237,6 +249,8 @@ class Trainer:
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """`numbers` added over all ranks, in rank order, as a new tensor, for hooks. Collective. Raises nothing."""
         communicator = self.engine.communicator
+        # An all-reduce adds in an order of the backend's, on which the last bits of a metric would depend. The numbers
+        # are few, so to gather all of them costs little.
         rows = communicator.all_gather_bytes(numbers.cpu().numpy().tobytes(), "a metric")
         # torch warns of bytes, since a write to the tensor would change them; a `bytearray` is a copy.
         every = [torch.frombuffer(bytearray(row), dtype=numbers.dtype).view(numbers.shape) for row in rows]
@@ -252,6 +266,7 @@ class Trainer:
         return [LRSchedulerHook(engine.lr_scheduler, by_epoch=False, store_lr_in_state=False)]
 
     def _tell(self, name: str, batch: Any = None, outcome: Outcome | None = None) -> None:
+        # Only hooks of a micro-batch or a batch of an evaluation are given these two.
         given = () if outcome is None else (batch, outcome)
         for hook in self._hooks:
             getattr(hook, name)(self, *given)
@@ -263,6 +278,7 @@ class Trainer:
     @contextmanager
     def _bar(self, shows: bool, what: str, total: int | None) -> Iterator[Any]:
         """Yields what is called with the metrics after every step."""
+        # Ranks of one terminal would overwrite each other's bars.
         if not shows or self.engine.model.rank != 0:
             yield lambda metrics: None
             return
@@ -281,6 +297,7 @@ class Trainer:
                     shown_at = time.monotonic()
 
             yield advance
+            # The bar ends with the last step's numbers, which may have come too soon after those that it shows.
             progress.update(task, words=_in_words(self.metrics))
 
 
@@ -301,5 +318,6 @@ def _total_steps(loader: Any, epochs: int, window: int, max_steps: int | None) -
     num_batches = length_of(loader)
     if num_batches is None:
         return max_steps
+    # Windows go on over the ends of epochs, so only the last one of the training may be shorter.
     total = math.ceil(num_batches * epochs / window)
     return total if max_steps is None else min(total, max_steps)

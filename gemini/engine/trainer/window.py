@@ -40,6 +40,7 @@ class Window:
         BudgetError of a device without memory, of this or another rank is raised only if model data has made no room
         since the last one.
         """
+        # What to go back to is saved before the first forward of a window, which moves on random numbers and buffers.
         if not self._engine.is_window_open():
             self._batches, self._failed_bytes = [], None
             self._start.save()
@@ -55,19 +56,24 @@ class Window:
             try:
                 self._engine.step(last=last)
                 break
-            # Of this step, or of another rank's backward.
+            # The shortage may be one of this step, or of a backward of another rank, which this rank hears of here.
             except (torch.OutOfMemoryError, BudgetError, RemoteRankError) as error:
                 self._begin_again(error)
+            # Gradients of the whole window are gone. Hooks have seen its micro-batches, so the outcome is not used.
             self._train(self._batches)
         if not self._engine.is_window_open():
-            self._batches = []  # an evaluation may need their memory
+            # Batches on the device that nothing uses any more would take memory of an evaluation.
+            self._batches = []
 
     def _train(self, batches: list[Any]) -> Outcome:
         while True:
             try:
-                # before it is caught: what fails outside the model is not known to other ranks otherwise
+                # The error is published before it is caught below. Otherwise the other ranks would not hear of one that
+                # was raised outside the model, such as in the criterion.
                 with self._engine.communicator.publishing():
-                    for each in batches[:-1]:  # their outputs would take the memory that the others need
+                    # Outcomes of all micro-batches but the last are dropped at once: while the device is short of
+                    # memory, their outputs would take what later micro-batches need. Hooks have seen them before.
+                    for each in batches[:-1]:
                         self._micro_batch(each)
                     return self._micro_batch(batches[-1])
             except (torch.OutOfMemoryError, BudgetError, RemoteRankError) as error:
@@ -87,12 +93,17 @@ class Window:
 
         Raises the error if it is no shortage, or no room was made, and GeminiError if an update failed half way.
         """
+        # Each further try needs a plan with less on the device than the last one had: a batch that never fits would be
+        # tried for ever otherwise. All ranks have the same plan, so this answer is equal on all of them.
         num_bytes = self._model.plan.device_bytes
         has_room = self._failed_bytes is None or num_bytes < self._failed_bytes
         if not (_is_shortage(error) and has_room):
             raise error
-        error.__traceback__ = None  # its frames hold the activations, for as long as anybody holds the error
+        # The frames of the traceback hold the activations of the failed try for as long as anybody holds the error.
+        error.__traceback__ = None
         self._failed_bytes = num_bytes
+        # Ranks start together first, because whatever follows may be collective. Model data gives up its room in the
+        # next forward.
         self._engine.recover()
         self._engine.discard_window()
         self._start.restore()
@@ -105,6 +116,7 @@ class Window:
 
 def _is_shortage(error: Exception) -> bool:
     if isinstance(error, RemoteRankError):
+        # Of another rank's error only the text is known, which begins with the name of its class.
         return error.message.startswith(_OF_RANKS)
     if isinstance(error, BudgetError):
         return error.is_shortage and error.tier == Tier.DEVICE
@@ -118,9 +130,13 @@ class _Start:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        # Buffers that are None or not persistent are among these, as a forward may set and use them, too.
         self._owners = [(each, name) for each in module.modules() for name in each._buffers]
+        # An emulated device is the CPU, whose generator is saved in any case.
         self._device = None if device.type == "cpu" else device
-        self._buffers: list[Tensor | None] = []  # themselves: a module may put another tensor in their place
+        # These are the buffers themselves, not only copies of their values: a forward may put another tensor in their
+        # place, as `self.mean = 0.5 * self.mean + ...` does.
+        self._buffers: list[Tensor | None] = []
         self._copies: list[Tensor] = []
         self._random: list[Tensor] = []
 
@@ -128,6 +144,8 @@ class _Start:
         """Copy what a window begins with. Local."""
         self._buffers = [owner._buffers.get(name) for owner, name in self._owners]
         found = self._found()
+        # The copies of the last window are written over: a window takes new memory only if a buffer has changed its
+        # shape, dtype or device.
         if [_kind_of(copy) for copy in self._copies] == [_kind_of(buffer) for buffer in found]:
             _copy(self._copies, found)
         else:
@@ -138,6 +156,7 @@ class _Start:
 
     def restore(self) -> None:
         """Put back what the window began with. Local."""
+        # Values go into the tensors that the modules had, because views and other references may see these.
         for (owner, name), buffer in zip(self._owners, self._buffers, strict=True):
             owner._buffers[name] = buffer
         _copy(self._found(), self._copies)
@@ -152,6 +171,7 @@ class _Start:
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
     if to:
         with torch.no_grad():
+            # All buffers are copied in one call, at each window: a model of many batch norms has hundreds of them.
             torch._foreach_copy_(to, source)
 
 

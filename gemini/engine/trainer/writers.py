@@ -23,6 +23,7 @@ class _Writes(Hook):
         self._last: dict[str, float] = {}  # metrics as they were written last
 
     def before_train(self, trainer: Trainer) -> None:
+        # Only rank 0 has a file, so the other ranks write nothing and read no metric, for which they would wait.
         if trainer.engine.model.rank == 0:
             self._file = self.kind(self._path)
 
@@ -42,6 +43,8 @@ class _Writes(Hook):
 
     def _write(self, trainer: Trainer, event: str) -> None:
         if self._file is not None:
+            # This reads every metric, so rank 0 waits for the device here. All are measured by then, because writers
+            # have larger priorities.
             self._file.write(event, trainer.engine.global_steps, trainer.epoch, trainer.metrics)
             self._last = dict(trainer.metrics)
 
@@ -69,7 +72,8 @@ class TensorBoard(_Writes):
         """Do nothing: what an epoch adds is written with its evaluation, with the next step, or at the end."""
 
     def after_train(self, trainer: Trainer) -> None:
-        # What the last epoch added, such as its mean loss; the rest was written with its last step.
+        # What the last epoch added, such as its mean loss; the rest was written with its last step. Metrics that have
+        # not changed would be written for the same step twice, and TensorBoard would show both values.
         new = {name: value for name, value in trainer.metrics.items() if self._last.get(name) != value}
         if self._file is not None and new:
             self._file.write("epoch", trainer.engine.global_steps, trainer.epoch, new)

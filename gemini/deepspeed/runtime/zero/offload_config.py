@@ -44,6 +44,7 @@ def kinds_of(include: Container[OffloadStateTypeEnum | str] | None) -> list[Kind
     # A container that cannot be iterated is asked below for each state, and its names stay unchecked.
     given: Iterable[OffloadStateTypeEnum | str] = include if isinstance(include, Iterable) else ()
     for name in given:
+        # A list, because Python 3.11 raises TypeError for a string that is looked for in the class itself.
         if name not in list(OffloadStateTypeEnum):
             names = ", ".join(state.value for state in OffloadStateTypeEnum)
             raise ValueError(f"offload_states(include=...) has {name!r}, which is no state: name some of {names}")
