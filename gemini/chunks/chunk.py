@@ -26,6 +26,7 @@ from gemini.memory.slot import Slot
 from gemini.placement.demand import Kind, Tier
 from sharding import Piece, ShardLayout
 
+# A getter as a function: `map` then reads the counters of many parameters in C.
 _version_of: Callable[[Tensor], int] = cast(Any, Tensor)._version.__get__
 
 
@@ -59,6 +60,7 @@ class ManagedParameter(ParamPlace):
     @property
     def home_pieces(self) -> tuple[Piece, ...]:
         """The parts of the parameter that this rank's parameter home holds."""
+        # `home_layout` and not `layout`: at stages 0 to 2, and of weights that persist, every rank's home is whole.
         return self._pieces(self.chunk.home_layout)
 
     @property
@@ -82,6 +84,7 @@ class ManagedParameter(ParamPlace):
         return self._pieces(self.chunk.optim_layout)
 
     def _pieces(self, layout: ShardLayout) -> tuple[Piece, ...]:
+        # What every rank holds whole has a layout of one rank, of which the only number is 0.
         return layout.pieces(self.chunk.rank if layout.world_size > 1 else 0, self.offset, self.numel)
 
     def own_parts(self, shard: Tensor) -> list[Tensor]:
@@ -138,6 +141,7 @@ class Chunk(ChunkHomes, ChunkUse):
 
     @cached_property
     def _offsets(self) -> list[int]:
+        # Only chunks of a wrapped model are asked, which keep their parameters for good, so the offsets may be cached.
         return [managed.offset for managed in self.parameters]
 
     def manage(
@@ -187,6 +191,8 @@ class Chunk(ChunkHomes, ChunkUse):
 
     def num_edits(self, element: int) -> int:
         """In-place operations on the parameter at payload element `element`, without our bumps, up to a constant."""
+        # Our bumps are subtracted, because a chunk that has left its slot and come back has higher versions, while
+        # graphs that refer to it by handles stay valid.
         owner = self.raw[bisect_right(self._offsets, element) - 1]
         with torch._C.DisableTorchFunctionSubclass():
             return owner._version - self.num_bumps
@@ -217,6 +223,7 @@ class Chunk(ChunkHomes, ChunkUse):
             # Only the home changes its content here: the gathered payload stays in its slot.
             slot, payload = self.slot, self.payload
         elif slot is not None:
+            # `payload_in` has cached it when the fetch began.
             payload = slot.views[self.index][0].flat
         elif state is ParamState.RESIDENT:
             payload = self.homes[Kind.PARAM].flat
@@ -237,6 +244,7 @@ class Chunk(ChunkHomes, ChunkUse):
     def reside_at_home(self) -> None:
         """Make the home the payload if this rank holds the whole chunk on the device."""
         if self.home_layout.world_size == 1 and self.homes[Kind.PARAM].tier is Tier.DEVICE:
+            # The views are made once: a chunk that lends its home is bound to them again after each step.
             self.resident_views = self.views_of(self.homes[Kind.PARAM].flat)
             self.become(ParamState.RESIDENT)
 
@@ -266,6 +274,7 @@ class Chunk(ChunkHomes, ChunkUse):
         if cached is not None:
             return cached[0]
         assert slot.region is not None
+        # All slots of a pool have one size. A payload that is smaller takes the front.
         payload = slot.region[: self.payload_bytes].view(self.dtype)
         if self.home_layout.world_size > 1:
             # `remember` counts these parts as ours. Cut later, they would pass for views that a user holds.
@@ -284,6 +293,7 @@ def _forgetting(reference: weakref.ref[Chunk]) -> Callable[[object], None]:
     def remove_dead(gone: object) -> None:
         chunk = reference()
         if chunk is not None:
+            # The parameter itself is gone, so its record is found by the weak reference that has just died.
             chunk.drop_parameters([managed for managed in chunk.parameters if managed.reference is gone])
 
     return remove_dead

@@ -22,6 +22,8 @@ class ChunkHomes(LocalFacts):
 
     def allocate_home(self, kind: Kind, tier: Tier, memory: Memory, num_bytes: int) -> None:
         """Take zeroed memory for the state `kind`. Raises BudgetError."""
+        # A GRAD home may have fp32 sums at its end. The plan counts them in the bytes, and `ChunkGradient` views them
+        # as fp32.
         dtype = {Kind.MASTER: self.master_dtype, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
         self.homes[kind] = memory.allocate(tier, num_bytes // dtype.itemsize, dtype, kind)
 
@@ -43,6 +45,7 @@ class ChunkHomes(LocalFacts):
 
     def keep_slot(self, tier: MemoryTier) -> None:
         """Take a slot for good and move the parameter home, if there is one, into it. Raises BudgetError."""
+        # Only chunks of one unit keep a slot: then this rank's shard is one part of the payload, and can lie inside it.
         (own,) = self.layout.slices(self.rank)
         start, end = own.payload_start, own.payload_start + own.numel
         itemsize = self.dtype.itemsize
@@ -59,6 +62,7 @@ class ChunkHomes(LocalFacts):
         assert self.own_slot is not None
         home = self.homes.pop(Kind.PARAM)
         wait_on_host(home)
+        # The copy blocks, so the old slot may be closed right after it.
         shard = home.flat.to("cpu", copy=True)
         del home  # it would keep the memory of the old slot
         self.own_slot.close()
@@ -82,5 +86,6 @@ class ChunkHomes(LocalFacts):
         home = self.homes[Kind.PARAM]
         if self.home_layout.world_size == self.optim_layout.world_size:
             return home[: self.optim_numel]
+        # The home has the whole payload here, of which this rank updates its slice, as at stages 1 and 2.
         (own,) = self.layout.slices(self.rank)
         return home[own.in_payload]

@@ -69,14 +69,18 @@ class UnsyncedState(State):
 
 NEXT: dict[State, tuple[State, ...]] = {
     GradState.CLOSED: (GradState.AT_HOME, GradState.IN_SLOT),
+    # A gradient at home takes no slot, so it is never spilled.
     GradState.AT_HOME: (GradState.REDUCING, GradState.CLOSED),
     GradState.IN_SLOT: (GradState.SPILLED, GradState.REDUCING, GradState.CLOSED),
+    # A spilled gradient is closed without coming back where it is discarded.
     GradState.SPILLED: (GradState.IN_SLOT, GradState.CLOSED),
     GradState.REDUCING: (GradState.CLOSED,),
     ReducedState.NONE: (ReducedState.IN_SHARD, ReducedState.WIDE),
     ReducedState.IN_SHARD: (ReducedState.WIDE, ReducedState.NONE),
+    # A sum in fp32 stays so until the step has used it: in 16 bits a small gradient would be lost beside a large one.
     ReducedState.WIDE: (ReducedState.NONE,),
     UnsyncedState.NONE: (UnsyncedState.ELSEWHERE, UnsyncedState.HELD),
+    # A later backward under no_sync() may bring this rank a gradient of its own.
     UnsyncedState.ELSEWHERE: (UnsyncedState.HELD, UnsyncedState.NONE),
     UnsyncedState.HELD: (UnsyncedState.NONE,),
 }

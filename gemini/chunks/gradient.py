@@ -34,6 +34,7 @@ class ChunkGradient:
         self.chunk: Final = chunk
         self.is_alone: Final = chunk.layout.world_size == 1  # one rank: the local gradient is the mean already
         self.gaps: Final = gaps_of(chunk)  # (start, end) of each padding, in payload elements
+        # A home in another dtype than the parameters' cannot take payloads as they are.
         self._keeps_whole: Final = keeps_whole and chunk.gradient_dtype is chunk.dtype
 
         # memory, taken when it is needed for the first time, and kept from step to step
@@ -62,6 +63,7 @@ class ChunkGradient:
         # which parameters got a gradient, by position
         self.got = bytearray(count)  # a gradient came since the last step, on this rank
         # whether any rank got one, as of the last reduction; equal on all ranks
+        # One array serves both on one rank: what this rank got is what all have agreed on.
         self.agreed = self.got if self.is_alone else bytearray(count)
         self.had = bytearray(count)  # `agreed` of any step since gradients were last set to None
         self.num_writes = 0  # writes of users to the reduced gradient so far
@@ -83,6 +85,8 @@ class ChunkGradient:
         self.whole_views = () if self.whole is None else chunk.views_of(self.whole.flat)
         # The plan may put the fp32 sums of micro-batches at the end of the home.
         sums = None if home is None else home[numel_without_sums(chunk, self._keeps_whole) :]
+        # Memory for sums that was taken outside of the plan stays. A view of the old home's last part is replaced, or
+        # dropped.
         if (sums is not None and sums.numel > 0) or self.wide_is_planned:
             self.wide_is_planned = sums is not None and sums.numel > 0
             self.wide = sums.view(torch.float32) if sums is not None and self.wide_is_planned else None
@@ -109,6 +113,7 @@ class ChunkGradient:
         """Keep what `before` knew about this chunk's gradient, whose memory was replaced between steps."""
         self.in_pieces, self.num_writes = before.in_pieces, before.num_writes
         for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
+            # In place: on one rank `got` and `agreed` are one array.
             flags[:] = old
 
     @property
@@ -140,6 +145,7 @@ class ChunkGradient:
         if state not in NEXT[self.state]:
             raise self._cannot(self.state, state)
         slot, spilled = (held, None) if isinstance(held, Slot) else (None, held)
+        # Only these two states are given their memory. The payload of the others is the home, or stays as it was.
         if (slot is None, spilled is None) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
             raise RuntimeError(f"chunk {self.chunk.index}: a gradient that is {state.value} has other memory than that")
         if state is not GradState.CLOSED:
@@ -172,6 +178,7 @@ class ChunkGradient:
         if self.payload is None or self.state is _REDUCING:
             raise self._not_open(position)
         self.expects[position] = None
+        # A second piece of a parameter's gradient is not counted: `num_fired` is compared with a number of parameters.
         self.num_fired += not self.fired[position]
         self.fired[position] = self.got[position] = 1
 
@@ -203,6 +210,7 @@ class ChunkGradient:
 
     def note_leftovers(self, had: bytes, got: bytes, agreed: bytes) -> None:
         """A step or zero_grad() has left gradients of these parameters."""
+        # On one rank `got` and `agreed` are one array, to which both write the same flags.
         self.had[:], self.got[:], self.agreed[:] = had, got, agreed
 
     def count_write(self) -> None:
@@ -266,6 +274,7 @@ class ChunkGradient:
         """
         if not self.is_alone or self.reduced_state is not ReducedState.IN_SHARD:
             return False
+        # Another piece of the same backward is added in the gradient's own dtype in any case, as by autograd.
         rests_in_full = self.chunk.dtype.itemsize >= 4 and self.chunk.gradient_dtype is self.chunk.dtype
         return rests_in_full or self.first_backward == backward
 
@@ -298,6 +307,7 @@ class ChunkGradient:
 
         None means that the gradient must be added to what its view holds, or refused: see `Arrivals.add`.
         """
+        # In a sum the first gradient of a parameter is copied, and not added: what its view holds is no gradient.
         held = self.got if self.content is Content.SUM else self.fired
         # The common case of a payload that was just opened: without a loop over the parameters.
         if self.all_trained and not any(held):
@@ -317,4 +327,5 @@ class ChunkGradient:
 
         Otherwise parameters that are not used would keep every later one open until its backward ends.
         """
+        # It is at least 1: `num_fired` would never be equal to 0 once a gradient has come.
         self.expected = max(1, sum(self.got))

@@ -27,6 +27,7 @@ def shard_of(home: Region, chunk: Chunk, keeps_whole: bool) -> Region:
 
 def gaps_of(chunk: Chunk) -> tuple[tuple[int, int], ...]:
     """The parts of a payload that belong to no parameter."""
+    # Parameters begin at multiples of `ALIGNMENT`, and a unit is padded so that each rank's slice has such a multiple.
     ranges = sorted((managed.offset, managed.offset + managed.numel) for managed in chunk.parameters)
     ends, starts = [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), chunk.numel]
     return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)

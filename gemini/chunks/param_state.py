@@ -32,6 +32,7 @@ NEXT = {
     ParamState.RELEASED: (ParamState.GATHERED, ParamState.RESIDENT, ParamState.HOLDS_GRAD),
     ParamState.GATHERED: (ParamState.RELEASED, ParamState.GATHERED_BESIDE_GRAD),
     ParamState.RESIDENT: (ParamState.RELEASED, ParamState.HOLDS_GRAD),
+    # No fetch is possible before the parameters are restored: the home has no weights to copy or to send.
     ParamState.HOLDS_GRAD: (ParamState.RELEASED, ParamState.RESIDENT),
     ParamState.GATHERED_BESIDE_GRAD: (ParamState.GATHERED, ParamState.HOLDS_GRAD),
 }

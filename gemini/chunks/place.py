@@ -29,6 +29,7 @@ class ParamPlace:
 
     def view(self, payload: Tensor) -> Tensor:
         """The parameter as a view of `payload`."""
+        # The offset of `as_strided` counts from the start of the storage, where a payload need not begin.
         return torch.as_strided(payload, self.shape, self.stride, payload.storage_offset() + self.offset)
 
     def shaped(self, flat: Tensor) -> Tensor:
@@ -43,4 +44,5 @@ class ParamPlace:
         dtype, device = dtype or value.dtype, device or value.device
         if type(value) is not Tensor or (value.dtype, value.device, value.stride()) != (dtype, device, self.stride):
             value = torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device).copy_(value)
+        # Not `view(-1)`: the elements are dense, but their strides may be those of a transposed weight.
         return torch.as_strided(value, (self.numel,), (1,), value.storage_offset())

@@ -43,6 +43,7 @@ class Accumulation:
         try:
             yield
         finally:
+            # The old value is restored, since a no_sync() may stand inside another.
             self.synchronizes = before
 
     def note_placement(self, is_resident: bool) -> None:
@@ -90,6 +91,7 @@ class AccumulateInPlace(Accumulation):
         if gradient.chunk.index in self._reduced:
             # A piece came after the chunk was merged in this backward, as reentrant checkpointing does.
             gradient.note_pieces()
+        # A gradient at home takes no slot and needs no merge: it comes to rest at the end of the backward.
         elif gradient.num_fired == gradient.expected and gradient.state is GradState.IN_SLOT:
             if not gradient.in_pieces:
                 self.reduce(gradient, backward)
@@ -104,6 +106,7 @@ class AccumulateInPlace(Accumulation):
             memory.complete(gradient)
             payload = gradient.payload
             assert payload is not None
+            # This orders what is rounded next behind the copies of the last merge out of this memory.
             self._scratch.reset()
             with memory.moving(gradient, self._communicator.position.here, blocks=1):
                 # The home's dtype is narrower than the gradient's.
@@ -117,6 +120,7 @@ class AccumulateInPlace(Accumulation):
     def end_backward(self, backward: int) -> None:
         """See `Accumulation`."""
         for gradient in self._memory.gradients.values():
+            # Chunks without a gradient are left alone: on one rank nobody else needs zeros of them.
             if gradient.state is GradState.AT_HOME:
                 self._memory.rest_in_place(gradient, backward)
             elif gradient.is_open:

@@ -39,6 +39,8 @@ class Ahead:
 
     def free_lane(self) -> int:
         """The first lane without a prefetch. Lane 0 is left to fetches that an operator waits for."""
+        # A lane names the buffers for tags, and for what gloo sends, of an all-gather. They are in use until it has
+        # finished.
         taken = {arrival.lane for arrival in self._by_chunk.values()}
         return next(lane for lane in range(1, self.most + 1) if lane not in taken)
 

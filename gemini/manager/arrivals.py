@@ -33,6 +33,7 @@ from gemini.errors import UnsupportedError
 from gemini.manager.accumulate import Accumulation
 from gemini.manager.grad_memory import GradMemory
 
+# Getters as functions: `map` then reads the attribute of many gradients in C.
 _has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _layout_of: Callable[[Tensor], torch.layout] = cast(Any, Tensor).layout.__get__
 _STRIDED = {torch.strided}
@@ -110,6 +111,8 @@ class Arrivals:
         if torch.is_grad_enabled() or not (gradient.attached or self._may_wait(gradient, backward)):
             return False
         if gradient.attached is not None:
+            # Autograd has added to the home before this hook ran. It is not blank any more, even if this backward is
+            # dropped later.
             gradient.attached.note_gradients()
         index = gradient.chunk.index
         # The number is at least 1, as a `due` of 0 means that no gradient of the chunk waits.
@@ -142,6 +145,7 @@ class Arrivals:
         if has_pieces:
             gradient.note_pieces()
         num_missing = gradient.expected - gradient.num_fired - len(positions)
+        # The chunk goes on waiting only while more of its gradients are to come and no other chunk needs its slot.
         if are_all or num_missing <= 0 or not self._memory.is_in_nobodys_way(gradient):
             self.begun.remove(chunk.index)
             waiting.end()
@@ -199,6 +203,7 @@ class Arrivals:
         """Copy one dense gradient, of the parameter at `position`, to its chunk's payload."""
         gradient = self._memory.gradients.get(chunk.index)
         view = None if gradient is None else gradient.expects[position]
+        # A frozen chunk has no gradient: `add` says which parameter was unfrozen too late.
         if gradient is None or view is None:
             with torch.no_grad():
                 return self.add(chunk, position, grad, backward)
@@ -226,8 +231,12 @@ class Arrivals:
         return gradient
 
     def _open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
+        # A piece may come while its chunk is reduced, as with reentrant checkpointing. It opens another payload once
+        # that reduction is finished.
         if gradient.payload is None or gradient.state is GradState.REDUCING:
             self._accumulation.make_way(gradient)
+            # `make_way` comes first: `open` spills another gradient if no slot is free, and one that is being reduced
+            # cannot be spilled.
             self._memory.open(gradient, backward, zero)
 
     def attach_homes(self) -> None:
@@ -251,6 +260,7 @@ class Arrivals:
         for index, waiting in self._waiting.items():
             gradient = self._memory.gradients.get(index)
             if waiting.arrived and gradient is not None:
+                # Views of the home stay in `.grad`, so only gradients that are not attached are taken out of it.
                 if gradient.attached is not None:
                     # Autograd has added to the home, also for a backward that was refused: it is not blank.
                     gradient.attached.note_gradients()

@@ -69,6 +69,7 @@ class Backward:
         self.begin()
         if self._underway.leaf_operator is operator:
             return
+        # This lifts the pins of the last node and of the leaf before, whose slots the fetches below may need.
         self._underway.exit_backward()
         self._position.set(operator.index, Phase.BACKWARD)
         for chunk in operator.chunks:
@@ -111,6 +112,8 @@ class Backward:
         """Take the dense gradient of the parameter at `position` of chunk `index`."""
         # `publishing()` would cost as much as all the rest, for each parameter.
         try:
+            # If the user calls a module on its own, as in `model.module.head(x)`, no output of the root leads here: the
+            # backward may begin with a gradient.
             if not self._grads.in_backward:
                 self.begin()
             self._grads.on_gradient(self._chunks[index], position, grad)
@@ -134,11 +137,15 @@ class Backward:
         if not self._grads.in_backward:
             return
         with self._communicator.publishing(), unseen():
+            # Pins are lifted before gradients are reduced: while it is pinned, a chunk that is resident or keeps its
+            # slot does not lend its home to its gradient.
             self._underway.exit_backward()
             self._position.set(0, Phase.BACKWARD)
             self._grads.end_backward()
             self._params.finish_prefetch()
             self._params.next_use.end_pass(PassKind.TRAINING if self._underway.awaits_backward else PassKind.BACKWARD)
+            # This comes after the choice of the trace above, which depends on whether a forward still waited for this
+            # backward.
             self._underway.end_backward()
             self._recorder.end_pass()
             self._params.binding.cover()

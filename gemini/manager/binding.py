@@ -46,6 +46,7 @@ class Binding:
         if chunk.plain:
             return
         if chunk.bound:
+            # The parameters are views of this payload already and only fetch themselves: the class alone changes.
             for parameter in chunk.raw:
                 parameter.__class__ = nn.Parameter
             # The chunk was outdated by an update and has been gathered since, into the same memory.
@@ -53,8 +54,10 @@ class Binding:
                 self.rebase_versions(chunk)
                 self._refuse_lost_edits(chunk)
         else:
+            # A payload without a slot is the home, or the memory of a chunk under construction.
             views = chunk.resident_views if chunk.slot is None else chunk.slot.views[chunk.index][1]
             with untracked():
+                # The parameters show placeholders, whose guard would send each assignment to `access/unasked.py`.
                 lift_guard()
                 try:
                     for parameter, view in zip(chunk.raw, views, strict=True):
@@ -63,6 +66,8 @@ class Binding:
                         parameter.data = view
                 finally:
                     set_guard()
+            # Whatever raises a version from here on is an edit of the user's, or a bump of ours, after which versions
+            # are recorded again.
             self.versions[chunk.index] = chunk.versions()
         chunk.note_plain()
         self.plain_chunks.append(chunk)
@@ -83,6 +88,7 @@ class Binding:
 
     def shows_payload(self, chunk: Chunk) -> bool:
         """Whether the chunk's parameters are views of its current payload, plain or not."""
+        # An outdated chunk is bound, too, but to a slot whose weights are from before an update.
         return chunk.bound and chunk.index not in self._edits_when_left
 
     @contextmanager
@@ -160,6 +166,8 @@ class Binding:
         with untracked(), unguarded():
             for chunk in self.chunks:
                 for managed, parameter in zip(chunk.parameters, chunk.raw, strict=True):
+                    # Parameters that are bound keep their views here. `ParamStore.reset` releases their slots next,
+                    # which unbinds them.
                     if not chunk.bound:
                         parameter.__class__ = nn.Parameter
                         parameter.data = managed.placeholder
@@ -197,6 +205,8 @@ class Binding:
                 self.versions[chunk.index] = now
         if positions and chunk.payload is not None:
             with untracked():
+                # The order is fixed, because a build broadcasts each edited parameter: all ranks must do it in one
+                # order.
                 for position in sorted(positions):
                     self.write_parameter(chunk.parameters[position], chunk.region())
 
@@ -248,6 +258,7 @@ class Binding:
 
     def note_edits_when_left(self, chunk: Chunk, versions: Sequence[int]) -> None:
         """With these versions, by position, the parameters stop showing the payload: see `_refuse_lost_edits`."""
+        # A release bumps the versions after this. Without bumps both numbers show writes of the user's only.
         self._edits_when_left[chunk.index] = [version - chunk.num_bumps for version in versions]
 
     def renumber_edits(self, chunk: Chunk, positions: Sequence[int] | None) -> None:
@@ -310,6 +321,7 @@ class Binding:
             # A part of the home that holds the gradient is left alone: the step makes those weights from the master.
             for piece in managed.weight_pieces:
                 self.memory.transfer.copy(home[piece.in_shard], payload[piece.in_payload])
+            # Whoever writes to the payload next must come after the copies out of it.
             wait_on_stream(payload)
 
     def _warn_of_lost_fractions(self, managed: ManagedParameter) -> None:

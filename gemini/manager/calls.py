@@ -140,7 +140,9 @@ class Calls:
         # torch runs the hook after a call also if `enter` has refused the call.
         if not any(call.operator is operator for call in calls):
             return None
+        # The list is copied, because the end of a call empties it.
         pinned = list(calls[-1].pinned)
+        # Inner calls end first, because torch's saved-tensor hooks are a stack.
         while calls[-1].operator is not operator:
             self._end_innermost(thread)
             pinned += calls[-1].pinned
@@ -169,6 +171,7 @@ class Calls:
         call = calls[-1]
         # Before the call is forgotten: an interrupt here leaves it in the list, to be ended again.
         call.end(late, is_here=thread == get_ident())
+        # Pins of another thread's call can be lifted from here, unlike its hooks: they are the model's.
         call.lift_pins(self._victims)
         if len(calls) > 1:
             calls.pop()
@@ -182,7 +185,10 @@ class Calls:
         """
         here = get_ident()
         frames = sys._current_frames()
+        # Other threads may begin or end calls meanwhile: the loop has a copy. A thread that has ended has no frame any
+        # more.
         for thread, calls in list(self.by_thread.items()):
+            # Only the outermost call is looked for, because those inside of it end before it.
             module, operator = calls[0].module, calls[0].operator
             # A module may call itself: compare the number of its frames with the number of its calls.
             entered = sum(call.module is module and call.operator is operator for call in calls)
@@ -196,6 +202,7 @@ def _remove(hooks: _Hooks) -> None:
     """Remove hooks from anywhere in this thread's stack of saved-tensor hooks."""
     above: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
     found = False
+    # With True torch tells of hooks also while a compiler traces, when it otherwise says that there are none.
     while not found and (top := _autograd._top_saved_tensors_default_hooks(True)):
         _autograd._pop_saved_tensors_default_hooks()
         found = top[0] is hooks.pack_hook

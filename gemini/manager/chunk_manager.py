@@ -112,6 +112,7 @@ class ChunkManager:
         binding = Binding(self.chunks, memory, released_class)
         max_prefetch = plan.settings.max_prefetch
         self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, max_prefetch)
+        # The numbers of slots are set here. Their memory is taken at the first use, see `Payloads.take_room`.
         memory.slots.open(demand.slot_bytes, placement.num_slots)
         # ZeRO divides gradients over ranks from stage 2 on.
         grad_memory = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
@@ -119,6 +120,7 @@ class ChunkManager:
         for chunk in self.chunks:
             if chunk.trainable:
                 grad_memory.add(chunk)
+        # The store for homes shares the dict of gradients, which changes when other chunks are trained.
         homes = GradHomes(grad_memory.gradients, self.params)
         scratch = Scratch(memory.device, demand.scratch_bytes)
         self.training = TrainingState(self.chunks, memory, grad_memory)
@@ -152,6 +154,7 @@ class ChunkManager:
         Collective, between steps. shown, change, remedy: as for `change_plan`. Returns None, or why all ranks stay:
         `is_shortage` is equal on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
         """
+        # The way back gets the same object: a move that ends half way has not brought back all that it set aside.
         left = LeftGradients(self.grads.memory, self.grads.homes)
         before, migrate = self.plan, self._migration(plan, self.plan, left)
         # A state that moves is on both tiers for a moment.
@@ -163,6 +166,7 @@ class ChunkManager:
                 return error
             # From here states move. Any other error than a lack of memory leaves them half moved, on this rank alone,
             # or all moved where another plan than theirs is in force.
+            # `moving` keeps temporaries of the move out of the measured peak of activations.
             with self.step.failures.tearing(), self.live.moving():
                 known = dict(self.grads.memory.gradients)
                 error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))
@@ -172,9 +176,12 @@ class ChunkManager:
                     for index, gradient in known.items():
                         self.grads.of(self.chunks[index]).take_over(gradient)
                     return error
+                # Tags have the new hash from here on, and not before: all that ranks have agreed on so far belongs to
+                # the old plan.
                 self.communicator.follow_plan(plan.hash)
                 self.adopt(plan)
         finally:
+            # `self.plan` is the new plan only if every rank could follow it.
             self.memory.allow(self.plan.budget)
         return None
 
@@ -220,6 +227,8 @@ class ChunkManager:
         return refusal.as_shortage(worst == 1)
 
     def _carry_out(self, plan: Plan, migrate: Migration, is_way_back: bool = False) -> None:
+        # `trained` has one flag for each parameter, in the order of chunks. They come first, because the move gives
+        # gradients to the chunks that are trainable by then.
         flags = iter(plan.trained)
         for chunk in self.chunks:
             its_flags = [next(flags) for _ in chunk.parameters]
@@ -237,6 +246,7 @@ class ChunkManager:
         """
         with self.step.publishing():
             self.step.payloads.give_room()
+        # Otherwise torch's caching allocator would keep the freed memory for this process.
         self.memory.device.trim()
 
     def attach(self, optimizer: OptimizerPart) -> None:

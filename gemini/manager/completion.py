@@ -60,6 +60,7 @@ class Completion:
         words = [*digest, *(~word for word in digest)]
         packed_words = torch.tensor(words, dtype=torch.int64, device=self._communicator.device)
         self._communicator.all_reduce_max_(packed_words, _WHAT)
+        # The host waits for the device here, at each touch, but only in backwards that are recorded.
         agreed: list[int] = packed_words.tolist()
         world_size = self._communicator.world_size
         # Maximum and minimum of each word are equal: all ranks have the same news.
@@ -71,6 +72,7 @@ class Completion:
             for word in its_news:
                 index, is_complete = divmod(word, 2)
                 self._num_ranks[index] = self._num_ranks.get(index, 0) + (1 if is_complete else -1)
+        # A chunk can have become complete everywhere only by news of some rank, so the others need no look.
         touched = sorted({word // 2 for its_news in of_ranks for word in its_news})
         return [index for index in touched if self._num_ranks[index] == world_size]
 
@@ -88,6 +90,7 @@ class Completion:
         news = array("q")
         for index in suspects:
             is_complete = _is_complete(gradients[index])
+            # A suspect whose state this rank has told already is no news.
             if is_complete == (index in self._told):
                 continue
             news.append(2 * index + is_complete)

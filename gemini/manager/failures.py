@@ -21,7 +21,8 @@ from gemini.manager.underway import Underway
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
 
-# And the frames of context managers that are generators, which would keep these open.
+# Functions in these files may lose their locals. contextlib is one of them, because the frame of a context manager that
+# is a generator would keep ours open.
 _PACKAGES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__
 _graph_task_id = torch._C._current_graph_task_id
 _DROPPED = (
@@ -84,6 +85,8 @@ class Failures:
         if self._underway.calls.num_forwards:
             return
         num_forwards = self._underway.fail_forward()
+        # The pass's only forward has failed: its trace stays as it was. A pass with earlier forwards, which a backward
+        # may still follow, goes on without a prediction.
         if num_forwards == 1:
             self._params.next_use.drop_pass()
         elif num_forwards:
@@ -126,12 +129,14 @@ class Failures:
         clear_our_frames()
         is_disturbed = self._is_disturbed or self._underway.has_lost_touch
         if is_disturbed and not (calls.by_thread or self._grads.in_backward or self._underway.is_touched):
+            # No code of ours runs now, so slots, pins and classes can be put back to what they are between two uses.
             self._grads.finish_end()
             self._underway.forget_forward()
             self._params.reset()
             self._is_disturbed = False  # last: what is interrupted in here is done again
         if self._grads.in_backward and not backward_runs():
             self._communicator.publish(_caught("backward"))
+            # Several ranks drop the step together, in `recover`.
             if self._communicator.watch is None:
                 warnings.warn(f"a backward ended with an exception: {_DROPPED}", stacklevel=4)
                 self.abandon()
@@ -180,6 +185,7 @@ class Failures:
         if self._torn_by:
             raise torn(self._torn_by)
         watch = self._communicator.watch
+        # `failed` is set by a failure of this rank and by one that this rank has heard of.
         if watch is not None and watch.failed:
             if self._grads.num_backwards:
                 warnings.warn(f"a forward, backward or step ended with an exception: {_DROPPED}", stacklevel=4)
@@ -201,6 +207,7 @@ def clear_our_frames() -> None:
                 # A frame that still runs cannot be cleared.
                 with suppress(RuntimeError):
                     frame.clear()
+        # An exception that was raised while another one was handled refers to that one, whose frames count as well.
         error = error.__context__
 
 

@@ -78,6 +78,8 @@ class GradHomes:
         is_sum: it is a sum of several backwards already, and rests in fp32 from the start.
         """
         is_first = not gradient.is_reduced
+        # Pieces of one backward are added in the gradient's own dtype, as by autograd. Those of another backward are
+        # added in fp32, if the chunk widens.
         if is_sum or not (is_first or gradient.first_backward == backward):
             self.widen(gradient, backward)
         # The sum has left the home: a home that was lent to the first micro-batch gets its parameters back.
@@ -140,6 +142,8 @@ class GradHomes:
         content: (optim_numel,) on the host, in the dtype in which it rested before.
         """
         if content.dtype is not gradient.chunk.gradient_dtype:
+            # No backward has the number 0. So whatever comes next counts as another micro-batch, and not as a piece of
+            # this one.
             self.widen(gradient, 0)
         else:
             # A parameter home is not lent to it: a forward may come next.
@@ -153,6 +157,8 @@ class GradHomes:
         """Before a step's first reduced gradient is written: lend it the parameter home, or take one for it."""
         chunk = gradient.chunk
         if gradient.home is None and not chunk.holds_grad:
+            # Parameters that are in a slot of the pool may be used there beside the gradient; without a slot only the
+            # master is left.
             if chunk.lends_home and self._can_lend_now(chunk):
                 chunk.become(ParamState.HOLDS_GRAD if chunk.slot is None else ParamState.GATHERED_BESIDE_GRAD)
             else:
@@ -169,6 +175,8 @@ class GradHomes:
         try:
             return self._memory.allocate(gradient.resting.tier, numel, dtype, Kind.GRAD)
         except BudgetError as refused:
+            # Uncounted, this shortage would make model data give up a part of the device at the next step, as after a
+            # step that failed.
             self._memory.note_evaded(refused)
             return self._memory.allocate(Tier.HOST, numel, dtype, Kind.GRAD)
 
@@ -256,6 +264,7 @@ class GradHomes:
         """Mark the home as the parameters' again. Their values are in it, or about to be written."""
         if not chunk.holds_grad:
             return
+        # The payload in the slot still has the weights: an update would have released it before.
         if chunk.slot is not None:
             chunk.become(ParamState.GATHERED)
         else:
@@ -269,4 +278,6 @@ class GradHomes:
 
     def reset(self) -> None:
         """Forget the history of lent slots after a failed step, of which ranks may have seen more or less."""
+        # Ranks that failed at different points would release different kept slots, and gather other chunks from then
+        # on.
         self._used_after.clear()

@@ -68,6 +68,7 @@ class GradMemory:
             return True
         if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
             return True
+        # With as many slots as chunks of this size each gradient can be open at once.
         oversize = gradient.chunk.oversize
         return self.pools[oversize].count >= self._num_by_size[oversize]
 
@@ -89,8 +90,10 @@ class GradMemory:
             if gradient.resumes(backward):
                 self.memory.transfer.copy(payload, gradient.shard)
                 content = Content.SUM
+        # One rank, second micro-batch: autograd's gradients are added to the sum that is in the home.
         elif gradient.in_place and gradient.is_reduced:
             content = Content.SUM
+        # The end of the last step has filled an attached home with negative zeros.
         elif gradient.attached is not None:
             content = Content.ZERO
         # The slot's last content may still be on its way to the host, or this one's on its way to the slot.
@@ -136,6 +139,7 @@ class GradMemory:
 
     def close(self, gradient: ChunkGradient) -> None:
         """Free the payload's slot, or its spilled memory: the content is not needed any more."""
+        # A gradient that is being reduced was subtracted when its reduction began.
         self._num_open -= gradient.state in (GradState.IN_SLOT, GradState.SPILLED)
         if gradient.slot is not None:
             self.pools[gradient.chunk.oversize].vacate(gradient.slot)
@@ -152,6 +156,8 @@ class GradMemory:
         if slot is None:
             # Spill complete gradients first: they only wait to be reduced. Among incomplete ones spill the earliest
             # chunk of the model: backward reaches it last.
+            # None of these is being reduced, and could not be spilled then: `make_way` has finished a reduction that
+            # held the last slot.
             holders = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
             slot = self._spill(max(holders, key=lambda g: (g.num_fired == g.expected, -g.chunk.index)), gradient)
         slot.occupy(gradient.chunk.index)
@@ -161,6 +167,8 @@ class GradMemory:
         """Move an open payload to the host, unreduced: `wanted` needs its slot. Local: other ranks may not spill."""
         assert victim.slot is not None and victim.payload is not None
         try:
+            # This is staging memory, which is never registered with the driver: in a backward registering could wait
+            # for a collective that waits for this rank.
             spilled = self.memory.allocate(Tier.HOST, victim.chunk.numel, victim.chunk.dtype, "spilled gradients")
         except BudgetError as error:
             raise error.reworded(
@@ -186,6 +194,8 @@ class GradMemory:
         with self.observer.moving("unspill", index, *ends, spilled.nbytes, "gradients of it, or its reduction"):
             self.memory.transfer.copy(payload, spilled)
         gradient.become(GradState.IN_SLOT, slot)
+        # Freeing makes the host wait for the copy. The memory could otherwise be given to another spill that overwrites
+        # it.
         self.memory.free(spilled, "spilled gradients")
         wait_on_stream(payload)
 

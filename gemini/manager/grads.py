@@ -125,6 +125,8 @@ class GradStore:
         # Waiting gradients are held beyond the gradient slots: keep their number small.
         if len(self.arrivals.begun) > MAX_WAITING:
             self._collect(self.arrivals.begun[0])  # the chunk that has waited longest
+        # `are_all` is False: a chunk whose slot nobody else needs is copied in several parts, the rest of which is to
+        # come.
         if len(waiting.arrived) >= waiting.due:
             self._collect(chunk.index, are_all=False)
         return True
@@ -137,6 +139,7 @@ class GradStore:
 
     def collect_all(self) -> None:
         """Take over all waiting gradients: they are about to be read, reduced or discarded. Local."""
+        # The loop has a copy, because `_collect` removes chunks from the list.
         for index in list(self.arrivals.begun):
             self._collect(index)
 
@@ -151,6 +154,8 @@ class GradStore:
 
     def end_backward(self) -> None:
         """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
+        # Ranks are about to tell each other which gradients they have. Gradients that wait in `.grad` have set no flags
+        # so far.
         self.collect_all()
         self.in_backward = False
         try:
@@ -164,6 +169,8 @@ class GradStore:
 
     def catch_up(self) -> None:
         """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
+        # Reductions come first: zeros are then written only for chunks without a gradient, by flags on which ranks have
+        # agreed.
         self.accumulation.catch_up(self.num_backwards)
         if self.has_zeros:
             self.has_zeros = False
@@ -185,6 +192,7 @@ class GradStore:
         gradient = self.find(managed.chunk)
         if gradient is None:
             return
+        # A gradient that is collected after this would set the flags of the discarded one again.
         self.collect_all()
         gradient.note_discarded(managed.position)
         self.leftovers.clear(gradient, [managed])
@@ -209,9 +217,12 @@ class GradStore:
         self.end_scaled_loss()
         self.num_forgotten += 1
         self.num_backwards = 0
+        # The order matters: `leftovers` decides which chunks still have unreduced sums, and `accumulation` looks at
+        # these.
         self.leftovers.end_step(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
         self.accumulation.end_step(self.has_zeros)
+        # Attached homes become blank: autograd would add the next step's gradients to those that were just used.
         with untracked():
             self.arrivals.attach_homes()
         self._ending = None  # last: after an interrupt above `finish_end` does it all again
@@ -229,6 +240,8 @@ class GradStore:
 
     def keep_apart(self, chunk: Chunk) -> None:
         """A parameter of the chunk gets a hook of the user's, which is to find one backward's gradient. Local."""
+        # Waiting gradients are noted while they are attached: `detach_home` sets `.grad` to None, and `collect` would
+        # find nothing there.
         self.collect_all()
         self.arrivals.keep_apart(chunk)
 
@@ -253,6 +266,7 @@ class GradStore:
     def rest(self) -> None:
         """Free slots and scratch between steps. They take their memory again at the next use. Local."""
         self.memory.pools.rest()
+        # A resize to the same size gives the memory back, too.
         self.scratch.resize(self.scratch.num_bytes)
 
     def give_back(self, scratch_bytes: int) -> None:
@@ -273,6 +287,8 @@ class GradStore:
     def reset(self) -> None:
         """Drop all gradients after a failed step, and what ranks had agreed on about when to reduce which."""
         self.num_failed += 1
+        # `discard_all` attaches homes. They are detached again before `.grad` is cleared below, as an attachment relies
+        # on its views being there.
         self.discard_all()
         self.detach_homes()
         for gradient in self.memory.gradients.values():

@@ -29,6 +29,7 @@ class LeftGradients:
         """Copy all gradients to the host, before their memory is given back."""
         for index, gradient in self._memory.gradients.items():
             if gradient.is_reduced:
+                # The copy comes first: `restore` writes the parameters over a gradient that lies in their home.
                 self._reduced[index] = _copy(gradient.reduced())
                 self._homes.restore(gradient.chunk)  # it may lie in a parameter home, which is about to move
             if gradient.is_behind:
@@ -38,7 +39,10 @@ class LeftGradients:
     def bring_back(self) -> None:
         """Put the gradients of chunks that are still trained into their new memory. Raises BudgetError."""
         gradients = self._memory.gradients
+        # Gradients are deleted one by one. Those that are left when memory runs out are brought back after the states
+        # have moved back.
         for index, content in list(self._reduced.items()):
+            # A chunk that is frozen by now has no place for a gradient.
             if index in gradients:
                 self._homes.bring_back(gradients[index], content)
             del self._reduced[index]
@@ -60,4 +64,5 @@ class LeftGradients:
 
 
 def _copy(content: Region) -> Region:
+    # The copy blocks, so the source may be given back at once, and the region has no tickets.
     return Region(Tier.HOST, ready(content).to("cpu", copy=True))

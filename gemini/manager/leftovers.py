@@ -54,6 +54,7 @@ class Leftovers:
         """
         for gradient in self._memory.gradients.values():
             stays = stay.get(gradient.chunk.index, ())
+            # This comes first: the flags that remain follow from those of the step, which are overwritten below.
             after = _flags_after(gradient, becomes)
             # Nothing of the chunk stays: its memory is free, and a lent home gets its parameters back.
             if not keeps(gradient, stays):
@@ -101,6 +102,7 @@ class Leftovers:
             return
         # Autograd adds to an attached home, and -0.0 is the only zero that changes no bit of a gradient.
         reduced, zero = ready(gradient.reduced()), 0.0 if gradient.attached is None else BLANK
+        # Every rank calls this, and sets the parts that it holds.
         for managed in some:
             for part in managed.own_parts(reduced):
                 part.fill_(zero)
@@ -108,11 +110,13 @@ class Leftovers:
     def write_zeros(self, backward: int) -> None:
         """Write the zeros that a step is about to read. See [Note: Zeros]. Every rank calls it at the same point."""
         for gradient in self._memory.gradients.values():
+            # Unlike `got`, `agreed` is equal on all ranks, so that they fill the same chunks.
             if any(gradient.agreed):
                 self._homes.fill(gradient, backward)
 
     def before_update(self, stay: Mapping[int, Sequence[bool]]) -> None:
         """Move gradients that stay out of parameter homes, which the step writes to. Raises BudgetError."""
+        # The memory for it is taken before the update: a lack of it refuses the step while nothing has changed.
         for index, stays in stay.items():
             gradient = self._memory.gradients.get(index)
             if gradient is not None and gradient.chunk.holds_grad and keeps(gradient, stays):
@@ -157,10 +161,13 @@ def _flags_after(gradient: ChunkGradient, becomes: Becomes) -> tuple[bytes, byte
     none = bytes(len(gradient.got))
     if becomes is Becomes.NONE:
         return none, none, none
+    # Zeros remain for each parameter that has had a gradient on any rank since they were last set to None. `got` may
+    # know of more on this rank: gradients under no_sync() that nobody has reduced.
     had = _either(gradient.had, gradient.agreed)
     return (had, none, none) if becomes is Becomes.USED else (had, _either(had, gradient.got), had)
 
 
 def _either(some: bytes | bytearray, others: bytes | bytearray) -> bytes:
     """The flags, by position, that are set in one of both."""
+    # As integers the flags are joined in C, without a loop over parameters.
     return (int.from_bytes(some, "little") | int.from_bytes(others, "little")).to_bytes(len(some), "little")

@@ -37,6 +37,7 @@ def full_precision(chunk: Chunk, start: int, numel: int) -> Tensor:
     # A split master is nowhere whole: upper halves are in the parameter home, remainders in the MASTER home.
     joined = torch.empty(numel, dtype=torch.float32, device=master.flat.device)
     for piece in pieces_within(chunk.home_slices(), start, numel):
+        # The two halves may rest on different tiers.
         weight = chunk.homes[Kind.PARAM].flat[piece.in_payload].to(joined.device)
         join_master_(joined.narrow(0, piece.shard_start - start, piece.numel), weight, master.flat[piece.in_shard])
     return joined
@@ -50,6 +51,8 @@ def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
         return
     home = ready(chunk.homes[Kind.PARAM])
     for piece in pieces_within(chunk.home_slices(), start, values.numel()):
+        # The split works on contiguous memory of one device. `values` may be on another one than a home, and of another
+        # dtype.
         part = values.narrow(0, piece.shard_start - start, piece.numel).to(torch.float32).contiguous()
         weight = torch.empty(piece.numel, dtype=chunk.dtype, device=part.device)
         remainder = torch.empty(piece.numel, dtype=torch.int16, device=part.device)
@@ -74,6 +77,7 @@ def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
     """(numel,) a copy of elements of the parameter home, from `start` on."""
     home = ready(chunk.homes[Kind.PARAM])
     runs = [home[piece.in_payload] for piece in pieces_within(chunk.home_slices(), start, numel)]
+    # `torch.cat` refuses an empty list, which is what a range without elements gives.
     return torch.cat(runs) if runs else home[:0].clone()
 
 
@@ -85,6 +89,8 @@ def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = Tru
         values = flat[piece.from_start(managed.offset).in_payload]
         home[piece.in_shard].copy_(round_as_master(values, chunk.dtype))
     if with_master and Kind.MASTER in chunk.homes:
+        # Home and master may be divided differently: at stages 1 and 2 the home is whole, and the master is this rank's
+        # part.
         for piece, part in zip(managed.pieces, managed.parts_of(flat), strict=True):
             write_master(chunk, piece.shard_start, part)
 
@@ -92,6 +98,7 @@ def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = Tru
 def set_all_weights(chunk: Chunk, payload: Tensor) -> None:
     """Set all parameters as `set_weights` sets one, from a `payload` (layout.numel,) that is zero between them."""
     home, layout = ready(chunk.homes[Kind.PARAM]), chunk.home_layout
+    # What every rank holds whole has a layout of one rank, of which the only number is 0.
     for piece in layout.slices(chunk.rank if layout.world_size > 1 else 0):
         home[piece.in_shard].copy_(round_as_master(payload[piece.in_payload], chunk.dtype))
     if Kind.MASTER in chunk.homes:
@@ -110,6 +117,7 @@ def follow_edits(chunk: Chunk, start: int, weights: Tensor, before: Tensor | Non
         # A whole master tells edits by itself: an unedited weight is its rounded value.
         absorb_edits_(master, weights.to(master.device))
     elif before is None:
+        # With zero remainders the master equals the 16-bit weights.
         master.zero_()
     else:
         # Compare bits: NaN and -0.0 would be wrong as floats.
@@ -123,6 +131,7 @@ def master_from_weights(chunk: Chunk, only: ManagedParameter | None = None) -> N
     if only is not None:
         runs = [(piece.shard_start, piece.numel) for piece in only.pieces]
     for start, numel in runs:
+        # The upper half of a split master is the home itself, so only the remainders are written.
         if chunk.splits_master:
             ready(chunk.homes[Kind.MASTER])[start : start + numel].zero_()
         else:

@@ -103,6 +103,7 @@ class Migration:
         self._params.release_all()
         on_device = self._placement.device_bytes(self._demand) + self._params.held_bytes()
         growth, moves_in = self._host_growth(states)
+        # The device is compared with the whole placement, because what is there beside it is given back in the move.
         device.check_total(on_device, budget.device)
         host.check_total(host.ledger.total_bytes + growth - moves_in, budget.host)
         # Host memory is mapped now: a lack of it must not be found once some states have moved.
@@ -158,6 +159,8 @@ class Migration:
                 states.drop(chunk)
         # Make room on the device before anything moves in.
         self._move_all(states, moves_in=False)
+        # The slots are empty since `check_room`, which has released all payloads. Surplus ones make room for what moves
+        # in.
         memory.slots.resize(self._placement.num_slots)
         self._move_all(states, moves_in=True)
         memory.gradient_slots.open(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots)
@@ -167,11 +170,14 @@ class Migration:
             if chunk.trainable and chunk.index in before:
                 self._grads.of(chunk).take_over(before[chunk.index])
         self._left.bring_back()
+        # Extents of host memory that no state uses any more go back to the system.
         memory.host.trim()
+        # What was derived from the old homes is derived from the new ones.
         self._grads.homes.reset_lending()
         self._grads.reset_order()
         step.payloads.note_placement()
         step.payloads.miss_room()
+        # Which touches are recorded depends on what is at home on the device, so old traces would predict other passes.
         self._params.next_use.reset_trace()
 
     def _move_all(self, states: StateStore | None, moves_in: bool) -> None:
@@ -250,6 +256,7 @@ class Migration:
             # A gradient without home bytes rests in the parameter home, see grad_homes.py.
             if self._trains and home_bytes:
                 self._allocate(chunk, Kind.GRAD, homes[Kind.GRAD])
+            # A new `ChunkGradient` adopts the home when it is made, so the home is there before it.
             self._grads.memory.add(chunk)
         if self._trains and Kind.MASTER in homes and Kind.MASTER not in chunk.homes:
             self._allocate(chunk, Kind.MASTER, homes[Kind.MASTER])

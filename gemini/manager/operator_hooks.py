@@ -63,6 +63,8 @@ class OperatorHooks:
         """Undo `lift`. Our hooks run before, and after, those that a user has registered meanwhile."""
         if not self._are_lifted:
             return
+        # Three cases: our hook was taken out of a dict that it shares with a user's; the module has the empty dict; a
+        # user's hook has come into that one meanwhile.
         for number, (attributes, name, hooks, others, key, hook) in enumerate(self._rows):
             if attributes[name] is not others:
                 _put(hooks, name, key, hook)

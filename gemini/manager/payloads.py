@@ -33,6 +33,8 @@ class Payloads:
         """Chunks have new homes: find out which payloads never leave."""
         self.params.note_placement()
         self.is_resident = mark_staying(self.chunks)  # no payload leaves between forward and update
+        # Where no payload leaves, backward launches no gathers. Fetches are then no points that ranks share for
+        # reductions.
         self.grads.accumulation.note_placement(self.is_resident)
 
     def take_room(self) -> None:
@@ -76,6 +78,8 @@ class Payloads:
             # `before_touch` may just have reduced this chunk's gradient into its parameter home.
             if chunk.state is ParamState.HOLDS_GRAD:
                 self.restore_parameters(chunk)
+        # The first use may come outside a forward, as by `weight.norm()` right after wrapping, where no `begin_pass`
+        # took room.
         self.take_room()
         return self.params.fetch(chunk)
 
@@ -97,6 +101,7 @@ class Payloads:
         if not self.params.ahead.most:
             return
         for chunk, slot in self.params.slots_ahead():
+            # As in `fetch`: the other ranks would gather the gradient in place of the weights.
             if chunk.state is ParamState.HOLDS_GRAD:
                 self.restore_parameters(chunk)
             self.params.fetch_ahead(chunk, slot)

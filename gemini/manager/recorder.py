@@ -19,6 +19,7 @@ from gemini.monitor.peaks import PositionPeaks
 from gemini.placement.trace import StepEvent
 from gemini.ranks.position import StepPosition
 
+# After this many recorded passes without a backward, as of a script that evaluates with gradients, none is recorded.
 _MOST_IN_VAIN = 3
 
 
@@ -49,6 +50,7 @@ class Recorder:
         self._ledger = ledger
         self._position = position
         self._batch_bytes = 0  # of the running call of the model
+        # At -1 the first pass is recorded whatever its batch is, also one without tensors, of 0 bytes.
         self._largest_batch = -1  # bytes of the largest batch that was recorded
         self._num_in_vain = 0  # recorded passes that no backward followed
         self._running: PositionPeaks | None = None  # of a pass that is recorded without `recording()`
@@ -79,6 +81,7 @@ class Recorder:
             self._running = None
             self._position.end_recording()
             self._num_in_vain += 1
+        # A step inside of `recording()` is measured already: the position tells one recording only.
         is_free = not self._position.is_recorded and self._num_in_vain < _MOST_IN_VAIN
         if is_free and self._batch_bytes > self._largest_batch:
             meter = self._source.peak_meter()
@@ -95,6 +98,7 @@ class Recorder:
             peaks.__exit__(None, None, None)
             self._learn(peaks)
             self._num_in_vain = 0
+            # The batch counts as recorded only now: a pass that fails is recorded again.
             self._largest_batch = max(self._largest_batch, self._batch_bytes)
 
     def find_peak(self, *, has_failed: bool) -> StepEvent | None:

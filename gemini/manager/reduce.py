@@ -88,6 +88,7 @@ class AccumulateAndReduce(Accumulation):
         index, order = gradient.chunk.index, self._order
         # The number of touches before this gradient: the chunk may be reduced from the next touch on.
         order.last_fire[index] = len(self._next_use.passed)
+        # More than what is expected may come: in the step's first backward some of the parameters may have been idle.
         if gradient.num_fired >= gradient.expected:
             self._completion.note(index)
         if index in self._reduced:
@@ -139,6 +140,8 @@ class AccumulateAndReduce(Accumulation):
                     keep_unsynced(gradient, backward, self._memory)
                 reduce_unsynced(gradient, backward, self._homes, self._scratch, self._communicator)
                 return
+            # A rank without a gradient of this chunk takes part all the same: `open` gives it a payload, and `complete`
+            # zeros it.
             self._memory.open(gradient, backward)
             self._memory.complete(gradient)
             self._start(gradient, backward)
@@ -216,10 +219,13 @@ class AccumulateAndReduce(Accumulation):
         if self._gathers_in_backward:
             off = self._off_plan or not self._is_as_recorded()
         else:
+            # Nothing is gathered, so the order of reductions is all that ranks share. Another order on one rank makes
+            # all ranks agree on an order again.
             off = self._off_plan or tuple(order.fired) != order.order
             # What is left of the order is reduced with zeros, where some gradients did not come.
             for index in order.order[self._next_in_order :]:
                 self.reduce(self._memory.gradients[index], backward)
+        # Before the first record no rank has points: then every backward counts as off its plan.
         is_off = self._reduce_the_rest("end of backward", backward, off or order.points is None)
         self._finish()
         # A backward that follows no forward of the model has a trace of its own, in which points mean nothing.
@@ -251,6 +257,7 @@ class AccumulateAndReduce(Accumulation):
         words = torch.frombuffer(own, dtype=torch.uint8).to(self._communicator.device)
         # One byte a flag, in one all-reduce: off | chunk to be reduced, by chunk | parameter has a gradient, by chunk.
         self._communicator.all_reduce_max_(words, when)
+        # Reading the flags makes the host wait for the device.
         agreed: bytes = words.cpu().numpy().tobytes()
         start = len(gradients) + 1
         for number, gradient in enumerate(gradients):
@@ -259,6 +266,7 @@ class AccumulateAndReduce(Accumulation):
             start = end
             if agreed[number + 1]:
                 self.reduce(gradient, backward)
+            # Where some rank held a sum its reduction has ended this state. Here no rank held one.
             if self.awaits_reduction and gradient.is_behind:
                 gradient.become_unsynced(UnsyncedState.NONE)
         self.awaits_reduction = False

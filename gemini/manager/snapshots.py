@@ -58,6 +58,7 @@ class Snapshots:
     def refresh(self, managed: ManagedParameter) -> None:
         """Take the home's new weights: views of the payload may be written to again."""
         weights = self._kept.get(managed.chunk.index, {}).get(managed.position)
+        # None stands for the home, which is up to date by itself.
         if weights is not None:
             weights.copy_(_own_weights(managed))
 

@@ -83,6 +83,8 @@ class Step:
         self.failures.find(module)
         is_inner = recomputing or self.calls.num_forwards > 0
         if not is_inner:
+            # Several ranks start together again inside `recover`. One that fails there tells the others, which would
+            # wait for it.
             with self.publishing():
                 self.failures.recover()
             # `find` has dropped a backward that is over: this one runs in another thread.
@@ -112,6 +114,8 @@ class Step:
         # This comes before the pass makes activations, which would come to lie between slots and buffers.
         self.payloads.take_room()
         if torch.is_grad_enabled():
+            # Several forwards before their backward, as in a contrastive loss, are one pass: only the first one begins
+            # it.
             if self._underway.begin_forward():
                 self.params.next_use.begin_pass(PassKind.TRAINING)
                 self.recorder.begin_pass()
@@ -130,14 +134,20 @@ class Step:
         if self.calls.exit(None) is None:
             return False
         if not self.calls.num_forwards and not self.is_recomputing():
+            # Only the outermost forward ends here: an inner one, or the recomputation of a checkpoint, is followed by
+            # more operators.
             self.params.next_use.end_pass(PassKind.EVALUATION)  # does nothing in a training pass
             self.params.note_forward(runs=False)
+            # The script's own code comes next, such as a loss that reads a weight. Its chunk may leave its slot from
+            # here on, so parameters must fetch themselves again.
             self.binding.cover()
         return True
 
     def enter_operator(self, module: nn.Module, operator: Operator) -> Call:
         """Begin an operator's call; `fetch_operator` is next. Raises GeminiError while another thread is inside one."""
         recomputing = self.is_recomputing()
+        # The root's call has looked for ended calls already. `find` walks the stacks of all threads, which is too slow
+        # for each operator.
         if not recomputing and not (self.params.in_step and self.calls.depth()):
             self.failures.find(module)
         return self.calls.enter(module, operator, recomputing)
@@ -156,6 +166,7 @@ class Step:
             pinned.append(chunk)
             if not chunk.plain:
                 self.binding.bind(chunk)
+        # This comes last: the operator's own chunks are pinned by now, so that no prefetch evicts one of them.
         self.payloads.fetch_ahead()
 
     def exit_operator(self, operator: Operator) -> None:
@@ -174,6 +185,8 @@ class Step:
         """
         if self.is_recomputing() and not self.params.in_step:
             for chunk in chunks:
+                # A view of a chunk at home, or of one that stays, does no harm: its memory is not reused before an
+                # update.
                 if chunk.plain and chunk.may_leave and chunk not in self._underway.leaf:
                     self.binding.cover_chunk(chunk)
         elif not self.params.in_step and not self.calls.by_thread:
@@ -183,6 +196,8 @@ class Step:
     def touching(self, touched: Sequence[ManagedParameter], operator: int) -> Iterator[None]:
         """Inside, a function uses parameters outside their operators. Collective where parameters are sharded."""
         self.failures.find()
+        # Recovering empties all slots and lifts all pins, which a forward or a recomputation around this function still
+        # uses.
         if not self.calls.num_forwards and not self.is_recomputing():
             self.failures.recover()
         touch = self._underway.begin_touch()
@@ -206,6 +221,8 @@ class Step:
         finally:
             # A failure may have lifted all pins meanwhile.
             if self._underway.unpin_touch(touch):
+                # What the operator around saves from here on must name that operator again: handles keep the position's
+                # operator.
                 self.position.return_to(before)
                 self._after_use(bound)
                 self._underway.end_touch(touch)  # last: what is interrupted in here is found by `Failures.find`
@@ -217,6 +234,8 @@ class Step:
 
         Prefetches end first: one that arrived later would show the weights from before the update as current.
         """
+        # An update belongs to no operator. What a rank has called alone meanwhile, such as `safe_get_local_*`, may have
+        # moved its position, and tags with different positions are a divergence.
         self.position.set(0, Phase.STEP)
         self.params.finish_prefetch()
         self.params.next_use.note_update()
@@ -233,6 +252,8 @@ class Step:
         """The home will get new values: drop a payload in a slot. Called before, since both may be one memory."""
         if chunk.may_leave:
             self.params.release(chunk)
+        # A chunk that stays has its home inside its slot, in which parameters keep their views: it is only marked as
+        # stale.
         elif chunk.slot is not None:
             self.binding.outdate(chunk)
 
@@ -240,6 +261,8 @@ class Step:
         """The chunk's home has new values: a payload at home gets a new version."""
         chunk.note_update()
         if chunk.state is ParamState.RESIDENT:
+            # Autograd has saved resident weights as they are. Only a higher version makes it refuse a graph from before
+            # the update. Without the line after it the next write-back would take this bump for an edit of the user's.
             chunk.bump_versions()
             self.binding.rebase_versions(chunk)
 
@@ -261,6 +284,7 @@ class Step:
         self.failures.find()
         if self.calls.by_thread or self.is_recomputing():
             raise inside
+        # On several ranks `recover` is what ends a failed backward, so `in_backward` is read after it.
         self.failures.recover()
         if self.grads.in_backward:
             raise inside

@@ -45,6 +45,7 @@ class TrainingState:
         infers: the plan is for inference, and has no place for gradients and new masters.
         """
         self._demand, self._placement = demand, placement
+        # A refusal was one of the plan before: this one may have room for training.
         self._infers, self.refused = infers, None
 
     def refuse(self, error: BudgetError) -> None:
@@ -85,6 +86,8 @@ class TrainingState:
                 tier = self._placement.homes[chunk.index].get(kind)
                 num_bytes = self._demand.chunks[chunk.index].home_bytes.get(kind, 0)
                 if tier is None and self._infers and kind is Kind.MASTER and chunk.dtype in HALF_DTYPES:
+                    # Values of more than 16 bits that are loaded into a model which infers need a master. Its plan has
+                    # no tier for one.
                     tier, num_bytes = Tier.HOST, chunk.master_dtype.itemsize * chunk.optim_numel
                 # A gradient without bytes rests in the parameter home, see grad_homes.py, unless its chunk is empty.
                 is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.may_lend_home or chunk.numel > 0)
@@ -112,6 +115,8 @@ class TrainingState:
                         # The gradient was made when the chunk had no GRAD home.
                         self._gradients.gradients[chunk.index].adopt_home()
             except BaseException:
+                # What was taken is given back, so that another try, with a plan that wants less of the device, finds
+                # the room.
                 self._free()
                 raise
 

@@ -55,6 +55,7 @@ class Underway:
 
     def enter_forward(self) -> None:
         """A forward is entered. It may be refused before it begins."""
+        # A forward that is refused before `begin_forward` belongs to no pass: `fail_forward` must not end one for it.
         self._has_begun = False
 
     def begin_forward(self) -> bool:
@@ -95,6 +96,7 @@ class Underway:
 
     def end_touch(self, touch: Touch) -> None:
         """A function has ended."""
+        # References that are dead stay in the list: they tell `has_lost_touch` of a function that was interrupted.
         self._touches = [reference for reference in self._touches if reference() is not touch]
 
     @property
@@ -111,12 +113,14 @@ class Underway:
         """If another autograd node runs now, lift the pins of the last one and of graph tasks started inside it."""
         task = _graph_task_id()
         if task != -1 and self._nodes and (task not in self._nodes or self._nodes[task][0] is not _autograd_node()):
+            # If `task` asks for the first time, this lifts pins that a graph task inside it has left.
             self._lift(task)
 
     def pin_for_node(self, chunk: Chunk) -> None:
         """Pin the chunk for the running node. Call `follow_node` before."""
         task = _graph_task_id()
         if task not in self._nodes:
+            # The record holds the node itself, so that no later node can have its identity.
             self._nodes[task] = _autograd_node(), []
         chunk.pin()
         self._nodes[task][1].append(chunk)
@@ -124,6 +128,8 @@ class Underway:
     def _lift(self, task: int) -> None:
         """Lift the pins of the node of `task`, which is done, and of every graph task started inside it."""
         # Graph tasks are numbered in the order of their start: inner ones have larger numbers.
+        # A graph task that reentrant checkpointing starts inside a node is over by the time that another node of `task`
+        # runs.
         for inner in [t for t in self._nodes if t >= task]:
             self._victims.unpin(self._nodes.pop(inner)[1])
 
@@ -139,6 +145,7 @@ class Underway:
     def exit_leaf(self) -> None:
         """Lift the leaf's pins: backward asks for something outside of it."""
         self._victims.unpin(self.leaf)
+        # Without an operator the next output of the same leaf enters it again.
         self.leaf_operator, self.leaf = None, []
 
     def exit_backward(self) -> None:
@@ -153,6 +160,7 @@ class Underway:
 
     def forget_forward(self) -> None:
         """Leave only the pins of touching functions: no call runs, and an interrupt may have lost the record of one."""
+        # A function may run around all of this, such as the body of `GatheredParameters`: its chunks stay pinned.
         touches = [touch for reference in self._touches if (touch := reference()) is not None]
         for chunk in self._chunks:
             chunk.reset_pins(sum(touch.pinned.count(chunk) for touch in touches))
@@ -161,6 +169,8 @@ class Underway:
 
     def reset(self) -> None:
         """Forget everything that was under way, and lift all pins."""
+        # Calls go first: if `forget_forward` had set the pins to zero before, the end of a call would lift one too
+        # many.
         self.calls.end_all()
         self._touches = []
         self._nodes.clear()

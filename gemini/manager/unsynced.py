@@ -44,6 +44,7 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) ->
     if gradient.unsynced_state is UnsyncedState.HELD:
         ready(total).add_(ready(local))
     else:
+        # The memory is kept from step to step: the first gradient of a step overwrites an old sum.
         ready(total).copy_(ready(local))
         gradient.become_unsynced(UnsyncedState.HELD)
     memory.close(gradient)
@@ -57,6 +58,7 @@ def reduce_unsynced(
     is_first = homes.begin(gradient, backward, is_sum=True)
     total = gradient.reduced()
     shard_numel = chunk.layout.shard_numel
+    # Shards and tiles have a multiple of `ALIGNMENT` elements, as a `ShardLayout` demands, and so has the last tile.
     tile_numel = _largest_tile(chunk, total.dtype, scratch.num_bytes)
     for start in range(0, shard_numel, tile_numel):
         numel = min(tile_numel, shard_numel - start)
@@ -66,6 +68,7 @@ def reduce_unsynced(
         rows = scratch.region(layout.numel, chunk.sum_dtype)
         _fill(rows, gradient, start, numel, homes.transfer)
         out = scratch.region(numel, total.dtype)
+        # The exchange is finished at once, because the next tile uses the same scratch.
         communicator.start_reduce_scatter(rows.flat, layout, out.flat, chunk.index, scratch.allocate)()
         if not chunk.is_stepped_whole:
             homes.put(total[start : start + numel], out, is_first)
@@ -73,6 +76,7 @@ def reduce_unsynced(
         # Every rank steps the whole chunk: gather the tile's means.
         whole = scratch.region(layout.numel, total.dtype)
         communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
+        # Row r has the mean of rank r's shard, whose slices of several units lie apart in the payload.
         for rank in range(world_size):
             row = whole[rank * numel : (rank + 1) * numel]
             for piece in pieces_within(chunk.layout.slices(rank), start, numel):

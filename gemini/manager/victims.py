@@ -16,6 +16,8 @@ class Victims:
 
     def __init__(self, chunks: Sequence[Chunk], next_use: NextUse) -> None:
         self._chunks = chunks
+        # This is a function of the chunks, and no method: the queue must not refer back to this object, since objects
+        # of a model refer downwards only (`tests/test_objects.py`).
         may_leave = partial(_may_leave, chunks)
         self._queues = EvictionQueue(next_use, may_leave), EvictionQueue(next_use, may_leave)  # by size
 

@@ -38,8 +38,10 @@ def all_on_device(demand: Demand, policy: PlacementPolicy) -> Alternative | None
 def all_at_rest_on_device(demand: Demand, policy: PlacementPolicy) -> int | None:
     """The least budget, in bytes, with which no state rests on the host. None: the policy never does that."""
     homes = tuple(dict.fromkeys(chunk.home_bytes, Tier.DEVICE) for chunk in demand.chunks)
+    # The fewest slots beside all homes: with a smaller budget some state has to leave.
     budget_bytes = slots_for(demand, homes).device_bytes(demand)
     placement = _place(demand, budget_bytes, policy)
+    # A policy such as "cpu" has other homes, whatever the budget.
     return budget_bytes if placement is not None and placement.homes == homes else None
 
 
@@ -69,6 +71,7 @@ def next_better(demand: Demand, now: Placement, budget_bytes: int, policy: Place
             same = middle
         else:
             other = middle
+    # If no step found a change, `other` is `most`, whose placement was not compared with `now` so far.
     changed = _place(demand, other, policy)
     return None if changed is None or changed == now else Alternative(other, changed)
 

@@ -51,6 +51,7 @@ class Budget:
     @staticmethod
     def of(settings: Settings, free: FreeBytes) -> Budget:
         """The budgets that `settings` name; for a tier without one, what is free there."""
+        # `model_data_memory` is for chunks alone. `device_memory` includes activations, which are left out of it below.
         device = settings.budget_bytes("model_data_memory")
         if device is None:
             whole = _whole(settings, free)
@@ -90,6 +91,7 @@ def _left_out(whole: int, free: FreeBytes) -> int:
     # has measured the peak risks running out of memory in that very step.
     if free.most_activations is None or free.most_activations <= by_default:
         return by_default
+    # An upper bound needs no margin for a larger batch, only the reserve.
     return min(whole, int(free.most_activations + whole * RESERVE))
 
 
@@ -112,4 +114,5 @@ def _smaller(one: int | None, other: int | None) -> int | None:
 
 
 def _greater(one: int | None, other: int | None) -> int | None:
+    # None is no bound, which is more than any number.
     return None if one is None or other is None else max(one, other)

@@ -25,6 +25,8 @@ def least_device_bytes(demand: Demand, policy: PlacementPolicy) -> int | None:
         return policy.place(demand, 0).device_bytes(demand)
     except BudgetError as error:
         needed = error.needed_bytes
+    # Policies need not look at `max_live_parameters`, which `place` checks. Its refusal has no number of bytes, because
+    # no budget would help.
     if demand.max_live_numel is not None:
         try:
             place(demand, needed, policy)
@@ -55,5 +57,6 @@ def would_leave_much(demand: Demand, policy: PlacementPolicy, budget_bytes: int)
 
 def leaves_much(demand: Demand, placement: Placement, policy: PlacementPolicy, budget_bytes: int) -> bool:
     """Whether `placement`, made for a short budget, uses less than `IN_USE` of it."""
+    # Only another placement tells whether the budget is short, so that is asked last.
     is_used = placement.device_bytes(demand) >= IN_USE * budget_bytes
     return not is_used and is_short(demand, placement, policy, budget_bytes)

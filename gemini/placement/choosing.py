@@ -31,6 +31,7 @@ def best_of(plans: Sequence[Plan], later: Sequence[int]) -> Plan:
     left = []
     for plan in cheapest:
         left.append(_num_left(plan, later))
+        # No plan leaves fewer than none, and the plans behind this one cost at least as much.
         if not left[-1]:
             break
     return cheapest[left.index(min(left))]
@@ -43,6 +44,7 @@ def is_short(plan: Plan) -> bool:
 
 def _cost(plan: Plan) -> tuple[bool, int]:
     demand, placement, budget = plan.demand, plan.placement, plan.budget.device
+    # False sorts before True, so plans that use the budget come first, whatever their cost.
     leaves = budget is not None and leaves_much(demand, placement, plan.settings.policy, budget)
     return leaves, step_cost(demand, placement, plan.world_size)
 

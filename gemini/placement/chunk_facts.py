@@ -75,6 +75,7 @@ def _persistent(spec: ModelSpec, settings: Settings) -> frozenset[str]:
     threshold = settings.model_persistence_threshold
     for weight in (weight for row in spec.first_uses() for weight in row):
         is_small = weight.numel < settings.param_persistence_threshold
+        # A weight that would pass the bound is skipped. A smaller one behind it may still be within it.
         if is_small and (threshold is None or numel + weight.numel <= threshold):
             found.append(weight.name)
             numel += weight.numel
@@ -83,6 +84,7 @@ def _persistent(spec: ModelSpec, settings: Settings) -> frozenset[str]:
 
 def _packing_input(weight: WeightSpec, persists: bool) -> PackingInput:
     spec = ParameterSpec(weight.name, weight.numel, weight.shape)
+    # Memory of a gradient and optimizer state is given to whole chunks, so trained and frozen weights are packed apart.
     return PackingInput(spec, (weight.dtype.name, weight.trainable, persists), weight.dtype.itemsize)
 
 
@@ -92,6 +94,7 @@ def _facts_of(
     by_name = {weight.name: weight for weight in spec.weights}
     chosen = {spec.weights[place].name for o in spec.operators if o.is_chosen for place in o.weights}
     edited = {spec.weights[place].name for o in spec.operators if o.edits_weights for place in o.weights}
+    # One object for each dtype: `needs._key_of` tells equal dtypes by their identity.
     facts, dtypes_of = [], {dtype: settings.chunk_dtypes(dtype) for dtype in {each.dtype for each in spec.weights}}
     for index, packed in enumerate(packed_chunks):
         layout = packed.layout

@@ -80,6 +80,7 @@ class Sized(Protocol):
 def report(chunks: Sequence[Sized], chunk_bytes: int, model_bytes: int) -> SearchReport:
     """The costs of packing into `chunks`."""
     regular = max((chunk.payload_bytes for chunk in chunks if not chunk.oversize), default=0)
+    # The largest chunk of a size decides how large all slots of that size are.
     oversize = max((chunk.payload_bytes for chunk in chunks if chunk.oversize), default=0)
     padding = sum(chunk.payload_bytes for chunk in chunks) - model_bytes
     # A slot of the second size stays partly empty whenever it holds a chunk smaller than the largest. Without this term
@@ -92,6 +93,7 @@ def report(chunks: Sequence[Sized], chunk_bytes: int, model_bytes: int) -> Searc
 
 def step_cost(demand: Demand, placement: Placement, world_size: int) -> int:
     """Bytes over the link in a step under a budget, plus the launches of copies and collectives converted to bytes."""
+    # The copies of a chunk are counted like its collectives: two fetches and one gradient.
     copies = sum(
         count * _COLLECTIVES_PER_CHUNK for _, homes, count in placement.alike(demand) if Tier.HOST in homes.values()
     )
@@ -109,6 +111,7 @@ def candidates(packer: Packer, world_size: int) -> Iterator[tuple[SearchReport, 
     """
     seen: set[bytes] = set()  # membership only
     # The usual sizes. 4096 elements a rank leave room for the padding of an operator's units.
+    # The powers of two go from 64 KiB to 512 MiB.
     usual = {_GRANULARITY_BYTES * 2**power for power in range(14)}
     for size in sorted(set(packer.operator_bytes), reverse=True)[:8]:
         usual.update(_round_up(size * times + 4096 * world_size, _GRANULARITY_BYTES) for times in (1, 2, 4))
@@ -120,6 +123,7 @@ def candidates(packer: Packer, world_size: int) -> Iterator[tuple[SearchReport, 
     # Sizes for tight budgets.
     tight = {_LEAST_BYTES * 2**power for power in range(6)}
     tight.update(sorted(packer.exact_bytes(), reverse=True)[:_NUM_EXACT_SIZES])
+    # The usual sizes were tried above: leaving them out saves the cuts that `seen` would discard.
     yield from _by_cost(packer, tight - usual, seen)
     # Every other size, as many as the bound on cut units allows.
     for size, cuts in islice(packer.every_cut(), _UNITS_CUT // max(1, packer.num_units())):

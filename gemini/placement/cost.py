@@ -38,6 +38,7 @@ class Ranks:
     def __post_init__(self) -> None:
         if self.count < 1 or self.per_node < 1:
             raise ValueError(f"ranks must be at least 1, found {self.count} with {self.per_node} on each node")
+        # The formulas take all nodes to be alike, with as many ranks on each.
         if not self.fill_nodes(self.count):
             raise ValueError(f"{self.count} ranks do not fill nodes of {self.per_node}: give a multiple of it")
 
@@ -107,6 +108,7 @@ class ModelledStep:
         return self.model_flops / seconds / self.peak_flops_per_s if seconds else 0.0
 
 
+# Parts of one resource never overlap. Copies in the two directions of the link can, so each direction is a resource.
 _RESOURCES = {
     "device": ("forward and backward", "update on the device"),
     "link to the device": ("host to device",),
@@ -134,6 +136,7 @@ def modelled_step(
     if dtype not in rates.flops_per_s:
         there = ", ".join(rates.flops_per_s)
         raise ValueError(f"flops_per_s has no rate for {dtype}: there are {there}")
+    # A backward makes two products for each one of the forward: for the gradients of the input and of the weight.
     peak, flops = rates.flops_per_s[dtype], 3 * forward_flops + computed_again_flops
     parts: dict[str, float | None] = {
         "forward and backward": flops / peak,
@@ -142,6 +145,7 @@ def modelled_step(
         "update on the device": moves.device_update_bytes / rates.device_update_bytes_per_s,
         "update on the host": moves.host_update_bytes / rates.host_update_bytes_per_s,
     }
+    # With one rank nothing travels, so an unknown rate between ranks must not make a part unknown.
     if ranks.count > 1:
         gathers = all_gather_seconds(moves.gathered_bytes, ranks, rates)
         exchanges = exchange_seconds(moves.exchanged_bytes, ranks, rates)
@@ -155,6 +159,7 @@ def all_gather_seconds(payload_bytes: int, ranks: Ranks, rates: Rates) -> float 
 
     Each ring passes through all ranks of a node before it goes on to the next node.
     """
+    # Every rank has its own part already.
     received = payload_bytes * (ranks.count - 1) / ranks.count
     between = None if rates.network_bytes_per_s is None else rates.network_bytes_per_s * ranks.on_a_node
     return _slower(received, rates.node_bytes_per_s, received if ranks.num_nodes > 1 else 0, between)

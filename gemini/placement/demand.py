@@ -86,6 +86,7 @@ class Demand:
 
     chunks: tuple[ChunkDemand, ...]
     slot_bytes: tuple[int, int]  # regular, oversize (0: none)
+    # Every pair is by size: regular slots first, then oversize ones.
     min_slots: tuple[int, int]
     gradient_slot_bytes: tuple[int, int]
     min_gradient_slots: tuple[int, int]
@@ -126,10 +127,12 @@ class _Groups:
 class Placement:
     """Every state's home, and the number of slots of each size."""
 
+    # Equal chunks may share one dict, so nobody may write to it.
     homes: tuple[dict[Kind, Tier], ...]
     num_slots: tuple[int, int]
     num_gradient_slots: tuple[int, int]
     kept: frozenset[int] = frozenset()  # chunks with a permanent slot of their own, which contains their parameter home
+    # Placements that differ only in their slots share homes, and through `dataclasses.replace` this cache too.
     groups: _Groups = field(default_factory=_Groups, compare=False, repr=False)
 
     def alike(self, demand: Demand) -> _Alike:
@@ -169,6 +172,7 @@ class Placement:
 
     def device_bytes(self, demand: Demand) -> int:
         """Model data that this placement puts on the device, slots and scratch included. Local; raises nothing."""
+        # Slots and scratch take their memory together at the first use, so their whole size counts at every moment.
         return sum(self.bytes_by_kind(demand, Tier.DEVICE).values())
 
     def live_numel(self, demand: Demand) -> int:

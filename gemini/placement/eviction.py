@@ -43,12 +43,16 @@ class EvictionQueue:
         else:
             for chunk in self._changed:
                 if may_leave(chunk):
+                    # An older entry of the chunk stays in the heap. Its rank is outdated, by which it is recognised at
+                    # the top.
                     heappush(heap, (next_use.rank(chunk), chunk))
         self._changed.clear()
         # Drop entries of chunks that have left, are in use, or were touched since they were pushed.
         while heap:
             rank, chunk = heap[0]
             if may_leave(chunk) and rank == next_use.rank(chunk):
+                # The entry is not popped: a gather ahead leaves this chunk in its slot if it is used before the
+                # gathered one.
                 return chunk
             heappop(heap)
         return None

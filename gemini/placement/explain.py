@@ -58,6 +58,7 @@ def chunks_in_words(
     if found is None:
         yield "This chunk size was given with chunk_size=."
         return
+    # The size is fixed at wrapping, so a later plan has the one that was best under the budgets of that time.
     budgets = "these budgets" if is_first else "those of wrapping"
     yield (
         f"The search took this chunk size as the cheapest under {budgets}: "
@@ -73,6 +74,7 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Ite
         found = [f"{words} {_bytes(rest[kind])}" for kind, words in KINDS_IN_WORDS.items() if rest[kind]]
         yield f"At rest on the {tier}: {', '.join(found) or 'nothing'}."
     if placement.kept:
+        # The parameter home inside the slot is among the weights at rest, in the lines above.
         around = sum(demand.chunks[i].payload_bytes - demand.chunks[i].home_bytes[Kind.PARAM] for i in placement.kept)
         yield f"{len(placement.kept)} chunks keep a slot around their weights on the device: {_bytes(around)} more."
     for words, counts, sizes in (
@@ -97,6 +99,7 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers
     """The bytes that travel in each micro-batch and once in a step, or in each forward without gradients."""
     chunks = list(zip(demand.chunks, placement.homes, strict=True))
     from_host = [chunk for chunk, homes in chunks if homes[Kind.PARAM] is Tier.HOST]
+    # `needs_slot` means that this rank has only a shard of the parameters.
     gathered = [chunk for chunk, _ in chunks if chunk.needs_slot]
     trained = [chunk for chunk, homes in chunks if Kind.GRAD in homes]
     grads = _at_rest(demand, placement, Kind.GRAD, Tier.HOST)
@@ -127,6 +130,7 @@ def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -
     micro_batches: the number that the step was predicted with. infers: `predicted` is a forward without gradients.
     """
     step = f"a step of {micro_batches} micro-batches" if micro_batches > 1 else "a step"
+    # A plan for inference predicts a forward without gradients, which has no micro-batches.
     step = "a forward" if infers else step
     links = predicted.bytes_by_link
     both = (("host->device", "from the host to the device"), ("device->host", "from the device to the host"))
@@ -144,6 +148,7 @@ def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -
 def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy) -> Iterator[str]:
     """The changes that a larger and a smaller device budget would bring, with these chunks."""
     held, there = placement.device_bytes(demand), budget.device
+    # From this budget on the policy uses no more.
     everything = all_on_device(demand, policy)
     most = None if everything is None else everything.budget_bytes
     if most is None:
@@ -151,6 +156,7 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
     elif there is None or there >= most:
         yield "More room on the device would change nothing."
     else:
+        # States at rest need less than that: what is left then buys slots.
         at_rest = all_at_rest_on_device(demand, policy)
         better = next_better(demand, placement, there, policy)
         if better is not None:
@@ -159,6 +165,8 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
         if at_rest is not None and at_rest > there:
             yield f"With {_bytes(at_rest - there)} more, everything would rest on the device."
         yield f"With {_bytes(most - there)} more, nothing would have to leave a slot; still more would change nothing."
+    # The first change comes one byte below what the placement takes, not below the budget: what is not used can go
+    # first.
     worse = next_worse(demand, placement, policy)
     spare = 0 if there is None else there - held
     less = f"{_bytes(spare)} of the budget are not used. With one byte less than the others" if spare else ""
@@ -174,6 +182,7 @@ def other_choices(settings: Settings, is_first: bool) -> Iterator[tuple[str, Set
 
     Existing chunks keep their size, so after wrapping each change means to wrap the model again.
     """
+    # The words begin a sentence, which `minimum_in_words` ends.
     again = "" if is_first else "Wrapping again with "
     if not is_first:
         yield "Wrapping again", settings
@@ -197,6 +206,7 @@ def minimum_in_words(
     cannot = f"with a smaller budget the model cannot {'infer' if infers else 'train'}"
     the = "The" if is_first else "With these chunks the"
     yield f"{the} minimum of model data on the device is {_bytes(minimum)}: {cannot}."
+    # A user's policy may not say its minimum: then it cannot be compared.
     lower = {words: least for words, least in others.items() if least is not None and least < minimum}
     for words, least in lower.items():
         yield f"{words} would lower it to {_bytes(least)}."
@@ -218,5 +228,6 @@ def _at_rest(demand: Demand, placement: Placement, kind: Kind, tier: Tier) -> in
 
 def _bytes(num_bytes: int) -> str:
     """The exact number of bytes, with a rounded one in brackets where the exact one is hard to read."""
+    # Below 10 KiB the rounded number is the exact one, and is not said twice.
     short = format_bytes(num_bytes)
     return f"{num_bytes} bytes" if short == f"{num_bytes} B" else f"{num_bytes} bytes ({short})"

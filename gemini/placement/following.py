@@ -39,6 +39,8 @@ def budget_to_follow(plan: Plan, now: Budget, is_first: bool = False) -> Budget 
     # Shrink, but only if the room is less than the plan takes: an unused part of the budget may disappear unnoticed.
     if room is None or room >= plan.device_bytes:
         return None
+    # Give up a margin more than the reading asks for. Otherwise the next reading, a little lower, would move states
+    # again.
     return _less(plan, now, int(room * (1 - margin)))
 
 
@@ -57,6 +59,7 @@ def budget_after_shortage(plan: Plan, now: Budget) -> Budget | None:
     now: the budget that free memory allows, as far as it is known. The failed step wanted more than was measured, so
     the budget shrinks by `_SHRINK` even where `now` would allow more.
     """
+    # A part of what the plan takes, not of its budget: a cut of an unused part would free nothing.
     less = int(plan.device_bytes * (1 - _SHRINK))
     if now.device is not None:
         less = min(less, int(now.device * (1 - _MARGIN)))
@@ -65,6 +68,8 @@ def budget_after_shortage(plan: Plan, now: Budget) -> Budget | None:
 
 def _less(plan: Plan, now: Budget, num_bytes: int) -> Budget | None:
     """A device budget of `num_bytes`, or the chunks' minimum if that is more. None if the plan takes no more anyway."""
+    # A user's policy may not say its minimum. Then the policy is asked with this budget, and if it refuses, the plan in
+    # force stays.
     less = max(num_bytes, plan.packed_minimum_bytes or 0)
     return replace(now, device=less) if less < plan.device_bytes else None
 
@@ -112,6 +117,7 @@ def followed_in_words(
     bytes that the device has for model data, where that may be less than the chunks need. None: as `after` says.
     """
     budgets = [_in_words(plan.budget.device) for plan in (before, after)]
+    # The budget is never less than the chunks need, so it may exceed the room that there is. Then the line says both.
     if room is not None and room < (after.budget.device or 0):
         budgets[1] = f"{format_bytes(room)} of model data, where the chunks need {budgets[1]}"
     else:
@@ -157,6 +163,7 @@ def optimizer_in_words(before: Plan, after: Plan) -> str:
 
 def _moved_in_words(before: Plan, after: Plan) -> str:
     pairs = zip(before.placement.homes, after.placement.homes, strict=True)
+    # A kind that only one of the plans has was allocated or given back, as after unfreezing, and not moved.
     moves = [homes[kind] for had, homes in pairs for kind in had if kind in homes and had[kind] is not homes[kind]]
     slots = [sum(plan.placement.num_slots) for plan in (before, after)]
     return (

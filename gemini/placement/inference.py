@@ -45,6 +45,7 @@ def _plan_for_adam(packed: Packed, settings: Settings, free: FreeBytes) -> tuple
         try:
             return plan_inference(packed.spec, settings, packed.world_size, free), refused
         except BudgetError as error:
+            # The refusal of inference asks for less, which is enough to wrap the model. The words name both needs.
             if error.tier == refused.tier == "host" and error.needed_bytes is not None:
                 raise error.reworded(f"{error}. That is enough for inference; to train it, {refused}") from None
     raise refused
@@ -60,8 +61,10 @@ def _wrap_with(
     spec, settings, packing = first.spec, first.settings, lighter.packing
     if refused is None:
         try:
+            # No optimizer is there yet, so this plan counts Adam's states, as every first plan does.
             plan = replan(lighter, lighter.trained, {}, optim_states=[OPTIM_STATES] * len(packing.chunks))
             check_host_room(plan, WRAPPED_KINDS)
+            # `replan` is made for chunks that exist. None of these do, so the minimum is still that of all chunk sizes.
             return replace(plan, is_first=True), None
         except BudgetError:
             pass
@@ -92,6 +95,7 @@ def plan_training(packed: Packed, settings: Settings, free: FreeBytes, optim_sta
         return plan_packed(packed, settings, free)
     first, _ = plan_first(packed, settings, free)
     states = [optim_states] * len(first.packing.chunks)
+    # `replan` by itself would take any first plan for one whose activations are unknown.
     is_by_default = free.are_activations_unknown
     try:
         plan = replan(first, first.trained, {}, infers=False, optim_states=states, is_by_default=is_by_default)
@@ -108,6 +112,7 @@ def with_least(error: BudgetError, plan: Plan, optim_states: int) -> BudgetError
     spec, settings = plan.spec, plan.settings
     # What chunks of another size need is known of what was trained at first.
     is_known = list(plan.trained) == trained_at_first(spec, plan.packing) and error.needed_bytes is not None
+    # `least_of_all_packings` knows bytes of the device only, and a size that the user gave has no others beside it.
     if error.tier != Tier.DEVICE or settings.chunk_size is not None or not is_known:
         return error
     least = least_of_all_packings(spec, settings, plan.world_size, False, optim_states)

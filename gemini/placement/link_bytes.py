@@ -26,6 +26,8 @@ def link_bytes(demand: Demand, placement: Placement) -> int:
     for users, count in zip(fetched, placement.num_slots, strict=True):
         held_for_backward = sum(users[max(0, len(users) - count) :])
         held_for_forward = sum(users[:count])
+        # Every backward finds the last users of its forward in the slots. The first forward of a step finds none,
+        # because the update before it has outdated all payloads.
         turns = demand.micro_batches
         num_bytes += passes * sum(users) - turns * held_for_backward - (turns - 1) * held_for_forward
     return num_bytes
@@ -42,6 +44,7 @@ def at_rest_bytes(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
         num_bytes += link.summed
     if grad is Tier.HOST:
         num_bytes += link.reduced
+    # Every rank updates its part of weights that it holds whole, and copies the parts of the others to the host.
     if param is Tier.HOST:
         num_bytes += link.made_whole
     # The update reads and writes the master, so it travels both ways.

@@ -53,6 +53,8 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
     its = zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True)
     for facts, chunk, homes in its:
         if Kind.GRAD in homes:  # frozen chunks have no gradient and are not updated
+            # An update runs on the tier of the optimizer state. A chunk without any, as with plain SGD, has such a tier
+            # too.
             updated[homes[Kind.OPTIM]] += update_bytes(facts, chunk.optim_states)
     return Moves(
         to_device_bytes=links.get("host->device", 0),
@@ -72,6 +74,8 @@ def update_bytes(facts: ChunkFacts, optim_states: int) -> int:
     Adam, with two states, takes 26 bytes per parameter with split masters and 28 in fp32.
     """
     dtypes = facts.dtypes
+    # The factors of 2 stand for a read and a write. The gradient is only read, once. fp64 weights have fp64 states, all
+    # others have fp32 ones.
     states = 2 * optim_states * max(4, dtypes.weight.itemsize)
     master = 2 * facts.master_itemsize if dtypes.weight.is_half else 0
     # The update writes the weight. It reads the weight only where that is the master or the upper half of a split one.

@@ -49,6 +49,8 @@ def demand_of(
     """
     # One trained weight makes its chunk a trained one: gradient and optimizer state are allocated per chunk.
     flags = iter(trained)
+    # All chunks take their flags from one iterator. The list makes each chunk take all of its own: `any` alone would
+    # stop at the first trained weight and leave the other flags to the next chunk.
     trainable = [chunk for chunk in chunks if any(list(islice(flags, len(chunk.names))))]
     indices = {chunk.index for chunk in trainable}  # membership only
     # Equal chunks share one object, so nobody may write to it. `Placement.alike` groups chunks by this identity.
@@ -111,6 +113,7 @@ def _chunk_demand(
         # From the second micro-batch on the sum is kept in fp32, in addition to the 16-bit home.
         if micro_batches > 1 and dtypes.widens:
             home_bytes[Kind.GRAD] += FLOAT32.itemsize * optim_numel
+    # A frozen chunk keeps a master that holds more than the 16-bit weights, which could not be made again from them.
     if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
         home_bytes[Kind.MASTER] = chunk.master_itemsize * optim_numel
     if is_trained or Kind.OPTIM in kept:
@@ -142,6 +145,7 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
     is_wide = micro_batches > 1 and dtypes.widens
     # One rank copies the gradient in the weight's dtype, unless it is rounded on the device before (`narrows`).
     arriving = dtypes.weight if world_size == 1 and not dtypes.narrows else dtypes.rest
+    # At stage 0 every rank keeps the whole mean, at all other stages its own part.
     reduced = micro_batches * arriving.itemsize * (chunk.layout.numel if stage == 0 else chunk.layout.shard_numel)
     if world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight:
         # One rank resumes its fp32 sum, so each further micro-batch first brings the sum to the device.

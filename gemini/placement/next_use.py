@@ -40,6 +40,7 @@ class _Record:
         self.place = {touch: at for at, touch in enumerate(self.touches)}
         self.uses = {}
         for at, touch in enumerate(self.touches):
+            # The places of each chunk come in ascending order, so that `next_use` can bisect them.
             self.uses.setdefault(touch.chunk, []).append(at)
 
     @property
@@ -51,6 +52,7 @@ class _Record:
         """Follow a pass that had touches which the trace lacks (`strays`), or left out some of the trace."""
         touches = merged(self.touches, list(passed)) if strays else self.touches
         left_out = [touch for touch in touches if touch not in passed]
+        # Counts exist only for touches that this pass left out, so a touch that came counts from 0 again.
         self._misses = {touch: self._misses.get(touch, 0) + 1 for touch in left_out}
         if any(count >= _MISSES for count in self._misses.values()):
             touches = [touch for touch in touches if self._misses.get(touch, 0) < _MISSES]
@@ -99,6 +101,7 @@ class NextUse:
     def reset_trace(self) -> None:
         """Drop all traces and counts."""
         self.epoch += 1
+        # A pass that still runs is given up with its trace: it may have failed, with ranks at different events of it.
         self._events.resume(None)
         self._records = {kind: _Record() for kind in PassKind}
         self._running: list[_Pass] = []  # an evaluation may come between a forward and its backward
@@ -118,6 +121,7 @@ class NextUse:
         # Outside of a pass a touch only tells when the chunk was last used.
         if not self._running:
             return
+        # An evaluation inside a training pass has a trace of its own, so a touch belongs to the innermost pass.
         now, touch = self._running[-1], Touch(self._events.now, chunk)
         # The same function may ask for a chunk several times. The trace has each touch once.
         if touch in now.passed:
@@ -127,6 +131,7 @@ class NextUse:
         # Not in the trace (-1), or at a place that the pass has gone past: the prediction stays where it is.
         if place < now.position:
             now.num_strays += 1
+            # A stray that the trace lacks is added to it later. One that the trace has elsewhere came in another order.
             now.num_disordered += place >= 0
             if now.follows and now.num_strays > now.record.most_strays:
                 now.follows = False
@@ -155,12 +160,17 @@ class NextUse:
         if not self._running or self._running[-1].kind is not kind:
             return False
         now = self._running.pop()
+        # Evaluations make no gradients, so they do not count on the way to the next update.
         self._num_backwards += kind is not PassKind.EVALUATION
+        # The events of the pass around this one go on with their own counts.
         self._events.resume(now.outside)
         self.epoch += 1
+        # The touches end where the exception came. As a trace they would have the rest of the pass count as left out.
         if now.is_broken:
             return False
         if now.num_disordered > now.record.most_strays or not now.record.touches:
+            # Where much came in another order, the old places of touches that this pass left out mean nothing, so they
+            # are not merged in. The first pass of its kind is the trace as it is.
             now.record.set_trace(list(now.passed))
         elif now.num_strays or now.leaves_out or now.position < len(now.record.touches):
             now.record.learn(now.passed, strays=now.num_strays > 0)
@@ -235,11 +245,14 @@ class NextUse:
         # Never used in a traced pass: beyond every place that the lines below return.
         if not uses:
             return 3 * num_touches
+        # The first use at or behind the position is still to come in this pass.
         at = bisect_left(uses, now.position)
         if at < len(uses):
             return uses[at]
         # A pass is counted when it ends, so the running one is number `_num_backwards + 1`.
         is_last = now.kind is not PassKind.EVALUATION and self._num_backwards + 1 >= self._expected_backwards
+        # With four micro-batches a chunk that is left in its slot serves the next forward after three of the four
+        # backwards. After the fourth one the update makes it stale, while a frozen chunk stays usable.
         return (2 if is_last and chunk in self.outdated else 1) * num_touches + uses[0]
 
     def coming(self, count: int) -> list[int]:
@@ -254,4 +267,6 @@ class NextUse:
 
         While the pass is predicted that is the chunk with the farthest next use, else the least recently used one.
         """
+        # A chunk without a touch was only gathered ahead. Its rank of -1 lets it leave before all chunks that were
+        # used.
         return -self.next_use(chunk) if self.follows else self._last_touch.get(chunk, -1)

@@ -26,6 +26,7 @@ class Packed:
         self.spec = spec
         self.world_size = world_size
         self._settings = settings
+        # A generator: sizes that no search comes to are never packed.
         self._unmade = packings(spec, settings, world_size)
         self._made: list[Packing] = []
         self._demanded: dict[int, list[tuple[Packing, Demand]]] = {}  # by states per element
@@ -38,6 +39,7 @@ class Packed:
         """The packings with their demands for an optimizer that keeps so many states per element. Raises likewise."""
         demanded = self._demanded.setdefault(optim_states, [])
         place = 0
+        # Several iterations share these lists, and another one may have gone further, so nothing is made twice.
         while place < len(self._made) or self._makes_one_more():
             if place == len(demanded):
                 packing = self._made[place]
@@ -53,6 +55,7 @@ class Packed:
 
     def _demand_of(self, packing: Packing, optim_states: int) -> Demand:
         trained, states = trained_at_first(self.spec, packing), [optim_states] * len(packing.chunks)
+        # The host's budget is left out, because it is in no byte of the demand: `find_plans` adds it.
         return packing_demand(packing, self.spec, trained, {}, self._settings, self.world_size, optim_states=states)
 
 
@@ -68,6 +71,8 @@ def packing_demand(
     optim_states: Sequence[int] | None = None,
 ) -> Demand:
     """`demand_of` the chunks of `packing`. settings: all count but for the budgets and the policy."""
+    # A number in the settings holds for all steps. Without one the plan counts as many micro-batches as steps have
+    # shown.
     return demand_of(
         packing.chunks,
         spec,
@@ -84,5 +89,6 @@ def packing_demand(
 
 def trained_at_first(spec: ModelSpec, packing: Packing) -> list[bool]:
     """Whether each weight is trained when the model is wrapped, in the order of the chunks."""
+    # `demand_of` takes the flags chunk by chunk, and packing may put weights in another order than the spec has.
     trainable = {weight.name: weight.trainable for weight in spec.weights}
     return [trainable[name] for chunk in packing.chunks for name in chunk.names]

@@ -93,9 +93,13 @@ class Packer:
         # A strategy that spans the chunk merges its units, and only the merged one is padded for the ranks.
         self._unit_alignment = ALIGNMENT if strategy.spans_chunk else world_size * ALIGNMENT
         self._world_size = world_size
+        # Every rank's slice of a payload ends on a multiple of ALIGNMENT elements, see [Note: Alignment] in
+        # sharding/layout.py.
         self._quantum = world_size * ALIGNMENT
         self._groups: list[tuple[Hashable, int, _Line]] = []
         self.operator_bytes = [sum(item.spec.numel * item.itemsize for item in operator) for operator in operators]
+        # A dict keeps the order of first use. The order of a set of keys, which contain texts, differs between
+        # processes, and with it the chunks would.
         for key, itemsize in {item.key: item.itemsize for operator in operators for item in operator}.items():
             of_key = [[item.spec for item in operator if item.key == key] for operator in operators]
             places = [place for place, specs in enumerate(of_key) if specs]
@@ -140,6 +144,7 @@ class Packer:
         refused: list[int] = []
         for key, itemsize, line in self._groups:
             if line.unit_bytes[-1] > chunk_bytes:
+                # The smallest unit that is larger than a chunk: from its size on it joins the regular chunks.
                 refused.append(line.unit_bytes[bisect_right(line.unit_bytes, chunk_bytes)])
                 cuts += [
                     Cut(key, itemsize, unit.place, True, [unit.specs], unit.payload_bytes)
@@ -166,14 +171,19 @@ class Packer:
         # From this size on one more operator fits into a chunk, so that the chunk before it may end at its border.
         refused = set(line.row_numels[bisect_right(line.row_numels, capacity) :][:1])
         first = 0
+        # Each turn makes one chunk. The line has no unit that is larger than a chunk, so at least one fits and the loop
+        # ends.
         while first < num_units:
             end = bisect_right(starts, starts[first] + capacity, first) - 1
             if end < num_units:
+                # The first unit that does not fit has the number `end`. The units of its operator are those in [before,
+                # after).
                 row, too_many = bisect_right(firsts, end), end + 1
                 before, after = firsts[row - 1], firsts[row]
                 if first < before < after - 1 and starts[after] - starts[before] <= capacity:
                     # A larger chunk ends here too, until it holds the whole operator.
                     end, too_many = before, after
+                # With room for so many elements the chunk would have had one unit, or one operator, more.
                 refused.add(starts[too_many] - starts[first])
             payload_bytes = itemsize * round_up(starts[end] - starts[first], quantum)
             done.append(Cut(key, itemsize, line.units[first].place, False, line.specs[first:end], payload_bytes))
@@ -182,6 +192,7 @@ class Packer:
 
     def _sized(self, unit: list[ParameterSpec], place: int, itemsize: int) -> _SizedUnit:
         end = 0
+        # Each parameter starts on an aligned offset, as `lay_out_unit` places it.
         for spec in unit:
             end = round_up(end, ALIGNMENT) + spec.numel
         payload_bytes = itemsize * round_up(end, self._quantum)
@@ -201,6 +212,7 @@ def _units_by_operator(
 ) -> list[list[list[ParameterSpec]]]:
     """The strategy's units by operator. A unit belongs to the operator of its first parameter."""
     units = strategy.units(operators)
+    # A user's strategy may lose or repeat a weight, which would then have no place in a chunk, or two.
     check_units(strategy, operators, units)
     owner = {spec.name: index for index, operator in enumerate(operators) for spec in operator}
     groups: list[list[list[ParameterSpec]]] = [[] for _ in operators]
@@ -217,6 +229,7 @@ def _seal(cut: Cut, spans_chunk: bool, world_size: int) -> PackedChunk:
     laid_out: list[Unit] = []
     start = 0
     for unit in units:
+        # The unit is padded, so that all ranks have equal parts of it, as the all-gather in place needs.
         inside, numel = lay_out_unit([spec.numel for spec in unit], world_size)
         names += [spec.name for spec in unit]
         offsets += [start + offset for offset in inside]

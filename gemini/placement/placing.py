@@ -30,8 +30,11 @@ def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> 
     placement = policy.place(demand, budget_bytes)
     if not isinstance(placement, Placement):
         raise TypeError(f"{_named(policy)} must return a Placement, found {type(placement).__name__}")
+    # The first problem is raised and the others are not looked for: later checks rely on what the earlier ones have
+    # shown.
     for problem in _problems(demand, placement):
         raise ValueError(f"{_named(policy)} {problem}")
+    # A user's policy may return a placement beyond the budget instead of raising.
     check_fits(demand, placement, budget_bytes, policy.name)
     _check_live(demand, placement, policy.name)
     return placement
@@ -45,6 +48,7 @@ def place_unbounded(demand: Demand, policy: PlacementPolicy) -> Placement:
     """
     try:
         return policy.place(demand, None)
+    # Callers take a refusal for an answer, so it needs no note.
     except BudgetError:
         raise
     except Exception as error:
@@ -64,6 +68,7 @@ def placement_in_words(placement: Placement, budget_bytes: int | None) -> str:
     for kind in Kind:
         # Chunks are many and placements regular: list runs of chunks on one tier.
         runs, end = [], 0
+        # A chunk without this kind has no tier: it ends a run and begins none.
         for tier, its in groupby(homes.get(kind) for homes in placement.homes):
             start, end = end, end + len(list(its))
             if tier is not None:
@@ -87,6 +92,7 @@ def _problems(demand: Demand, placement: Placement) -> Iterator[str]:
     for index, (chunk, chunk_homes) in enumerate(zip(demand.chunks, homes, strict=True)):
         yield from _problems_of(index, chunk, chunk_homes)
     for index in sorted(placement.kept):
+        # A negative index would name a chunk from the end.
         if not 0 <= index < num_chunks:
             yield f"keeps a slot for chunk {index}, and there are {num_chunks}"
         elif not demand.chunks[index].may_keep_slot:
@@ -122,6 +128,7 @@ def _problems_of(index: int, chunk: ChunkDemand, homes: dict[Kind, Tier]) -> Ite
 def _check_live(demand: Demand, placement: Placement, policy: str) -> None:
     most, needed = demand.max_live_numel, placement.live_numel(demand)
     if most is not None and needed > most:
+        # No `needed_bytes`: more memory would not help, only a larger bound or smaller chunks.
         raise BudgetError(
             f"max_live_parameters={most} is less than the {needed} elements, paddings included, that the fewest slots "
             f"of tensor_placement_policy={policy!r} hold: allow {needed}",

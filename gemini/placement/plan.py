@@ -129,6 +129,7 @@ class Plan:
         settings, demand = self.settings, self.demand
         if not demand.chunks:
             return "No weights are planned: nothing rests on the device or on the host, and nothing moves."
+        # Each of these packs the model again, as a rule with many chunk sizes, so they are computed only for this text.
         others = {
             words: least_of_all_packings(self.spec, changed, self.world_size, self.infers, self._most_states)
             for words, changed in explain.other_choices(settings, self.is_first)
@@ -187,6 +188,8 @@ def replan(
     settings, budget = changes.get("settings", before.settings), changes.get("budget", before.budget)
     infers = changes.get("infers", before.infers)
     micro_batches = changes.get("micro_batches", before.demand.micro_batches)
+    # A later plan counts the states of the one before: an optimizer that keeps other numbers than Adam may be there
+    # already.
     states = changes.get("optim_states", [chunk.optim_states for chunk in before.demand.chunks])
     packing, size = before.packing, before.world_size
     try:
@@ -194,7 +197,9 @@ def replan(
     except BudgetError as error:
         # Until training begins no step has shown its activations, so the budget leaves them the default.
         is_by_default = changes.get("is_by_default", before.is_first and budget == before.budget)
+        # The advised error contains the text of the first one, which a chained traceback would repeat.
         raise advised(error, spec, settings, is_by_default) from None
+    # The chunks exist already, so that the minimum of this plan is that of their size alone.
     return replace(plan, is_first=False)
 
 
@@ -214,6 +219,8 @@ def plan_packing(
 
     The arguments are those of `replan`, and fields of `Plan`. optim_states: by chunk index. None: Adam's.
     """
+    # A plan for inference counts memory as if all weights were frozen. `trained` itself goes into the plan, for the one
+    # that replaces it when training begins.
     counted = [False] * len(trained) if infers else trained
     room = budget.host
     demand = packing_demand(packing, spec, counted, kept, settings, world_size, room, micro_batches, optim_states)
@@ -231,6 +238,8 @@ def plan_demand(
     infers: bool = False,
 ) -> Plan:
     """`plan_packing` of chunks whose demand is known."""
+    # The host's budget is no bound here: it is in the demand, where a policy may prefer placements that keep to it.
+    # Callers check the room on the host.
     placement = place(demand, budget.device, settings.policy)
     hash_ = hash_of(packing, placement, settings, trained)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
@@ -238,11 +247,15 @@ def plan_demand(
 
 def hash_of(packing: Packing, placement: Placement, settings: Settings, trained: Sequence[bool]) -> int:
     """A 32-bit hash of everything that decides the order of collectives."""
+    # What a collective sends depends on where the weights are in a chunk and on how ranks divide it.
     chunks = [(chunk.names, chunk.offsets, chunk.layout) for chunk in packing.chunks]
     each = {id(homes): homes for homes in placement.homes}  # which thousands of chunks share
     words = {key: repr(homes) for key, homes in each.items()}
+    # The text is that of `repr(placement.homes)`, where a tuple of one element has a comma. Equal chunks share a dict,
+    # so each distinct one is put into words once.
     homes = f"({', '.join(words[id(homes)] for homes in placement.homes)}{',' * (len(placement.homes) == 1)})"
     # Gradient slots are left out: a gradient that spills changes no collective.
+    # A set has no order of its own, hence the sort.
     placed = f"({placement.num_slots}, {homes}, {sorted(placement.kept)})"
     # Ranks compare this number. Python's own `hash` of a text differs between processes.
     return zlib.crc32(f"({chunks}, {placed}, {settings.shared()!r}, {tuple(trained)})".encode())
@@ -250,6 +263,7 @@ def hash_of(packing: Packing, placement: Placement, settings: Settings, trained:
 
 def kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kind]]:
     """The masters that even inference must keep: those that hold more than the 16-bit weights rounded from them."""
+    # The masters of all other weights can be made from the weights when training begins.
     exact = {weight.name for weight in spec.weights if weight.trainable and weight.is_rounded}  # membership only
     masters = frozenset((Kind.MASTER,))
     return {chunk.index: masters for chunk in packing.chunks if not exact.isdisjoint(chunk.names)}
@@ -265,10 +279,12 @@ def least_of_all_packings(
     """
     found = []
     for packing in packings(spec, settings, world_size):
+        # This is the minimum of a model that is being wrapped, in which frozen chunks have no states to keep.
         trained, kept = trained_at_first(spec, packing), {}
         if infers:
             trained, kept = [False] * len(trained), kept_at_first(spec, packing)
         states = [optim_states] * len(packing.chunks)
         demand = packing_demand(packing, spec, trained, kept, settings, world_size, optim_states=states)
         found.append(least_device_bytes(demand, settings.policy))
+    # A user's policy may name its least for some sizes only.
     return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)

@@ -134,6 +134,7 @@ class AutoPolicy:
 
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
         """See `PlacementPolicy.place`. Raises BudgetError if the least slots do not fit."""
+        # This placement has all homes on the device and every slot that can be of use.
         everything = CudaPolicy().place(demand, None)
         is_bounded = self.gpu_margin_mem_ratio is not None
         # With everything on the device no byte crosses the link, so there is no better placement to find.
@@ -144,11 +145,14 @@ class AutoPolicy:
         least = min(placement, everything, key=lambda each: each.device_bytes(demand))
         check_fits(demand, least, budget_bytes, self.name)
         if is_bounded:
+            # The ratio is one of what parameters and gradients leave, so these move in first. Slots are bought from
+            # what optimizer state leaves.
             placement = spend(demand, placement, budget_bytes, (Step.PARAMS, Step.GRADS))
             placement = spend(demand, placement, self._margin(demand, placement, budget_bytes), (Step.STATE,))
             return spend(demand, placement, budget_bytes, (Step.KEPT, Step.SLOTS))
         # Frozen parameters first: no update ever takes them to the host, so each of their bytes saves fetches only.
         placement = spend(demand, placement, budget_bytes, (Step.FROZEN,))
+        # No order of spending is the best for all models, see `_WAYS`, so all of them are tried and compared.
         ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
         costs = [_cost(demand, each) for each in ways]
         cost = min(costs)
@@ -168,6 +172,7 @@ class AutoPolicy:
             return budget_bytes
         taken = placement.device_bytes(demand)
         if budget_bytes is None:
+            # A ratio of 0 leaves no room to optimizer state, with or without a budget.
             return None if ratio else taken
         return taken + int(ratio * (budget_bytes - taken))
 
@@ -199,6 +204,8 @@ class StaticPolicy:
     offload_param_frac: float = 0.0
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, hence `object.__setattr__`. An int becomes a float, because the name, which ranks
+        # compare, would otherwise differ between 1 and 1.0.
         for name in FRACTIONS:
             object.__setattr__(self, name, check_fraction(name, getattr(self, name)))
 
@@ -210,6 +217,8 @@ class StaticPolicy:
     def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
         """See `PlacementPolicy.place`. Local. Raises BudgetError if the fractions do not fit into the budget."""
         # Choose what is resharded, then what is offloaded of the rest.
+        # The fraction is one of the chunks that can be kept whole. A sharded chunk of several units cannot: its shard
+        # is no single part of a payload, so it is resharded after every use.
         whole = [chunk.payload_bytes if chunk.may_keep_slot else 0 for chunk in demand.chunks]
         given_up = _last_of(whole, self.shard_param_frac)
         kept_whole = [chunk.persists or bool(whole[i] and i not in given_up) for i, chunk in _counted(demand)]
@@ -226,6 +235,7 @@ class StaticPolicy:
         )
         # A chunk that stays whole keeps its slot.
         placement = slots_for(demand, homes)
+        # `keepable` reads the homes from a placement, so the fewest slots are computed once before and once after it.
         kept = [index for index in keepable(demand, placement) if index not in given_up]
         placement = slots_for(demand, homes, kept)
         check_fits(demand, placement, budget_bytes, self.name)
@@ -246,6 +256,7 @@ def _last_of(num_bytes: Sequence[int], fraction: float) -> frozenset[int]:
     for index in reversed(range(len(num_bytes))):
         if wanted <= 0:
             break
+        # A chunk of 0 bytes brings the sum no nearer to the fraction, so it stays where it is.
         if num_bytes[index]:
             chosen.add(index)
             wanted -= num_bytes[index]
@@ -269,6 +280,8 @@ def resolve_policy(policy: str | PlacementPolicy, **arguments: float) -> Placeme
         if policy not in _POLICIES:
             raise ValueError(f"tensor_placement_policy={policy!r} is unknown: choose one of {sorted(_POLICIES)}")
         return _POLICIES[policy](**arguments)
+    # `isinstance` with a protocol only looks for the attributes, which a class such as `AutoPolicy` has as well as its
+    # instances.
     if isinstance(policy, type) or not isinstance(policy, PlacementPolicy):
         raise TypeError(
             f"tensor_placement_policy must be a name ({', '.join(sorted(_POLICIES))}) or an object with a name and a "

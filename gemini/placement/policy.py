@@ -60,9 +60,13 @@ def slots_for(demand: Demand, homes: tuple[dict[Kind, Tier], ...], kept: Iterabl
         >>> {tier for homes in placement.homes for tier in homes.values()} == {Tier.HOST}
         True
     """
+    # Homes and kept slots alone decide which chunks use the pools, so a placement without any slot is enough to count
+    # them.
     without, least = Placement(homes, (0, 0), (0, 0), frozenset(kept)), []
     for kind, minimum in ((Kind.PARAM, demand.min_slots), (Kind.GRAD, demand.min_gradient_slots)):
         users = _num_users(demand, without, kind)
+        # `demand` counts the fewest slots as if all chunks used the pools. Where fewer chunks do, some of these slots
+        # would never be filled.
         least.append((min(minimum[0], users[0]), min(minimum[1], users[1])))
     return replace(without, num_slots=least[0], num_gradient_slots=least[1])
 
@@ -71,6 +75,8 @@ def _num_users(demand: Demand, placement: Placement, kind: Kind) -> tuple[int, i
     """The number of chunks that take slots of the regular and of the oversize pool."""
     users = [0, 0]
     for chunk, home, count in placement.alike(demand):
+        # A home on the host is never a payload, because kernels run on the device: its chunk takes a slot even where
+        # this rank holds it whole.
         if kind in chunk.home_bytes and (chunk.needs_slot_of(kind) or home[kind] is not Tier.DEVICE):
             users[chunk.oversize] += count
     if kind is Kind.PARAM:
@@ -100,13 +106,17 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
 def keep_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
     """`placement` with as many kept slots as fit: the first part of `spend_rest`."""
     sharded = _live_prefix(demand, placement, [i for i in keepable(demand, placement) if i not in placement.kept])
+    # Equal chunks get one `Addition`: `that_fit` tells by its identity that an equal one was refused already.
     each = {id(chunk): chunk for chunk in (demand.chunks[index] for index in sharded)}
+    # A kept slot contains the parameter home, which is counted already, so that only the rest of the payload is new.
     around_each = {
         key: Addition(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM], chunk.oversize, chunk.needs_slot)
         for key, chunk in each.items()
     }
     around = [around_each[id(demand.chunks[index])] for index in sharded]
     fitting = that_fit(demand, placement, around, budget_bytes)
+    # `slots_for` computes the fewest slots again, because chunks that keep a slot do not use the pool. `more_slots`
+    # saves the slots that were bought before.
     if fitting:
         kept = placement.kept.union(sharded[number] for number in fitting)
         placement = more_slots(demand, placement, slots_for(demand, placement.homes, kept))
@@ -135,6 +145,7 @@ def _live_prefix(demand: Demand, placement: Placement, indices: list[int]) -> li
     """
     if demand.max_live_numel is None:
         return indices
+    # Begin with all chunks as users of the pools. The loop takes them out one by one, as they get slots of their own.
     users, most, kept = list(_num_users(demand, replace(placement, kept=frozenset()), Kind.PARAM)), 0, 0
     for count, index in enumerate(indices, 1):
         chunk = demand.chunks[index]
@@ -160,8 +171,11 @@ def fill_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -
     users = _num_users(demand, placement, Kind.PARAM)
     # Oversize slots first: they are the scarcest.
     for oversize in (True, False):
+        # A slot beyond the number of its users would stay empty.
         wanted = users[oversize] - placement.num_slots[oversize]
+        # A size that no chunk has gets slots of 0 bytes, by which nothing can be divided.
         if budget_bytes is not None and demand.slot_bytes[oversize]:
+            # Computed for each size again: the oversize slots of the first turn have taken a part of the budget.
             spare = budget_bytes - placement.device_bytes(demand)
             wanted = min(wanted, max(0, spare) // demand.slot_bytes[oversize])
         if demand.max_live_numel is not None and demand.slot_numel[oversize]:
@@ -209,7 +223,10 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
 
     # The longest prefix, with the state that it leaves.
     held = slots()
+    # `rest` is all that `start` has except for the fewest slots: homes, scratch, kept slots, and slots beyond the
+    # fewest. Only the fewest may become less when their last users leave the pool.
     most, rest = 0, start.device_bytes(demand) - held
+    # The bytes and users at the end of the longest prefix so far, from which the second loop goes on.
     then = rest, *params, *grads
     for count, addition in enumerate(additions, 1):
         rest += addition.num_bytes
@@ -234,6 +251,7 @@ def that_fit(demand: Demand, start: Placement, additions: Sequence[Addition], bu
         if rest + addition.num_bytes + slots() <= budget_bytes:
             fitting.append(number)
             rest += addition.num_bytes
+            # A chunk that joined may have freed a slot, so that an addition which was refused may fit.
             refused.clear()
         else:
             refused.add(id(addition))

@@ -66,6 +66,7 @@ def predict(
     """Predict the step that repeats, with the arguments of `predict_steps`. A pure function: local."""
     # Simulate until a step ends in the state in which it began.
     simulation = Simulation(plan, schedule or expected_schedule(plan), rank)
+    # Where no step repeats exactly, the last of these stands for all later ones.
     for _ in range(_MOST_STEPS):
         before = simulation.state
         found = _step(simulation, plan, micro_batches)
@@ -81,6 +82,8 @@ def expected_schedule(plan: Plan, recomputed: Sequence[str] = ()) -> Schedule:
     """
     names = (name for chunk in plan.packing.chunks for name in chunk.names)
     trained = dict(zip(names, plan.trained, strict=True))
+    # The flags of the plan are in the order of the chunks, and the spec has an order of its own, so weights are found
+    # by name.
     weights = tuple(replace(weight, trainable=trained[weight.name]) for weight in plan.spec.weights)
     return Schedule.expected(replace(plan.spec, weights=weights), recomputed)
 
@@ -124,6 +127,7 @@ def _forward(simulation: Simulation, plan: Plan) -> Predicted:
 def _taken(simulation: Simulation, plan: Plan) -> Predicted:
     traffic, extra = simulation.traffic, simulation.homes.take_peaks()
     exchanged = {what: (count, traffic.exchanged[what]) for what, count in sorted(traffic.launches.items())}
+    # All that the plan counts is held throughout, so a peak is that and the most of what comes beyond the plan.
     found = Predicted(
         dict(sorted(traffic.copies.items())),
         exchanged,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+# One rank, or one node, has no such link to measure.
 _MAY_BE_UNKNOWN = ("node_bytes_per_s", "network_bytes_per_s")
 
 
@@ -53,6 +54,7 @@ class Rates:
             raise ValueError(f"flops_per_s must have a number for each dtype, found {self.flops_per_s!r}")
         for dtype, value in self.flops_per_s.items():
             _check(f"flops_per_s of {dtype}", value)
+        # The first two fields are no numbers, and are checked above.
         for each in fields(self)[2:]:
             value = getattr(self, each.name)
             if value is not None or each.name not in _MAY_BE_UNKNOWN:
@@ -60,6 +62,7 @@ class Rates:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that `from_json` reads."""
+        # `flops_per_s` may be any mapping, and json writes dicts only.
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"flops_per_s": dict(self.flops_per_s)}
 
     @staticmethod
@@ -68,7 +71,9 @@ class Rates:
         names = [each.name for each in fields(Rates)]
         if not isinstance(found, dict):
             raise ValueError(f"rates are an object with the keys {', '.join(names)}, found {type(found).__name__}")
+        # A misspelt key would otherwise be ignored, and the default taken in its place.
         unknown = sorted(set(found) - set(names))
+        # A key that may be missing has a default: the rate is unknown, or the collective costs no extra time.
         missing = [name for name in names if name not in found and name not in (*_MAY_BE_UNKNOWN, "collective_s")]
         if unknown or missing:
             what = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}, which is no rate"
@@ -77,6 +82,7 @@ class Rates:
 
 
 def _check(name: str, value: object, may_be_zero: bool = False) -> None:
+    # JSON allows NaN and true, and Python takes a bool for an int: none of them is a rate.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
         raise ValueError(f"{name} must be a finite number above 0, found {value!r}")

@@ -56,6 +56,7 @@ class ReductionOrder:
     def due(self, position: int) -> list[int]:
         """The chunks whose points are before `position` in the trace and that were not due earlier."""
         first = self._next
+        # Points are sorted, so each is passed once in a backward, however many touches ask.
         while self._next < len(self._in_turn) and self._in_turn[self._next][0] < position:
             self._next += 1
         return [-chunk for _, chunk in self._in_turn[first : self._next]]
@@ -85,6 +86,8 @@ class ReductionOrder:
     def ranking(self) -> list[int]:
         """This rank's contribution to the `ranking` of `adopt`. Chunks that did not complete come last."""
         places = {chunk: place for place, chunk in enumerate(self.fired)}
+        # A place beyond all others survives the maximum over ranks, so one rank without the chunk keeps it out of the
+        # order.
         return [places.get(chunk, len(self.chunks)) for chunk in self.chunks]
 
     def _place_points(self, places: Mapping[Touch, int]) -> None:

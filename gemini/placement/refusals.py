@@ -21,6 +21,7 @@ def advised(error: BudgetError, spec: ModelSpec, settings: Settings, is_by_defau
 
     is_by_default: activations are not known, so that the budget leaves them `ACTIVATION_FRACTION` of the device.
     """
+    # All of the advice is about device memory.
     if error.tier != "device":
         return error
     enough_bytes = None
@@ -36,10 +37,13 @@ def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, enough_byte
             f"Model data gets {1 - ACTIVATION_FRACTION:.0%} of device_memory= until a step has shown its activations: "
             f"{enough_bytes} bytes of it are enough"
         )
+    # The name of a static policy goes on with its fractions, hence the prefix.
     if settings.policy.name.startswith(("cuda", "static")):
         yield "tensor_placement_policy='auto' needs least"
     if settings.param_persistence_threshold:
         yield "Weights that param_persistence_threshold= keeps on the device are in these bytes"
+    # A compiled module is one operator, whose chunks are in slots all at once. Its parts, compiled one by one, need
+    # fewer slots.
     compiled = [operator for operator in spec.operators if operator.is_compiled]
     if compiled:
         largest = max(compiled, key=lambda operator: sum(spec.weights[place].numel for place in operator.weights))
@@ -83,6 +87,7 @@ def passing_host_bytes(plan: Plan) -> int:
     These are open gradients that find no gradient slot, and sums of micro-batches that find no room on the device. A
     step is simulated only where all gradients at once might not fit: otherwise the answer is 0, and changes nothing.
     """
+    # Inference has no gradients, and without a budget any number of bytes fits.
     if plan.infers or plan.budget.host is None:
         return 0
     trained = [chunk for chunk in plan.demand.chunks if Kind.GRAD in chunk.home_bytes]
@@ -91,6 +96,7 @@ def passing_host_bytes(plan: Plan) -> int:
     most = sum(chunk.payload_bytes + 2 * FLOAT32.itemsize * chunk.numel for chunk in trained)
     if plan.host_bytes + most <= plan.budget.host:
         return 0
+    # The peak of the prediction includes what rests there.
     return plan.predicted.host_peak - plan.host_bytes
 
 
@@ -108,6 +114,7 @@ def check_host_room_for_steps(plan: Plan, held_bytes: int | None = None) -> None
     """
     passing, there = passing_host_bytes(plan), plan.budget.host
     held = plan.host_bytes if held_bytes is None else held_bytes
+    # Without bytes that pass through, what rests there is checked by `check_host_room`.
     if there is not None and passing and held + passing > there:
         raise BudgetError(
             f"host: {held + passing} bytes of model data do not fit into the budget of {there} bytes: {held} at rest, "
@@ -123,6 +130,8 @@ def check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
     """Raises BudgetError if the plan's bytes of these states on the host do not fit into the host's budget."""
     if not has_host_room(plan, kinds):
         needed = plan.placement.host_bytes(plan.demand, kinds)
+        # A host with room for so many bytes wraps the model, and may refuse its optimizer later. So the words name
+        # both.
         in_all = "" if plan.infers else f", and training needs {plan.host_bytes} bytes there in all"
         held, more = ("model data", "") if set(kinds) == set(Kind) else ("parameters", in_all)
         raise BudgetError(

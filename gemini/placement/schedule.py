@@ -82,8 +82,12 @@ class Schedule:
             if block and index == block[-1] >= first_trained:
                 backward += _forward(spec, block, task=0, node=index)
             for weight in reversed(dict.fromkeys(operator.weights)):
+                # A weight is read for the gradient of its operator's input, which nobody asks for at the first trained
+                # operator.
                 if index > first_trained:
                     backward.append(Moment(Act.READ, weight, 0, index, index))
+                # A tied weight's gradient is there once autograd has added those of all its uses. Backward reaches the
+                # first user last.
                 if spec.weights[weight].trainable and first_user[weight] == index:
                     backward.append(Moment(Act.GRADIENT, weight, 0, index))
         return Schedule(tuple(_forward(spec, range(len(spec.operators)))), tuple(backward))
@@ -94,6 +98,7 @@ def _forward(spec: ModelSpec, indices: Iterable[int], task: int = -1, node: int 
     moments: list[Moment] = []
     path: list[int] = []
     for index in indices:
+        # An operator that is not around the next one has returned before that one begins.
         while path and path[-1] not in spec.operators[index].ancestors:
             moments.append(Moment(Act.LEAVE, path.pop(), task, node))
         moments.append(Moment(Act.ENTER, index, task, node))
@@ -107,9 +112,12 @@ def _operators_inside(spec: ModelSpec, names: Sequence[str]) -> dict[int, list[i
     found: dict[int, list[int]] = {}
     for index, operator in enumerate(spec.operators):
         parts = operator.name.split(".")
+        # From the outermost module inwards: where named modules are nested, the outermost one recomputes all operators
+        # inside.
         above = (".".join(parts[: count + 1]) for count in range(len(parts)))
         block = next((name for name in above if name in wanted), None)
         if block is not None:
+            # All operators of a block share one list, which is complete once the loop has ended.
             found[index] = groups.setdefault(block, [])
             found[index].append(index)
     return found

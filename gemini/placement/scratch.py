@@ -57,6 +57,7 @@ def _reduction_bytes(chunk: ChunkFacts, stage: int) -> int:
     # A sum that no_sync() left is exchanged in tiles as large as scratch allows. It must have room for the smallest.
     rest = FLOAT32 if dtypes.widens else dtypes.rest
     least_for_sums = tile_bytes(dtypes.sums, rest, stage == 0, layout.world_size, ALIGNMENT)
+    # Every piece begins at an aligned address, for which at most one alignment is lost.
     return max(sum(pieces) + _ALIGNMENT_BYTES * len(pieces), least_for_sums)
 
 

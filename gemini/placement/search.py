@@ -71,6 +71,7 @@ def plan_inference(spec: ModelSpec, settings: Settings, world_size: int, free: F
     refused: list[BudgetError] = []
     for packing in packings(spec, settings, world_size):
         try:
+            # The sizes come cheapest first, so the first one that fits is taken.
             return infer_with(packing, spec, settings, world_size, free)
         except BudgetError as error:
             refused.append(error)
@@ -84,6 +85,7 @@ def infer_with(
     budget = Budget.of(settings, free or FreeBytes())
     trained, kept = trained_at_first(spec, packing), kept_at_first(spec, packing)
     plan = plan_packing(spec, settings, world_size, budget, packing, trained, kept, infers=True)
+    # Wrapping takes these states at once, so without room for them there is no model.
     check_host_room(plan, WRAPPED_KINDS)
     return plan
 
@@ -98,6 +100,7 @@ def train_with(plan: Plan, optim_states: int) -> Plan | None:
         )
     except BudgetError:
         return None
+    # Room for what rests there is not enough: gradients pass through the host in a step.
     return other if has_host_room_for_steps(other) else None
 
 
@@ -133,6 +136,8 @@ def find_plans(
         try:
             trained, needs = trained_at_first(spec, packing), replace(demand, max_host_bytes=budget.host)
             plan = plan_demand(spec, settings, world_size, budget, packing, trained, needs)
+            # With room for the weights alone a model can still be wrapped and infer, so only without it the size is
+            # refused.
             check_host_room(plan, (Kind.PARAM,))
         except BudgetError as error:
             found.refused.append(error)
@@ -142,6 +147,7 @@ def find_plans(
             if is_short(plan):
                 continue
             break  # sizes come in order of cost, so no later size with which everything fits is cheaper
+        # The host lacks room for some of Adam's state. An optimizer that keeps less may fit, or none is made.
         if has_host_room(plan, WRAPPED_KINDS):
             trains = trains or plan
         infers = infers or plan
@@ -154,6 +160,7 @@ def find_plans(
             return found
         placed = [plan for plan in placed if plan is not best]
         trains = trains or best
+    # A size with room for all but optimizer state comes before one with room for the weights alone.
     found.wraps = trains or infers
     return found
 
@@ -170,5 +177,6 @@ def _with_room_for_more(plan: Plan, packed: Packed, free: FreeBytes | None) -> P
     """`plan`, or one with other chunks that have room for `MOST_STATES` too. See [Note: Optimizers to come]."""
     if plan.settings.chunk_size is not None or train_with(plan, MOST_STATES) is not None:
         return plan
+    # The plan itself counts Adam's two states, so the roomier chunks are planned once more with these.
     roomier = find_plans(packed, plan.settings, free, MOST_STATES).trains
     return plan if roomier is None else train_with(roomier, OPTIM_STATES) or plan

@@ -50,12 +50,15 @@ class Simulation:
     @property
     def state(self) -> tuple[Hashable, ...]:
         """Everything that the next step depends on: steps that begin in equal states are equal."""
+        # The flag stands for the traces and the order of reductions. The first step leaves them to all later ones,
+        # because all follow one schedule.
         return self._num_updates > 0, self.payloads.state, self.homes.state
 
     def micro_batch(self, backward: int) -> None:
         """Simulate a forward and its backward. backward: the number of that backward since the last step, from 1."""
         self._begin_forward()
         self.payloads.next_use.begin_pass(PassKind.TRAINING)
+        # The pass has begun: its trace includes the touches of what is gathered here.
         self._enter()
         for moment in self._schedule.forward:
             self._do(moment)
@@ -63,6 +66,8 @@ class Simulation:
         self.gradients.begin_backward(backward)
         for moment in self._schedule.backward:
             self._do(moment)
+        # The pins of the last node end before the rest is reduced, because a home is not lent while its chunk is
+        # pinned.
         self._lift(0)
         self._in_backward = False
         self.gradients.end_backward()
@@ -90,6 +95,8 @@ class Simulation:
             if not gradient.got:
                 continue
             self.payloads.release(chunk)
+            # A rank may hold no element of the weights that have a gradient. It updates nothing and restores a lent
+            # home.
             if self._num_updated(chunk, gradient.got):
                 # The update writes the new weights into their home, so nothing is left to restore there.
                 self._update(chunk)
@@ -98,6 +105,7 @@ class Simulation:
             # Each rank holds the weights whole and has updated only its part.
             if self._facts[chunk].home_layout.world_size < self._facts[chunk].optim_layout.world_size:
                 self._make_whole(chunk)
+        # A chunk that was reduced without any gradient is not updated, but its home may be lent all the same.
         for chunk in self.gradients.of:
             self.homes.restore(chunk)
         self.gradients.end_step()
@@ -125,6 +133,7 @@ class Simulation:
         elif moment.act is Act.ENTER:
             payloads.events.reach(moment.which, Phase.RECOMPUTE if self._in_backward else Phase.FORWARD)
             self._follow(moment)
+            # Each chunk is pinned before the next one is fetched, which could evict it otherwise.
             for chunk in self._uses[moment.which]:
                 self._fetch(chunk)
                 payloads.pin(chunk)
@@ -140,18 +149,21 @@ class Simulation:
         self.payloads.events.reach(moment.which, Phase.BACKWARD)
         self._follow(moment)
         self._fetch(chunk)
+        # Pinned before gathers are started ahead, which look for slots too.
         self._nodes.setdefault(moment.task, (moment.node, []))[1].append(chunk)
         self.payloads.pin(chunk)
         self._gather_ahead()
 
     def _follow(self, moment: Moment) -> None:
         """Unpin the chunks of the node that ran before this moment's node, and of tasks nested in it."""
+        # A task of -1 is a forward, which runs no node.
         if moment.task < 0 or not self._nodes:
             return
         if moment.task not in self._nodes or self._nodes[moment.task][0] != moment.node:
             self._lift(moment.task)
 
     def _lift(self, task: int) -> None:
+        # Tasks are numbered by depth, so those from `task` on are the ones that were started inside its node.
         for inner in [each for each in self._nodes if each >= task]:
             self.payloads.unpin(self._nodes.pop(inner)[1])
 
@@ -182,6 +194,7 @@ class Simulation:
         facts = self._facts[chunk]
         if len(weights) == len(facts.names):
             return facts.optim_layout.shard_numel
+        # A layout of one rank, as at stage 0, is that of every rank and knows rank 0 only.
         rank = self._rank if facts.optim_layout.world_size > 1 else 0
         rows = dict(zip(facts.names, facts.offsets, strict=True))
         specs = [self._plan.spec.weights[weight] for weight in weights]
@@ -195,9 +208,12 @@ class Simulation:
         has_master = Kind.MASTER in homes
         if has_master:
             num_bytes = facts.master_itemsize * numel
+            # The update reads and writes the master, so it travels both ways.
             traffic.copy(homes[Kind.MASTER], at, num_bytes, Purpose.UPDATE)
             traffic.copy(at, homes[Kind.MASTER], num_bytes, Purpose.UPDATE)
         num_bytes = facts.dtypes.weight.itemsize * numel
+        # The update reads a weight only where that is the master, or the upper half of a split one. From a whole master
+        # it writes the 16-bit weight without reading it.
         if not has_master or facts.splits_master:
             traffic.copy(homes[Kind.PARAM], at, num_bytes, Purpose.UPDATE)
         traffic.copy(at, homes[Kind.PARAM], num_bytes, Purpose.UPDATE)
@@ -207,8 +223,10 @@ class Simulation:
         """Gather the updated parts of weights that every rank holds whole."""
         facts, home = self._facts[chunk], self._plan.placement.homes[chunk][Kind.PARAM]
         if home is Tier.HOST:
+            # The gather needs memory on the device: a slot takes the place of the home.
             self.payloads.open_own_part(chunk)
         self.traffic.exchange(Exchange.WHOLE_WEIGHT, facts.payload_bytes)
         if home is Tier.HOST:
+            # This rank's part is at home already, so only the parts of the other ranks are copied there.
             of_others = facts.layout.numel - facts.layout.shard_numel
             self.traffic.copy(Tier.DEVICE, home, of_others * facts.dtypes.weight.itemsize, Purpose.UPDATE)

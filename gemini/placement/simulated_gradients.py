@@ -46,9 +46,13 @@ class Gradients:
                 has_sums = plan.demand.micro_batches > 1 and dtypes.widens
                 wide = home if has_sums else None
                 self.of[index] = Gradient(home, len(chunks[index].names), wide=wide)
+                # Gradients are written to a home only if it is on the device, has the dtype of the weight, and has room
+                # for a whole payload.
                 if self._keeps_whole and dtypes.rest == dtypes.weight and home is Tier.DEVICE:
                     self._whole.add(index)
         self.homes = Homes(plan, self.of, payloads, traffic)
+        # Fetches that are collectives give all ranks common points at which to reduce. Without them the order is all
+        # they share.
         self._gathers_in_backward = stage == 3 and not self._is_alone and not payloads.is_resident
         self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # chunks in gradient slots, by size
         self._in_flight: int | None = None  # the chunk whose reduction was launched and not finished
@@ -65,6 +69,7 @@ class Gradients:
 
     def _begin(self) -> None:
         self._backward = 0
+        # By chunk: weights whose gradients wait in `.grad`, the chunk that has waited longest first.
         self._waiting: dict[int, list[int]] = {}
         self._reduced: set[int] = set()
         self._fired: list[int] = []  # in order of completion
@@ -82,6 +87,7 @@ class Gradients:
             self._accept(chunk, [weight])
             return
         waiting.setdefault(chunk, []).append(weight)
+        # Waiting gradients take memory beyond the gradient slots, so few chunks may have them.
         if len(waiting) > _MAX_WAITING:
             self._collect(next(iter(waiting)))
         if len(waiting.get(chunk, ())) >= gradient.expected:
@@ -91,16 +97,19 @@ class Gradients:
         """Reduce the chunks that are due, before the backward uses a chunk that can leave its slot."""
         if self._gathers_in_backward:
             if self._at_touch is None:
+                # While ranks record, they agree at each touch and reduce in the order of the model.
                 due = sorted(self._complete)
             else:
                 due = [i for i in self._at_touch.get(self._num_touches, ()) if i not in self._reduced]
             for chunk in due:
+                # Gradients that wait belong to the sum that is reduced.
                 self._collect(chunk)
                 self._reduce(chunk)
         self._num_touches += 1
 
     def end_backward(self) -> None:
         """Reduce all open gradients."""
+        # What still waits has to be in the payloads before these are reduced.
         for chunk in list(self._waiting):
             self._collect(chunk)
         # One rank agrees with nobody and expects in the next backward what came in this one.
@@ -131,6 +140,7 @@ class Gradients:
     def _agree(self) -> None:
         """Expect of the next backward what this one did."""
         self._at_touch, self._order = {}, list(self._fired)
+        # Of chunks with one point the later one in the model is reduced first, as in `ReductionOrder.due`.
         for chunk in sorted(self._last_fire, reverse=True):
             self._at_touch.setdefault(self._last_fire[chunk], []).append(chunk)
         for chunk, gradient in self.of.items():
@@ -139,6 +149,7 @@ class Gradients:
                 self._expect_less(gradient)
 
     def _expect_less(self, gradient: Gradient) -> None:
+        # `got` counts since the last step, so only the first backward shows what a single one brings.
         if self._backward == 1:
             gradient.expected = max(1, len(gradient.got))
 
@@ -155,6 +166,7 @@ class Gradients:
         gradient = self.of[chunk]
         if gradient.fired or gradient.is_open:
             return False
+        # Where one rank continues a sum, each gradient is added by itself: (a + b) + c has other bits than a + (b + c).
         is_in_place = self._is_alone and chunk in self._whole
         return not (gradient.is_reduced and (is_in_place or self._resumes(chunk)))
 
@@ -205,6 +217,8 @@ class Gradients:
 
     def _may_write_home(self, chunk: int) -> bool:
         gradient, dtypes = self.of[chunk], self._facts[chunk].dtypes
+        # A home with a reduced gradient takes another one only on one rank in full precision. With several ranks it
+        # holds a mean already, and in 16 bits the sum of micro-batches is made in fp32.
         return not gradient.is_reduced or (self._is_alone and dtypes.weight.itemsize >= 4)
 
     def _resumes(self, chunk: int) -> bool:
@@ -263,12 +277,14 @@ class Gradients:
     # -- reductions
 
     def _reduce(self, chunk: int) -> None:
+        # The reduction in flight uses the scratch that this one needs.
         self._finish()
         self._reduced.add(chunk)
         self._complete.discard(chunk)
         self._open(chunk)
         facts = self._facts[chunk]
         if self._is_alone:
+            # One rank rounds on the device, so that the narrower gradient crosses the link.
             source = facts.dtypes.rest if facts.dtypes.narrows else facts.dtypes.weight
             self.homes.merge(chunk, source, facts.layout.numel, self._backward)
             self._close(chunk)
@@ -288,6 +304,7 @@ class Gradients:
         facts, numel = self._facts[chunk], self._facts[chunk].layout.shard_numel
         if self._stage == 0:
             numel = facts.layout.numel
+            # The mean travels in the dtype in which it rests, not in that of the reduction.
             self._traffic.exchange(Exchange.WHOLE_GRADIENT, numel * facts.dtypes.rest.itemsize)
         self.homes.merge(chunk, facts.dtypes.rest, numel, self._backward)
         self._close(chunk)

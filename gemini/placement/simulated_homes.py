@@ -53,6 +53,8 @@ class Homes:
             facts.may_lend_home and not demand.home_bytes.get(Kind.GRAD)
             for facts, demand in zip(self._facts, plan.demand.chunks, strict=True)
         ]
+        # Device bytes that the plan leaves of its budget. What a step allocates there beyond the plan has to fit into
+        # them.
         self._free = None if plan.budget.device is None else plan.budget.device - plan.device_bytes
         self._held = {Tier.DEVICE: 0, Tier.HOST: 0}  # bytes in use that the plan has not counted
         self._peaks = dict(self._held)  # their peaks
@@ -63,6 +65,7 @@ class Homes:
     @property
     def state(self) -> Hashable:
         """The part of the state that lasts from step to step."""
+        # `lent` is left out: an update restores all homes, so none is lent between steps.
         return frozenset(self._used_after), tuple(self._held.items())
 
     def hold(self, tier: Tier, num_bytes: int) -> None:
@@ -72,6 +75,7 @@ class Homes:
 
     def take_peaks(self) -> dict[Tier, int]:
         """The peak of such bytes since the last call."""
+        # What was allocated for good is held from the next step's start, so its peak begins there and not at 0.
         peaks, self._peaks = self._peaks, dict(self._held)
         return peaks
 
@@ -96,6 +100,7 @@ class Homes:
         """
         gradient = self._gradients[chunk]
         is_first = not gradient.is_reduced
+        # Pieces of one backward are added in 16 bits, as autograd adds them. Another micro-batch is added in fp32.
         if not is_first and gradient.first_backward != backward:
             self._widen(chunk)
         # A wide sum has memory of its own, so the parameter home is free for the parameters again.
@@ -104,11 +109,13 @@ class Homes:
         elif is_first:
             self._make_room(chunk)
             gradient.is_reduced, gradient.first_backward = True, backward
+        # A sum on the host is added there, so only the new gradient crosses the link.
         self._traffic.copy(Tier.DEVICE, self.tier_of(chunk), numel * source.itemsize, Purpose.GRADIENT)
 
     def reclaim(self, chunk: int) -> None:
         """Move the gradient out of the parameter home, because the parameters are needed before the step."""
         if chunk in self.lent:
+            # Asked before `_take_home`, which changes where the gradient rests.
             lent = self._resting(chunk)
             self._take_home(chunk)
             self._traffic.copy(lent, self._resting(chunk), self.num_bytes(chunk), Purpose.GRADIENT)
@@ -119,7 +126,8 @@ class Homes:
         if chunk not in self.lent:
             return
         numel, tiers = self._facts[chunk].optim_layout.shard_numel, self._tiers[chunk]
-        # Rounding runs on the device: towards the host the fp32 master crosses the link.
+        # Where the tiers differ the host rounds: the fp32 master crosses the link towards the host, and only the
+        # rounded weights cross it towards the device.
         dtype = FLOAT32 if tiers[Kind.PARAM] is Tier.HOST else self._facts[chunk].dtypes.weight
         self._traffic.copy(tiers[Kind.MASTER], tiers[Kind.PARAM], numel * dtype.itemsize, Purpose.UPDATE)
         self.lent.discard(chunk)
@@ -127,10 +135,13 @@ class Homes:
     def before_reduction(self, chunk: int) -> None:
         """Release a kept slot whose home will be lent, unless the chunk is used after its reduction."""
         payloads = self._payloads
+        # Whether a kept slot is released decides whether the next fetch is a collective. So all ranks decide here, in
+        # one way, from history that they share.
         if not self._lends_home[chunk] or not payloads.is_kept(chunk):
             return
         self._note_gather(chunk)
         self._gathers[chunk] = payloads.num_gathers[chunk]
+        # The parameters are in use or on their way, so a release would have them gathered once more.
         if payloads.pins[chunk] or payloads.is_coming(chunk):
             self._used_after.add(chunk)
         elif payloads.is_there(chunk) and chunk not in self.lent and chunk not in self._used_after:
@@ -145,6 +156,7 @@ class Homes:
 
     def _note_gather(self, chunk: int) -> None:
         num_gathers = self._payloads.num_gathers[chunk]
+        # More gathers than at the last reduction: the parameters were needed between it and the step.
         if self._gathers.get(chunk, num_gathers) < num_gathers:
             self._used_after.add(chunk)
 
@@ -156,6 +168,7 @@ class Homes:
         gradient, facts = self._gradients[chunk], self._facts[chunk]
         if gradient.is_wide or not facts.dtypes.widens:
             return
+        # The fp32 memory is kept for later steps, so only the first one allocates it.
         if gradient.wide is None:
             gradient.wide = self._allocate(self._resting(chunk), facts.optim_layout.shard_numel * FLOAT32.itemsize)
         self._traffic.copy(self._resting(chunk), gradient.wide, self.num_bytes(chunk), Purpose.GRADIENT)
@@ -171,10 +184,13 @@ class Homes:
 
     def _can_lend_now(self, chunk: int) -> bool:
         payloads = self._payloads
+        # A gather on its way sends the home to the other ranks, so nothing may overwrite it.
         if not self._lends_home[chunk] or payloads.is_coming(chunk):
             return False
         if payloads.at_home[chunk]:
             return not payloads.pins[chunk]
+        # A slot of the pool lies beside the home. A kept slot has the home inside, and the gradient would overwrite the
+        # payload.
         return not payloads.is_there(chunk) or not payloads.is_kept(chunk)
 
     def _take_home(self, chunk: int) -> None:

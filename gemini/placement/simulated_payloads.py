@@ -28,6 +28,7 @@ class Payloads:
         self._num_slots = plan.placement.num_slots
         self._traffic = traffic
         whole = [chunk.home_layout.world_size == 1 for chunk in self._facts]
+        # A whole home on the device is the payload itself: no fetch, no slot.
         self.at_home = [is_whole and tier is Tier.DEVICE for is_whole, tier in zip(whole, self._tiers, strict=True)]
         # The model is resident if no payload ever leaves: it is at home and the home is not lent, or it is a fine chunk
         # that keeps its slot and is gathered once after each update.
@@ -37,6 +38,8 @@ class Payloads:
         ]
         stay = [facts.is_fine and i in self._kept and not facts.may_lend_home for i, facts in enumerate(self._facts)]
         self.is_resident = all(good or stays for good, stays in zip(for_good, stay, strict=True))
+        # All or nothing: if one chunk can leave, the operators' hooks are on for all, and chunks are gathered one by
+        # one.
         self._stay = [i for i, good in enumerate(for_good) if self.is_resident and not good]
         self.events = Events()
         self.next_use = NextUse(self.events)
@@ -45,7 +48,10 @@ class Payloads:
         self.num_gathers = [0] * len(self._facts)
         self._gathered: set[int] = set()
         self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # chunks in slots of the pools, by size
+        # One queue for each size of slots: a chunk only makes room for one of its own size.
         self._queues = EvictionQueue(self.next_use, self._may_leave), EvictionQueue(self.next_use, self._may_leave)
+        # Only gathers are started ahead. A copy from the host runs in order with the kernels, so an earlier start would
+        # save nothing.
         self.max_prefetch = 0 if all(whole) else plan.settings.max_prefetch
         self._ahead: dict[int, None] = {}  # chunks on their way, into kept slots or slots of a pool
 
@@ -77,6 +83,7 @@ class Payloads:
 
     def fetch(self, chunk: int) -> None:
         """Bring a chunk that can leave into a slot, after it was touched."""
+        # The touch has changed the chunk's next use, and with it its rank in the queue.
         self._queue(chunk).note(chunk)
         if chunk in self._gathered:
             return
@@ -94,6 +101,8 @@ class Payloads:
         found = self._find_slot(chunk)
         assert found, f"chunk {chunk} finds no slot that is not in use"
         facts = self._facts[chunk]
+        # As in the run this counts as a gather, because the all-gather that the caller launches next fills the rest of
+        # the slot.
         self.num_gathers[chunk] += 1
         num_bytes = facts.layout.shard_numel * facts.dtypes.weight.itemsize
         self._traffic.copy(self._tiers[chunk], Tier.DEVICE, num_bytes, Purpose.UPDATE)
@@ -111,6 +120,7 @@ class Payloads:
         for chunk in [each for each in self._ahead if each not in coming]:
             self._finish(chunk)
         for chunk in coming:
+            # The bound counts what is on its way, since each gather has a lane of its own.
             if len(self._ahead) >= self.max_prefetch:
                 return
             if chunk in self._gathered or self.at_home[chunk] or chunk in self._ahead:
@@ -152,6 +162,7 @@ class Payloads:
         return self._queues[self._facts[chunk].oversize]
 
     def _may_leave(self, chunk: int) -> bool:
+        # A kept slot belongs to its chunk, so that leaving it makes no room for another one.
         return chunk in self._gathered and not self.pins[chunk] and chunk not in self._kept
 
     def _find_slot(self, chunk: int, ahead: bool = False) -> bool:
@@ -169,6 +180,7 @@ class Payloads:
             victim = self._queues[size].first(self._num_slots[size], lambda: inside)
         if victim is None:
             return False
+        # The victim would be gathered again before this chunk is used, so nothing would be saved.
         if ahead and self.next_use.next_use(victim) <= self.next_use.next_use(chunk):
             return False
         self.release(victim)
@@ -183,6 +195,7 @@ class Payloads:
         facts = self._facts[chunk]
         itemsize = facts.dtypes.weight.itemsize
         self.num_gathers[chunk] += 1
+        # Each rank copies its own part over the link. The other parts come from the other ranks.
         self._traffic.copy(self._tiers[chunk], Tier.DEVICE, facts.home_layout.shard_numel * itemsize, Purpose.PAYLOAD)
         if facts.home_layout.world_size > 1:
             self._traffic.exchange(Exchange.GATHER, facts.payload_bytes)

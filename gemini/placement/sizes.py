@@ -13,6 +13,7 @@ def parse_bytes(value: int | float | str | None, name: str) -> int | None:
     """
     if value is None:
         return None
+    # For Python a bool is an int, so True would be one byte.
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"{name} must be bytes (int) or a string such as '8GiB', found {type(value).__name__}")
     if isinstance(value, str):
@@ -21,6 +22,7 @@ def parse_bytes(value: int | float | str | None, name: str) -> int | None:
             valid = "B, KB, MB, GB, TB (powers of 10) or KiB, MiB, GiB, TiB (powers of 2)"
             raise ValueError(f"{name}={value!r} is not a size: write a number and one of {valid}")
         value = float(match[1]) * _UNITS[match[2].upper()]
+    # Only NaN is unequal to itself.
     if value < 0 or value != value or value == float("inf"):
         raise ValueError(f"{name} must be a finite number of bytes >= 0, found {value}")
     return int(value)
@@ -30,6 +32,7 @@ def format_bytes(num_bytes: int) -> str:
     """`num_bytes` for display: exact below 10 KiB, else four significant digits and a binary unit."""
     if abs(num_bytes) < 10 * 2**10:
         return f"{num_bytes} B"
+    # At this point the number is at least 10 KiB, so one of the units fits.
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if abs(num_bytes) >= 2**power:
             return f"{num_bytes / 2**power:.4g} {unit}"

@@ -49,6 +49,7 @@ class ModelSpec:
         taken: set[int] = set()  # membership only
         rows = []
         for operator in self.operators:
+            # A tied weight is packed with the first operator that uses it: it is one parameter and has one home.
             own = [place for place in dict.fromkeys(operator.weights) if place not in taken]
             taken.update(own)
             rows.append([self.weights[place] for place in own])

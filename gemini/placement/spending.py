@@ -52,6 +52,7 @@ def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps:
             placement = keep_slots(demand, placement, budget_bytes)
         else:
             placement = _move_in(demand, placement, step, budget_bytes)
+    # Last, because the best tier for an update depends on where the other states have come to rest.
     return _updated_where_least_moves(demand, placement)
 
 
@@ -68,6 +69,7 @@ def _updated_where_least_moves(demand: Demand, placement: Placement) -> Placemen
         if key not in found:
             found[key] = homes
             if not chunk.optim_states and Kind.OPTIM in homes and Kind.GRAD in homes:
+                # The homes as they are come first, so that a chunk stays where it is at equal bytes.
                 ways = [homes, *({**homes, Kind.OPTIM: tier} for tier in Tier)]
                 found[key] = min(ways, key=partial(at_rest_bytes, chunk))  # the first of equal ones
     return replace(placement, homes=tuple(found[key] for key in keys))
@@ -80,9 +82,12 @@ def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int
     found: dict[tuple[int, int], Addition | None] = {}  # by chunk and homes, which thousands of chunks share
     then: dict[tuple[int, int], dict[Kind, Tier]] = {}
     for chunk, homes, _ in placement.alike(demand):
+        # Earlier steps may have moved some of the kinds: only what is still on the host costs anything.
         moving = [kind for kind, tier in homes.items() if kind in kinds and tier is Tier.HOST]
         if chunk.is_frozen:  # no step reads what it has of a master and optimizer state
             moving = [kind for kind in moving if kind not in OF_OPTIMIZER]
+        # This step is for frozen chunks only: an update on the host would take the parameters of trained ones there and
+        # back.
         elif step is Step.FROZEN:
             moving = []
         key = id(chunk), id(homes)
@@ -90,6 +95,7 @@ def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int
         then[key] = {kind: Tier.DEVICE if kind in moving else tier for kind, tier in homes.items()}
     if not any(found.values()):
         return placement
+    # Every chunk is tried by itself, in order of first use, though equal ones share what was found above.
     keys = list(zip(map(id, demand.chunks), map(id, placement.homes), strict=True))
     owners = [(index, addition) for index, key in enumerate(keys) if (addition := found[key]) is not None]
     fitting = that_fit(demand, placement, [addition for _, addition in owners], budget_bytes)
@@ -100,10 +106,13 @@ def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int
     for number in fitting:
         index, _ = owners[number]
         after[index] = then[keys[index]]
+    # A chunk that moved in may have been the last user of a slot, so the fewest slots are computed again.
     return more_slots(demand, placement, slots_for(demand, tuple(after), placement.kept))
 
 
 def _addition(chunk: ChunkDemand, kinds: Sequence[Kind]) -> Addition:
+    # A shard at home on the device is gathered into a slot all the same, so it frees none. Likewise a gradient that
+    # cannot be accumulated at home.
     return Addition(
         sum(chunk.home_bytes[kind] for kind in kinds),
         chunk.oversize,

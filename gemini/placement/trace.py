@@ -25,6 +25,7 @@ class Phase(IntEnum):
     RECOMPUTE = 5  # a forward inside a backward
 
 
+# A checkpointed region is recomputed where its backward begins, so recomputations come in reverse too.
 _IN_REVERSE = Phase.BACKWARD, Phase.RECOMPUTE
 
 
@@ -64,17 +65,21 @@ class Events:
 
     def reach(self, operator: int, phase: Phase) -> None:
         """The operator begins the phase."""
+        # Events outside of passes are in no trace, so nothing has to tell two of them apart.
         if self._counts is None:
             self.now = StepEvent(operator, phase, 0)
             return
         count = self._counts.get((operator, phase), 0)
         self._counts[operator, phase] = count + 1
         if phase in _IN_REVERSE:
+            # After forwards 0, 1 and 2 of an operator its backwards are 2, 1 and 0: each has the number of the forward
+            # that it belongs to.
             count = self._counts.get((operator, Phase.FORWARD), 0) - 1 - count
         self.now = StepEvent(operator, phase, count)
 
     def begin(self) -> Counts | None:
         """Begin a pass. Returns the counts of the pass around it, for `resume`."""
+        # An evaluation inside a training pass must not raise the numbers of that pass's events.
         outside, self._counts = self._counts, {}
         return outside
 
@@ -106,6 +111,7 @@ class Trace:
     def describe(self, event: StepEvent) -> str:
         """The event in words. Local; raises nothing."""
         name = self.operators[event.operator] or "the model"
+        # A backward beyond the pass's forwards belongs to no call that a number could name.
         number = f" {event.occurrence}" if event.occurrence >= 0 else ""
         return f"{event.phase.name.lower()}{number} of {name}"
 
@@ -130,6 +136,7 @@ def merged(expected: Sequence[Touch], passed: Sequence[Touch]) -> list[Touch]:
     merged_touches: list[Touch] = []
     for touch in passed:
         if touch in in_order:
+            # Touches that `passed` has elsewhere are left out here, and come where `passed` has them.
             merged_touches += [each for each in expected[at : place[touch]] if each not in others]
             at = place[touch] + 1
         merged_touches.append(touch)

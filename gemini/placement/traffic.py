@@ -44,6 +44,7 @@ class Traffic:
 
     def copy(self, source: Tier, target: Tier, num_bytes: int, purpose: Purpose) -> None:
         """Count a copy. A copy within one tier crosses no link and is not counted."""
+        # Without bytes no entry is made, so that `copies` names only links over which something goes.
         if source is not target and num_bytes:
             self.copies[f"{source}->{target}", purpose] += num_bytes
 
