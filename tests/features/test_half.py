@@ -126,7 +126,7 @@ DETOURS: dict[int, list[Setting]] = {
 EVERY: list[Setting] = [(place, ()) for place in (*RANK_PLACES, {"stage": 3, **KEPT}, {"stage": 1, **KEPT})]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore")
 @on_ranks_with("setting", DETOURS, soak={2: EVERY, 3: EVERY}, ids=_id_of, timeout_s=600)
 def test_detours_between_backward_and_step(rank: int, world_size: int, setting: Setting) -> None:

@@ -22,7 +22,7 @@ MUTANTS = [
         "gemini/building/binding.py",
         '            self.communicator.broadcast_(payload.flat[managed.in_payload], f"values of {managed.name}")\n',
         "",
-        BUILDING,
+        "tests/features/test_building_walks.py",
     ),
     Mutant(
         "a build shows values that were not gathered",
