@@ -106,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # One list for both, so that a scheduler of `optimizer` sees groups that are added later.
         optimizer.param_groups = self.param_groups
         self._chunk_states = ChunkStates(manager.params, self._update, self.param_groups, group_of)
-        self.state = StateView(self._chunk_states)  # type: ignore[assignment]
+        self.state = StateView(manager.step, self._chunk_states)  # type: ignore[assignment]
         self._scaling = Scaling(manager.grads, self._chunk_states, scale)
         self._device = manager.memory.device.device
         prepare(self._device)
