@@ -32,7 +32,7 @@ from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.precision import mixed_weights
 from gemini.integrations.prepared_optimizer import PreparedOptimizer
-from gemini.integrations.ranks import refuse_unknown_ranks
+from gemini.integrations.ranks import publishing_by_all, refuse_unknown_ranks
 from gemini.launch import launched_config
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -311,16 +311,15 @@ class Accelerator(accelerate.Accelerator):
             )
         if not models:
             return super().save_state(output_dir, safe_serialization, **kwargs)  # type: ignore[no-any-return]
-        communicator = models[0].chunk_manager.communicator
         # Rank 0 writes most of the files. The others have to hear of it if it cannot, because they go on to the next
-        # collective, where they would wait for rank 0.
-        with communicator.publishing(), ExitStack() as writing:
+        # collective, of whichever model, where they would wait for rank 0.
+        with publishing_by_all(models), ExitStack() as writing:
             if not self.project_configuration.save_on_each_node:
                 for each in self._optimizers:
                     if isinstance(each, PreparedOptimizer):
                         writing.enter_context(each.for_rank_0())
             folder: Path = super().save_state(output_dir, safe_serialization, **kwargs)
-        communicator.wait_for_all("the state is saved")
+            models[0].chunk_manager.communicator.wait_for_all("the state is saved")
         return folder
 
     def _sharded_models(self) -> list[ShardedModel]:

@@ -1,10 +1,14 @@
-"""Whether another library counts the ranks as torch.distributed does."""
+"""Ranks in another library's loop: whether it counts all of them, and failures of which all must hear."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
 from gemini.errors import UnsupportedError
+from gemini.model.sharded_model import ShardedModel
 
 
 def refuse_unknown_ranks(known: int, whose: str, remedy: str) -> None:
@@ -21,3 +25,16 @@ def refuse_unknown_ranks(known: int, whose: str, remedy: str) -> None:
             f"there are {ranks} ranks, of which {whose} knows {known}: each would train on all of the data and write "
             f"the same files. On a machine without a GPU {remedy}"
         )
+
+
+@contextmanager
+def publishing_by_all(models: Iterable[ShardedModel]) -> Iterator[None]:
+    """Around collectives of several models: an exception that leaves the block is told to the ranks of each of them.
+
+    Another rank may wait in a collective of any of the models, and hears only of failures that this model knows of.
+    Local. Raises nothing of its own.
+    """
+    with ExitStack() as publishing:
+        for model in models:
+            publishing.enter_context(model.chunk_manager.communicator.publishing())
+        yield

@@ -119,8 +119,9 @@ class StorageMeter(TorchDispatchMode):
             known = self._alive.get(storage._cdata)
             num_bytes = storage.nbytes()
             if known is not None:
-                self._count(num_bytes - known[1])  # it may have been resized
+                # It may have been resized. It is noted first, for the same reason as below.
                 self._alive[storage._cdata] = known[0], num_bytes
+                self._count(num_bytes - known[1])
                 continue
             # A storage of an argument is not new: the operation returned a view, or wrote in place.
             if given is None:

@@ -51,8 +51,8 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
     return list(members.values())
 
 
-def agreed_members(step: Step, optimizer: torch.optim.Optimizer) -> list[list[ManagedParameter]]:
-    """The members of each param group of `optimizer`, the same on all ranks. Collective.
+def agreed_groups(step: Step, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The param group of each member of one of `optimizer`, by parameter index, the same on all ranks. Collective.
 
     Each rank updates a part of every parameter: with another learning rate than other ranks use for theirs, if it had
     the parameter in another group. Raises DivergenceError then, and what `members_of` raises.
@@ -64,7 +64,7 @@ def agreed_members(step: Step, optimizer: torch.optim.Optimizer) -> list[list[Ma
     ]
     remedy = "All ranks must make the same optimizer, with the same parameters in the same order"
     step.communicator.agree("\n".join([owner, *words]).encode(), "choice of optimizer", remedy=remedy)
-    return members
+    return {managed.index: number for number, its in enumerate(members) for managed in its}
 
 
 def add_group(model: ShardedModel, states: ChunkStates, groups: Sequence[dict[str, Any]]) -> None:

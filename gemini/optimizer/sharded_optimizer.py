@@ -22,7 +22,7 @@ from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.chunk_update import ChunkUpdates
 from gemini.optimizer.elementwise import resolve_update
 from gemini.optimizer.loss_scale import LossScale
-from gemini.optimizer.param_groups import add_group, agreed_members
+from gemini.optimizer.param_groups import add_group, agreed_groups
 from gemini.optimizer.runs import GradientFactors
 from gemini.optimizer.scaling import Scaling
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
@@ -30,7 +30,7 @@ from gemini.optimizer.state_hooks import loads_with_hooks, saves_with_hooks
 from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step_report import StepReport
 from gemini.optimizer.summary import GradientSummary, compare_settings, settings_of_step, summarize
-from gemini.optimizer.taking import take_states
+from gemini.optimizer.taking import making_optimizer, take_states
 from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
 from optim import clip_coefficient, prepare
 from optim.hyperparameters import refuse_unknown_arguments
@@ -86,37 +86,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gpu_margin_mem_ratio: float | None = None,
         **unknown: Any,
     ) -> None:
-        valid = [name for name in inspect.signature(ShardedOptimizer).parameters if name != "unknown"]
-        refuse_unknown_arguments("ShardedOptimizer", unknown, valid)
-        model = checked_model(model)
-        check_inner(optimizer, ShardedOptimizer, model)
-        scale = LossScale(
-            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
-        )
-        self._update = resolve_update(optimizer, elementwise)
-        self._clip_grad_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
-        self.model = model
+        self.model = model = checked_model(model)
         self._manager = manager = model.chunk_manager
-        members = agreed_members(manager.step, optimizer)
-        group_of = {managed.index: number for number, group in enumerate(members) for managed in group}
-        if gpu_margin_mem_ratio is not None:
-            model.trainability.change_margin(gpu_margin_mem_ratio)
-        optimizer.state.clear()  # Adagrad creates whole states in its constructor
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        # One list for both, so that a scheduler of `optimizer` sees groups that are added later.
-        optimizer.param_groups = self.param_groups
-        self._chunk_states = ChunkStates(manager.params, self._update, self.param_groups, group_of)
-        self.state = StateView(self._chunk_states)  # type: ignore[assignment]
-        self._scaling = Scaling(manager.grads, self._chunk_states, scale)
-        self._device = manager.memory.device.device
-        prepare(self._device)
-        take_states(model, self._chunk_states)
-        self._updates = ChunkUpdates(manager.step, self._chunk_states.by_chunk, self._update, self.param_groups)
-        self._num_steps = 0
-        self.grad_norm: Tensor | None = None
-        self.last_step: StepReport | None = None
-        self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling)  # what the next step will apply
-        manager.attach(self._next)
+        with making_optimizer(manager.step):
+            valid = [name for name in inspect.signature(ShardedOptimizer).parameters if name != "unknown"]
+            refuse_unknown_arguments("ShardedOptimizer", unknown, valid)
+            check_inner(optimizer, ShardedOptimizer, model)
+            scale = LossScale(
+                initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+            )
+            self._update = resolve_update(optimizer, elementwise)
+            self._clip_grad_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
+            group_of = agreed_groups(manager.step, optimizer)
+            if gpu_margin_mem_ratio is not None:
+                model.trainability.change_margin(gpu_margin_mem_ratio)
+            optimizer.state.clear()  # Adagrad creates whole states in its constructor
+            super().__init__(optimizer.param_groups, optimizer.defaults)
+            # One list for both, so that a scheduler of `optimizer` sees groups that are added later.
+            optimizer.param_groups = self.param_groups
+            self._chunk_states = ChunkStates(manager.params, self._update, self.param_groups, group_of)
+            self.state = StateView(manager.step, self._chunk_states)  # type: ignore[assignment]
+            self._scaling = Scaling(manager.grads, self._chunk_states, scale)
+            self._device = manager.memory.device.device
+            prepare(self._device)
+            take_states(model, self._chunk_states)
+            self._updates = ChunkUpdates(manager.step, self._chunk_states.by_chunk, self._update, self.param_groups)
+            self._num_steps = 0
+            self.grad_norm: Tensor | None = None
+            self.last_step: StepReport | None = None
+            # What the next step will apply.
+            self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling)
+            manager.attach(self._next)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`scale(loss).backward()`, for a loss of one element. Collective.

@@ -8,15 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from gemini.access.full_access import kept_optimizer_state
-from gemini.access.link import link_of
+from gemini.chunks.chunk import ManagedParameter
+from gemini.manager.step import Step
 from gemini.optimizer.chunk_states import ChunkStates
+from gemini.optimizer.param_groups import managed_of
 from gemini.optimizer.state_dict import scalar_of
 
 
 class StateView(Mapping[Tensor, Mapping[str, Any]]):
     """The states by parameter. Only parameters that were updated or loaded count: torch looks at the length."""
 
-    def __init__(self, states: ChunkStates) -> None:
+    def __init__(self, step: Step, states: ChunkStates) -> None:
+        self._step = step
         self._states = states
 
     def __iter__(self) -> Iterator[nn.Parameter]:
@@ -30,17 +33,25 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
 
     def __getitem__(self, parameter: Tensor) -> Mapping[str, Any]:
         """A view of one parameter's state, empty without state. Raises KeyError if it is not the model's."""
-        link = link_of(parameter)
-        if link is None:
-            raise KeyError("not a parameter of the ShardedModel")
-        state = self._states.by_chunk.get(link.managed.chunk.index)
-        position = link.managed.position
-        scalars = None if state is None else state.scalars[position]
+        managed = managed_of(self._step, parameter)
+        if managed is None:
+            raise KeyError("not a parameter of this optimizer's ShardedModel")
         # In plain PyTorch `optimizer.state` is a defaultdict of dicts, so a parameter without state reads as an empty
         # one.
+        return self._state_of(managed) or {}
+
+    def __contains__(self, parameter: object) -> bool:
+        # `Mapping` would ask `__getitem__`, which also answers for parameters without state.
+        managed = managed_of(self._step, parameter)
+        return managed is not None and self._state_of(managed) is not None
+
+    def _state_of(self, managed: ManagedParameter) -> _ParameterState | None:
+        """A view of one parameter's state. None if it has none."""
+        state = self._states.by_chunk.get(managed.chunk.index)
+        scalars = None if state is None else state.scalars[managed.position]
         if state is None or scalars is None:
-            return {}
-        return _ParameterState(link.managed.parameter, scalars, state.names(position))
+            return None
+        return _ParameterState(managed.parameter, scalars, state.names(managed.position))
 
 
 class _ParameterState(Mapping[str, Any]):

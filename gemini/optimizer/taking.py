@@ -1,14 +1,33 @@
-"""Allocates the memory of training when an optimizer is made: all of it, or none."""
+"""Makes an optimizer on all ranks or on none: failures are told to all, and memory is allocated, all of it or none."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gemini.errors import BudgetError
 from gemini.manager.chunk_manager import ChunkManager
+from gemini.manager.step import Step
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.placement.demand import Tier
 from gemini.placement.following import has_room_for
 from gemini.placement.refusals import check_host_room_for_steps
+
+
+@contextmanager
+def making_optimizer(step: Step) -> Iterator[None]:
+    """Around all that makes an optimizer, its checks too: an exception is told to the other ranks.
+
+    The rank that was refused may go on, while the others would wait for it in the next collective. After a failure that
+    every rank caught they start together again; collective in that case.
+    """
+    step.failures.find()
+    # An optimizer may be made inside a forward, which goes on.
+    if not (step.calls.by_thread or step.is_recomputing()):
+        step.failures.recover()
+    with step.publishing():
+        yield
 
 
 def take_states(model: ShardedModel, states: ChunkStates) -> None:

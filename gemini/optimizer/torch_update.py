@@ -186,7 +186,9 @@ class TorchUpdate:
         grad = tile.of(each.grad).to(parameter.dtype)
         for factor in factors:
             if factor != 1.0:
-                grad = grad * torch.tensor(factor, dtype=parameter.dtype, device=parameter.device)
+                # Multiplied as a number: a tensor of it on a GPU takes a copy for which the host waits. It is rounded
+                # before, so that the product has the bits of a product of two tensors.
+                grad = grad * torch.tensor(factor, dtype=parameter.dtype, device="cpu").item()
         parameter.grad = grad
         if not each.is_new:
             # Flat states are views, which the optimizer updates in place. Scalars are copies, because it also adds to

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, UnsupportedError
 from gemini.integrations.accelerate import Accelerator
+from gemini.ranks import watchdog
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.harness.shared_folder import shared_folder
@@ -251,6 +253,27 @@ def test_who_cannot_write_a_state_tells_every_rank(rank: int, world_size: int) -
         script.accelerator.save_state(folder)
         assert (folder / "optimizer.bin").exists()  # on every rank as soon as it returns
     script.close()
+
+
+@on_ranks(2)
+def test_who_cannot_write_the_state_of_one_of_two_models_tells_those_that_wait_in_the_other(
+    rank: int, world_size: int
+) -> None:
+    accelerator = _ours(gemini={**SMALL, "rank_timeout": 20})
+    models = [build(), build()]
+    prepared = accelerator.prepare(*models, *(HybridAdam(model.parameters()) for model in models))
+    with shared_folder() as folder, mock.patch.object(watchdog, "POLL_S", 0.05):
+        if rank == 0:
+            (folder / "optimizer.bin").mkdir()
+        dist.barrier()
+        with pytest.raises(RuntimeError if rank == 0 else RemoteRankError, match="Is a directory"):
+            accelerator.save_state(folder)
+        if rank == 0:
+            (folder / "optimizer.bin").rmdir()
+        dist.barrier()
+        accelerator.save_state(folder)  # both models have started together again
+    for model in prepared[:2]:
+        model.close()
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gemini import MemoryMonitor, ShardedModel
+from gemini import EmulatedDevice, MemoryMonitor, ShardedModel
 from gemini.monitor.device import CudaSource
 from gemini.monitor.peaks import PositionPeaks
 from tests.harness.live_storages import LiveStorages
@@ -115,6 +115,16 @@ def test_memory_that_is_freed_before_a_position_does_not_count_there() -> None:
         "view": 3,
         "resized": 5,
     }
+
+
+def test_memory_that_no_storage_could_grow_by_is_free_when_the_storage_has_died() -> None:
+    device = EmulatedDevice(4 * MIB)
+    with device.holding_activations():
+        small = torch.zeros(MIB, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError, match=f"{8 * MIB} bytes of activations"):
+            small.resize_(8 * MIB)
+        del small
+        torch.zeros(4 * MIB, dtype=torch.uint8)
 
 
 def test_a_position_that_is_met_again_keeps_its_greatest_peak() -> None:

@@ -1,14 +1,24 @@
 """Parameter groups that are added, changed or loaded: what they need, where it goes, and what is refused."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from gemini import BudgetError, DivergenceError, GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from gemini import (
+    BudgetError,
+    DivergenceError,
+    GeminiError,
+    RemoteRankError,
+    ShardedModel,
+    ShardedOptimizer,
+    state_hash,
+)
+from gemini.ranks import watchdog
 from optim import HybridAdam
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo import mlp
 from tests.zoo.mlp import assert_same, weights_of
 from tests.zoo.parts import Pair, at_some_places
@@ -270,4 +280,25 @@ def test_ranks_that_group_or_order_parameters_otherwise_make_no_optimizer(rank: 
             ShardedOptimizer(model, adam)
     optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
     mlp.train_step(model, optimizer, rank)
+    model.close()
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_make_its_optimizer_tells_the_others_why(rank: int, world_size: int) -> None:
+    """Rank 1 alone is refused and goes on: the other one must not wait for it until the timeout."""
+    model, foreign = mlp.wrap(rank_timeout=20), mlp.build()
+    refused: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (model, {"clip_grad_norm": -1.0}, "clip_grad_norm must be"),
+        (model, {"clip_gradnorm": 1.0}, "no argument 'clip_gradnorm'"),
+        (foreign, {}, "not this model's"),
+        (model, {"gpu_margin_mem_ratio": 2.0}, "gpu_margin_mem_ratio must be"),
+    ]
+    with mock.patch.object(watchdog, "POLL_S", 0.05):
+        for *bad, said in refused:
+            module, options = bad if rank == 1 else (model, {})
+            with pytest.raises((TypeError, ValueError) if rank == 1 else RemoteRankError, match=said):
+                ShardedOptimizer(model, mlp.adam(module.parameters()), **options)
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+    mlp.train_step(model, optimizer, rank)
+    assert len(set(gathered(state_hash(model, optimizer)))) == 1
     model.close()

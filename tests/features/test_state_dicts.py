@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, state_hash
 from tests.harness.on_ranks import on_ranks
 from tests.zoo import lora
-from tests.zoo.mlp import Mlp, adam, assert_same, both_dtypes, build, inputs, train_step, weights_of, wrap
+from tests.zoo.mlp import Mlp, adam, assert_same, both_dtypes, build, inputs, sharded, train_step, weights_of, wrap
 from tests.zoo.plain_copies import Parts, are_whole, everywhere
 
 
@@ -223,6 +223,19 @@ def test_an_optimizers_state_is_a_view_by_parameter() -> None:
         optimizer.state[nn.Parameter(torch.zeros(2))]
     with pytest.raises(KeyError):
         optimizer.state[weight]["momentum"]
+
+
+def test_an_optimizers_state_has_no_parameter_of_another_model_and_none_without_state() -> None:
+    """The other model has a parameter at the same place of the same chunk."""
+    (model, optimizer), (other, _) = sharded(), sharded()
+    weight, foreign = next(model.parameters()), next(other.parameters())
+    assert weight not in optimizer.state
+    train_step(model, optimizer)
+    assert weight in optimizer.state
+    assert foreign not in optimizer.state
+    assert optimizer.state.get(foreign) is None
+    with pytest.raises(KeyError):
+        optimizer.state[foreign]
 
 
 @pytest.mark.sampled(2)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini import EmulatedDevice, RemoteRankError, ShardedModel, ShardedOptimizer, estimate_memory, state_hash
 from gemini.monitor.peaks import BoundedMeter
@@ -76,6 +77,27 @@ def test_an_update_takes_no_more_than_it_says(kind: type[torch.optim.Optimizer])
             tiled = TorchUpdate(optimizer).temporary_bytes(*AT)
             assert most_temporaries(optimizer, 10_000) <= tiled < says / 5
     assert found and max(found) <= 1
+
+
+class Scalars(TorchDispatchMode):
+    """Counts uses of tensors of one number on the meta device, which stands for a GPU here."""
+
+    num_seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_seen += sum(isinstance(each, Tensor) and each.is_meta and not each.dim() for each in args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_makes_no_tensor_on_the_device_of_a_number_of_the_hosts() -> None:
+    """On a GPU it would be a copy for which the host waits, for each tile."""
+    optimizer, weights = make(torch.optim.SGD, [nn.Parameter(torch.zeros(1))]), mock.Mock()
+    weights.load.return_value = torch.zeros(100, device="meta")
+    grad = torch.ones(100, dtype=torch.bfloat16, device="meta")
+    each = RunUpdate(Run(0, 100, (0,), 0), weights, grad, {}, {}, is_new=True)
+    with Scalars() as scalars:
+        TorchUpdate(optimizer).update([each], [optimizer.defaults], GradientFactors(0.5, 0.3))
+    assert scalars.num_seen == 0
 
 
 def train(steps: int, kind: type[torch.optim.Optimizer], dtype: torch.dtype | None, rank: int) -> int:

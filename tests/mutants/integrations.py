@@ -140,9 +140,16 @@ MUTANTS = [
     Mutant(
         "a rank that cannot write an accelerator's state tells nobody",
         ACCELERATE,
-        "with communicator.publishing(), ExitStack() as writing:",
+        "with publishing_by_all(models), ExitStack() as writing:",
         "with ExitStack() as writing:",
         f"{TESTS}::test_who_cannot_write_a_state_tells_every_rank",
+    ),
+    Mutant(
+        "of several models the first alone tells that a state cannot be written",
+        ACCELERATE,
+        "with publishing_by_all(models), ExitStack() as writing:",
+        "with publishing_by_all(models[:1]), ExitStack() as writing:",
+        f"{TESTS}::test_who_cannot_write_the_state_of_one_of_two_models_tells_those_that_wait_in_the_other",
     ),
     Mutant(
         "a rank that cannot write Lightning's checkpoint tells nobody",

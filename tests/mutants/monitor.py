@@ -214,6 +214,14 @@ MUTANTS = [
         "tests/features/test_non_model_peaks.py::test_what_is_beside_the_model_data_does_not_depend_on_where_that_rests",
     ),
     Mutant(
+        "a storage that may not grow stays counted when it has died",
+        "gemini/monitor/peaks.py",
+        "                self._alive[storage._cdata] = known[0], num_bytes\n",
+        "",
+        "tests/features/test_non_model_peaks.py::"
+        "test_memory_that_no_storage_could_grow_by_is_free_when_the_storage_has_died",
+    ),
+    Mutant(
         "our own copies count as activations",
         "gemini/monitor/peaks.py",
         "        return True\n",

@@ -325,4 +325,19 @@ MUTANTS = [
         "    if chunk.splits_master or chunk.dtype not in HALF_DTYPES:\n",
         "tests/features/test_half_edits.py::test_masters_of_an_optimizers_state_dict_bring_their_weights",
     ),
+    Mutant(
+        "a parameter of another model shows the state at its place",
+        "gemini/optimizer/param_groups.py",
+        "link is not None and link.step is step else",
+        "link is not None else",
+        "tests/features/test_state_dicts.py::"
+        "test_an_optimizers_state_has_no_parameter_of_another_model_and_none_without_state",
+    ),
+    Mutant(
+        "a rank that cannot make its optimizer tells nobody",
+        "gemini/optimizer/taking.py",
+        "    with step.publishing():\n        yield\n",
+        "    yield\n",
+        "tests/features/test_param_groups.py::test_a_rank_that_cannot_make_its_optimizer_tells_the_others_why",
+    ),
 ]
