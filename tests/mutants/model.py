@@ -236,4 +236,18 @@ MUTANTS = [
         "tests/features/test_failed_forwards.py::"
         "test_the_other_ranks_hear_of_a_hook_that_raises_after_the_forward[2ranks-on the model]",
     ),
+    Mutant(
+        "a buffer that two modules have is moved in one of them",
+        "gemini/model/move_in.py",
+        "            if moved[buffer] is not buffer:\n",
+        "            if moved[buffer] is not buffer and buffer not in [its for _, _, its in moves.buffers]:\n",
+        "tests/features/test_shared_buffers.py",
+    ),
+    Mutant(
+        "buffers that are views of one another are torn apart",
+        "gemini/model/move_in.py",
+        "    return buffer if torch.equal(buffer, values) else values\n",
+        "    return values\n",
+        "tests/features/test_shared_buffers.py",
+    ),
 ]
