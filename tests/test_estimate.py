@@ -47,6 +47,19 @@ def test_a_hugging_face_config_is_enough() -> None:
         assert found.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_that_are_tied_by_their_memory_count_once(device: str) -> None:
+    with torch.device(device):
+        by_memory, by_name, apart = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+    by_memory[1].weight.data = by_memory[0].weight.data
+    by_name[1].weight = by_name[0].weight
+    found = estimate_memory(by_memory)
+    assert found.num_parameters == 64 + 2 * 8
+    assert found == estimate_memory(by_name)
+    assert by_memory[1].weight is not by_memory[0].weight
+    assert estimate_memory(apart).num_parameters == 2 * 64 + 2 * 8
+
+
 @pytest.mark.parametrize("policy", ["auto", "cuda"])
 @pytest.mark.parametrize("budget", [None, 30000])
 @pytest.mark.parametrize(("states", "momentum"), [(0, 0.0), (1, 0.9)])

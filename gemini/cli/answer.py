@@ -12,7 +12,7 @@ from gemini.cli.knobs import larger_batch, that_would_be_enough
 from gemini.cli.question import Batch, Question
 from gemini.errors import BudgetError
 from gemini.memory.collector import uncollected
-from gemini.model.estimate import packed_of
+from gemini.model.estimate import num_parameters_of, packed_of
 from gemini.model.first_batch import gradient_bytes
 from gemini.model.workload import blocks_of, workload_of
 from gemini.placement.budget import ACTIVATION_FRACTION
@@ -126,7 +126,7 @@ class _Answering:
         return Answer(
             cluster=question.cluster,
             batch=question.batch,
-            num_parameters=sum(parameter.numel() for parameter in question.module.parameters()),
+            num_parameters=num_parameters_of(question.module),
             dtype=question.dtype,
             activations=tuple(
                 replace(question, batch=replace(question.batch, is_checkpointed=each)).activations

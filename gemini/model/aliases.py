@@ -143,11 +143,13 @@ def _shared(module: nn.Module) -> list[list[_Extent]]:
     found: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         # These have no strided memory of their own that another tensor could share.
-        if built_link_of(tensor) is not None or tensor.layout is not torch.strided or tensor.is_meta:
+        if built_link_of(tensor) is not None or tensor.layout is not torch.strided:
             continue
         # Tensors without elements share nothing, and all have the same null pointer.
         if tensor.numel():
-            place = tensor.device, tensor.untyped_storage().data_ptr()
+            storage = tensor.untyped_storage()
+            # On "meta" all pointers are null: an estimate goes by the storage itself.
+            place = tensor.device, storage._cdata if tensor.is_meta else storage.data_ptr()
             found.setdefault(place, []).append((name, tensor))
     several = [[_extent(*each) for each in its] for its in found.values() if len(its) > 1]
     # Buffers may share memory among themselves: no chunk holds them.

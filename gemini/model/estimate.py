@@ -6,6 +6,8 @@ number of states, and one micro-batch per step. Activations are not included.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -21,7 +23,6 @@ from gemini.placement.demand import OPTIM_STATES, Kind, Tier
 from gemini.placement.inference import plan_training
 from gemini.placement.packed import Packed
 from gemini.placement.plan import Plan
-from gemini.placement.specs import ModelSpec
 from gemini.settings import Options, Settings, Strategy
 
 
@@ -97,10 +98,9 @@ def estimate_memory(
     module = module_of(model)
     # Without free bytes: the machine at hand need not be the one that will train.
     plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), optim_states)
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
     # `Tier` lists the device first.
     on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
-    return MemoryEstimate(num_parameters, on_device, on_host, plan)
+    return MemoryEstimate(num_parameters_of(module), on_device, on_host, plan)
 
 
 def packed_of(module: nn.Module, settings: Settings, world_size: int) -> Packed:
@@ -108,13 +108,23 @@ def packed_of(module: nn.Module, settings: Settings, world_size: int) -> Packed:
 
     Raises ValueError for settings that the module contradicts.
     """
-    return Packed(_spec_of(module, settings, world_size), settings, world_size)
+    with _tied_aliases(module):
+        spec = specs_of(module, settings, world_size)
+    return Packed(spec, settings, world_size)
 
 
-def _spec_of(module: nn.Module, settings: Settings, world_size: int) -> ModelSpec:
-    ties = tie_aliases(module)  # as wrapping does, but for the time of this call
+def num_parameters_of(module: nn.Module) -> int:
+    """Elements of all parameters, of which tied ones count once, also those that are tied by their memory. Local."""
+    with _tied_aliases(module):
+        return sum(parameter.numel() for parameter in module.parameters())
+
+
+@contextmanager
+def _tied_aliases(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters of the same memory are one, as wrapping makes them for good."""
+    ties = tie_aliases(module)
     try:
-        return specs_of(module, settings, world_size)
+        yield
     finally:
         for tie in ties:
             tie.undo()

@@ -201,8 +201,7 @@ class _AroundRoot:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
-        # The hook is also called after an exception, and then has no output.
-        error = sys.exc_info()[1] if output is None else None
+        error = _error_of_call()
         recomputing = self._step.is_recomputing()
         if not self._step.end_forward():
             return  # it was refused
@@ -215,6 +214,18 @@ class _AroundRoot:
 
     def _on_root_output(self, grad: Tensor) -> None:
         self._step.backward.begin()
+
+
+def _error_of_call() -> BaseException | None:
+    """The exception that ended the call whose after-hook asks; None if the call has returned.
+
+    The output does not tell: a model may return None, and a hook of the user's may raise when there is an output.
+    """
+    error = sys.exc_info()[1]
+    # The call may be inside an `except` block of the user's, whose exception is not that of the call. A traceback
+    # begins at the frame that caught the exception: for a call that failed, the one that calls our hook.
+    caught = None if error is None else error.__traceback__
+    return error if caught is not None and caught.tb_frame is sys._getframe(2) else None
 
 
 def _call_in_backward(hook: Callable[[Tensor], None], output: Any) -> None:

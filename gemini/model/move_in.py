@@ -109,19 +109,32 @@ def move_in(
 @torch.no_grad()
 def move_buffers_in(module: nn.Module, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:
     """Move all buffers to the device, with rank 0's values. Collective."""
-    for name, buffer in list(module.named_buffers()):
-        moved = buffer.to(device.device)
-        if communicator.world_size > 1:
-            contiguous = moved.contiguous()
-            communicator.broadcast_(contiguous, f"buffer {name}")
-            # Keep the strides, unless elements of the buffer share memory (`expand`): such a tensor cannot be written.
-            is_dense = dense_stride(moved) == moved.stride()
-            moved = moved.copy_(contiguous) if is_dense else contiguous
-        if moved is not buffer:
-            owner_name, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(owner_name)
-            moves.note_buffer(owner, leaf, buffer)
-            owner._buffers[leaf] = moved
+    moved: dict[Tensor, Tensor] = {}  # by the given buffer, which several modules may have
+    for path, owner in module.named_modules():
+        for leaf, buffer in list(owner._buffers.items()):
+            if buffer is None:
+                continue
+            if buffer not in moved:
+                on_device = buffer.to(device.device)
+                if communicator.world_size > 1:
+                    values = on_device.contiguous()
+                    communicator.broadcast_(values, f"buffer {path}.{leaf}" if path else f"buffer {leaf}")
+                    on_device = _with_values(on_device, values)
+                moved[buffer] = on_device
+            if moved[buffer] is not buffer:
+                moves.note_buffer(owner, leaf, buffer)
+                owner._buffers[leaf] = moved[buffer]
+
+
+def _with_values(buffer: Tensor, values: Tensor) -> Tensor:
+    """`buffer` with other values, in its own memory where that can hold them: other buffers may be views of it."""
+    if dense_stride(buffer) == buffer.stride():
+        return buffer.copy_(values)
+    # Elements that are one in memory (`expand`) cannot be written together: write the first of each.
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())
+    buffer[once].copy_(values[once])
+    # Rank 0's buffer may hold different values where this rank's has one element.
+    return buffer if torch.equal(buffer, values) else values
 
 
 def stores_of(links: Iterable[BuiltLink], ranks: tuple[int, ...]) -> list[BuildStore]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gemini.access.conversion import CONVERSION, changes_nothing
 from gemini.access.states import States
 from gemini.access.weights import load_part, load_whole_state_dict, whole_state_dict
-from gemini.errors import UnsupportedError
+from gemini.errors import GeminiError, UnsupportedError
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.model.compiled import is_mark
 from gemini.model.plain_copy import PlainCopies
@@ -37,6 +37,16 @@ class PlainView(nn.Module):
         # A subclass with a `forward` of its own keeps that: an attribute of the instance would hide it.
         if type(self).forward is PlainView.forward:
             self.forward = _with_signature_of(module, self.forward)  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException as error:
+            # A hook of the user's may raise when ours have ended the forward: the other ranks wait in their backward. A
+            # refusal of ours has changed nothing, and checkpointing ends a recomputation with an exception of its own.
+            if not (isinstance(error, GeminiError) or self.chunk_manager.step.is_recomputing()):
+                self.chunk_manager.communicator.publish(error)
+            raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module. Collective. Its signature is that of the module's `forward`.

@@ -220,4 +220,34 @@ MUTANTS = [
         "self._hooks.take_over(casting.install(each))",
         "tests/features/test_plain_copies.py::test_a_copy_of_modules_of_several_dtypes_casts_between_them",
     ),
+    Mutant(
+        "a model that returns None inside an except block has failed",
+        "gemini/model/hooks.py",
+        " and caught.tb_frame is sys._getframe(2) else None",
+        " else None",
+        "tests/features/test_failed_forwards.py::"
+        "test_a_model_that_returns_none_has_not_failed_inside_an_except_block[2ranks]",
+    ),
+    Mutant(
+        "a hook that raises after the forward is not told to the other ranks",
+        "gemini/model/plain_view.py",
+        "                self.chunk_manager.communicator.publish(error)\n",
+        "                pass\n",
+        "tests/features/test_failed_forwards.py::"
+        "test_the_other_ranks_hear_of_a_hook_that_raises_after_the_forward[2ranks-on the model]",
+    ),
+    Mutant(
+        "a buffer that two modules have is moved in one of them",
+        "gemini/model/move_in.py",
+        "            if moved[buffer] is not buffer:\n",
+        "            if moved[buffer] is not buffer and buffer not in [its for _, _, its in moves.buffers]:\n",
+        "tests/features/test_shared_buffers.py",
+    ),
+    Mutant(
+        "buffers that are views of one another are torn apart",
+        "gemini/model/move_in.py",
+        "    return buffer if torch.equal(buffer, values) else values\n",
+        "    return values\n",
+        "tests/features/test_shared_buffers.py",
+    ),
 ]
