@@ -23,6 +23,7 @@ from gemini.chunks.own_grad import grad_of, set_grad_of
 from gemini.manager.arrivals import Waiting, graph_refused
 from gemini.manager.step import Step
 from gemini.memory.modes import num_modes, unseen
+from gemini.memory.untraced import A_HOOK, never_traced
 
 _WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -60,6 +61,7 @@ def _keep_apart(reference: weakref.ref[Step], index: int) -> None:
         step.grads.keep_apart(step.chunks[index])
 
 
+@never_traced(A_HOOK)
 def _take_gradient(reference: weakref.ref[Step], index: int, position: int, parameter: Tensor) -> None:
     """Take the gradient of the parameter at `position` of chunk `index`."""
     # A gradient that stayed in `.grad` would keep its memory, and autograd would add the next one to it.
@@ -91,6 +93,7 @@ def _note_gradients(reference: weakref.ref[Step], index: int, waiting: Waiting) 
     """
     arrived, copied = waiting.arrived, waiting.copied
 
+    @never_traced(A_HOOK)
     def note_gradient(parameter: Tensor) -> None:
         """Note that autograd has made the gradient of `parameter`."""
         identity = id(parameter)

@@ -19,9 +19,6 @@ backward reads it. It is then shown a copy: a view would keep the chunk's slot.
 [Note: Recomputed first] A node that unpacks its weight and then an activation would hold the weight's slot while the
 activation is recomputed, which fetches other chunks: at the smallest budget there may be no slot left for them. So a
 handle remembers an activation of the same recomputation, and unpacks that one before it fetches.
-
-[Note: Transforms] `grad`, `vjp`, `jacrev` and `hessian` refuse saved-tensor hooks, so their graph keeps views of the
-weights themselves. That is right for weights that stay where they are until a step, and refused for others.
 """
 
 from __future__ import annotations
@@ -35,15 +32,15 @@ import torch
 from torch import Tensor, nn
 
 from gemini.access.link import link_of
+from gemini.access.transforms import check_chunks, hooks_are_allowed
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.param_state import ParamState
 from gemini.errors import StaleGraphError, UnsupportedError
 from gemini.manager.step import Step
-from gemini.memory.modes import unseen, untracked, unwrapped
+from gemini.memory.modes import unseen, untracked
+from gemini.memory.untraced import A_HOOK, never_traced
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-"""False inside torch.func's gradient transforms."""
 _graph_task = torch._C._current_graph_task_id
 _NO_TASK = -1
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -197,6 +194,7 @@ class SavedTensors:
             return handle._replace(weight=handle.weight._replace(after=self.activation))
         return handle._replace(after=self.activation)
 
+    @never_traced(A_HOOK)
     def unpack(self, packed: Any) -> Tensor:
         """What autograd saved. Raises StaleGraphError if it has changed since, by a step or by an edit."""
         if isinstance(packed, Kept):
@@ -268,6 +266,7 @@ class _Pack:
         self._below = below
         self._checkpoints = below is not None and _checkpoints(below[0])
 
+    @never_traced(A_HOOK)
     def __call__(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             handle: Handle | CastHandle | None = self.owner.handle(tensor)
@@ -325,26 +324,3 @@ def _was_modified(kept: Kept) -> str:
         f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {kept.version} "
         f"instead.{'' if torch.is_anomaly_enabled() else hint}"
     )
-
-
-def check_operator(module: nn.Module, chunks: Iterable[Chunk]) -> None:
-    """Raises UnsupportedError if a graph that `module` builds now could lose its weights, which are in `chunks`.
-
-    `functional_call` may have put other tensors in the parameters' place; these are the user's own.
-    """
-    if torch.is_grad_enabled() and not hooks_are_allowed():
-        links = (link_of(unwrapped(parameter)) for parameter in module.parameters())
-        used = {link.managed.chunk.index for link in links if link is not None}
-        check_chunks(chunk for chunk in chunks if chunk.index in used)
-
-
-def check_chunks(chunks: Iterable[Chunk]) -> None:
-    """Raises UnsupportedError if a graph that is built now could lose the weights of `chunks`."""
-    if torch.is_grad_enabled() and not hooks_are_allowed():
-        for chunk in chunks:
-            if chunk.state is not ParamState.RESIDENT and chunk.own_slot is None:
-                raise UnsupportedError(
-                    f"torch.func.grad (vjp, jacrev, hessian) through {chunk.names()} is not possible while it can "
-                    "leave the device, as these transforms allow no saved-tensor hooks. Keep everything resident with "
-                    "tensor_placement_policy='cuda' or a larger device_memory=, or use torch.autograd.grad"
-                )

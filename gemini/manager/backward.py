@@ -17,6 +17,7 @@ from gemini.manager.payloads import Payloads
 from gemini.manager.recorder import Recorder
 from gemini.manager.underway import Underway
 from gemini.memory.modes import unseen
+from gemini.memory.untraced import A_HOOK, never_traced
 from gemini.placement.trace import PassKind, Phase
 from gemini.ranks.communicator import Communicator
 
@@ -132,6 +133,7 @@ class Backward:
             self._communicator.publish(error)
             raise
 
+    @never_traced(A_HOOK)
     def end(self) -> None:
         """The outermost graph task is done. Collective."""
         if not self._grads.in_backward:

@@ -26,6 +26,7 @@ from gemini.manager.reduce import AccumulateAndReduce
 from gemini.manager.training_state import TrainingState
 from gemini.memory.modes import unseen, untracked
 from gemini.memory.scratch import Scratch
+from gemini.memory.untraced import A_HOOK, never_traced
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
 
@@ -95,6 +96,7 @@ class GradStore:
         """A backward begins that comes through a scaled loss. Local."""
         self.loss_is_scaled = True
 
+    @never_traced(A_HOOK)
     def end_scaled_loss(self) -> None:
         """The backward that came through a scaled loss is over. Local."""
         self.loss_is_scaled = False

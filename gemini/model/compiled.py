@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.memory.untraced import never_traced
+
 _eval_frame: Any = torch._C._dynamo.eval_frame  # importing torch._dynamo itself would take a second
 
 # Like hooks of a module: before(module, args), and after(module, args, kwargs, output), which may replace the output.
@@ -50,17 +52,6 @@ def original_of(module: Any) -> Any:
     while isinstance(module, nn.Module) and "_orig_mod" in module._modules:
         module = module._modules["_orig_mod"]
     return module
-
-
-def never_traced(function: Callable[..., Any], reason: str) -> None:
-    """Tell the compiler to run this function uncompiled. It may compile the functions that this one calls.
-
-    `torch.compiler.disable(recursive=False)` marks a wrapper in the same way, but imports the compiler.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-    skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
-    _eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 class CompiledCall:
@@ -114,6 +105,7 @@ class OuterCompiler:
         """Whether the running call of the model came from a compiled function."""
         return self._callback is not None
 
+    @never_traced("what moves a model's parameters runs as it is", calls_too=False)
     def outside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `call` with the compiler off. The `inside` of `compile` turns it on again for the wrapped module."""
         # None: no compiler is on. False: the compiler only runs code that it has compiled before.
@@ -127,8 +119,6 @@ class OuterCompiler:
         finally:
             self._callback = outer
             _eval_frame.set_eval_frame(callback)
-
-    never_traced(outside, "what moves a model's parameters runs as it is")
 
     def compile(self, module: nn.Module) -> None:
         """From now on compile the module whenever the model is called from a compiled function."""

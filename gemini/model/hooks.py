@@ -22,12 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gemini.access.saved_tensors import SavedTensors, check_operator, hooks_are_allowed
+from gemini.access.saved_tensors import SavedTensors
 from gemini.access.trainability import Trainability
+from gemini.access.transforms import check_operator, hooks_are_allowed
 from gemini.manager.calls import Operator
 from gemini.manager.operator_hooks import OperatorHooks
 from gemini.manager.step import Step
 from gemini.memory.modes import unseen, untracked
+from gemini.memory.untraced import A_HOOK, never_traced
 from gemini.model.compiled import CompiledCall
 from gemini.model.leaf import reached_by_backward
 from gemini.model.tensors import tensors_in
@@ -212,6 +214,7 @@ class _AroundRoot:
         if torch.is_grad_enabled() and not recomputing and hooks_are_allowed():
             _call_in_backward(self._on_root_output, output)
 
+    @never_traced(A_HOOK)
     def _on_root_output(self, grad: Tensor) -> None:
         self._step.backward.begin()
 

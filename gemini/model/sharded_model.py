@@ -26,10 +26,10 @@ from gemini.manager.leftovers import Becomes
 from gemini.memory.collector import uncollected
 from gemini.memory.devices import choose_tiers
 from gemini.memory.memory import Memory
+from gemini.memory.untraced import never_traced
 from gemini.model.aliases import tied_aliases, warn_of_ties
 from gemini.model.arguments import check_module, check_wrapped, ranks_of
 from gemini.model.budgets import bytes_freed, read_free
-from gemini.model.compiled import never_traced
 from gemini.model.first_batch import most_activations
 from gemini.model.hooks import Handles, Hooks
 from gemini.model.ignored import ignored_in, zero_ignored
@@ -195,10 +195,9 @@ class ShardedModel(PlainView):
 
     # -- use
 
+    @never_traced("a ShardedModel moves parameters around: compile the model, or modules in it, by themselves", False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._table.compiler.outside(self._call_following_compilation, args, kwargs)
-
-    never_traced(__call__, "a ShardedModel moves parameters around: compile the model, or modules in it, by themselves")
 
     def _call_following_compilation(self, *args: Any, **kwargs: Any) -> Any:
         # All of this may replace the plan, so it comes before the forward. See [Note: First batch] in free_memory.py.

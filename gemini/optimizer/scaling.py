@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gemini.manager.grads import GradStore
+from gemini.memory.untraced import A_HOOK, never_traced
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.step_report import StepReport
@@ -39,6 +40,7 @@ class Scaling:
             scaled.register_hook(self._on_scaled_loss)
         return scaled
 
+    @never_traced(A_HOOK)
     def _on_scaled_loss(self, grad: Tensor) -> None:
         self._gradients.begin_scaled_loss()
         # `end_backward()` resets the mark too, but does not run if this backward reaches nothing of the model.

@@ -137,6 +137,44 @@ def test_training_goes_on_after_a_compiled_block_failed(way: str) -> None:
     compare(make, step)
 
 
+class InParts(nn.Module):
+    """Its operators run in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x)) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+def test_a_block_that_the_compiler_gave_up_trains_under_autocast() -> None:
+    """Its operations run one by one then, and the compiler looks at what they call: also at hooks of autograd."""
+
+    def stop(module: nn.Module, args: Any, output: Any) -> None:
+        raise ValueError("this hook fails")
+
+    found = []
+    for wraps in (True, False):
+        torch._dynamo.reset()
+        blocks = nn.Sequential(build(InParts), build(InParts))
+        model: nn.Module = wrapped(blocks) if wraps else blocks
+        for block in blocks:
+            block.compile(backend="eager")
+        handle = blocks[0].up.register_forward_hook(stop)  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="this hook fails"):
+            model(inputs(0))
+        handle.remove()
+        for number in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number == 1):
+                model(inputs(number)).square().mean().backward()
+        found.append([each.grad.clone() for each in blocks.parameters() if each.grad is not None])
+    assert all(map(torch.equal, *found)) and len(found[0]) == 6
+
+
 class Refusing(Block):
     """Computes, and fails then."""
 

@@ -6,6 +6,13 @@ INFERENCE = "tests/features/test_plan_for_inference.py"
 
 MUTANTS = [
     Mutant(
+        "the compiler traces what autograd calls for a tensor that it saves",
+        "gemini/access/saved_tensors.py",
+        "    @never_traced(A_HOOK)\n    def __call__",
+        "    def __call__",
+        "tests/features/test_compile_beside.py::test_a_block_that_the_compiler_gave_up_trains_under_autocast",
+    ),
+    Mutant(
         "a gradient that is given to what was detached is the parameter's",
         "gemini/access/link.py",
         "    set_own_grad(tensor, value) if link is None else link.set_gradient(value)",
