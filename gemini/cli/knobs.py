@@ -112,12 +112,11 @@ def _more_ranks(question: Question, error: BudgetError) -> Iterator[str]:
         cluster.ranks.count,
         (cluster.device_bytes or 0) + (cluster.host_bytes or 0),
     )
-    is_bounded = cluster.host_bytes is not None
-    numel = sum(parameter.numel() for parameter in question.module.parameters())
-    least = numel * question.dtype.itemsize * 4 / max(1, per_rank) if is_bounded else 0
+    # Tries are few, so those are saved that must fail: ranks whose whole memory is less than what rests there.
+    least = 0.0 if cluster.host_bytes is None else _least_bytes_at_rest(question) / max(1, per_rank)
     while count < _MOST_RANKS and tries < _TRIES:
         count *= 2
-        if count < least:  # even weights, gradients and moments have no room
+        if count < least:
             continue
         # The command refuses ranks that leave places of a node empty.
         if not cluster.ranks.fill_nodes(count):
@@ -130,6 +129,16 @@ def _more_ranks(question: Question, error: BudgetError) -> Iterator[str]:
         if refused.tier == "device" and (refused.needed_bytes or 0) > _WHOLE * needed:
             return
         needed = refused.needed_bytes or 0
+
+
+def _least_bytes_at_rest(question: Question) -> int:
+    """What all ranks hold together of weights, gradients and optimizer state, at least: without masters and padding."""
+    # This must never be too much: ranks that would be enough would not be tried, and more of them be advised.
+    weights = question.packed.spec.weights
+    trained = [weight for weight in weights if weight.trainable]
+    # States have fp32 where weights have 16 bits: see `_chunk_demand` in gemini/placement/needs.py.
+    states = sum(question.optim_states * weight.numel * max(4, weight.dtype.itemsize) for weight in trained)
+    return sum(map(_bytes_of, weights)) + sum(map(_bytes_of, trained)) + states
 
 
 def _more_host_memory(question: Question, needed: int, budget: int) -> Iterator[str]:

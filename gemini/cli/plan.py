@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from gemini.cli.options import with_options
 from gemini.cli.plan_report import as_json, show
 from gemini.cli.question import Batch
 from gemini.model.estimate import module_of
+from gemini.model.workload import text_config
 from gemini.placement.demand import OPTIM_STATES
 from gemini.settings import Settings
 
@@ -136,11 +137,9 @@ def _saying(console: Console, what: str) -> Iterator[None]:
 
 
 def _length_of(module: nn.Module) -> int:
-    config: Any = getattr(module, "config", None)
+    config = text_config(module)
     # A module without a config need not have tokens: each row of its batch counts as one.
     if config is None:
         return 1
-    # The config of a model for images and text has the positions of its text in a part of its own.
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     max_positions = getattr(config, "max_position_embeddings", None)
     return min(_LENGTH, max_positions) if isinstance(max_positions, int) and max_positions > 0 else _LENGTH

@@ -178,18 +178,21 @@ class Engine:
                 self._end_window(optimizer, rate)
 
     def _end_window(self, optimizer: ShardedOptimizer, rate: float) -> None:
-        """Count the optimizer's last step, which had this learning rate, and move the schedule."""
+        """Count the optimizer's last step, which had this learning rate, move the schedule, and log the step."""
         self._in_window, self._window_begins = 0, self.micro_steps
         self.global_steps += 1
-        # Only a rank that logs reads the norm, because that waits for the device.
-        if self._log.is_on:
-            self._log.after_step(self.global_steps, rate, self.grad_norm, optimizer.loss_scale)
         report = optimizer.last_step
-        # A skipped step does not move the schedule, as in DeepSpeed: no weight was updated at its rate.
-        if report is not None and report.skipped is not None:
-            self.skipped_steps += 1
-        elif self._moving is not None:
-            self._moving.after_update()
+        assert report is not None
+        # One rank alone may fail in here, as on a full disk, and the others are in no collective that would tell them.
+        with self.communicator.publishing():
+            # A skipped step does not move the schedule, as in DeepSpeed: no weight was updated at its rate.
+            if report.skipped is not None:
+                self.skipped_steps += 1
+            elif self._moving is not None:
+                self._moving.after_update()
+            # The log comes last: whoever catches its error has a step that is over, as on the other ranks.
+            if self._log.is_on:
+                self._log.after_step(self.global_steps, rate, report)
 
     def zero_grad(self) -> None:
         """Discard gradients, unless a window is open, whose next micro-batches add to them. Local, alike on every rank.

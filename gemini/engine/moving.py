@@ -8,10 +8,11 @@ an epoch.
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from gemini.script import warn_at_script
 
 
 class Moving(Protocol):
@@ -44,10 +45,9 @@ class MovedByEngine:
         # A smaller count is that of a checkpoint which the script has loaded. A schedule that is not torch's may have
         # no count.
         if self._count is not None and count is not None and count > self._count:
-            warnings.warn(
+            warn_at_script(
                 f"the schedule has moved by {count - self._count} since the last optimizer step: the engine moves it "
-                "after every one, so leave out lr_scheduler.step()",
-                stacklevel=4,
+                "after every one, so leave out lr_scheduler.step()"
             )
         self.shown.step()
         self._count = getattr(self.shown, "last_epoch", None)

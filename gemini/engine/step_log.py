@@ -9,6 +9,7 @@ from torch import Tensor
 from gemini.dist_logger import get_dist_logger
 from gemini.engine.config import Config
 from gemini.engine.metric_files import JsonLinesFile, MetricFile, TensorBoardFile
+from gemini.optimizer.step_report import StepReport
 
 
 class StepLog:
@@ -39,13 +40,17 @@ class StepLog:
         """Drop the losses of the window, whose micro-batches are in no step."""
         self._losses.clear()
 
-    def after_step(self, step: int, lr: float, grad_norm: float | None, loss_scale: float) -> None:
-        """Log optimizer step number `step`, from 1."""
+    def after_step(self, step: int, lr: float, report: StepReport) -> None:
+        """Log optimizer step number `step`, from 1, which had this learning rate. Raises OSError on a full disk."""
         # The host waits for the device here, on rank 0, once per step rather than once per micro-batch.
         losses, self._losses = [float(loss) for loss in self._losses], []
-        metrics = {"loss": sum(losses) / len(losses), "lr": lr, "loss_scale": loss_scale}
-        if grad_norm is not None:
-            metrics["grad_norm"] = grad_norm
+        # The report has the scale of the step's own gradients. The optimizer's is the next step's by now.
+        metrics = {
+            "loss": sum(losses) / len(losses),
+            "lr": lr,
+            "loss_scale": report.loss_scale,
+            "grad_norm": report.grad_norm,
+        }
         for file in self._files:
             # An engine counts no epochs: 0 stands in the field that a `Trainer` fills.
             file.write("step", step, 0, metrics)

@@ -49,7 +49,7 @@ def workload_of(
         weights. None: `itemsize`.
     """
     stream = itemsize if stream_itemsize is None else stream_itemsize
-    config = _text_config(module)
+    config = text_config(module)
     experts, notes = _Experts(config, experts_per_token), []
     blocks = list(blocks_of(module).values())
     inside = {each for block in blocks for each in block.modules()}
@@ -88,7 +88,7 @@ def workload_of(
     )
 
 
-def _text_config(module: nn.Module) -> Any:
+def text_config(module: nn.Module) -> Any:
     """The config of the part of the model that processes tokens. None: the module has no config."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "get_text_config"):

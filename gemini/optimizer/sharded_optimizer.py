@@ -7,7 +7,6 @@ updated where its state rests, in order of first use.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,6 +31,7 @@ from gemini.optimizer.step_report import StepReport
 from gemini.optimizer.summary import GradientSummary, compare_settings, settings_of_step, summarize
 from gemini.optimizer.taking import making_optimizer, take_states
 from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
+from gemini.script import warn_at_script
 from optim import clip_coefficient, prepare
 from optim.hyperparameters import refuse_unknown_arguments
 
@@ -248,9 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         factors = GradientFactors(1.0 / self.loss_scale)
         if summary.non_finite is not None:
             skipped = self._manager.parameters[summary.non_finite].name
-            warnings.warn(
-                f"step {self._num_steps} skipped on all ranks: the gradient of {skipped!r} is not finite", stacklevel=5
-            )
+            warn_at_script(f"step {self._num_steps} skipped on all ranks: the gradient of {skipped!r} is not finite")
         else:
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))

@@ -10,6 +10,7 @@ from torch import nn
 
 from gemini import EmulatedDevice, HybridAdam, ShardedModel, ShardedOptimizer
 from gemini.errors import BudgetError
+from tests.features.test_first_batch import Composite
 from tests.features.test_plan_command import SMALL, asked, refused, run
 from tests.zoo.mlp import Mlp
 
@@ -23,6 +24,14 @@ def blocks() -> nn.Module:
 class Convolutions(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+
+
+class TwoTexts(nn.Linear):
+    """With the config of such a model, as Musicgen."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.config = Composite()
 
 
 def llama() -> nn.Module:
@@ -121,6 +130,10 @@ def test_activations_that_no_formula_covers_are_not_known() -> None:
     refusal, _ = refused(*options[:-1], "10KB")
     enough = int(re.search(r"--device-memory (\d+)B", " ".join(refusal["would_change"]))[1])  # type: ignore[index]
     assert asked(*options[:-1], f"{enough}B")["fits"]
+
+
+def test_a_model_with_two_texts_is_planned_without_a_sequence_length() -> None:
+    assert asked("tests.features.test_plan_advice:TwoTexts", "--rates", "none")["fits"]
 
 
 def test_the_bound_of_activations_has_the_gradient_that_autograd_holds() -> None:

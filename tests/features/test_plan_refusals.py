@@ -88,6 +88,16 @@ def test_more_ranks_that_are_advised_fill_the_nodes_of_a_named_machine() -> None
     assert asked(*options, "24")["fits"]
 
 
+def test_fewer_ranks_are_advised_where_the_optimizer_keeps_no_states() -> None:
+    """Twice as many ranks would not be enough for Adam."""
+    memory = ("--device-memory", "110KB", "--host-memory", "148KB", "--sequence-length", "1", "--rates", "none")
+    options = (BLOCKS, *memory, "--optim-states", "0", "--ranks")
+    knobs = " ".join(refused(*options, "1")[0]["would_change"])
+    found = re.search(r"--ranks (\d+)", knobs)
+    assert found is not None and found[1] == "2", knobs
+    assert asked(*options, "2")["fits"]
+
+
 @pytest.mark.parametrize(("model", "options", "num_packed"), [(BLOCKS, ("--policy", "cuda"), 2), (FUSED, (), 1)])
 def test_all_tries_of_a_question_share_their_packings(
     monkeypatch: pytest.MonkeyPatch, model: str, options: tuple[str, ...], num_packed: int

@@ -49,6 +49,13 @@ MUTANTS = [
         f"{_REFUSALS}::test_more_ranks_that_are_advised_fill_the_nodes_of_a_named_machine",
     ),
     Mutant(
+        "more ranks are advised than are enough for an optimizer without states",
+        "gemini/cli/knobs.py",
+        "sum(question.optim_states * weight.numel",
+        "sum(2 * weight.numel",
+        f"{_REFUSALS}::test_fewer_ranks_are_advised_where_the_optimizer_keeps_no_states",
+    ),
+    Mutant(
         "any part of a sequence is advised",
         "gemini/cli/knobs.py",
         "    if tokens * _LEAST_PART < length:\n",

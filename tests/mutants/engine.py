@@ -237,4 +237,19 @@ MUTANTS = [
         "test_accumulation_clipping_and_rates_are_those_of_plain_pytorch_at_every_step"
         "[1rank-colossal-CosineAnnealingLR]",
     ),
+    Mutant(
+        "a step is logged before the schedule moves",
+        "gemini/engine/engine.py",
+        "        self.global_steps += 1\n        report = optimizer.last_step\n        assert report is not None\n",
+        "        self.global_steps += 1\n        report = optimizer.last_step\n        assert report is not None\n"
+        "        if self._log.is_on:\n            self._log.after_step(self.global_steps, rate, report)\n",
+        "tests/features/test_engine_log.py::test_a_step_whose_log_finds_the_disk_full_is_over_on_all_ranks",
+    ),
+    Mutant(
+        "warnings of a step name a line of the library",
+        "gemini/script.py",
+        "stacklevel=level)",
+        "stacklevel=5)",
+        "tests/features/test_engine_log.py::test_warnings_of_a_step_name_the_line_of_the_script",
+    ),
 ]

@@ -100,6 +100,7 @@ def test_scaler_keys_of_mixed_precision_are_those_of_the_loss_scale() -> None:
         ({"plugin": {"tp_size": 2}}, "data-parallel ranks only"),
         ({"plugin": {}, "zero": {}}, "plugin and zero are both there"),
         ({"plugin": {"precision": "fp8"}}, "plugin.precision"),
+        ({"plugin": {"placement_policy": "gpu"}}, "plugin.placement_policy: tensor_placement_policy='gpu' is unknown"),
     ],
     ids=str,
 )

@@ -141,6 +141,20 @@ def test_keys_without_effect_are_said_once_with_what_happens_instead() -> None:
     assert config.canonical() == load_config({"zero_optimization": {"stage": 2}}).canonical()
 
 
+def test_keys_without_effect_are_said_in_the_order_of_the_file() -> None:
+    """The last of them is one that has no effect beside what another key says."""
+    optimizer = {"device": "none", "ratio": 0.5}
+    zero = {"stage": 2, "reduce_bucket_size": 5e8, "overlap_comm": True, "offload_optimizer": optimizer}
+    config = load_config({"wall_clock_breakdown": True, "prescale_gradients": True, "zero_optimization": zero})
+    assert [key.rpartition(".")[2] for key, _ in config.ignored] == [
+        "wall_clock_breakdown",
+        "prescale_gradients",
+        "reduce_bucket_size",
+        "overlap_comm",
+        "ratio",
+    ]
+
+
 FULL: dict[str, Any] = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 4,

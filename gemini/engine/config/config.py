@@ -186,7 +186,7 @@ class Config(_Part):
 
     @property
     def ignored(self) -> tuple[tuple[str, str], ...]:
-        """Keys without effect, and what happens instead, in the order of the file."""
+        """Keys without effect, and what happens instead: the file's in its order, then what arguments replace."""
         return self._ignored
 
     @property

@@ -188,6 +188,9 @@ class Table:
         # A refused value is in no field: `finish` would take it for one that was left out, and refuse what follows.
         if not result.problems:
             self.finish(data, result)
+        # The rows came in the table's order. A reader compares the keys with the file.
+        places = {".".join(path): place for place, (path, _) in enumerate(self.leaves(data))}
+        result.ignored.sort(key=lambda noted: places[noted[0]])
         return result
 
     def _is_undecided(self, value: Any) -> bool:

@@ -138,7 +138,7 @@ def _at_its_key(problem: Problem, origins: Mapping[KeyPath, KeyPath]) -> Problem
         if path[:end] in origins:
             key = (*origins[path[:end]], *path[end:])
             # The sentence shows the field's value, which need not be the one that the user wrote: `initial_scale=4.0`
-            # follows from `initial_scale_power: 2`. It must not stand behind the user's key like a value of that.
+            # follows from `initial_scale_power: 2`. It stands behind its own name, as it is no value of the user's key.
             is_our_value = problem.words[0] == "=" and key[-1] != path[-1]
-            return Problem(key, f": {sentence}" if is_our_value else problem.words)
+            return Problem(key, f": {path[-1]}{problem.words}" if is_our_value else problem.words)
     return problem

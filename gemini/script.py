@@ -1,0 +1,21 @@
+"""Warnings that name the user's line, however many of our functions lie between."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+# torch wraps what it calls of ours: the `step` of an optimizer, and what it decorates with `no_grad`.
+_PACKAGES = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+
+
+def warn_at_script(message: str) -> None:
+    """Warn at the innermost line outside gemini and torch. A fixed `stacklevel` is right for one way here only."""
+    # From Python 3.12 on `warnings.warn(skip_file_prefixes=...)` does the same.
+    frame, level = sys._getframe(), 1
+    while frame.f_code.co_filename.startswith(_PACKAGES) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
