@@ -199,7 +199,7 @@ class NextUse:
 
     def note_update(self) -> None:
         """The optimizer updates the weights. The next update is expected after the same number of backwards."""
-        self._expected_backwards, self._num_backwards = max(1, self._num_backwards), 0
+        self._expected_backwards, self._num_backwards = self._num_backwards, 0
         self.epoch += 1
 
     @property

@@ -105,22 +105,35 @@ def spend_rest(demand: Demand, placement: Placement, budget_bytes: int | None) -
 
 def keep_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
     """`placement` with as many kept slots as fit: the first part of `spend_rest`."""
-    sharded = _live_prefix(demand, placement, [i for i in keepable(demand, placement) if i not in placement.kept])
+    wanted = [index for index in keepable(demand, placement) if index not in placement.kept]
+    # The budget may keep some chunks out, so that slots of the pool stay which would have gone with their last users.
+    # In models of several dtypes more elements may be live then, so the chunks that fit are tried again by themselves.
+    while wanted := _live_prefix(demand, placement, wanted):
+        fitting = _that_may_keep_slots(demand, placement, wanted, budget_bytes)
+        if not fitting:
+            break
+        # `slots_for` computes the fewest slots again, because chunks that keep a slot do not use the pool. `more_slots`
+        # saves the slots that were bought before.
+        after = more_slots(demand, placement, slots_for(demand, placement.homes, placement.kept.union(fitting)))
+        if demand.max_live_numel is None or after.live_numel(demand) <= demand.max_live_numel:
+            return after
+        wanted = fitting
+    return placement
+
+
+def _that_may_keep_slots(
+    demand: Demand, placement: Placement, indices: Sequence[int], budget_bytes: int | None
+) -> list[int]:
+    """Those of these chunks whose slots fit the budget. None of them keeps a slot so far."""
     # Equal chunks get one `Addition`: `that_fit` tells by its identity that an equal one was refused already.
-    each = {id(chunk): chunk for chunk in (demand.chunks[index] for index in sharded)}
+    each = {id(chunk): chunk for chunk in (demand.chunks[index] for index in indices)}
     # A kept slot contains the parameter home, which is counted already, so that only the rest of the payload is new.
     around_each = {
         key: Addition(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM], chunk.oversize, chunk.needs_slot)
         for key, chunk in each.items()
     }
-    around = [around_each[id(demand.chunks[index])] for index in sharded]
-    fitting = that_fit(demand, placement, around, budget_bytes)
-    # `slots_for` computes the fewest slots again, because chunks that keep a slot do not use the pool. `more_slots`
-    # saves the slots that were bought before.
-    if fitting:
-        kept = placement.kept.union(sharded[number] for number in fitting)
-        placement = more_slots(demand, placement, slots_for(demand, placement.homes, kept))
-    return placement
+    around = [around_each[id(demand.chunks[index])] for index in indices]
+    return [indices[number] for number in that_fit(demand, placement, around, budget_bytes)]
 
 
 def more_slots(demand: Demand, before: Placement, after: Placement) -> Placement:
@@ -145,15 +158,17 @@ def _live_prefix(demand: Demand, placement: Placement, indices: list[int]) -> li
     """
     if demand.max_live_numel is None:
         return indices
-    # Begin with all chunks as users of the pools. The loop takes them out one by one, as they get slots of their own.
-    users, most, kept = list(_num_users(demand, replace(placement, kept=frozenset()), Kind.PARAM)), 0, 0
-    for count, index in enumerate(indices, 1):
+    # Slots that are there already stay as long as they have users, see `more_slots`.
+    counts = [max(least, has) for least, has in zip(demand.min_slots, placement.num_slots, strict=True)]
+    users, kept = list(_num_users(demand, placement, Kind.PARAM)), sum(demand.chunks[i].numel for i in placement.kept)
+    most = 0
+    for number, index in enumerate(indices, 1):
         chunk = demand.chunks[index]
         users[chunk.oversize] -= chunk.needs_slot
         kept += chunk.numel
-        pairs = zip(users, demand.min_slots, demand.slot_numel, strict=True)
-        if kept + sum(min(its, least) * numel for its, least, numel in pairs) <= demand.max_live_numel:
-            most = count
+        pairs = zip(users, counts, demand.slot_numel, strict=True)
+        if kept + sum(min(its, count) * numel for its, count, numel in pairs) <= demand.max_live_numel:
+            most = number
     return indices[:most]
 
 

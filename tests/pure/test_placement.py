@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gemini.errors import BudgetError
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Tier
 from gemini.placement.next_use import NextUse
 from gemini.placement.policies import AutoPolicy, CpuPolicy, CudaPolicy, resolve_policy
+from gemini.placement.policy import slots_for
 from gemini.placement.reduction_order import ReductionOrder
 from gemini.placement.sizes import format_bytes, parse_bytes
 from gemini.placement.trace import Events, Phase, StepEvent, Touch
@@ -45,6 +46,24 @@ def demand(sizes: list[int], sharded: bool = False) -> Demand:
     )
     largest = share * max(sizes)
     return Demand(chunks, (largest, 0), (min(2, len(sizes)), 0), (largest, 0), (2, 0), 0)
+
+
+def demand_in_dtypes(chunks: list[tuple[int, int]], world_size: int) -> Demand:
+    """On one of several ranks. chunks: elements of each rank's shard, and bytes of an element."""
+    its = tuple(
+        ChunkDemand(
+            world_size * size * itemsize,
+            {Kind.PARAM: size * itemsize, Kind.GRAD: size * itemsize, Kind.OPTIM: 8 * size},
+            False,
+            True,
+            True,
+            True,
+            numel=world_size * size,
+        )
+        for size, itemsize in chunks
+    )
+    largest = max(chunk.payload_bytes for chunk in its)
+    return Demand(its, (largest, 0), (2, 0), (largest, 0), (1, 0), 0, (max(chunk.numel for chunk in its), 0))
 
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=12)
@@ -91,6 +110,33 @@ def test_a_chunks_master_lies_where_its_moments_do(sizes: list[int], budget: int
         return
     assert all(homes[Kind.MASTER] is homes[Kind.OPTIM] for homes in placement.homes)
     assert placement.device_bytes(model) <= budget
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2, 3, 10]), st.sampled_from([2, 4])), min_size=2, max_size=6),
+    st.sampled_from([2, 4, 8]),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+@example([(10, 2), (2, 2), (1, 2), (10, 2), (10, 2)], 2, 0.8, 0.6)  # kept slots are bought twice
+@example([(3, 4), (3, 4), (3, 2), (1, 4), (10, 2)], 8, 0.75, 0.95)  # the budget keeps some out
+def test_no_policy_passes_max_live_parameters_where_the_fewest_slots_keep_to_it(
+    chunks: list[tuple[int, int]], world_size: int, of_elements: float, of_bytes: float
+) -> None:
+    """Whatever the budget, and however slots and kept slots were bought, of chunks of several sizes and dtypes."""
+    free = demand_in_dtypes(chunks, world_size)
+    least = slots_for(free, tuple(dict.fromkeys(chunk.home_bytes, Tier.HOST) for chunk in free.chunks))
+    few, most = least.live_numel(free), CudaPolicy().place(free, None)
+    bound = few + int(of_elements * max(0, sum(chunk.numel for chunk in free.chunks) - few))
+    model = replace(free, max_live_numel=bound)
+    low, high = sorted(each.device_bytes(free) for each in (least, most))
+    for policy in (CudaPolicy(), AutoPolicy()):
+        try:
+            placement = policy.place(model, low + int(of_bytes * (high - low)))
+        except BudgetError:  # by the budget
+            continue
+        assert placement.live_numel(model) <= bound, policy.name
 
 
 def test_what_is_left_is_kept_slots_first_in_order_of_use_then_slots_for_all() -> None:
