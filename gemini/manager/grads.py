@@ -175,8 +175,10 @@ class GradStore:
         # agreed.
         self.accumulation.catch_up(self.num_backwards)
         if self.has_zeros:
-            self.has_zeros = False
             self.leftovers.write_zeros(self.num_backwards)
+            # The flag is cleared last: if a chunk found no memory, the next try writes the zeros that are missing.
+            # Otherwise it would read what an earlier step has left there.
+            self.has_zeros = False
 
     def start_at_zero(self, gradient: ChunkGradient, managed: ManagedParameter) -> None:
         """Give `managed` a gradient that no backward made and that is about to be written. Every rank calls it.

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import gemini
-from gemini import ShardedOptimizer, state_hash
+from gemini import BudgetError, ShardedOptimizer, state_hash
+from gemini.chunks.gradient import ChunkGradient
+from gemini.manager.grad_homes import GradHomes
 from tests.harness.on_ranks import in_soak, on_ranks
 from tests.zoo import mlp
 from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, assert_same, weights_of
@@ -95,6 +97,26 @@ def test_zeros_that_zero_grad_leaves_move_idle_parameters_by_their_moments(
     pair.step()
     pair.zero_grad()  # all are None again: what is idle stays
     pair.backward(5)
+    pair.step()
+    pair.model.close()
+
+
+def test_zeros_that_find_no_memory_are_written_when_the_step_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Zeroing(0, 1, {"tensor_placement_policy": "cpu", "chunk_size": 2 * CHUNK_NUMEL})
+    pair.backward(0)
+    pair.step()
+    pair.zero()
+    fill, calls = GradHomes.fill, []
+
+    def fail_once(homes: GradHomes, gradient: ChunkGradient, backward: int) -> None:
+        calls.append(gradient)
+        if len(calls) == 2:
+            raise BudgetError("host: no memory", tier="host")
+        fill(homes, gradient, backward)
+
+    monkeypatch.setattr(GradHomes, "fill", fail_once)
+    with pytest.raises(BudgetError, match="no memory"):
+        pair.optimizer.step()
     pair.step()
     pair.model.close()
 

@@ -4,6 +4,13 @@ from tests.mutants.mutant import HALF, MEMORY, ONE_RANK, PAIRS, TWO_RANKS, Mutan
 
 MUTANTS = [
     Mutant(
+        "zeros count as written before they are",
+        "gemini/manager/grads.py",
+        "        if self.has_zeros:\n            self.leftovers",
+        "        if self.has_zeros:\n            self.has_zeros = False\n            self.leftovers",
+        "tests/features/test_leftovers.py::test_zeros_that_find_no_memory_are_written_when_the_step_is_tried_again",
+    ),
+    Mutant(
         "a refused backward stays in an attached home",
         "gemini/manager/arrivals.py",
         "                    gradient.attached.note_gradients()\n                else:\n",
