@@ -20,6 +20,7 @@ from gemini.engine.config.batch import BatchSizes
 from gemini.engine.moving import MovedByEngine, MovedByScript, Moving
 from gemini.engine.step_log import StepLog
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.memory.untraced import methods_never_traced
 from gemini.model.gathered import GatheredParameters
 from gemini.model.precision import cast_tensors
 from gemini.model.sharded_model import ShardedModel
@@ -27,6 +28,7 @@ from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import CASTABLE_DTYPES
 
 
+@methods_never_traced("gradients and states move in it", "backward", "step", "zero_grad")
 class Engine:
     """Trains a model: call it for a forward, then `backward(loss)` and `step()`. Made by `initialize`.
 

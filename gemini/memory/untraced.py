@@ -14,6 +14,8 @@ import torch
 
 _eval_frame: Any = torch._C._dynamo.eval_frame  # importing torch._dynamo itself would take a second
 _F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C", bound=type[Any])
+
 A_HOOK = "autograd calls this hook, which looks up real memory"
 """A reason for `never_traced`."""
 
@@ -37,5 +39,16 @@ def never_traced(reason: str, calls_too: bool = True) -> Callable[[_F], _F]:
         strategy = _eval_frame._FrameExecStrategy(action.SKIP, inside)
         _eval_frame.set_code_exec_strategy(function.__code__, strategy)
         return function
+
+    return mark
+
+
+def methods_never_traced(reason: str, *names: str) -> Callable[[_C], _C]:
+    """Decorate a class: `never_traced` for those of its methods that a compiled function of the user's may call."""
+
+    def mark(cls: _C) -> _C:
+        for name in names:
+            never_traced(reason)(vars(cls)[name])
+        return cls
 
     return mark

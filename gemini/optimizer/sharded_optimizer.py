@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.manager.leftovers import Becomes
+from gemini.memory.untraced import methods_never_traced
 from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm, checked_model
 from gemini.optimizer.chunk_optimizer import ChunkOptimizer
 from gemini.optimizer.chunk_states import ChunkStates
@@ -36,6 +37,7 @@ from optim import clip_coefficient, prepare
 from optim.hyperparameters import refuse_unknown_arguments
 
 
+@methods_never_traced("gradients and states move in it", "backward", "scale", "clip_grad_norm_", "step", "zero_grad")
 class ShardedOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` that updates a `ShardedModel` chunk by chunk, where each chunk's state rests.
 

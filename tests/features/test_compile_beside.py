@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from gemini import ShardedModel, ShardedOptimizer
 from tests.zoo.compiled import (
     BLOCKS,
     BY_BLOCKS,
@@ -25,7 +26,7 @@ from tests.zoo.compiled import (
     trained,
     wrapped,
 )
-from tests.zoo.mlp import WIDTH, build, inputs, loss_of, train_step
+from tests.zoo.mlp import WIDTH, adam, build, inputs, loss_of, train_step
 
 pytestmark = pytest.mark.usefixtures("forgotten_graphs")
 
@@ -173,6 +174,28 @@ def test_a_block_that_the_compiler_gave_up_trains_under_autocast() -> None:
                 model(inputs(number)).square().mean().backward()
         found.append([each.grad.clone() for each in blocks.parameters() if each.grad is not None])
     assert all(map(torch.equal, *found)) and len(found[0]) == 6
+
+
+def test_a_whole_training_step_may_be_compiled() -> None:
+    """The compiler compiles the model in it, and leaves backward's hooks and the optimizer as they are."""
+    found = []
+    for wraps in (True, False):
+        torch._dynamo.reset()
+        blocks = build(Net)
+        model: nn.Module = wrapped(blocks, least(lambda: build(Net))) if wraps else blocks
+        plain = adam(model.parameters())
+        optimizer: Any = ShardedOptimizer(model, plain) if isinstance(model, ShardedModel) else plain
+
+        @torch.compile(backend="eager")
+        def step(number: int, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        found.append([step(number) for number in range(3)])
+    assert all(map(torch.equal, *found))
 
 
 class Refusing(Block):
