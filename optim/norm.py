@@ -1,9 +1,10 @@
 """The order-independent sum of squares behind the global gradient norm.
 
-A parameter's gradient is cut into canonical tiles of 256 elements (the last one padded with zeros). Each
-tile is summed in one written order: 256 squares, then half added onto half, 128 + 128, 64 + 64 and so on.
-fp32 input is summed in fp64 lanes, where its squares are exact. bf16 and fp16 input is summed in fp32 lanes;
-a tile whose sum then is below 2**-80 or not finite is summed again in fp64 lanes.
+A parameter's gradient, in the order of the parameter's memory, is cut into canonical tiles of 256 elements
+(the last one padded with zeros). Each tile is summed in one written order: 256 squares, then half added onto
+half, 128 + 128, 64 + 64 and so on. fp32 input is summed in fp64 lanes, where its squares are exact. bf16 and
+fp16 input is summed in fp32 lanes; a tile whose sum then is below 2**-80 or not finite is summed again in
+fp64 lanes.
 
 Tile sums are added *exactly*: as integers, cut into 32-bit digits, into int64 limbs. Integer addition has
 no order, so no split into chunks, threads or ranks changes a bit, and ranks merge their limbs by an integer
