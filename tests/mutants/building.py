@@ -46,6 +46,13 @@ MUTANTS = [
         "tests/features/test_zero_init_memory.py::test_a_cast_at_the_end_of_the_context_holds_one_operator_twice",
     ),
     Mutant(
+        "a cast of weights that stay whole forgets their order in memory",
+        "gemini/building/zero_init.py",
+        "rounded = torch.empty_like(moved, dtype=self._dtype)",
+        "rounded = torch.empty(moved.shape, dtype=self._dtype, device=moved.device)",
+        "tests/features/test_zero_init.py::test_a_cast_keeps_the_order_of_elements_in_memory",
+    ),
+    Mutant(
         "operators are sharded at the end only",
         "gemini/building/zero_init.py",
         "        if module is not self._module:\n",
