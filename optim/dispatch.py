@@ -83,7 +83,8 @@ def accumulate_sum_of_squares_(limbs: norm.NormLimbs, flat: Tensor) -> Tensor:
     """Add the squares of `flat` to `limbs`. `flat` is 1-D, fp64, fp32, bf16 or fp16, and starts at a tile border.
 
     Returns the index of the first non-finite element, -1 if there is none: int64, 0-dim. On a device the host waits for
-    it only when the caller reads it. Tiles with such elements are counted in the last two limbs and not added.
+    it only when the caller reads it. Tiles with such elements are counted in the last two limbs and not added. Finite
+    fp64 elements whose squares the limbs cannot hold are counted as infinite, see `optim.norm.FP64_SUMS`.
     """
     norm.check(limbs, flat)
     # The kernels know no fp64: fp64 gradients take the plain operations on every device.

@@ -36,7 +36,11 @@ SMALLEST_FP32_SUM = 2.0**-80
 """Above it, what 256 squares lost to underflow (each below 2**-149) is under 2**-61 of the sum."""
 
 FP64_SUMS = (2.0**-290, 2.0**264)
-"""Tile sums of fp64 input outside this range count as zero and as infinite."""
+"""Tile sums of fp64 input outside this range count as zero and as infinite.
+
+A limit: fp64 gradients with a norm of 2**132 (5e39) or more in one tile count as non-finite, though they may be finite.
+The limbs cannot hold such a norm, so nothing could be clipped by it. No fp32 gradient reaches it.
+"""
 
 CPU_BLOCK_NUMEL = 2**17
 """Elements summed at once on the CPU: few enough for the fp64 lanes to stay in cache."""
@@ -54,6 +58,7 @@ def zero_norm_limbs(device: torch.device | str = "cpu") -> NormLimbs:
 def accumulate_sum_of_squares_(limbs: NormLimbs, flat: Tensor) -> Tensor:
     """`optim.dispatch.accumulate_sum_of_squares_` as plain torch operations, for any device.
 
+    In a tile that counts as infinite without an infinity in it (`FP64_SUMS`) the first element counts as non-finite.
     Temporaries: 12 bytes an element for at most 2**17 elements (2**24 off the CPU), and 8 a tile.
     """
     sums = tile_sums(flat)
