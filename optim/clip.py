@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optim.dispatch import accumulate_sum_of_squares_
+from optim.memory_order import in_memory_order
 from optim.norm import NormLimbs, first_nonfinite, max_abs, norm_from_limbs, tile_sums, zero_norm_limbs
 from optim.piece import GRAD_DTYPES
 
@@ -69,7 +70,7 @@ def clip_grad_norm_(
         )
     _check(gradients)
     with torch.no_grad():
-        norm = _global_norm(gradients) if norm_type == 2.0 else _infinity_norm(gradients)
+        norm = _global_norm(holders) if norm_type == 2.0 else _infinity_norm(gradients)
         # Only the error looks for the culprit, because the host waits for the device at every gradient that it looks
         # at.
         if error_if_nonfinite and not math.isfinite(norm):
@@ -90,12 +91,15 @@ def _check(gradients: list[Tensor]) -> None:
             )
 
 
-def _global_norm(gradients: list[Tensor]) -> float:
+def _global_norm(parameters: list[Tensor]) -> float:
     # One set of limbs a device, so that the host waits for each device once and not for each gradient.
     by_device: dict[torch.device, NormLimbs] = {}
-    for gradient in gradients:
-        limbs = by_device.setdefault(gradient.device, zero_norm_limbs(gradient.device))
-        accumulate_sum_of_squares_(limbs, gradient.contiguous().view(-1))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.detach()
+            limbs = by_device.setdefault(gradient.device, zero_norm_limbs(gradient.device))
+            # Tiles are cut in the order of the parameter's memory, whatever the gradient's is, as in a chunk.
+            accumulate_sum_of_squares_(limbs, in_memory_order(gradient, parameter))
     limbs = zero_norm_limbs()
     for local in by_device.values():
         limbs += local.cpu()

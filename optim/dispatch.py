@@ -18,28 +18,25 @@ from optim.scalars import AdamScalars
 
 def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
     """One update of checked pieces with the same scalars, by the fastest kernel for each device."""
-    by_device: dict[str, list[AdamPiece]] = {}
+    by_device: dict[torch.device, list[AdamPiece]] = {}
     for piece in pieces:
-        by_device.setdefault(piece.weight.device.type, []).append(piece)
-    on_cpu, on_cuda = by_device.pop("cpu", []), by_device.pop("cuda", [])
+        by_device.setdefault(piece.weight.device, []).append(piece)
     # Only kernels need `_note_writes`: the reference's operations work on detached views and raise the version counters
     # that these share with the tensors.
-    if on_cpu and cpu_adam.is_available():
-        cpu_adam.update(on_cpu, scalars)
-        _note_writes(on_cpu)
-    elif on_cpu:
-        warn_missing()
-        reference.update(on_cpu, scalars)
-    if on_cuda and has_triton():
-        # Imported here: it imports Triton, which torch's CPU builds do not bring along.
-        from optim import triton_adam
+    for device, group in by_device.items():
+        if device.type == "cpu" and cpu_adam.is_available():
+            cpu_adam.update(group, scalars)
+            _note_writes(group)
+        elif device.type == "cuda" and has_triton():
+            # Imported here: it imports Triton, which torch's CPU builds do not bring along.
+            from optim import triton_adam
 
-        triton_adam.update(on_cuda, scalars)
-        _note_writes(on_cuda)
-    else:
-        reference.update(on_cuda, scalars)
-    for others in by_device.values():
-        reference.update(others, scalars)
+            triton_adam.update(group, scalars)
+            _note_writes(group)
+        else:
+            if device.type == "cpu":
+                warn_missing()
+            reference.update(group, scalars)
 
 
 @cache
@@ -86,7 +83,8 @@ def accumulate_sum_of_squares_(limbs: norm.NormLimbs, flat: Tensor) -> Tensor:
     """Add the squares of `flat` to `limbs`. `flat` is 1-D, fp64, fp32, bf16 or fp16, and starts at a tile border.
 
     Returns the index of the first non-finite element, -1 if there is none: int64, 0-dim. On a device the host waits for
-    it only when the caller reads it. Tiles with such elements are counted in the last two limbs and not added.
+    it only when the caller reads it. Tiles with such elements are counted in the last two limbs and not added. Finite
+    fp64 elements whose squares the limbs cannot hold are counted as infinite, see `optim.norm.FP64_SUMS`.
     """
     norm.check(limbs, flat)
     # The kernels know no fp64: fp64 gradients take the plain operations on every device.

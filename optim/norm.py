@@ -1,9 +1,10 @@
 """The order-independent sum of squares behind the global gradient norm.
 
-A parameter's gradient is cut into canonical tiles of 256 elements (the last one padded with zeros). Each
-tile is summed in one written order: 256 squares, then half added onto half, 128 + 128, 64 + 64 and so on.
-fp32 input is summed in fp64 lanes, where its squares are exact. bf16 and fp16 input is summed in fp32 lanes;
-a tile whose sum then is below 2**-80 or not finite is summed again in fp64 lanes.
+A parameter's gradient, in the order of the parameter's memory, is cut into canonical tiles of 256 elements
+(the last one padded with zeros). Each tile is summed in one written order: 256 squares, then half added onto
+half, 128 + 128, 64 + 64 and so on. fp32 input is summed in fp64 lanes, where its squares are exact. bf16 and
+fp16 input is summed in fp32 lanes; a tile whose sum then is below 2**-80 or not finite is summed again in
+fp64 lanes.
 
 Tile sums are added *exactly*: as integers, cut into 32-bit digits, into int64 limbs. Integer addition has
 no order, so no split into chunks, threads or ranks changes a bit, and ranks merge their limbs by an integer
@@ -35,7 +36,11 @@ SMALLEST_FP32_SUM = 2.0**-80
 """Above it, what 256 squares lost to underflow (each below 2**-149) is under 2**-61 of the sum."""
 
 FP64_SUMS = (2.0**-290, 2.0**264)
-"""Tile sums of fp64 input outside this range count as zero and as infinite."""
+"""Tile sums of fp64 input outside this range count as zero and as infinite.
+
+A limit: fp64 gradients with a norm of 2**132 (5e39) or more in one tile count as non-finite, though they may be finite.
+The limbs cannot hold such a norm, so nothing could be clipped by it. No fp32 gradient reaches it.
+"""
 
 CPU_BLOCK_NUMEL = 2**17
 """Elements summed at once on the CPU: few enough for the fp64 lanes to stay in cache."""
@@ -53,6 +58,7 @@ def zero_norm_limbs(device: torch.device | str = "cpu") -> NormLimbs:
 def accumulate_sum_of_squares_(limbs: NormLimbs, flat: Tensor) -> Tensor:
     """`optim.dispatch.accumulate_sum_of_squares_` as plain torch operations, for any device.
 
+    In a tile that counts as infinite without an infinity in it (`FP64_SUMS`) the first element counts as non-finite.
     Temporaries: 12 bytes an element for at most 2**17 elements (2**24 off the CPU), and 8 a tile.
     """
     sums = tile_sums(flat)

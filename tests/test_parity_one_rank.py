@@ -7,13 +7,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from gemini import BudgetError
 from tests.harness.pairwise import all_pairs
 from tests.harness.reference import Recipe, train_plain
 from tests.harness.runs import assert_equal_runs
 from tests.harness.sharded import smallest_budget, train_sharded
-from tests.zoo.models import MODELS
+from tests.zoo.models import MODELS, ModelCase, image_batch, loss_of_outputs
 
 NAMES = [name for name in MODELS if name != "mixed_dtypes"]  # HybridAdam has no fp64; it has a test of its own
 BIG = [name for name in NAMES if "big" in MODELS[name].tags]
@@ -30,6 +31,25 @@ def test_a_model_at_its_smallest_budget_has_the_bits_of_the_plain_one(name: str)
     if "big" in case.tags:
         assert facts.num_chunks >= 8 or facts.num_oversize, "stacked experts make few, large chunks"
         assert facts.num_evictions > 0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_in_another_order_of_memory_are_clipped_as_in_the_plain_model(dtype: torch.dtype | None) -> None:
+    case = ModelCase(name="channels_last", make=_ChannelsLast, batch=image_batch(edge=8), loss=loss_of_outputs)
+    recipe = Recipe(steps=4, dtype=dtype, clip=1e-3, lr=1e-2)
+    run, _ = train_sharded(case, recipe)
+    plain = train_plain(case, 4, dtype=dtype, clip=1e-3, lr=1e-2)
+    assert_equal_runs(run, dataclasses.replace(plain, buffers=None))
+
+
+class _ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Tanh(), nn.Conv2d(16, 32, 3))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.layers(images)
 
 
 def test_the_machinery_is_used_by_the_zoo() -> None:

@@ -280,9 +280,10 @@ class BuildStore:
         """Round every fp32, fp16 and bf16 weight to `dtype`, shard by shard. Local; nothing is fetched."""
         kinds = (torch.float32, torch.float16, torch.bfloat16)
         with untracked():
-            for chunk in self._in_order():
-                if chunk.dtype in kinds and chunk.dtype is not dtype:
-                    self._round(chunk, dtype)
+            waiting = [c for c in self._in_order() if c.dtype in kinds and c.dtype is not dtype][::-1]
+            # Taken out of the list one by one: in it, all old shards would stay beside all rounded ones.
+            while waiting:
+                self._round(waiting.pop(), dtype)
 
     def _round(self, chunk: Chunk, dtype: torch.dtype) -> None:
         """Move the chunk's parameters into a new chunk of another dtype, with rounded values."""

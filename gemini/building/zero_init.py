@@ -35,7 +35,7 @@ from gemini.monitor.monitor import MemoryMonitor
 from gemini.placement.demand import Tier
 from gemini.ranks.exit_report import publish_exit
 from gemini.settings import check_dtype
-from optim import round_master_
+from optim import in_memory_order, round_master_
 from optim.hyperparameters import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy
 
@@ -221,8 +221,9 @@ class ZeroInitContext:
                 moved = parameter.data.to(self._device)
                 if self._dtype is not None and moved.dtype in (torch.float32, torch.float16, torch.bfloat16):
                     # The rounding is that of shards (`BuildStore._round`), so `shard_param` changes no bit.
-                    rounded = torch.empty(moved.shape, dtype=self._dtype, device=moved.device)
-                    round_master_(rounded, moved.float().contiguous())
+                    # `empty_like` has the strides that torch's own cast gives: a channels_last weight stays one.
+                    rounded = torch.empty_like(moved, dtype=self._dtype)
+                    round_master_(in_memory_order(rounded, rounded), in_memory_order(moved.float(), rounded))
                     moved = rounded
                 # `.data` keeps the parameter itself, to which tied modules and the user may refer.
                 parameter.data = moved

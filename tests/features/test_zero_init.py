@@ -191,6 +191,20 @@ def test_without_sharding_parameters_stay_ordinary_and_are_cast() -> None:
         assert torch.equal(parameter, to_bfloat16_half_up(expected.detach())), name
 
 
+@pytest.mark.parametrize("shard_param", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_keeps_the_order_of_elements_in_memory(dtype: torch.dtype, shard_param: bool) -> None:
+    torch.manual_seed(1)
+    plain = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    torch.manual_seed(1)
+    with ZeroInitContext(shard_param=shard_param, dtype=dtype):
+        model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    values = plain.weight.detach().contiguous()
+    assert model.weight.stride() == plain.weight.stride() != values.stride()
+    cast = to_bfloat16_half_up(values) if dtype is torch.bfloat16 else values.to(dtype)
+    assert torch.equal(model.weight.detach().clone(), cast)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_dtype_is_that_of_a_cast_after_building(dtype: torch.dtype) -> None:
     plain, model = built("applied", dtype=dtype)

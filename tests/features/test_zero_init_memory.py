@@ -1,6 +1,7 @@
 """Building holds no more than a rank's shards, an operator and a chunk, measured over all live storages."""
 
 import pytest
+import torch
 from torch import nn
 
 from gemini import ShardedModel, ShardedOptimizer, ZeroInitContext
@@ -79,6 +80,15 @@ def test_building_holds_no_more_than_the_model_an_operator_and_a_chunk() -> None
             rest = sum(tier.ledger.total_bytes for tier in model.chunk_manager.memory.tiers)
         assert rest >= 4 * whole and optimizer is not None
         assert live.peak_bytes <= rest + operator + 8192 * 4 + 2048
+
+
+def test_a_cast_at_the_end_of_the_context_holds_one_operator_twice() -> None:
+    with LiveStorages() as live, ZeroInitContext(dtype=torch.bfloat16):
+        module = building.deep()
+    numel, operator = (sum(p.numel() for p in each.parameters()) for each in (module, module[0]))
+    padding = 256 * (len(list(module.parameters())) + 2)
+    assert live.bytes_now >= 2 * numel
+    assert live.peak_bytes <= (numel + 2 * operator + padding) * FP32 + 4096
 
 
 @on_ranks(2)

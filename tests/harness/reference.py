@@ -106,7 +106,7 @@ def train_mixed(case: ModelCase, recipe: Recipe) -> Run:
     model = case.build(torch.float32)
     params = dict(model.named_parameters())
     for name, p in params.items():  # buffers keep their dtype
-        p.data = _to_half(masters[name], recipe.dtype).view_as(p)
+        p.data = torch.empty_like(p, dtype=recipe.dtype).copy_(_to_half(masters[name], recipe.dtype).view_as(p))
     moments: dict[str, dict[str, Tensor]] = {}
     num_steps: dict[str, int] = {}
     accumulator = _Accumulator(case, model, recipe)
@@ -116,7 +116,8 @@ def train_mixed(case: ModelCase, recipe: Recipe) -> Run:
         assert run.grads is not None
         assert run.norms is not None
         run.grads.append({name: _unscaled(g, recipe) for name, g in grads.items()})
-        norm = _exact_norm([g for g in grads.values() if g is not None], recipe) / recipe.loss_scale
+        present = [(params[name], g) for name, g in grads.items() if g is not None]
+        norm = _exact_norm(present, recipe) / recipe.loss_scale
         run.norms.append(torch.tensor(norm, dtype=torch.float32))
         clip = 1.0 if recipe.clip is None else optim.clip_coefficient(norm, recipe.clip)
         for name, p in params.items():
@@ -173,7 +174,7 @@ def clip_(parameters: Any, recipe: Recipe) -> Tensor:
     else:
         from torch.nn.utils import clip_grad_norm_
     if recipe.clip is None:  # only the norm is wanted: no gradient may be multiplied, not even by one
-        stand_ins = [_with_grad(p.grad.clone()) for p in with_grad]
+        stand_ins = [_with_grad(p, p.grad.clone()) for p in with_grad]
         return clip_grad_norm_(stand_ins, largest, norm_type=recipe.norm_type)
     return clip_grad_norm_(with_grad, largest, norm_type=recipe.norm_type)
 
@@ -261,20 +262,21 @@ def _unscaled(grad: Tensor | None, recipe: Recipe) -> Tensor | None:
     return grad if grad is None or recipe.loss_scale == 1.0 else grad.float() / recipe.loss_scale
 
 
-def _exact_norm(grads: Sequence[Tensor], recipe: Recipe) -> float:
-    """The global norm in fp64, of gradients in the dtype that they are held in."""
+def _exact_norm(pairs: Sequence[tuple[nn.Parameter, Tensor]], recipe: Recipe) -> float:
+    """The global norm in fp64, of gradients in the dtype that they are held in, in the order of their parameters."""
     import optim
 
     if recipe.norm_type != 2.0:
-        return max((float(g.abs().max()) for g in grads if g.numel()), default=0.0)
+        return max((float(g.abs().max()) for _, g in pairs if g.numel()), default=0.0)
     limbs = optim.zero_norm_limbs()
-    for g in grads:
-        optim.accumulate_sum_of_squares_(limbs, g.reshape(-1))
+    for p, g in pairs:
+        in_order = torch.empty_like(p, dtype=g.dtype).copy_(g)  # dense, with the strides of the parameter
+        optim.accumulate_sum_of_squares_(limbs, in_order.as_strided((g.numel(),), (1,)))
     return optim.norm_from_limbs(limbs)
 
 
-def _with_grad(grad: Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(torch.empty_like(grad), requires_grad=True)
+def _with_grad(like: nn.Parameter, grad: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty_like(like, dtype=grad.dtype), requires_grad=True)
     parameter.grad = grad
     return parameter
 

@@ -39,6 +39,20 @@ MUTANTS = [
         "tests/features/test_zero_init_memory.py::test_building_holds_no_more_than_the_model_an_operator_and_a_chunk",
     ),
     Mutant(
+        "a cast at the end of a build keeps all old shards until it is done",
+        "gemini/building/store.py",
+        "            while waiting:\n                self._round(waiting.pop(), dtype)\n",
+        "            for chunk in waiting[::-1]:\n                self._round(chunk, dtype)\n",
+        "tests/features/test_zero_init_memory.py::test_a_cast_at_the_end_of_the_context_holds_one_operator_twice",
+    ),
+    Mutant(
+        "a cast of weights that stay whole forgets their order in memory",
+        "gemini/building/zero_init.py",
+        "rounded = torch.empty_like(moved, dtype=self._dtype)",
+        "rounded = torch.empty(moved.shape, dtype=self._dtype, device=moved.device)",
+        "tests/features/test_zero_init.py::test_a_cast_keeps_the_order_of_elements_in_memory",
+    ),
+    Mutant(
         "operators are sharded at the end only",
         "gemini/building/zero_init.py",
         "        if module is not self._module:\n",

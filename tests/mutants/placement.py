@@ -288,8 +288,8 @@ MUTANTS = [
     Mutant(
         "autograd is not told what a kernel wrote",
         "optim/dispatch.py",
-        "        cpu_adam.update(on_cpu, scalars)\n        _note_writes(on_cpu)",
-        "        cpu_adam.update(on_cpu, scalars)",
+        "            cpu_adam.update(group, scalars)\n            _note_writes(group)\n",
+        "            cpu_adam.update(group, scalars)\n",
         "tests/pure/test_optim_adam.py",
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """clip_grad_norm_: torch's formula on the exact norm, and no silent nothing."""
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from optim import clip_coefficient, clip_grad_norm_
+from gemini.chunks.placeholder import dense_stride
+from optim import clip_coefficient, clip_grad_norm_, in_memory_order
 
 
 def with_gradients(*gradients: Tensor) -> list[nn.Parameter]:
@@ -66,6 +68,43 @@ def test_parameter_order_and_flattening_change_no_bit() -> None:
     assert torch.equal(clip_grad_norm_(forth, 1.0), clip_grad_norm_(back, 1.0))
     for p, q in zip(forth, back[::-1]):
         assert torch.equal(p.grad, q.grad)
+
+
+def test_tiles_are_cut_in_the_order_of_the_parameters_memory() -> None:
+    """In another order they would hold other elements, and sums of 16-bit gradients would have other bits."""
+    generator = torch.Generator().manual_seed(15)  # of the first forty, the one where fp32 shows the difference
+    gradient = torch.randn(2, 5, 5, 10, generator=generator).to(torch.bfloat16)
+    channels_last = gradient.to(memory_format=torch.channels_last)
+    in_order = channels_last.permute(0, 2, 3, 1).reshape(-1)
+
+    def norm_of(like: Tensor, its_gradient: Tensor) -> Tensor:
+        parameter = nn.Parameter(torch.empty_like(like))
+        parameter.grad = its_gradient.clone()
+        return clip_grad_norm_(parameter, 1e9)
+
+    expected, other = norm_of(in_order, in_order), norm_of(gradient.reshape(-1), gradient.reshape(-1))
+    assert expected != other
+    # The order is the parameter's, whatever that of the gradient is.
+    assert norm_of(channels_last, channels_last) == norm_of(channels_last, gradient) == expected
+    assert norm_of(gradient, channels_last) == norm_of(gradient, gradient) == other
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 3), max_size=4),
+    axes=st.randoms(use_true_random=False),
+    step=st.sampled_from([1, 1, 2]),
+    gap=st.sampled_from([0, 0, 1]),
+)
+def test_the_order_in_memory_is_that_of_a_chunk(sizes: list[int], axes: Random, step: int, gap: int) -> None:
+    whole = torch.zeros([size * step + gap for size in sizes])
+    like = whole[tuple(slice(0, size * step, step) for size in sizes)]
+    like = like.permute(axes.sample(range(len(sizes)), len(sizes)))
+    value = torch.arange(like.numel(), dtype=torch.float32).view(like.shape)
+    in_chunk = torch.empty_strided(like.shape, dense_stride(like)).copy_(value)
+    flat = in_chunk.as_strided((like.numel(),), (1,))
+    assert torch.equal(in_memory_order(value, like), flat)
+    assert in_memory_order(in_chunk, in_chunk).data_ptr() == in_chunk.data_ptr()
 
 
 def test_a_norm_at_or_below_the_limit_changes_no_bit() -> None:

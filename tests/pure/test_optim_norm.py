@@ -231,8 +231,9 @@ def test_fp64_sums_are_those_of_fp64_lanes_within_the_limbs_range() -> None:
     limbs = zero_norm_limbs()
     accumulate_sum_of_squares_(limbs, values)
     assert norm_from_limbs(limbs) == 5.0
-    accumulate_sum_of_squares_(limbs, torch.tensor([1e80], dtype=torch.float64))
+    beyond = accumulate_sum_of_squares_(limbs, torch.tensor([1.0, 1e80], dtype=torch.float64))
     assert norm_from_limbs(limbs) == math.inf, "beyond the limbs, not wrapped around in them"
+    assert int(beyond) == 0, "the first element of a tile that counts as non-finite"
 
 
 def test_limbs_of_another_layout_are_refused() -> None:
