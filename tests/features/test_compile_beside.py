@@ -26,7 +26,7 @@ from tests.zoo.compiled import (
     trained,
     wrapped,
 )
-from tests.zoo.mlp import WIDTH, adam, build, inputs, loss_of, train_step
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, adam, build, inputs, loss_of, train_step
 
 pytestmark = pytest.mark.usefixtures("forgotten_graphs")
 
@@ -182,7 +182,8 @@ def test_a_whole_training_step_may_be_compiled() -> None:
     for wraps in (True, False):
         torch._dynamo.reset()
         blocks = build(Net)
-        model: nn.Module = wrapped(blocks, least(lambda: build(Net))) if wraps else blocks
+        options: Any = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
+        model: nn.Module = ShardedModel(blocks, **options) if wraps else blocks
         plain = adam(model.parameters())
         optimizer: Any = ShardedOptimizer(model, plain) if isinstance(model, ShardedModel) else plain
 

@@ -81,20 +81,6 @@ MUTANTS = [
         "tests/features/test_tiles.py::test_an_update_takes_no_more_than_it_says",
     ),
     Mutant(
-        "the norm of a plain model has its tiles in the order of indices",
-        "optim/clip.py",
-        "in_memory_order(gradient, parameter)",
-        "gradient.contiguous().view(-1)",
-        "tests/pure/test_optim_clip.py::test_tiles_are_cut_in_the_order_of_the_parameters_memory",
-    ),
-    Mutant(
-        "pieces on several GPUs are one launch",
-        "optim/dispatch.py",
-        "by_device.setdefault(piece.weight.device, [])",
-        "by_device.setdefault(torch.device(piece.weight.device.type), [])",
-        "tests/pure/test_optim_dispatch.py",
-    ),
-    Mutant(
         "an idle parameter moves",
         "gemini/optimizer/chunk_state.py",
         "active = [i for i, group in enumerate(self.groups) if steps[i] and group is not None]",

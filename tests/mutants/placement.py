@@ -1,4 +1,4 @@
-"""Faults in gemini/placement, gemini/settings.py and optim: numbers: sizes, plans, Adam."""
+"""Faults in gemini/placement and gemini/settings.py: sizes, plans, policies."""
 
 from tests.mutants.mutant import Mutant
 
@@ -284,13 +284,6 @@ MUTANTS = [
         "            moving = [kind for kind in moving if kind not in OF_OPTIMIZER]\n",
         "            pass\n",
         "tests/features/test_frozen_state.py",
-    ),
-    Mutant(
-        "autograd is not told what a kernel wrote",
-        "optim/dispatch.py",
-        "            cpu_adam.update(group, scalars)\n            _note_writes(group)\n",
-        "            cpu_adam.update(group, scalars)\n",
-        "tests/pure/test_optim_adam.py",
     ),
     Mutant(
         "events of a backward are counted from its start",
