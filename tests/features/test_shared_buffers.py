@@ -37,8 +37,11 @@ def test_buffers_that_share_memory_do_so_after_wrapping(rank: int, world_size: i
 
 @on_ranks(2)
 def test_a_buffer_that_only_rank_0_holds_whole_has_its_values(rank: int, world_size: int) -> None:
-    module: Any = nn.Linear(3, 3)
-    module.register_buffer("wide", torch.zeros(1).expand(3) if rank else torch.arange(3.0))
+    module: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    shared = torch.zeros(1).expand(3) if rank else torch.arange(3.0)
+    for each in module:
+        each.register_buffer("wide", shared)
     model = ShardedModel(module, device="emulated")
-    assert torch.equal(model.wide, torch.arange(3.0))
+    assert module[0].wide is module[1].wide
+    assert torch.equal(module[1].wide, torch.arange(3.0))
     model.close()

@@ -237,10 +237,10 @@ MUTANTS = [
         "test_the_other_ranks_hear_of_a_hook_that_raises_after_the_forward[2ranks-on the model]",
     ),
     Mutant(
-        "a buffer that two modules have is moved in one of them",
+        "a buffer that two modules have becomes two where it is replaced",
         "gemini/model/move_in.py",
-        "            if moved[buffer] is not buffer:\n",
-        "            if moved[buffer] is not buffer and buffer not in [its for _, _, its in moves.buffers]:\n",
+        "                owner._buffers[leaf] = moved[buffer]\n",
+        "                owner._buffers[leaf] = moved.pop(buffer)\n",
         "tests/features/test_shared_buffers.py",
     ),
     Mutant(
