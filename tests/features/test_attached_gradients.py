@@ -198,7 +198,6 @@ def backward_twice(both: list[tuple[Any, Any]]) -> None:
         loss.backward()
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "between",
     [

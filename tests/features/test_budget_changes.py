@@ -38,7 +38,6 @@ def on_device(model: ShardedModel) -> int:
     return model.chunk_manager.memory.device.ledger.total_bytes
 
 
-@pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @pytest.mark.parametrize("options", ["fp32", "bf16", *in_soak("reuse", "stage-0", "stage-1", "stage-2")])
 def test_states_follow_other_budgets_and_training_has_the_same_bits(rank: int, world_size: int, options: str) -> None:

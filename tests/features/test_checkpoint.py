@@ -17,7 +17,6 @@ from tests.zoo.mlp import assert_same, build, inputs, plain, sharded, weights_of
 PLACES = ["cuda", "smallest"]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpointed_model_has_the_bits_of_the_plain_one(way: str, place: str) -> None:

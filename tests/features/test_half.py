@@ -92,7 +92,6 @@ def _job_of(c: dict[str, Any]) -> Job:
 ONE_RANK = [_job_of(c) for c in COMBINATIONS]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:reuse_fp16_shard")
 @on_ranks_with(
     "job",
@@ -202,7 +201,6 @@ BYTES: dict[int, list[Sizes]] = {
 }
 
 
-@pytest.mark.sampled(2)
 @on_ranks_with("setting", {size: settings[::3] for size, settings in BYTES.items()}, soak=BYTES, ids=_id_of)
 def test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way(
     rank: int, world_size: int, setting: Sizes

@@ -49,7 +49,6 @@ def random_cases(first: int, count: int) -> list[Case]:
     return [random_case(seed, PREDICTED) for seed in range(first, first + count)]
 
 
-@pytest.mark.sampled(2)
 @on_ranks_with(
     "training",
     {1: ON_ONE, 2: ON_TWO[::3]},
