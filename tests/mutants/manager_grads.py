@@ -246,7 +246,7 @@ MUTANTS = [
         "gemini/manager/reduce.py",
         "        if chunk.travel_dtype is not chunk.dtype:",
         "        if False:",
-        f"{HALF}::test_half_precision_has_the_bits_of_a_plain_module_with_masters",
+        f"{HALF}::test_half_precision_has_the_bits_of_a_plain_module_with_masters[2ranks-chain-bfloat16-tensor-1]",
     ),
     Mutant(
         "experts' gradients are expected as they came last time",

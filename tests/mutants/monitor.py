@@ -155,7 +155,7 @@ MUTANTS = [
         "gemini/manager/chunk_manager.py",
         "        self.memory.allow(plan.budget)\n        self.plan = plan",
         "        self.plan = plan",
-        "tests/features/test_budget_changes.py::test_states_follow_other_budgets_and_training_has_the_same_bits",
+        "tests/features/test_host_room.py::test_what_was_freed_since_wrapping_is_there_for_training",
     ),
     Mutant(
         "of nested control groups the innermost counts",
