@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 
-# torch wraps what it calls of ours: the `step` of an optimizer, and what it decorates with `no_grad`.
-_PACKAGES = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+# torch wraps what it calls of ours: the `step` of an optimizer, and what it decorates with `no_grad`. The separator
+# keeps a folder beside ours, such as `gemini_scripts`, from passing for a part of it.
+_PACKAGES = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
 
 
 def warn_at_script(message: str) -> None:

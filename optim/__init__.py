@@ -11,7 +11,7 @@ from optim.cpu_extension import num_threads, set_num_threads
 from optim.dispatch import accumulate_sum_of_squares_, prepare, update_pieces
 from optim.hyperparameters import hyperparameters
 from optim.master import absorb_edits_, round_master_
-from optim.memory_order import in_memory_order
+from optim.memory_order import in_memory_order, is_dense
 from optim.norm import (
     NAN_LIMB,
     NUM_LIMBS,
@@ -47,6 +47,7 @@ __all__ = [
     "absorb_edits_",
     "HALF_DTYPES",
     "in_memory_order",
+    "is_dense",
     "clip_coefficient",
     "accumulate_sum_of_squares_",
     "norm_from_limbs",

@@ -16,19 +16,19 @@ def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
     indices.
     """
     # Only shape and strides of `like` are read: a parameter that fetches itself knows both without being fetched.
-    if not like.is_contiguous():
-        value = value.permute(_slowest_first(like))
+    if not like.is_contiguous() and is_dense(like):
+        value = value.permute(sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True))
     return value.contiguous().view(-1)
 
 
-def _slowest_first(like: Tensor) -> list[int]:
-    """The axes in descending order of their strides if the elements are dense in memory, else in their own order."""
-    stride, shape = like.stride(), like.shape
-    axes = sorted(range(like.dim()), key=stride.__getitem__, reverse=True)
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in whatever order of the axes. Local."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
-    for axis in reversed(axes):
-        # The stride of an axis of size 1 may be any number: no element is reached by it.
-        if shape[axis] > 1 and stride[axis] != expected:
-            return list(range(like.dim()))
-        expected *= shape[axis]
-    return axes
+    # The stride of an axis of size 1 may be any number: no element is reached by it.
+    for step, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True

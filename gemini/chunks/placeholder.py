@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.memory.modes import untracked
+from optim import is_dense
 
 GUARD = "TESTING_ONLY_GenericWrapper"
 _KEY = torch._C._dispatch_key_parse(GUARD)
@@ -68,16 +69,7 @@ def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The strides of `tensor` in a payload: its own if its elements are dense in memory, else contiguous ones."""
-    stride = tensor.stride()
-    if tensor.is_contiguous():
-        return stride
-    expected = 1
-    # The stride of a dimension of size 1 may be any number: no element is reached by it.
-    for step, size in sorted((s, n) for s, n in zip(stride, tensor.shape, strict=True) if n > 1):
-        if step != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
-        expected *= size
-    return stride
+    return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
 
 
 def have_one_order(one: Sequence[int], other: Sequence[int], shape: torch.Size) -> bool:

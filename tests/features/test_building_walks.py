@@ -7,7 +7,7 @@ import torch
 
 from gemini import ShardedModel, ZeroInitContext
 from tests.harness.on_ranks import in_soak, on_ranks
-from tests.zoo.building_walks import assert_same_bits, build, places
+from tests.zoo.building_walks import Program, assert_same_bits, places
 
 LENGTH = 40
 
@@ -17,20 +17,16 @@ LENGTH = 40
 @pytest.mark.parametrize("number", [*range(4), *in_soak(*range(4, 150))])
 def test_a_random_program_builds_the_same_model(rank: int, world_size: int, number: int) -> None:
     """Random numbers stay each rank's own; weights are rank 0's, before and after wrapping."""
-    check(rank, world_size, number)
-
-
-def check(rank: int, world_size: int, number: int) -> None:
     chance = random.Random(number)
     torch.manual_seed(number)
-    plain = build(number, LENGTH)
+    plain = Program(number, LENGTH)
     torch.manual_seed(number + 1000 * rank)
-    build(number, LENGTH)
+    Program(number, LENGTH)
     random_numbers = torch.get_rng_state()
     torch.manual_seed(number + 1000 * rank)
     strategy, home = chance.choice([None, "tensor", "bucket", "chunk"]), chance.choice(["auto", "host", "device"])
     with ZeroInitContext(target_device="emulated", shard_strategy=strategy, home=home):
-        model = build(number, LENGTH)
+        model = Program(number, LENGTH)
     assert model.done == plain.done
     assert torch.equal(torch.get_rng_state(), random_numbers), model.done
     assert places(model) == places(plain), model.done

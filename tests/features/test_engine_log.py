@@ -4,6 +4,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import gemini
 from gemini import Engine, RemoteRankError, deepspeed
+from gemini.script import warn_at_script
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo.mlp import build, inputs
 
@@ -42,22 +44,19 @@ def test_a_step_whose_log_finds_the_disk_full_is_over_on_all_ranks(rank: int, wo
         folder = gathered(own)[0]
         (Path(own) / "log.jsonl").symlink_to("/dev/full")
         engine = engine_of(**logged(folder))
-        backward(engine, rank)
-        if rank == 0:
-            with pytest.raises(OSError, match="No space left"):
+
+        def step() -> None:
+            backward(engine, rank)
+            with pytest.raises(OSError, match="No space left") if rank == 0 else nullcontext():
                 engine.step()
-        else:
-            engine.step()
+
+        step()
+        if rank:
             with pytest.raises(RemoteRankError, match="No space left"):
                 engine(inputs(rank))
         assert (engine.global_steps, engine.lr_scheduler.last_epoch) == (1, 1)
         engine.recover()
-        backward(engine, rank)
-        if rank == 0:
-            with pytest.raises(OSError, match="No space left"):
-                engine.step()
-        else:
-            engine.step()
+        step()
         assert engine.lr_scheduler.get_last_lr() == [0.25]
 
 
@@ -85,3 +84,12 @@ def test_warnings_of_a_step_name_the_line_of_the_script(start: Callable[..., Any
             engine.lr_scheduler.step()
     assert [each.filename for each in told] == 2 * [__file__]
     assert ["leave out lr_scheduler.step()" in str(each.message) for each in told] == [True, False]
+
+
+def test_a_folder_beside_the_package_is_the_users() -> None:
+    names: dict[str, Any] = {"warn": warn_at_script}
+    path = f"{Path(gemini.__file__).parent}_scripts/train.py"
+    exec(compile("def step(): warn('look here')", path, "exec"), names)
+    with pytest.warns(UserWarning, match="look here") as told:
+        names["step"]()
+    assert told[0].filename == path

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-import tests.zoo.engine_walk_operations  # noqa: F401 it fills OPERATIONS
+import tests.zoo.engine_walk_operations  # noqa: F401 it adds operations
 from tests.harness.on_ranks import on_ranks_with
 from tests.zoo.engine_walks import EngineWalk
 

@@ -6,7 +6,7 @@ import pytest
 
 import tests.zoo.walk_edits
 import tests.zoo.walk_operations
-import tests.zoo.walk_tools  # noqa: F401 they fill OPERATIONS
+import tests.zoo.walk_tools  # noqa: F401 they add operations
 from tests.harness.on_ranks import on_ranks_with
 from tests.zoo.placement_walks import PlacementWalk
 from tests.zoo.walks import Walk

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
+from tests.zoo.drawn import Operations
+
 SIZES = 1, 5, 16, 33
 DTYPES = torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16
 
@@ -25,10 +27,8 @@ class Program(nn.Module):
         super().__init__()
         self.chance, self.done, self.count = random.Random(number), [], 0
         self.saved: dict[str, Any] = {}
-        names = [name for name, (_, weight) in OPERATIONS.items() for _ in range(weight)]
         for _ in range(length):
-            self.done.append(self.chance.choice(names))
-            OPERATIONS[self.done[-1]][0](self)
+            operation.draw(self, self.chance, self.done)
 
     def fresh(self) -> str:
         """A name that no part has had."""
@@ -51,17 +51,7 @@ class Program(nn.Module):
         return nn.Linear(self.chance.choice(SIZES), self.chance.choice(SIZES), bias=bias)
 
 
-OPERATIONS: dict[str, tuple[Callable[[Program], None], int]] = {}
-
-
-def operation(weight: int = 1) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
-    """Adds a function to `OPERATIONS`. weight: how often it is drawn."""
-
-    def add(do: Callable[[Program], None]) -> Callable[[Program], None]:
-        OPERATIONS[do.__name__] = do, weight
-        return do
-
-    return add
+operation = Operations[Program]()
 
 
 @operation(4)
@@ -291,10 +281,6 @@ def parametrize_or_end_it(net: Program) -> None:
 @operation()
 def draw(net: Program) -> None:
     net.register_buffer(net.fresh(), torch.randn(3))
-
-
-def build(number: int, length: int) -> Program:
-    return Program(number, length)
 
 
 def assert_same_bits(ours: Tensor, its: Tensor, what: str) -> None:

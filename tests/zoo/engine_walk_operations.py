@@ -1,4 +1,4 @@
-"""What the walks of `engine_walks.py` do to an engine and to a plain loop. Importing this fills its `OPERATIONS`."""
+"""What the walks of `engine_walks.py` do to an engine and to a plain loop. Importing this adds them."""
 
 import copy
 from typing import Any

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gemini
 import optim
+from tests.zoo.drawn import Operations
 from tests.zoo.walks import Net, assert_same, build
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -111,10 +112,8 @@ class EngineWalk:
         return found[0]
 
     def walk(self, length: int) -> None:
-        names = [name for name, (_, weight) in OPERATIONS.items() for _ in range(weight)]
         for _ in range(length):
-            self.done.append(self.chance.choice(names))
-            OPERATIONS[self.done[-1]][0](self)
+            operation.draw(self, self.chance, self.done)
             if self.chance.random() < 0.3:
                 self.compare()
         self.compare()
@@ -141,14 +140,4 @@ class EngineWalk:
         return self.chance.randrange(100)
 
 
-OPERATIONS: dict[str, tuple[Callable[[EngineWalk], None], int]] = {}
-
-
-def operation(weight: int = 1) -> Callable[[Callable[[EngineWalk], None]], Callable[[EngineWalk], None]]:
-    """Adds a function to `OPERATIONS`. weight: how often it is drawn."""
-
-    def add(do: Callable[[EngineWalk], None]) -> Callable[[EngineWalk], None]:
-        OPERATIONS[do.__name__] = do, weight
-        return do
-
-    return add
+operation = Operations[EngineWalk]()

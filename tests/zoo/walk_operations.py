@@ -1,4 +1,4 @@
-"""Operations of random walks: training, and what is trained. See `walks.py`; importing this fills `OPERATIONS`."""
+"""Operations of random walks: training, and what is trained. See `walks.py`; importing this adds them."""
 
 from typing import Any
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gemini import ShardedModel, ShardedOptimizer
 from tests.harness.seed import seed
+from tests.zoo.drawn import Operations
 
 WIDTH, VOCABULARY, BLOCKS = 16, 11, 3
 
@@ -160,11 +161,9 @@ class Walk:
 
     def walk(self, length: int) -> None:
         """Do as many random operations, with both models compared now and then."""
-        names = [name for name, (_, weight) in OPERATIONS.items() for _ in range(weight)]
         always = self.chance.random() < 0.5  # comparing reads weights and gradients, which is an operation itself
         for _ in range(length):
-            self.done.append(self.chance.choice(names))
-            OPERATIONS[self.done[-1]][0](self)
+            operation.draw(self, self.chance, self.done)
             if self.chance.random() < 0.2 or always:
                 self.compare()
         self.compare()
@@ -194,17 +193,7 @@ def net_of(model: Any) -> Net:
     return model.module if isinstance(model, ShardedModel) else model
 
 
-OPERATIONS: dict[str, tuple[Callable[[Walk], None], int]] = {}
-
-
-def operation(weight: int = 1) -> Callable[[Callable[[Walk], None]], Callable[[Walk], None]]:
-    """Adds a function to `OPERATIONS`. weight: how often it is drawn."""
-
-    def add(do: Callable[[Walk], None]) -> Callable[[Walk], None]:
-        OPERATIONS[do.__name__] = do, weight
-        return do
-
-    return add
+operation = Operations[Walk]()
 
 
 def zero_both(walk: Walk) -> None:

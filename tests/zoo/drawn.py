@@ -1,0 +1,28 @@
+"""Operations that random walks draw from."""
+
+import random
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+W = TypeVar("W")
+
+
+class Operations(Generic[W]):
+    """Functions of a walk, by name, each with the weight by which it is drawn. `@operations(2)` adds one."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Callable[[W], None]] = {}
+        self._names: list[str] = []  # each as often as its weight says
+
+    def __call__(self, weight: int = 1) -> Callable[[Callable[[W], None]], Callable[[W], None]]:
+        def add(do: Callable[[W], None]) -> Callable[[W], None]:
+            self.by_name[do.__name__] = do
+            self._names += [do.__name__] * weight
+            return do
+
+        return add
+
+    def draw(self, walk: W, chance: random.Random, done: list[str]) -> None:
+        """Do a random one, whose name is added to `done` before."""
+        done.append(chance.choice(self._names))
+        self.by_name[done[-1]](walk)
