@@ -164,8 +164,8 @@ class LivePlan:
 def _are_alike(plan: Plan, before: Plan) -> bool:
     """Whether both plans put everything in the same places, with the same bytes."""
     # Homes on the same tiers may differ in bytes: by sums of micro-batches, or by the number of optimizer states.
-    return plan.placement == before.placement and _home_bytes(plan) == _home_bytes(before)
+    return plan.placement == before.placement and _bytes_of(plan) == _bytes_of(before)
 
 
-def _home_bytes(plan: Plan) -> list[dict[Kind, int]]:
-    return [chunk.home_bytes for chunk in plan.demand.chunks]
+def _bytes_of(plan: Plan) -> tuple[int, list[dict[Kind, int]]]:
+    return plan.demand.scratch_bytes, [chunk.home_bytes for chunk in plan.demand.chunks]

@@ -73,10 +73,10 @@ def _too_large(question: Question, error: BudgetError, budget: int) -> list[Oper
 
 
 def _least_bytes(operator: OperatorSpec, spec: ModelSpec) -> int:
-    """What an operator in use takes on the device: its weights' slots, a gradient slot and a buffer for the largest."""
+    """What an operator in use takes on the device: its weights' slots and a gradient slot for the largest."""
     weights = [spec.weights[place] for place in operator.weights]
     gradient = max((_bytes_of(weight) for weight in weights if weight.trainable), default=0)
-    return sum(map(_bytes_of, weights)) + 2 * gradient
+    return sum(map(_bytes_of, weights)) + gradient
 
 
 def _smaller_operator(operators: list[OperatorSpec], spec: ModelSpec, budget: int) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _smaller_operator(operators: list[OperatorSpec], spec: ModelSpec, budget: in
     yield (
         f"{operator.name or 'The model'} alone needs more than the budget: its largest weight, "
         f"{weight.name.removeprefix(f'{operator.name}.')}, has {_bytes_of(weight)} bytes "
-        f"({format_bytes(_bytes_of(weight))}), and slots, gradient slot and receive buffer each hold it whole; "
+        f"({format_bytes(_bytes_of(weight))}), and slots and gradient slot each hold it whole; "
         f"{smaller} would need less."
     )
 

@@ -19,6 +19,7 @@ from gemini.chunks.grad_state import GradState, UnsyncedState
 from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.accumulate import Accumulation
 from gemini.manager.completion import Completion
+from gemini.manager.tiles import fill_from, reduce_in_tiles
 from gemini.manager.unsynced import keep_unsynced, reduce_unsynced
 from gemini.memory.modes import untracked
 from gemini.memory.region import Region
@@ -151,6 +152,9 @@ class AccumulateAndReduce(Accumulation):
 
         The reduction in flight must be finished: both use the same scratch.
         """
+        if gradient.chunk.exchange_bytes > self._scratch.num_bytes:
+            self._reduce_in_tiles(gradient, backward)
+            return
         self._scratch.reset()
         moving = self._memory.moving(gradient, self._communicator.position.here, blocks=2)
         with moving:
@@ -159,6 +163,31 @@ class AccumulateAndReduce(Accumulation):
         # At stage 0 finishing is a collective (an all-gather): it must not wait for a point that is this rank's alone.
         if self._stage == 0:
             self._finish()
+
+    def _reduce_in_tiles(self, gradient: ChunkGradient, backward: int) -> None:
+        """Reduce the open payload to the end. Collective.
+
+        Each tile is a collective: the later ones must not wait for a point that is this rank's alone.
+        """
+        chunk, whole = gradient.chunk, gradient.payload
+        assert whole is not None
+        with self._memory.moving(gradient, self._communicator.position.here, blocks=1):
+            self._homes.before_reduction(chunk)
+            self._memory.begin_reduction(gradient)
+            # Where gradients are written to the home, the mean of a tile replaces elements that were sent before.
+            is_first = self._homes.begin(gradient, backward)
+            reduce_in_tiles(
+                chunk,
+                gradient.reduced(),
+                fill_from(whole.flat, chunk),
+                travel=chunk.travel_dtype,
+                rest=chunk.gradient_dtype,
+                replaces=is_first,
+                homes=self._homes,
+                scratch=self._scratch,
+                communicator=self._communicator,
+            )
+            self._memory.close(gradient)
 
     def _launch(self, gradient: ChunkGradient) -> Callable[[], Region]:
         """Start the exchange; the returned function waits for the mean. Collective."""

@@ -130,9 +130,7 @@ class ShardedModel(PlainView):
                     own = bytes_freed(places, device_tier.device, device), 0
                     free = read_free(settings, own, communicator, device)
                     first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
-                    wrapping.note_chunks(
-                        make_chunks(first.packing.chunks, by_name, spec, device_tier.device, communicator.rank)
-                    )
+                    wrapping.note_chunks(make_chunks(first, by_name, device_tier.device, communicator.rank))
                     # A policy of the user's was compared by its name alone: its placement may still differ by rank.
                     had = placement_in_words(first.placement, first.budget_bytes)
                     communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.placeholder import placeholder
-from gemini.placement.chunk_facts import ChunkFacts
-from gemini.placement.specs import ModelSpec
+from gemini.placement.plan import Plan
+from gemini.placement.scratch import whole_exchange_bytes
 from gemini.settings import torch_dtype
 from optim import HALF_DTYPES
 
 
-def make_chunks(
-    facts: Sequence[ChunkFacts],
-    by_name: dict[str, nn.Parameter],
-    spec: ModelSpec,
-    device: torch.device,
-    rank: int,
-) -> list[Chunk]:
-    """The chunks, with the place of each parameter in them, and no homes yet. Local."""
-    uses = enumerate(spec.first_uses(), start=1)  # position 0 is the model itself
+def make_chunks(plan: Plan, by_name: dict[str, nn.Parameter], device: torch.device, rank: int) -> list[Chunk]:
+    """The plan's chunks, with the place of each parameter in them, and no homes yet. Local."""
+    uses = enumerate(plan.spec.first_uses(), start=1)  # position 0 is the model itself
     first_operator = {weight.name: place for place, weights in uses for weight in weights}
     chunks = []
     # Parameters of one shape and dtype share a placeholder.
     placeholder_of = functools.cache(placeholder)
     index = 0
-    for chunk_facts in facts:
+    for chunk_facts in plan.packing.chunks:
         dtypes = chunk_facts.dtypes
         # Packing puts trained and frozen weights into different chunks, so the first one answers for all.
         kind, trainable = torch_dtype(dtypes.weight), by_name[chunk_facts.names[0]].requires_grad
@@ -46,6 +39,7 @@ def make_chunks(
             travel_dtype=torch_dtype(dtypes.travel),
             gradient_dtype=torch_dtype(dtypes.rest),
             sum_dtype=torch_dtype(dtypes.sums),
+            exchange_bytes=whole_exchange_bytes(chunk_facts, plan.settings.stage),
             widens=dtypes.widens,
             narrows=dtypes.narrows,
             splits_master=chunk_facts.splits_master,

@@ -20,6 +20,8 @@ def least_device_bytes(demand: Demand, policy: PlacementPolicy) -> int | None:
     None if there is none to name: a user's policy refuses without a number, or the fewest slots hold more elements
     than `max_live_parameters` allows, whatever the budget.
     """
+    # A plan that does not fit otherwise is made with reductions in tiles.
+    demand = demand.in_tiles()
     # A budget of 0 bytes makes the policy refuse. Its error carries the number of bytes that it needs.
     try:
         return policy.place(demand, 0).device_bytes(demand)

@@ -1,8 +1,10 @@
 """A model's demand for memory, in numbers: the input of every placement policy. No tensor, no device, no rank."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -95,6 +97,23 @@ class Demand:
     max_live_numel: int | None = None  # elements that all slots together may hold, kept ones included. None: no bound
     micro_batches: int = 1  # per step, as the settings say or earlier steps have shown
     max_host_bytes: int | None = None  # host budget, kept to if some placement can. None: no bound
+    tiled_scratch_bytes: int | None = None  # enough if the largest weights' gradients are exchanged in tiles
+    whole_scratch_bytes: int | None = None  # enough to exchange each gradient at once. None: `scratch_bytes` is
+
+    def in_tiles(self) -> Demand:
+        """This demand with the least scratch: see [Note: Tiles] in scratch.py. Itself if tiles would need no less.
+
+        Local; raises nothing.
+        """
+        least, now = self.tiled_scratch_bytes, self.scratch_bytes
+        if least is None or least >= now:
+            return self
+        return replace(self, scratch_bytes=least, whole_scratch_bytes=now)
+
+    def at_once(self) -> Demand:
+        """This demand with scratch to exchange each gradient at once. Local; raises nothing."""
+        whole = self.whole_scratch_bytes
+        return self if whole is None else replace(self, scratch_bytes=whole, whole_scratch_bytes=None)
 
 
 _Homes = Sequence[dict[Kind, Tier]]

@@ -87,6 +87,11 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Ite
             yield f"The device has {' and '.join(found)}."
     if demand.scratch_bytes:
         yield f"Temporaries of reductions take {_bytes(demand.scratch_bytes)} of the device."
+        if demand.whole_scratch_bytes is not None:
+            yield (
+                "Gradients of the largest weights are exchanged in tiles, because the device has no room for the "
+                f"{_bytes(demand.whole_scratch_bytes)} that it takes to exchange them at once."
+            )
     for tier, held, limit in (
         (Tier.DEVICE, placement.device_bytes(demand), budget.device),
         (Tier.HOST, placement.host_bytes(demand), budget.host),
@@ -160,9 +165,10 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
         at_rest = all_at_rest_on_device(demand, policy)
         better = next_better(demand, placement, there, policy)
         if better is not None:
-            changes = difference_in_words(demand, placement, better.placement)
+            changes = difference_in_words(demand, placement, better)
             yield f"With {_bytes(better.budget_bytes - there)} more on the device, {changes}."
-        if at_rest is not None and at_rest > there:
+        # With exchanges in tiles everything may rest there already, on less than it takes with exchanges at once.
+        if at_rest is not None and at_rest > there and placement.host_bytes(demand):
             yield f"With {_bytes(at_rest - there)} more, everything would rest on the device."
         yield f"With {_bytes(most - there)} more, nothing would have to leave a slot; still more would change nothing."
     # The first change comes one byte below what the placement takes, not below the budget: what is not used can go
@@ -171,9 +177,7 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
     spare = 0 if there is None else there - held
     less = f"{_bytes(spare)} of the budget are not used. With one byte less than the others" if spare else ""
     less = less or "With one byte less on the device than it holds"
-    changes = (
-        "there would be no placement" if worse is None else difference_in_words(demand, placement, worse.placement)
-    )
+    changes = "there would be no placement" if worse is None else difference_in_words(demand, placement, worse)
     yield f"{less}, {changes}."
 
 

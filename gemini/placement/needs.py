@@ -9,7 +9,7 @@ from itertools import islice
 from gemini.placement.chunk_facts import ChunkFacts
 from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind, LinkBytes
 from gemini.placement.dtypes import FLOAT32
-from gemini.placement.scratch import scratch_bytes
+from gemini.placement.scratch import scratch_bytes, tiled_scratch_bytes
 from gemini.placement.specs import ModelSpec, OperatorSpec
 
 
@@ -76,6 +76,7 @@ def demand_of(
         max_live_numel,
         micro_batches,
         max_host_bytes,
+        tiled_scratch_bytes(trainable, stage, world_size),
     )
 
 

@@ -38,7 +38,7 @@ def offloaded(before: Plan, kinds: Collection[Kind]) -> Plan:
         # `slots_for` gives the fewest slots, but parameters that stay keep all that the plan has.
         moved = replace(moved, num_slots=placement.num_slots)
     # Ranks compare plans by this hash, so offloading on some ranks only is noticed.
-    hash_ = hash_of(before.packing, moved, before.settings, before.trained)
+    hash_ = hash_of(before.packing, moved, before.settings, before.trained, demand.scratch_bytes)
     return replace(before, demand=demand, placement=moved, hash=hash_, is_first=False, offloaded=offloaded_kinds)
 
 

@@ -40,6 +40,21 @@ def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> 
     return placement
 
 
+def place_in_budget(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> tuple[Demand, Placement]:
+    """The policy's placement, and the demand that it meets: with exchanges at once, or in tiles if only that fits.
+
+    Raises what `place` does.
+    """
+    whole = demand.at_once()
+    try:
+        return whole, place(whole, budget_bytes, policy)
+    except BudgetError:
+        tiled = whole.in_tiles()
+        if tiled is whole:
+            raise
+        return tiled, place(tiled, budget_bytes, policy)
+
+
 def place_unbounded(demand: Demand, policy: PlacementPolicy) -> Placement:
     """Return the policy's placement without a bound, which shows what more memory would change.
 

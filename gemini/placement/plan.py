@@ -22,7 +22,7 @@ from gemini.placement.chunk_facts import Packing, packings
 from gemini.placement.demand import Demand, Kind, Placement
 from gemini.placement.needs import uses_of
 from gemini.placement.packed import packing_demand, trained_at_first
-from gemini.placement.placing import place
+from gemini.placement.placing import place_in_budget
 from gemini.placement.predict import Predicted, predict, predict_inference
 from gemini.placement.refusals import advised
 from gemini.placement.specs import ModelSpec, OperatorSpec
@@ -240,12 +240,14 @@ def plan_demand(
     """`plan_packing` of chunks whose demand is known."""
     # The host's budget is no bound here: it is in the demand, where a policy may prefer placements that keep to it.
     # Callers check the room on the host.
-    placement = place(demand, budget.device, settings.policy)
-    hash_ = hash_of(packing, placement, settings, trained)
+    demand, placement = place_in_budget(demand, budget.device, settings.policy)
+    hash_ = hash_of(packing, placement, settings, trained, demand.scratch_bytes)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
 
 
-def hash_of(packing: Packing, placement: Placement, settings: Settings, trained: Sequence[bool]) -> int:
+def hash_of(
+    packing: Packing, placement: Placement, settings: Settings, trained: Sequence[bool], scratch_bytes: int
+) -> int:
     """A 32-bit hash of everything that decides the order of collectives."""
     # What a collective sends depends on where the weights are in a chunk and on how ranks divide it.
     chunks = [(chunk.names, chunk.offsets, chunk.layout) for chunk in packing.chunks]
@@ -256,7 +258,8 @@ def hash_of(packing: Packing, placement: Placement, settings: Settings, trained:
     homes = f"({', '.join(words[id(homes)] for homes in placement.homes)}{',' * (len(placement.homes) == 1)})"
     # Gradient slots are left out: a gradient that spills changes no collective.
     # A set has no order of its own, hence the sort.
-    placed = f"({placement.num_slots}, {homes}, {sorted(placement.kept)})"
+    # Scratch is in it, because it decides in how many tiles a gradient is exchanged.
+    placed = f"({placement.num_slots}, {homes}, {sorted(placement.kept)}, {scratch_bytes})"
     # Ranks compare this number. Python's own `hash` of a text differs between processes.
     return zlib.crc32(f"({chunks}, {placed}, {settings.shared()!r}, {tuple(trained)})".encode())
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gemini.placement.chunk_facts import ChunkFacts
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.scratch import num_tiles
 from gemini.placement.simulated_homes import Gradient, Homes
 from gemini.placement.simulated_payloads import Payloads
 from gemini.placement.traffic import Exchange, Purpose, Traffic
@@ -31,6 +32,7 @@ class Gradients:
         self._is_alone = plan.world_size == 1
         self._keeps_whole = stage <= 1 or self._is_alone
         self._num_slots = plan.placement.num_gradient_slots
+        self._scratch_bytes = plan.demand.scratch_bytes
         self._traffic = traffic
         self.of: dict[int, Gradient] = {}
         self._whole: set[int] = set()  # chunks whose planned gradient home autograd can write to like a payload
@@ -290,11 +292,12 @@ class Gradients:
             self._close(chunk)
             return
         self.homes.before_reduction(chunk)
-        self._traffic.exchange(Exchange.REDUCE, facts.layout.numel * facts.dtypes.travel.itemsize)
+        tiles = num_tiles(facts, self._stage, self._scratch_bytes)
+        self._traffic.exchange(Exchange.REDUCE, facts.layout.numel * facts.dtypes.travel.itemsize, tiles)
         self.of[chunk].state = "reducing"
         self._in_flight = chunk
-        # At stage 0 the reduced shards are gathered at once, so nothing stays in flight.
-        if self._stage == 0:
+        # At stage 0 the reduced shards are gathered at once, and tiles wait for each other: nothing stays in flight.
+        if self._stage == 0 or tiles > 1:
             self._finish()
 
     def _finish(self) -> None:
@@ -305,6 +308,7 @@ class Gradients:
         if self._stage == 0:
             numel = facts.layout.numel
             # The mean travels in the dtype in which it rests, not in that of the reduction.
-            self._traffic.exchange(Exchange.WHOLE_GRADIENT, numel * facts.dtypes.rest.itemsize)
+            tiles = num_tiles(facts, self._stage, self._scratch_bytes)
+            self._traffic.exchange(Exchange.WHOLE_GRADIENT, numel * facts.dtypes.rest.itemsize, tiles)
         self.homes.merge(chunk, facts.dtypes.rest, numel, self._backward)
         self._close(chunk)

@@ -48,9 +48,9 @@ class Traffic:
         if source is not target and num_bytes:
             self.copies[f"{source}->{target}", purpose] += num_bytes
 
-    def exchange(self, what: Exchange, num_bytes: int) -> None:
-        """Count a collective in which all ranks fill, or send, a payload of `num_bytes`."""
-        self.launches[what] += 1
+    def exchange(self, what: Exchange, num_bytes: int, launches: int = 1) -> None:
+        """Count collectives in which all ranks together fill, or send, a payload of `num_bytes`."""
+        self.launches[what] += launches
         self.exchanged[what] += num_bytes
 
     def clear(self) -> None:

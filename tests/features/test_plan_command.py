@@ -277,7 +277,7 @@ def test_a_wrong_question_is_said(arguments: list[str], words: str) -> None:
         pytest.param("llama3_70b", 512, True),
         pytest.param("llama3_70b", 8, True, marks=pytest.mark.soak),
         pytest.param("deepseek_v3_671b", 8, False, marks=pytest.mark.soak),
-        pytest.param("deepseek_v3_671b", 512, False, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3_671b", 512, True, marks=pytest.mark.soak),
     ],
 )
 def test_the_largest_public_models_are_planned_in_seconds(

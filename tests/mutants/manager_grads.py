@@ -4,6 +4,20 @@ from tests.mutants.mutant import HALF, MEMORY, ONE_RANK, PAIRS, TWO_RANKS, Mutan
 
 MUTANTS = [
     Mutant(
+        "every tile sends the first elements of a unit",
+        "gemini/manager/tiles.py",
+        "                first = piece.payload_start - unit.start\n",
+        "                first = 0\n",
+        "tests/features/test_tiled_exchanges.py::test_tiles_change_no_bit",
+    ),
+    Mutant(
+        "tiles of a second micro-batch replace the first one's sum",
+        "gemini/manager/reduce.py",
+        "                replaces=is_first,\n",
+        "                replaces=True,\n",
+        "tests/features/test_tiled_exchanges.py::test_tiles_change_no_bit",
+    ),
+    Mutant(
         "zeros count as written before they are",
         "gemini/manager/grads.py",
         "        if self.has_zeros:\n            self.leftovers",

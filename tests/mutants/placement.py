@@ -6,6 +6,20 @@ _ANY_BUDGET = "tests/features/test_any_budget.py"
 
 MUTANTS = [
     Mutant(
+        "a model is refused that trains with exchanges in tiles",
+        "gemini/placement/placing.py",
+        "        if tiled is whole:\n",
+        "        if True:\n",
+        "tests/features/test_tiled_exchanges.py::test_tiles_are_for_budgets_that_allow_nothing_else",
+    ),
+    Mutant(
+        "ranks with other tiles have plans of one hash",
+        "gemini/placement/plan.py",
+        ", {sorted(placement.kept)}, {scratch_bytes})",
+        ", {sorted(placement.kept)})",
+        "tests/features/test_tiled_exchanges.py::test_ranks_with_other_tiles_have_no_plan_in_common",
+    ),
+    Mutant(
         "a model without parameters has no element size to multiply chunk_size= by",
         "gemini/placement/chunk_facts.py",
         "key=itemsizes.count, default=1)",
