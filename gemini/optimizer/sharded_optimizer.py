@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: a torch optimizer over a `ShardedModel`'s chunks.
 
-First one all-reduce summarises all gradients: norm, non-finite elements, which parameters have one. Then each chunk is
-updated where its state rests, in order of first use.
+It is what users call. A step is in optimizer_step.py: one all-reduce summarises all gradients (norm, non-finite
+elements, which parameters have one), then each chunk is updated where its state rests, in order of first use.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ from gemini.memory.untraced import methods_never_traced
 from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm, checked_model
 from gemini.optimizer.chunk_optimizer import ChunkOptimizer
 from gemini.optimizer.chunk_states import ChunkStates
-from gemini.optimizer.chunk_update import ChunkUpdates
 from gemini.optimizer.elementwise import resolve_update
 from gemini.optimizer.loss_scale import LossScale
+from gemini.optimizer.optimizer_step import OptimizerStep
 from gemini.optimizer.param_groups import add_group, agreed_groups
-from gemini.optimizer.runs import GradientFactors
 from gemini.optimizer.scaling import Scaling
 from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
 from gemini.optimizer.state_hooks import loads_with_hooks, saves_with_hooks
 from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step_report import StepReport
-from gemini.optimizer.summary import GradientSummary, compare_settings, settings_of_step, summarize
 from gemini.optimizer.taking import making_optimizer, take_states
-from gemini.optimizer.untrained import frozen_among, refuse_idle, refuse_ungrouped
-from gemini.script import warn_at_script
-from optim import clip_coefficient, prepare
+from gemini.optimizer.untrained import frozen_among
+from optim import prepare
 from optim.hyperparameters import refuse_unknown_arguments
 
 
@@ -97,8 +94,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale = LossScale(
                 initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
             )
-            self._update = resolve_update(optimizer, elementwise)
-            self._clip_grad_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
+            update = resolve_update(optimizer, elementwise)
+            max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
             group_of = agreed_groups(manager.step, optimizer)
             if gpu_margin_mem_ratio is not None:
                 model.trainability.change_margin(gpu_margin_mem_ratio)
@@ -106,18 +103,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(optimizer.param_groups, optimizer.defaults)
             # One list for both, so that a scheduler of `optimizer` sees groups that are added later.
             optimizer.param_groups = self.param_groups
-            self._chunk_states = ChunkStates(manager.params, self._update, self.param_groups, group_of)
+            self._chunk_states = ChunkStates(manager.params, update, self.param_groups, group_of)
             self.state = StateView(manager.step, self._chunk_states)  # type: ignore[assignment]
             self._scaling = Scaling(manager.grads, self._chunk_states, scale)
-            self._device = manager.memory.device.device
-            prepare(self._device)
+            prepare(manager.memory.device.device)
             take_states(model, self._chunk_states)
-            self._updates = ChunkUpdates(manager.step, self._chunk_states.by_chunk, self._update, self.param_groups)
-            self._num_steps = 0
-            self.grad_norm: Tensor | None = None
-            self.last_step: StepReport | None = None
             # What the next step will apply.
             self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling)
+            how = self._chunk_states, update, self.param_groups, self._scaling, self._next, max_norm
+            self._optimizer_step = OptimizerStep(model, *how)
             manager.attach(self._next)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -143,6 +137,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The factor by which `backward()` multiplies the loss now; 1 without loss scaling."""
         return self._scaling.value
 
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last gradients that were stepped or clipped, before clipping, 0-dim; None before that."""
+        return self._optimizer_step.grad_norm
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """The outcome of the last step; None before the first one."""
+        return self._optimizer_step.last
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the next step's gradients, all groups together, to `max_norm`. Collective.
 
@@ -155,13 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         checked = check_clipping(max_norm, norm_type)
         self._check_between_steps("clip_grad_norm_()")
-        with self._manager.step.publishing():
-            self._next.request(checked, norm_type)
-            self._collect()
-            summary = self._summarize(norm_type)
-            self._next.saw(summary)
-        self.grad_norm = torch.tensor(self._true_norm(summary), dtype=torch.float32, device=self._device)
-        return self.grad_norm
+        return self._optimizer_step.request_clip(checked, norm_type)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -184,7 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._next.before_step()
         self.model.check_parameters()
         with self._manager.step.publishing():
-            self._step()
+            self._optimizer_step.run()
             self._manager.step.end_update()
         # This comes after `publishing()`: the step is over on every rank, and each raises by itself.
         self._scaling.refuse_endless_skips(self.last_step)
@@ -204,71 +202,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._manager.step.check_idle(what)
         if self._manager.is_in_use:
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
-
-    def _collect(self) -> None:
-        """Complete the gradients, and release payloads that an update would make stale. Collective."""
-        for chunk in self._chunk_states.trained:
-            self._manager.step.before_chunk_update(chunk)
-        self._manager.grads.catch_up()
-
-    def _summarize(self, norm_type: float) -> GradientSummary:
-        """Find out what all ranks must know of the gradients."""
-        trained, ungrouped = self._chunk_states.trained, self._chunk_states.ungrouped()
-        live = self._manager.live if self.model.settings.model_data_memory is None else None
-        step, num_parameters = self._manager.step, len(self._manager.parameters)
-        return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live)
-
-    def _step(self) -> None:
-        """Agree on the step in its last all-reduce before the update. A rank that cannot update fails before that."""
-        step = self._manager.step
-        # Everything that may be refused is checked first, while no rank has changed anything.
-        self._updates.refuse_bad_hyperparameters()
-        refuse_ungrouped(self.model, self._chunk_states)
-        step.before_update()
-        self._collect()
-        step.grads.leftovers.before_update(self._chunk_states.ungrouped())
-        grad_norm = torch.empty((), dtype=torch.float32, device=self._device)
-        with self._updates.room(self._chunk_states.trained):
-            max_norm, norm_type = self._next.requested or (self._clip_grad_norm, 2.0)
-            if self._next.summary is not None:  # a learning rate may have been set since
-                compare_settings(step, self._settings())
-            summary = self._next.summary or self._summarize(norm_type)
-            refuse_idle(self.model, summary)
-            self._next.reset_clipping()
-            self._manager.micro_batches.note_step(summary.num_backwards)
-            self.grad_norm = grad_norm.fill_(self._true_norm(summary))
-            self._update_all(summary, max_norm)
-
-    def _update_all(self, summary: GradientSummary, max_norm: float | None) -> None:
-        """Do what all ranks have agreed on. Nothing in here may fail on one rank alone."""
-        step = self._manager.step
-        self._num_steps += 1
-        norm, ungrouped, states = self._true_norm(summary), self._chunk_states.ungrouped(), self._chunk_states
-        updated = {chunk: its for chunk in states.trained if any(its := self._updates.steps(chunk, summary))}
-        # A non-finite gradient on any rank skips the step on all ranks, because all have the same summary.
-        skipped = None
-        factors = GradientFactors(1.0 / self.loss_scale)
-        if summary.non_finite is not None:
-            skipped = self._manager.parameters[summary.non_finite].name
-            warn_at_script(f"step {self._num_steps} skipped on all ranks: the gradient of {skipped!r} is not finite")
-        else:
-            if max_norm is not None:
-                factors = factors._replace(clip=clip_coefficient(norm, max_norm))
-            with step.failures.tearing():
-                step.grads.note_end(Becomes.USED, ungrouped)
-                self._updates.update(updated, factors)
-            self._chunk_states.note_step()
-        step.grads.end_step(Becomes.USED, ungrouped)
-        self.last_step = StepReport(self._num_steps, norm, factors.clip, skipped, self.loss_scale)
-        if updated:
-            self._scaling.after_step(skipped)
-
-    def _settings(self) -> str:
-        return settings_of_step(self._next.requested or self._clip_grad_norm, self.loss_scale, self.param_groups)
-
-    def _true_norm(self, summary: GradientSummary) -> float:
-        """The norm of the gradients without the loss scale."""
-        return summary.norm / self.loss_scale
 
     @saves_with_hooks
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:

@@ -112,8 +112,9 @@ def a_torn_step(rank: int, world_size: int) -> tuple[str, list[str]]:
     model, optimizer, _ = make()
     train_step(model, optimizer, rank, 0)
     if rank == 1:
-        prepare = optimizer._updates._prepare
-        optimizer._updates._prepare = lambda chunk, *rest: boom() if chunk.index == 4 else prepare(chunk, *rest)  # type: ignore[method-assign]
+        updates = optimizer._optimizer_step._updates
+        prepare = updates._prepare
+        updates._prepare = lambda chunk, *rest: boom() if chunk.index == 4 else prepare(chunk, *rest)  # type: ignore[method-assign]
     said = []
     for step in range(1, 4):
         try:
