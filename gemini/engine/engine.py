@@ -1,9 +1,6 @@
 """`Engine`: a sharded model, its optimizer, criterion and learning rate schedule, stepped together.
 
-[Note: Windows] A window is the `gradient_accumulation_steps` micro-batches of one optimizer step. `backward` divides
-the loss by their number and counts them. `step` updates only when the window is full, so a loop calls it after every
-backward, like loops for Colossal-AI and DeepSpeed. A window that is open at the end of an epoch continues in the next
-one, unless `step(last=True)` closes it.
+Which backwards make an optimizer step: [Note: Windows] in open_window.py.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 from gemini.engine.config import Config
 from gemini.engine.config.batch import BatchSizes
 from gemini.engine.moving import MovedByEngine, MovedByScript, Moving
+from gemini.engine.open_window import OpenWindow
 from gemini.engine.step_log import StepLog
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.untraced import methods_never_traced
@@ -82,10 +80,7 @@ class Engine:
         self.micro_steps = 0
         """Number of backwards."""
         self._log = StepLog(self.config, model.rank)
-        self._in_window = 0  # backwards since the last optimizer step
-        self._window_begins = 0  # `micro_steps` at the start of the window
-        # A model that was wrapped before may have failed already: only later failures end a window of this engine.
-        self._num_failed = manager.grads.num_failed
+        self._window = OpenWindow(manager, self._log)
         self._is_closed = False
         weights = model.settings.dtype  # not the config's: the model may have been wrapped with another one
         # Where the config gives dtypes by module, the modules cast their own inputs: see gemini/model/precision.py.
@@ -118,10 +113,9 @@ class Engine:
         optimizer = self._needs_optimizer("backward()")
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward() takes the loss, a tensor of one element, found {type(loss).__name__}")
-        self._follow_failures()
+        self._window.follow_failures()
         whole = loss
-        if not self._in_window:
-            self._window_begins = self.micro_steps
+        self._window.begin_at(self.micro_steps)
         try:
             # The script's part of the graph may fail on this rank alone, and the model would not hear of it.
             with self.communicator.publishing():
@@ -130,7 +124,7 @@ class Engine:
                 optimizer.backward(loss, retain_graph)
         except BaseException:
             # Drop the whole window: with the remaining micro-batches the next step would use a part of it.
-            self._empty_window()
+            self._window.empty()
             # A backward that has reached the model drops the gradients itself, and reports it.
             if not self.chunk_manager.grads.in_backward:
                 optimizer.zero_grad()
@@ -139,19 +133,19 @@ class Engine:
         if self._moving is not None:
             self._moving.after_backward()
         self.micro_steps += 1
-        self._in_window += 1
+        self._window.count()
         return loss.detach()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights. Raises nothing. Local."""
-        self._follow_failures()
+        self._window.follow_failures()
         # More backwards than a window has may have come: a script need not call `step()` after each of them.
-        return self._in_window >= self.batch_sizes.accumulation
+        return self._window.num_backwards >= self.batch_sizes.accumulation
 
     def is_window_open(self) -> bool:
         """Whether there are backwards that no `step()` has used yet. Raises nothing. Local."""
-        self._follow_failures()
-        return self._in_window > 0
+        self._window.follow_failures()
+        return self._window.num_backwards > 0
 
     def step(self, *, last: bool = False) -> None:
         """Update the weights and move the schedule, if the window is full. Collective.
@@ -163,11 +157,8 @@ class Engine:
         what `ShardedOptimizer.step` raises.
         """
         optimizer = self._needs_optimizer("step()")
-        # Gradients of `loss.backward()` can be told from those of `backward` only while no window is open: the model
-        # counts both alike.
-        if not self._in_window:
-            self._refuse_foreign_gradients()
-        if not self.is_gradient_accumulation_boundary() and not (last and self._in_window):
+        self._window.refuse_foreign_gradients()
+        if not self.is_gradient_accumulation_boundary() and not (last and self._window.num_backwards):
             return
         # Every step that ends leaves another report, also if it then raises: `last_step` tells whether it has ended.
         rate, before = optimizer.param_groups[0]["lr"], optimizer.last_step
@@ -181,7 +172,7 @@ class Engine:
 
     def _end_window(self, optimizer: ShardedOptimizer, rate: float) -> None:
         """Count the optimizer's last step, which had this learning rate, move the schedule, and log the step."""
-        self._in_window, self._window_begins = 0, self.micro_steps
+        self._window.end(self.micro_steps)
         self.global_steps += 1
         report = optimizer.last_step
         assert report is not None
@@ -201,7 +192,7 @@ class Engine:
 
         Raises nothing.
         """
-        if self.optimizer is not None and not self._in_window:
+        if self.optimizer is not None and not self._window.num_backwards:
             self.optimizer.zero_grad()
 
     def recover(self) -> None:
@@ -218,11 +209,11 @@ class Engine:
         Raises UnsupportedError without an optimizer, GeminiError inside a backward.
         """
         optimizer = self._needs_optimizer("discard_window()")
-        self._follow_failures()
+        self._window.follow_failures()
         optimizer.zero_grad()
         # The micro-batches are counted when they are repeated.
-        self.micro_steps = self._window_begins
-        self._empty_window()
+        self.micro_steps = self._window.begins
+        self._window.empty()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See `ShardedModel.no_sync`. Local, alike on every rank; raises nothing of its own."""
@@ -316,30 +307,6 @@ class Engine:
     def _refuse_closed(self, what: str) -> None:
         if self._is_closed:
             raise GeminiError(f"{what} after close(): make another engine with initialize()")
-
-    def _follow_failures(self) -> None:
-        """Begin another window if a forward or backward has failed, which dropped the gradients of the present one."""
-        # The model counts, not the engine: a script may also call the model itself, as `generate` does, and fail in
-        # there.
-        failed = self.chunk_manager.grads.num_failed
-        if failed != self._num_failed:
-            self._num_failed = failed
-            self._empty_window()
-
-    def _empty_window(self) -> None:
-        self._in_window = 0
-        self._log.discard()
-
-    def _refuse_foreign_gradients(self) -> None:
-        """Raises GeminiError if there are gradients that `backward` did not make: `step` would silently ignore them."""
-        if self.chunk_manager.grads.num_backwards:
-            # A backward that failed may have left its count: the check recovers from it, and drops what came of it.
-            self.chunk_manager.step.check_idle("step()")
-        if self.chunk_manager.grads.num_backwards:
-            raise GeminiError(
-                "step() has gradients that engine.backward(loss) did not make: call it in place of loss.backward(), as "
-                "it counts micro-batches, or engine.optimizer.step() in place of engine.step()"
-            )
 
     def _needs_optimizer(self, what: str) -> ShardedOptimizer:
         self._refuse_closed(what)

@@ -185,8 +185,8 @@ MUTANTS = [
     Mutant(
         "a step after loss.backward() does nothing without a word",
         "gemini/engine/engine.py",
-        "            self._refuse_foreign_gradients()\n",
-        "            pass\n",
+        "        self._window.refuse_foreign_gradients()\n",
+        "",
         "tests/features/test_engine_misuse.py"
         "::test_a_step_after_loss_backward_is_refused_and_training_goes_on[1rank-1]",
     ),
