@@ -240,7 +240,7 @@ def test_a_kept_view_with_a_spare_slot_costs_that_slot_until_it_dies() -> None:
     model = _with_spare_slot()
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
     reference, plain_optimizer = plain()
-    pool = model.chunk_manager.params.pools[0]
+    pool = model.chunk_manager.params.slots.pools[0]
     in_use = pool.count
     kept = weight(model).view(-1)
     before = kept.clone()

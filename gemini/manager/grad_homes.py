@@ -192,7 +192,7 @@ class GradHomes:
             # The parameters are in use or about to arrive, so releasing them would gather them once more.
             self._used_after.add(chunk.index)
         elif chunk.state is ParamState.GATHERED and chunk.index not in self._used_after:
-            self._params.release(chunk)
+            self._params.slots.release(chunk)
 
     def _note_gather(self, chunk: Chunk) -> None:
         if self._gathers.get(chunk.index, chunk.num_gathers) < chunk.num_gathers:
@@ -215,7 +215,7 @@ class GradHomes:
         binding.write_back(chunk)
         binding.unbind(chunk)
         # Bound parameters would count as holders: they are unbound before.
-        if not self._params.nobody_holds(self._resident[chunk.index]):
+        if not self._params.slots.nobody_holds(self._resident[chunk.index]):
             return False
         # As at any release: see [Note: Version bump].
         chunk.bump_versions()

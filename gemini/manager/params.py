@@ -1,9 +1,8 @@
-"""Fetch and release: brings a chunk's payload into a slot and takes it away again.
+"""Fetch: brings a chunk's payload into a slot, from this rank's home and the other ranks'.
 
 Several ranks start to gather payloads a few touches before they are used (`Settings.max_prefetch` says how many), as
 long as the pass is predicted. One rank does not prefetch from the host: its copies run in order with its kernels, so it
-would wait for them earlier and no shorter. Release is lazy: a chunk that nobody pins stays in its slot until another
-needs it. Which one leaves follows from the sequence of touches alone (`placement.next_use`), equal on all ranks.
+would wait for them earlier and no shorter. Which slot a chunk gets, and which chunk leaves for it: payload_slots.py.
 """
 
 from __future__ import annotations
@@ -15,26 +14,23 @@ from torch import Tensor
 
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.param_state import ParamState
-from gemini.errors import BudgetError, SlotError
 from gemini.manager.ahead import Ahead, Arrival
 from gemini.manager.binding import Binding
-from gemini.manager.slot_errors import slot_is_held, slots_are_in_use
+from gemini.manager.payload_slots import PayloadSlots
 from gemini.manager.victims import Victims
 from gemini.memory.memory import Memory
 from gemini.memory.modes import untracked, unwrapped
 from gemini.memory.region import Region
-from gemini.memory.slot import KeptSlot, SharedStorage, Slot, wait_until_free
+from gemini.memory.slot import Slot
 from gemini.memory.transfer import wait_on_stream
 from gemini.observe import Observer
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import TOUCHES_AHEAD, NextUse
 from gemini.ranks.communicator import Communicator
 
-_FREE_WITHIN_S = 2.0  # a gloo worker drops its references within tens of ms: longer is a view that someone keeps
-
 
 class ParamStore:
-    """Owner of the payload slots. It fetches, prefetches and releases."""
+    """Fetches and prefetches payloads into the slots of one model, and releases them."""
 
     def __init__(
         self,
@@ -53,12 +49,12 @@ class ParamStore:
         self.binding = binding
         self.next_use = NextUse(communicator.position.events)
         self.victims = Victims(chunks, self.next_use)
-        self.pools = memory.slots
+        who_leaves = self.next_use, self.victims
+        self.slots = PayloadSlots(chunks, memory, communicator, binding, observer, *who_leaves)
         self.in_step = False  # a forward runs: operators may find their parameters plain
         self.slot_by_storage: dict[int, Slot] = {}
         self.resident_by_storage: dict[int, Chunk] = {}  # homes that are payloads
         self.ahead = Ahead(max_prefetch if any(chunk.home_layout.world_size > 1 for chunk in chunks) else 0)
-        self._left: list[KeptSlot] = []  # kept slots that were replaced while views still held them
         self.observer = observer
 
     def note_forward(self, runs: bool) -> None:
@@ -73,7 +69,7 @@ class ParamStore:
         self.resident_by_storage.clear()  # not another dict: saved tensors look up in this one
         self.resident_by_storage.update((payload.untyped_storage()._cdata, chunk) for payload, chunk in at_home)
 
-    # -- fetch and release
+    # -- fetch and prefetch
 
     def fetch(self, chunk: Chunk) -> Tensor:
         """The payload, (numel,) on the device, of a chunk that can leave. Collective where parameters are sharded.
@@ -85,8 +81,7 @@ class ParamStore:
             with untracked():
                 arrival = self.ahead.pop(chunk.index)
                 if arrival is None:
-                    slot = self._free_slot(chunk)
-                    assert slot is not None
+                    slot = self.slots.free_slot(chunk) or self._slot_of_arrived(chunk)
                     arrival = self._depart(chunk, slot)
                 self._arrive(arrival)
         assert chunk.payload is not None
@@ -99,8 +94,7 @@ class ParamStore:
         """
         self.next_use.touch(chunk.index)
         with untracked():
-            slot = self._free_slot(chunk)
-            assert slot is not None
+            slot = self.slots.free_slot(chunk) or self._slot_of_arrived(chunk)
             self._arrive(self._depart(chunk, slot, only_own=True))
         return chunk.region()
 
@@ -133,7 +127,7 @@ class ParamStore:
             if chunk.payload is not None or index in self.ahead:
                 continue
             with untracked():
-                slot = self._free_slot(chunk, ahead=True)
+                slot = self.slots.free_slot(chunk, ahead=True)
             if slot is None:
                 return
             yield chunk, slot
@@ -169,14 +163,15 @@ class ParamStore:
 
     def _depart(self, chunk: Chunk, slot: Slot, lane: int = 0, what: str = "fetch", only_own: bool = False) -> Arrival:
         chunk.count_gather()
-        if self._left:
-            self._close_left()
+        if self.slots.left:
+            self.slots.close_left()
         # A spare slot may have joined the pool since the last fetch.
         self.slot_by_storage[slot.storage] = slot
         payload = chunk.payload_in(slot)
         slot.occupy(chunk.index)
         home = chunk.homes[Kind.PARAM].tier
-        moving = self.observer.moving(what, chunk.index, home, "slot", chunk.payload_bytes, self.where, blocks=2)
+        where = self.communicator.position.here
+        moving = self.observer.moving(what, chunk.index, home, "slot", chunk.payload_bytes, where, blocks=2)
         with moving:
             start = self._start_own_part if only_own else self._start_gather
             return Arrival(chunk, slot, moving, start(chunk, payload, lane), lane)
@@ -212,103 +207,16 @@ class ParamStore:
         wait_on_stream(payload)
         return self.communicator.start_all_gather(payload.flat, shard, chunk.layout, chunk.index, lane)
 
-    def _free_slot(self, chunk: Chunk, ahead: bool = False) -> Slot | None:
-        """A slot for the chunk. ahead: None rather than evict a chunk that is used earlier."""
-        if chunk.own_slot is not None:
-            return chunk.own_slot
-        pool = self.pools[chunk.oversize]
-        slot = self._replaced(chunk, None)
-        if slot is not None:
-            return slot
-        victim = self.victims.first(pool, chunk.oversize)
-        if victim is None and not ahead:
-            # Chunks whose prefetch is in flight cannot leave: let them arrive, and look again.
-            self.finish_prefetch()
-            victim = self.victims.first(pool, chunk.oversize)
-            if victim is None:
-                has_budget = self.device.capacity_bytes is not None
-                raise slots_are_in_use(self.where(), chunk, pool, self.chunks, has_budget)
-        if victim is None or (ahead and self.next_use.next_use(victim.index) <= self.next_use.next_use(chunk.index)):
-            return None
-        slot = victim.slot
-        assert slot is not None
-        if self.release(victim, chunk):
-            return slot
-        slot = self._replaced(chunk, victim)
-        assert slot is not None
-        return slot
+    def _slot_of_arrived(self, chunk: Chunk) -> Slot:
+        """A slot for a chunk for which none could leave. Local.
 
-    def _replaced(self, chunk: Chunk, victim: Chunk | None) -> Slot | None:
-        """A free slot of the chunk's pool, or None. A held slot is replaced by a spare if the budget has one."""
-        try:
-            return self.pools[chunk.oversize].first_free()
-        except BudgetError:
-            whose = "another chunk" if victim is None else f"chunk {victim.index} ({victim.names()})"
-            raise self._held(f"{whose} must leave its slot for chunk {chunk.index} ({chunk.names()})") from None
-
-    def _held(self, what: str) -> SlotError:
-        return slot_is_held(self.where(), what, self.device.capacity_bytes)
-
-    def where(self) -> str:
-        """The place in the step, for messages and events."""
-        return self.communicator.position.here()
-
-    def release(self, chunk: Chunk, successor: Chunk | None = None) -> bool:
-        """Take a gathered chunk out of its slot. False if a view holds the slot, which is then set aside.
-
-        successor: the chunk that overwrites the slot next. Without one the slot is poisoned, on tiers that can.
+        Chunks whose prefetch is in flight cannot leave: let them arrive, and look again.
         """
-        assert chunk.slot is not None
-        slot = chunk.slot
-        what = "release" if successor is None else "evict"
-        reason = self.where if successor is None else f"room for chunk {successor.index}"
-        home = chunk.homes[Kind.PARAM].tier
-        moving = self.observer.moving(what, chunk.index, "slot", home, chunk.payload_bytes, reason)
-        with moving:
-            is_free = self._leave(chunk, slot)
-            if is_free and successor is None:
-                slot.wipe()
-        return is_free
-
-    def _leave(self, chunk: Chunk, slot: Slot) -> bool:
-        self.binding.write_back(chunk)
-        self.binding.unbind(chunk)
-        # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage. With a higher
-        # version, a save that bypassed our hooks becomes autograd's own error instead of a wrong gradient.
-        chunk.bump_versions()
-        chunk.become(ParamState.HOLDS_GRAD if chunk.holds_grad else ParamState.RELEASED)
-        if slot is chunk.own_slot:
-            slot.vacate()
-        else:
-            self.pools[chunk.oversize].vacate(slot)
-        if self.nobody_holds(slot):
-            return True
-        if slot is chunk.own_slot:
-            # An update would write to the home in this slot, which the view shows.
-            self._keep_another(chunk)
-        else:
-            self.pools[chunk.oversize].set_aside(slot)
-        return False
-
-    def nobody_holds(self, memory: SharedStorage) -> bool:
-        """Whether no view holds the memory. A finished collective may hold it for a moment longer: wait for that."""
-        within_s = _FREE_WITHIN_S if self.communicator.world_size > 1 else 0.0
-        return memory.num_holders() <= 0 or wait_until_free(memory, within_s)
-
-    def _close_left(self) -> None:
-        for slot in [slot for slot in self._left if slot.num_holders() <= 0]:
-            self._left.remove(slot)
-            slot.close()
-
-    def _keep_another(self, chunk: Chunk) -> None:
-        """Give the chunk another slot and home, which no view shows. The old slot is given back when its views die."""
-        before = chunk.own_slot
-        assert before is not None
-        try:
-            chunk.keep_slot(self.device)
-        except BudgetError:
-            raise self._held(f"chunk {chunk.index} ({chunk.names()}) must leave its slot for an update") from None
-        self._left.append(before)
+        self.finish_prefetch()
+        slot = self.slots.free_slot(chunk)
+        if slot is None:
+            raise self.slots.all_in_use(chunk)
+        return slot
 
     def forget_slots(self) -> None:
         """Nothing is in a slot. What an interrupt keeps out of its pool must die with its frame (`Slot.__del__`)."""
@@ -319,7 +227,7 @@ class ParamStore:
         self.finish_prefetch()
         for chunk in self.chunks:
             if chunk.slot is not None:
-                self.release(chunk)
+                self.slots.release(chunk)
             # An update has outdated the chunk: its parameters still show the slot.
             elif chunk.stays:
                 self.binding.unbind(chunk)
@@ -329,22 +237,6 @@ class ParamStore:
         self.ahead.clear()
         self.binding.reset()
         self.release_all()
-        self.pools.empty()
-        for chunk in self.chunks:
-            if chunk.own_slot is not None:
-                chunk.own_slot.vacate()
-                if chunk.own_slot.num_holders() > 0:  # a collective that never ended may still write to it
-                    chunk.renew_own_slot(self.device)
+        self.slots.reset()
         self.next_use.reset_trace()
         self.in_step = False  # last: what is interrupted in here is done again
-
-    def held_bytes(self) -> int:
-        """Bytes of retired slots that live views still keep allocated."""
-        return self.pools.held_bytes() + sum(slot.num_bytes for slot in self._left)
-
-    def close(self) -> None:
-        """Give all slots back, and with kept ones the homes inside."""
-        self.pools.close()
-        for slot in [*self._left, *(chunk.own_slot for chunk in self.chunks if chunk.own_slot is not None)]:
-            slot.close()
-        self._left = []

@@ -47,7 +47,7 @@ class Payloads:
         self.has_room = True
         # Slots that an evaluation took as inference tensors could not be written to in training.
         with torch.inference_mode(False):
-            self.params.pools.fill()
+            self.params.slots.fill()
             self.grads.take_memory()
 
     def miss_room(self) -> None:
@@ -59,7 +59,7 @@ class Payloads:
         self.has_room = False  # first: after an interrupt in here the next use takes what is missing
         self.params.release_all()
         self.params.forget_slots()
-        self.params.pools.rest()
+        self.params.slots.rest()
         self.grads.rest()
 
     def fetch(self, chunk: Chunk) -> Tensor:

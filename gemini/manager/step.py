@@ -251,7 +251,7 @@ class Step:
     def before_chunk_update(self, chunk: Chunk) -> None:
         """The home will get new values: drop a payload in a slot. Called before, since both may be one memory."""
         if chunk.may_leave:
-            self.params.release(chunk)
+            self.params.slots.release(chunk)
         # A chunk that stays has its home inside its slot, in which parameters keep their views: it is only marked as
         # stale.
         elif chunk.slot is not None:

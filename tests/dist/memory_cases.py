@@ -61,7 +61,7 @@ def device_storage_bytes(model: ShardedModel) -> int:
         for home in chunk.homes.values():
             if home.tier == "device":
                 add(home.flat)
-    for pools in (manager.params.pools, manager.grads.memory.pools):
+    for pools in (manager.params.slots.pools, manager.grads.memory.pools):
         for pool in pools or ():
             for slot in pool.slots + pool.held:
                 add(slot.region and slot.region.flat)

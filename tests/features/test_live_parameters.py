@@ -128,7 +128,7 @@ def test_no_more_elements_are_live_than_allowed(rank: int, world_size: int, poli
 
     def count(move: object) -> None:
         params = model.chunk_manager.params
-        held = [slot.num_bytes for pool in params.pools for slot in pool.slots]
+        held = [slot.num_bytes for pool in params.slots.pools for slot in pool.slots]
         held += [chunk.payload_bytes for chunk in model.chunk_manager.chunks if chunk.own_slot is not None]
         live.append(sum(held) // 4)
 

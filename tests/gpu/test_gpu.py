@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gemini
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.chunks.chunk import Chunk
-from gemini.manager.params import ParamStore
+from gemini.manager.payload_slots import PayloadSlots
 from optim import HybridAdam, accumulate_sum_of_squares_, zero_norm_limbs
 from tests.gpu import loops
 from tests.gpu.late import CYCLES, LateCopies
@@ -48,10 +48,10 @@ def test_training_gives_the_plain_loops_bits(
 def test_evicted_memory_that_reads_as_nan_changes_nothing(
     subject: Subject, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = ParamStore.release
+    release = PayloadSlots.release
     num_poisoned = 0
 
-    def poisoning(self: ParamStore, chunk: Chunk, successor: Chunk | None = None) -> bool:
+    def poisoning(self: PayloadSlots, chunk: Chunk, successor: Chunk | None = None) -> bool:
         nonlocal num_poisoned
         slot = chunk.slot
         free = release(self, chunk, successor)
@@ -60,7 +60,7 @@ def test_evicted_memory_that_reads_as_nan_changes_nothing(
             num_poisoned += 1
         return free
 
-    monkeypatch.setattr(ParamStore, "release", poisoning)
+    monkeypatch.setattr(PayloadSlots, "release", poisoning)
     outcome, _ = loops.train_sharded(subject, device, dtype, "smallest")
     assert_same_bits(outcome, plain(subject, device, dtype, 4))
     assert num_poisoned > 0

@@ -124,7 +124,7 @@ class Peaks:
         manager = self._manager
         for chunk in manager.chunks:
             yield from chunk.homes.values()
-        for pool in (*manager.params.pools, *manager.grads.memory.pools):
+        for pool in (*manager.params.slots.pools, *manager.grads.memory.pools):
             yield from (slot.region for slot in pool.slots + pool.held)
         for gradient in manager.grads.memory.gradients.values():
             yield from (gradient.home, gradient.wide, gradient.unsynced)

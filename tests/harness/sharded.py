@@ -122,7 +122,7 @@ def _watch_slots(model: ShardedModel, slots_of: dict[int, set[int]]) -> None:
         chunk = model.chunk_manager.chunks[move.chunk]
         if move.what in ("fetch", "prefetch") and chunk.own_slot is None:
             slots_of.setdefault(chunk.index, set()).add(
-                next(i for i, s in enumerate(params.pools[chunk.oversize].slots) if s.chunk == chunk.index)
+                next(i for i, s in enumerate(params.slots.pools[chunk.oversize].slots) if s.chunk == chunk.index)
             )
 
     model.observer.listen(watch)

@@ -58,16 +58,16 @@ MUTANTS = [
     ),
     Mutant(
         "a released chunk keeps its views bound",
-        "gemini/manager/params.py",
-        "        self.binding.write_back(chunk)\n        self.binding.unbind(chunk)\n",
-        "        self.binding.write_back(chunk)\n",
+        "gemini/manager/payload_slots.py",
+        "        self._binding.write_back(chunk)\n        self._binding.unbind(chunk)\n",
+        "        self._binding.write_back(chunk)\n",
         f"{ONE_RANK}[gpt2]",
     ),
     Mutant(
         "a stale payload survives the step",
         "gemini/manager/step.py",
-        "        if chunk.may_leave:\n            self.params.release(chunk)\n",
-        "        if False:\n            self.params.release(chunk)\n",
+        "        if chunk.may_leave:\n            self.params.slots.release(chunk)\n",
+        "        if False:\n            self.params.slots.release(chunk)\n",
         f"{ONE_RANK}[chain]",
     ),
     Mutant(
@@ -149,7 +149,7 @@ MUTANTS = [
     ),
     Mutant(
         "a kept slot is updated under a view",
-        "gemini/manager/params.py",
+        "gemini/manager/payload_slots.py",
         "            self._keep_another(chunk)",
         "            pass",
         "tests/features/test_slots.py::test_a_view_that_outlives_a_step_keeps_the_old_weights",
@@ -285,7 +285,7 @@ MUTANTS = [
     Mutant(
         "slots keep the memory that another model was promised",
         "gemini/manager/payloads.py",
-        "        self.params.pools.rest()\n",
+        "        self.params.slots.rest()\n",
         "",
         "tests/features/test_offload_states.py::test_weights_can_be_read_saved_and_used_while_states_are_offloaded[1rank]",
     ),

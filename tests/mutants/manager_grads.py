@@ -244,14 +244,14 @@ MUTANTS = [
     Mutant(
         "a home is lent under a view",
         "gemini/manager/grad_homes.py",
-        "        if not self._params.nobody_holds(self._resident[chunk.index]):",
+        "        if not self._params.slots.nobody_holds(self._resident[chunk.index]):",
         "        if False:",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
         "a kept slot is not left for its gradient",
         "gemini/manager/grad_homes.py",
-        "            self._params.release(chunk)",
+        "            self._params.slots.release(chunk)",
         "            pass",
         f"{HALF}::test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way",
     ),
