@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.access.link import any_link_of
+from gemini.access.parameter_link import any_link_of
 
 
 def gradients(

@@ -21,8 +21,8 @@ from gemini.access.address import MovingAddress
 from gemini.access.conversion import CONVERSION, is_unwritten, unwritten
 from gemini.access.edges import backward, gradients
 from gemini.access.foreach import for_each_run
-from gemini.access.link import ParameterLink, any_link_of, assign_grad, detached_from, shown_grad
 from gemini.access.metadata import METADATA
+from gemini.access.parameter_link import ParameterLink, any_link_of, assign_grad, detached_from, shown_grad
 from gemini.access.refusals import cannot_take, refuse_traced
 from gemini.chunks.placeholder import unguarded
 from gemini.errors import ReleasedParameterError, UnsupportedError

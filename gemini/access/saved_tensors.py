@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gemini.access.link import link_of
+from gemini.access.parameter_link import any_link_of
 from gemini.access.transforms import check_chunks, hooks_are_allowed
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.param_state import ParamState
@@ -176,8 +176,8 @@ class SavedTensors:
         if node is None or node.name() != "ToCopyBackward0" or base._version != 0 or base.storage_offset() != 0:
             return None
         parameter: Any = getattr(node.next_functions[0][0], "variable", None)
-        link = link_of(parameter) if isinstance(parameter, nn.Parameter) else None
-        if link is None or link.saved_tensors is not self or self._step.binding.is_edited(link.managed):
+        link = any_link_of(parameter) if isinstance(parameter, nn.Parameter) else None
+        if link is None or link.owner is not self._step or self._step.binding.is_edited(link.managed):
             return None
         if (base.shape, base.stride(), base.device) != (parameter.shape, parameter.stride(), parameter.device):
             return None

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from gemini.access.link import link_of
+from gemini.access.parameter_link import any_link_of
 from gemini.chunks.chunk import Chunk
 from gemini.chunks.param_state import ParamState
 from gemini.errors import UnsupportedError
@@ -27,9 +27,9 @@ def check_operator(module: nn.Module, chunks: Iterable[Chunk]) -> None:
     `functional_call` may have put other tensors in the parameters' place; these are the user's own.
     """
     if torch.is_grad_enabled() and not hooks_are_allowed():
-        links = (link_of(unwrapped(parameter)) for parameter in module.parameters())
-        used = {link.managed.chunk.index for link in links if link is not None}
-        check_chunks(chunk for chunk in chunks if chunk.index in used)
+        links = (any_link_of(unwrapped(parameter)) for parameter in module.parameters())
+        used = {link.managed.chunk for link in links if link is not None}
+        check_chunks(chunk for chunk in chunks if chunk in used)
 
 
 def check_chunks(chunks: Iterable[Chunk]) -> None:

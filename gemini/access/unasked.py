@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gemini.access.link import any_link_of
+from gemini.access.parameter_link import any_link_of
 from gemini.access.reduced_gradient import ReducedGradient
 from gemini.access.released import LazyDetach, ReleasedParameter
 from gemini.chunks.placeholder import GUARD

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gemini.access.gradient import set_own_grad
 from gemini.access.gradient_hooks import hook_last
-from gemini.access.link import ParameterLink, any_link_of
+from gemini.access.parameter_link import ParameterLink, any_link_of
 from gemini.chunks.chunk import ManagedParameter
 from gemini.chunks.placeholder import dense_stride, have_one_order
 from gemini.errors import GeminiError, UnsupportedError

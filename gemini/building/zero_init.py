@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from gemini.access.link import any_link_of
+from gemini.access.parameter_link import any_link_of
 from gemini.access.released import LazyDetach, ReleasedParameter
 from gemini.access.unasked import guard_placeholders
 from gemini.building.colossal import NAMES, ColossalArguments

@@ -25,7 +25,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from gemini.access.link import Link, any_link_of
+from gemini.access.link import Link
+from gemini.access.parameter_link import any_link_of
 from gemini.building.zero_init import ZeroInitContext
 from gemini.dist_logger import get_dist_logger
 from gemini.engine.agreement import Source, agreed_config

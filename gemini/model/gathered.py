@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from gemini.access.link import ParameterLink, any_link_of
+from gemini.access.parameter_link import ParameterLink, any_link_of
 from gemini.building.zero_init import shard_pending
 from gemini.errors import GeminiError, UnsupportedError
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gemini.access.link import any_link_of
+from gemini.access.parameter_link import any_link_of
 from gemini.building.link import built_link_of
 from gemini.building.store import BuildStore
 from gemini.chunks.chunk import Chunk, ManagedParameter

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from gemini.access.link import any_link_of
+from gemini.access.parameter_link import any_link_of
 from gemini.access.refusals import cannot_take
 from gemini.errors import UnsupportedError
 

@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that is given to what was detached is the parameter's",
-        "gemini/access/link.py",
+        "gemini/access/parameter_link.py",
         "    set_own_grad(tensor, value) if link is None else link.set_gradient(value)",
         "    link.set_gradient(value) if (link := any_link_of(tensor)) else set_own_grad(tensor, value)",
         "tests/features/test_gradients.py::test_what_was_detached_has_a_gradient_of_its_own",
@@ -50,14 +50,14 @@ MUTANTS = [
     ),
     Mutant(
         "what one rank reads inside a gathered block parts the ranks",
-        "gemini/access/link.py",
+        "gemini/access/parameter_link.py",
         "        communicator.position.set(managed.operator, Phase.TOUCH)\n",
         "",
         "tests/features/test_access_edges.py::test_what_one_rank_reads_inside_a_gathered_block_parts_no_ranks",
     ),
     Mutant(
         "what was undone stays in home and master",
-        "gemini/access/link.py",
+        "gemini/access/parameter_link.py",
         "        if master is not None:\n            with untracked():\n",
         "        if False:\n            with untracked():\n",
         "tests/features/test_access_edges.py::test_an_edit_that_was_undone_leaves_nothing_where_it_was_brought_home_meanwhile",
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "a change in GatheredParameters stays on its rank",
-        "gemini/access/link.py",
+        "gemini/access/parameter_link.py",
         "            communicator.broadcast_(payload.flat[managed.in_payload], what, rank)",
         "            pass",
         "tests/features/test_access.py",

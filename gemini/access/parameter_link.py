@@ -1,0 +1,203 @@
+"""Parameter links: what a parameter that fetches itself knows of the memory behind it.
+
+A parameter carries its link as `_gemini`, the only thing that `released.py` asks. A `ShardedModel` (link.py) and a
+model that is still being built (building/link.py) have a kind of link each, which says how to reach their parameters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gemini.access.gradient import own_grad, set_own_grad
+from gemini.chunks.chunk import ManagedParameter
+from gemini.errors import ReleasedParameterError
+from gemini.manager.binding import Binding
+from gemini.manager.snapshots import shares_memory
+from gemini.memory.modes import untracked
+from gemini.placement.trace import Phase
+from gemini.ranks.communicator import Communicator
+
+
+class Owner(Protocol):
+    """The object that fetches parameters. Parameters of one owner are fetched together."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the ranks that hold the parameters together."""
+
+    @property
+    def binding(self) -> Binding:
+        """Binds the parameters, and notes writes to them."""
+
+
+class ParameterLink(ABC):
+    """How to reach one parameter."""
+
+    may_be_emptied = False  # `.data` accepts memory without values, which come later
+
+    def __init__(self, managed: ManagedParameter, owner: Owner) -> None:
+        self.managed = managed
+        self.owner = owner
+        self.binding = owner.binding
+
+    @abstractmethod
+    def fetched(self, links: Sequence[Any], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
+        """Inside, the parameters of `links`, all of one owner, are plain and whole. May be collective.
+
+        overwrites: the function sets every element of the only parameter, so its old values are not needed.
+        detached: the function gets no parameter itself, so no graph that it builds reaches one.
+        """
+
+    def gathered(self, links: Sequence[Any]) -> AbstractContextManager[None]:
+        """Do what `fetched` does, between steps, for as long as the user likes. Raises GeminiError inside a step."""
+        return self.fetched(links, overwrites=False, detached=False)
+
+    def whole(self) -> Tensor:
+        """Inside `gathered`: the parameter's values. Writes to them leave no trace."""
+        managed = self.managed
+        assert managed.chunk.payload is not None
+        return managed.view(managed.chunk.payload)
+
+    def broadcast_from(self, rank: int) -> None:
+        """Inside `gathered`: set all ranks' values, homes and masters to those of `rank`. Collective."""
+        managed, payload = self.managed, self.managed.chunk.region()
+        # What this rank alone has called meanwhile, such as `safe_get_local_*`, may have moved its position.
+        communicator = self.owner.communicator
+        communicator.position.set(managed.operator, Phase.TOUCH)
+        with untracked():
+            what = f"changes to {managed.name}"
+            communicator.broadcast_(payload.flat[managed.in_payload], what, rank)
+            self.binding.write_home(managed, payload)
+        # Home and master have the new values on every rank: they are no edits any more.
+        self.binding.forget_edits(managed)
+
+    def part_of_master(self) -> Tensor | None:
+        """Inside `gathered`: a copy of what `undo` needs beside the weights. None: nothing. Local."""
+        return None
+
+    def undo(self, before: Tensor, master: Tensor | None) -> None:
+        """Inside `gathered`: set the parameter to `before`, as if nobody had written to it. Local.
+
+        master: what `part_of_master` returned then. An inner block may have brought the change home since.
+        """
+        self.whole().copy_(before)
+        if master is not None:
+            with untracked():
+                self.binding.restore_home(self.managed, self.managed.chunk.region(), master)
+        self.binding.forget_edits(self.managed)
+
+    def before_write(self) -> None:
+        """The parameter, which is fetched, is about to be written to, or may be."""
+        self.binding.before_write(self.managed)
+
+    def keep_wide(self, value: Tensor) -> None:
+        """The parameter was set to `value`. If that is wider, the master takes it before it is rounded. Local."""
+        return
+
+    def version(self) -> int:
+        """How often the parameter, which is fetched, was written to."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.managed.parameter._version
+
+    def before_write_through(self, results: Sequence[Tensor]) -> bool:
+        """Whether one of `results`, which the user gets, is a view of the parameter that may be written to."""
+        payload = self.managed.chunk.payload
+        return payload is not None and any(shares_memory(result, payload) for result in results)
+
+    def refuse_sharing(self, value: Tensor) -> None:
+        """Raises ReleasedParameterError if `value`, a new `.data`, is another parameter's memory.
+
+        The two would have to be one parameter from then on; copied values would differ after the next step.
+        """
+        other = any_link_of(value)
+        holder = self.holder_of(value) if other is None else other.managed.name
+        if holder is not None:
+            own_name = self.managed.name
+            raise ReleasedParameterError(
+                f"parameter {own_name!r}: its .data cannot be the memory of {holder!r}. To tie the two, assign the "
+                "parameter itself (a.weight = b.weight) before the model is wrapped; to copy values, write "
+                "a.weight.data.copy_(b.weight.data)"
+            )
+
+    def holder_of(self, value: Tensor) -> str | None:
+        """The name of another parameter in whose memory a plain tensor lies, if that is known."""
+        return None
+
+    def adopt_data(self) -> None:
+        """Inside `gathered`: take the values of memory that the user may have assigned to `.data`. May raise."""
+        whole, parameter = self.whole(), self.managed.parameter
+        if type(parameter) is not nn.Parameter:  # `.data =` went through `__torch_function__`
+            return
+        value = parameter.data
+        if value.data_ptr() == whole.data_ptr() and value.stride() == whole.stride():
+            return
+        # Back to the payload before anything is refused: the error must not leave the parameter in foreign memory.
+        parameter.data = whole
+        self.refuse_sharing(value)
+        if self.fits(value):
+            whole.copy_(value)
+        else:
+            self.replace_data(value)
+
+    def mark_edited(self) -> None:
+        """The parameter's values were written to, or may be."""
+        self.binding.mark_edited(self.managed)
+
+    def fits(self, value: Tensor) -> bool:
+        """Whether the memory of the parameter can take `value` as its `.data`."""
+        return value.shape == self.managed.shape and value.dtype == self.managed.dtype
+
+    @abstractmethod
+    def replace_data(self, value: Tensor) -> None:
+        """Carry out `.data = value` where that does not fit. May raise ReleasedParameterError."""
+
+    def gradient(self) -> Tensor | None:
+        """The answer of `.grad`. May be collective, and raise."""
+        return None
+
+    @abstractmethod
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Carry out `.grad = value`. May be collective, and raise."""
+
+    def raise_flag(self) -> None:
+        """requires_grad becomes True."""
+        return
+
+    @abstractmethod
+    def copy(self) -> nn.Parameter:
+        """A copy of the parameter. Collective. May raise."""
+
+    @property
+    def describe(self) -> str:
+        return f"{tuple(self.managed.shape)}, {self.managed.dtype}"
+
+
+def any_link_of(tensor: Tensor) -> ParameterLink | None:
+    """The link of a parameter that fetches itself, of a model or a build, or of its lazy detach; else None."""
+    if not getattr(tensor, "__dict__", None):
+        return None  # as of most: wrapping asks thousands of plain parameters
+    return detached_from(tensor).__dict__.get("_gemini")
+
+
+def detached_from(tensor: Tensor) -> Tensor:
+    """The parameter that a lazy detach was made from; any other tensor itself."""
+    found: Tensor = tensor.__dict__.get("_detached_from", tensor)
+    return found
+
+
+def shown_grad(tensor: Tensor) -> Tensor | None:
+    """The answer of `.grad`. What was detached has no link: its gradient is its own, as in plain PyTorch."""
+    link: ParameterLink | None = tensor.__dict__.get("_gemini")
+    return own_grad(tensor) if link is None else link.gradient()
+
+
+def assign_grad(tensor: Tensor, value: Tensor | None) -> None:
+    """Carry out `.grad = value`, of a parameter or of what was detached. May be collective, and raise."""
+    link: ParameterLink | None = tensor.__dict__.get("_gemini")
+    set_own_grad(tensor, value) if link is None else link.set_gradient(value)
