@@ -14,11 +14,14 @@ from gemini.access.released import ReleasedParameter
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.placeholder import set_data
 from gemini.manager.binding import Binding
+from gemini.manager.masters import set_weights
 from gemini.memory.memory import Memory
 from gemini.memory.region import Region
 from gemini.memory.transfer import wait_on_tier
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
+
+_SMALL_BYTES = 2**20  # an operator of at most this size is copied into one payload, to broadcast it at once
 
 
 class BuildBinding(Binding):
@@ -59,6 +62,32 @@ class BuildBinding(Binding):
         chunk.hold_parameters([(managed, managed.parameter) for managed in chunk.parameters])
         self.note_edits_when_left(chunk, chunk.versions())
         chunk.let_parameters_die()
+
+    def take_rank_0s(self, chunk: Chunk, flats: list[Tensor]) -> None:
+        """Write rank 0's values of all parameters to the home. Empties `flats`, to free tensors early. Collective."""
+        communicator = self.communicator
+        # Small operators: one broadcast. Large ones: parameter by parameter, so that no second copy of all is needed.
+        if chunk.payload_bytes <= _SMALL_BYTES:
+            payload = torch.zeros(chunk.numel, dtype=chunk.dtype, device=communicator.device)
+            for managed in chunk.parameters:
+                self.show_placeholder(managed)
+                payload[managed.in_payload].copy_(flats.pop(0))
+            # Ranks have just agreed on what they build, so the broadcasts need no tag.
+            communicator.broadcast_(payload, None)
+            home = chunk.homes[Kind.PARAM].flat
+            for piece in chunk.layout.slices(chunk.rank):
+                home[piece.in_shard].copy_(payload[piece.in_payload])
+        else:
+            for managed in chunk.parameters:
+                self.show_placeholder(managed)
+                flat = flats.pop(0)
+                # On other ranks receive into new memory: the parameter's own may be shared with a tensor of the user's.
+                if communicator.rank:
+                    del flat
+                    flat = torch.empty(managed.numel, dtype=chunk.dtype, device=communicator.device)
+                communicator.broadcast_(flat, None)
+                set_weights(managed, flat)
+        self.note_left(chunk)
 
     def open(self, chunk: Chunk, payload: Tensor) -> None:
         """Give the chunk a payload without content, and hold its parameters alive until `close`. Local."""

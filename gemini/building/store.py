@@ -6,8 +6,6 @@ written, because random numbers differ between ranks, and the values go back to 
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.building.binding import BuildBinding, alive
-from gemini.building.link import BuiltLink, built_link_of
+from gemini.building.binding import BuildBinding
+from gemini.building.built_chunks import BuiltChunks
+from gemini.building.link import BuiltLink
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.placeholder import placeholder, set_data
+from gemini.chunks.placeholder import set_data
 from gemini.errors import GeminiError
-from gemini.manager.masters import set_weights
 from gemini.memory.freed import Freed
 from gemini.memory.host import HostTier
 from gemini.memory.memory import Memory
@@ -31,12 +29,10 @@ from gemini.placement.packing import PackingInput, pack
 from gemini.placement.trace import Phase
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.position import StepPosition
-from optim import round_master_
-from sharding import ParameterSpec, ShardLayout, ShardStrategy, backends
+from sharding import ParameterSpec, ShardStrategy, backends
 
 _WHOLE = 2**62  # bytes: an operator is one chunk, however large
 _EXTENT_BYTES = 2**26  # of address space for shards; untouched pages take no memory
-_SMALL_BYTES = 2**20  # an operator of at most this size is copied into one payload, to broadcast it at once
 
 
 class BuildStore:
@@ -54,17 +50,14 @@ class BuildStore:
         rank_timeout_s: float,
     ) -> None:
         self._strategy = strategy
-        self._home_of = home_of
         self._position = StepPosition(["the model under construction"])
         carries_cpu = process_group is None or "cpu" in backends(process_group)
         carrier = torch.device("cpu") if carries_cpu else device.device
         self._own = Communicator(process_group, self._position, rank_timeout_s, carrier)
-        self._memory = Memory(device, HostTier(extent_bytes=_EXTENT_BYTES))
-        self.binding = BuildBinding(self._memory, self._own)
+        memory = Memory(device, HostTier(extent_bytes=_EXTENT_BYTES))
+        self.binding = BuildBinding(memory, self._own)
+        self.chunks = BuiltChunks(memory, home_of, self.binding)
         self._freed = Freed()
-        self._placeholder = functools.cache(placeholder)
-        self._chunks: weakref.WeakSet[Chunk] = weakref.WeakSet()
-        self._num_chunks = 0
         self.is_closed = False
 
     # -- in
@@ -96,68 +89,17 @@ class BuildStore:
     ) -> None:
         inputs = [PackingInput(ParameterSpec(n, p.numel(), tuple(p.shape)), "", dtype.itemsize) for n, p in members]
         (packed,) = pack([inputs], self._strategy, _WHOLE, self.communicator.world_size)
-        chunk = self._make_chunk(dtype, packed.layout)
+        chunk = self.chunks.make(dtype, packed.layout)
         offsets = dict(zip(packed.names, packed.offsets, strict=True))
         flats: list[Tensor] = []
         for name, parameter in members:
-            shown = self._placeholder(dtype, device, parameter.shape)
+            shown = self.chunks.placeholder(dtype, device, parameter.shape)
             managed = chunk.manage(parameter, f"{operator}.{name}", len(flats), offsets[name], number, shown)
             parameter._gemini = BuiltLink(managed, self)  # type: ignore[attr-defined]
             flats.append(managed.laid_out(parameter.data))
-        self._take_rank_0s(chunk, flats)
+        self.binding.take_rank_0s(chunk, flats)
         # The plain weights are freed by now, but malloc may keep their memory (memory/freed.py).
         self._freed.note(chunk.payload_bytes)
-
-    def _make_chunk(self, dtype: torch.dtype, layout: ShardLayout) -> Chunk:
-        """A chunk with a home for its shard. Nothing is trained yet, so it has no other state."""
-        chunk = Chunk(
-            index=self._num_chunks,
-            dtype=dtype,
-            trainable=False,
-            layout=layout,
-            oversize=False,
-            rank=self.communicator.rank,
-            home_layout=layout,
-            optim_layout=layout,
-            travel_dtype=dtype,
-            gradient_dtype=dtype,
-            sum_dtype=dtype,
-        )
-        num_bytes = layout.shard_numel * dtype.itemsize
-        tier = self._home_of(num_bytes)
-        chunk.allocate_home(Kind.PARAM, tier, self._memory, num_bytes)
-        ledger = self._memory.tier(tier).ledger
-        # A chunk ends with the last of its parameters, which the user may drop at any time: then its home is uncounted.
-        weakref.finalize(chunk, ledger.count_freed, Kind.PARAM, num_bytes).atexit = False
-        self._num_chunks += 1
-        self._chunks.add(chunk)
-        return chunk
-
-    def _take_rank_0s(self, chunk: Chunk, flats: list[Tensor]) -> None:
-        """Write rank 0's values of all parameters to the home. Empties `flats`, to free tensors early. Collective."""
-        communicator = self.communicator
-        # Small operators: one broadcast. Large ones: parameter by parameter, so that no second copy of all is needed.
-        if chunk.payload_bytes <= _SMALL_BYTES:
-            payload = torch.zeros(chunk.numel, dtype=chunk.dtype, device=communicator.device)
-            for managed in chunk.parameters:
-                self.binding.show_placeholder(managed)
-                payload[managed.in_payload].copy_(flats.pop(0))
-            # Ranks have just agreed on what they build, so the broadcasts need no tag.
-            communicator.broadcast_(payload, None)
-            home = chunk.homes[Kind.PARAM].flat
-            for piece in chunk.layout.slices(chunk.rank):
-                home[piece.in_shard].copy_(payload[piece.in_payload])
-        else:
-            for managed in chunk.parameters:
-                self.binding.show_placeholder(managed)
-                flat = flats.pop(0)
-                # On other ranks receive into new memory: the parameter's own may be shared with a tensor of the user's.
-                if communicator.rank:
-                    del flat
-                    flat = torch.empty(managed.numel, dtype=chunk.dtype, device=communicator.device)
-                communicator.broadcast_(flat, None)
-                set_weights(managed, flat)
-        self.binding.note_left(chunk)
 
     # -- use
 
@@ -274,39 +216,7 @@ class BuildStore:
         # Edits go home first, because it is the shards that are rounded.
         self.release_all()
         if dtype is not None:
-            self._cast(dtype)
-
-    def _cast(self, dtype: torch.dtype) -> None:
-        """Round every fp32, fp16 and bf16 weight to `dtype`, shard by shard. Local; nothing is fetched."""
-        kinds = (torch.float32, torch.float16, torch.bfloat16)
-        with untracked():
-            waiting = [c for c in self._in_order() if c.dtype in kinds and c.dtype is not dtype][::-1]
-            # Taken out of the list one by one: in it, all old shards would stay beside all rounded ones.
-            while waiting:
-                self._round(waiting.pop(), dtype)
-
-    def _round(self, chunk: Chunk, dtype: torch.dtype) -> None:
-        """Move the chunk's parameters into a new chunk of another dtype, with rounded values."""
-        # The layout counts elements, so it serves for another dtype as well.
-        rounded = self._make_chunk(dtype, chunk.layout)
-        round_master_(rounded.homes[Kind.PARAM].flat, chunk.homes[Kind.PARAM].flat.float())
-        for link in _links_of(chunk):
-            managed = link.managed
-            shown = self._placeholder(dtype, managed.placeholder.device, managed.shape)
-            link.follow(
-                rounded.manage(managed.parameter, managed.name, managed.index, managed.offset, managed.operator, shown)
-            )
-            self.binding.show_placeholder(link.managed)
-        chunk.drop_parameters(list(chunk.parameters))
-        self.binding.note_left(rounded)
-
-    def _in_order(self) -> list[Chunk]:
-        # A WeakSet has no order, and all ranks must go through their chunks in the same one.
-        return sorted(self._chunks, key=lambda chunk: chunk.index)
-
-    def links(self) -> list[BuiltLink]:
-        """The links of all parameters that still exist on this rank, in order of construction."""
-        return [link for chunk in self._in_order() for link in _links_of(chunk)]
+            self.chunks.cast(dtype)
 
     def let_go(self, links: Sequence[BuiltLink]) -> None:
         """Make these parameters, all of one chunk, ordinary parameters without values. Local.
@@ -343,8 +253,3 @@ class BuildStore:
     def _check_open(self, what: str) -> None:
         if self.is_closed:
             raise GeminiError(f"{what}: the ranks of its ZeroInitContext have parted; build the model again")
-
-
-def _links_of(chunk: Chunk) -> list[BuiltLink]:
-    links = (built_link_of(parameter) for _, parameter in alive(chunk))
-    return [link for link in links if link is not None]

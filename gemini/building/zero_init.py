@@ -220,7 +220,7 @@ class ZeroInitContext:
                 self._colossal.count(parameter.numel())
                 moved = parameter.data.to(self._device)
                 if self._dtype is not None and moved.dtype in (torch.float32, torch.float16, torch.bfloat16):
-                    # The rounding is that of shards (`BuildStore._round`), so `shard_param` changes no bit.
+                    # The rounding is that of shards (`BuiltChunks.cast`), so `shard_param` changes no bit.
                     # `empty_like` has the strides that torch's own cast gives: a channels_last weight stays one.
                     rounded = torch.empty_like(moved, dtype=self._dtype)
                     round_master_(in_memory_order(rounded, rounded), in_memory_order(moved.float(), rounded))

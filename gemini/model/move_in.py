@@ -156,7 +156,9 @@ def stores_of(links: Iterable[BuiltLink], ranks: tuple[int, ...]) -> list[BuildS
 def close_empty(stores: list[BuildStore], communicator: Communicator) -> None:
     """Close the stores that no rank needs any more, which frees their process groups. Collective."""
     # A parameter outside of the wrapped module may still be in a store, on some rank. Only all ranks can close it.
-    num_links = torch.tensor([len(store.links()) for store in stores], dtype=torch.int64, device=communicator.device)
+    num_links = torch.tensor(
+        [len(store.chunks.links()) for store in stores], dtype=torch.int64, device=communicator.device
+    )
     # Ranks have agreed on the parameters that were built, so all of them skip the collective or none does.
     if stores:
         communicator.all_reduce_max_(num_links, "parameters left to build")

@@ -51,10 +51,10 @@ def test_weights_and_random_numbers_are_those_of_a_plain_build(rank: int, world_
         model = building.MODELS[name]()
     assert torch.equal(torch.get_rng_state(), random_numbers)
     store = context._store
-    assert store is not None and len(store.links()) == len(list(model.parameters()))
-    shards = sum(chunk.homes[Kind.PARAM].flat.nbytes for chunk in store._chunks)
+    assert store is not None and len(store.chunks.links()) == len(list(model.parameters()))
+    shards = sum(chunk.homes[Kind.PARAM].flat.nbytes for chunk in store.chunks.in_order())
     numel = sum(p.numel() for p in model.parameters() if p.dtype is torch.float32)
-    padding = 256 * FP32 * sum(2 + len(chunk.parameters) for chunk in store._chunks)
+    padding = 256 * FP32 * sum(2 + len(chunk.parameters) for chunk in store.chunks.in_order())
     assert shards <= numel * FP32 // world_size + padding, (shards, numel)
     for (key, parameter), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert isinstance(parameter, nn.Parameter) and parameter.requires_grad is expected.requires_grad, key
@@ -102,9 +102,9 @@ def test_what_was_tied_is_tied_and_what_was_replaced_is_gone() -> None:
         model = building.EditedByParent()
         assert model.head.weight is model.embed.weight
     store = context._store
-    assert store is not None and len(store.links()) == len(list(model.parameters()))
+    assert store is not None and len(store.chunks.links()) == len(list(model.parameters()))
     del model
-    assert len(store.links()) == 0 and not store._chunks, "shards outlive their model"
+    assert len(store.chunks.links()) == 0 and not store.chunks.in_order(), "shards outlive their model"
 
 
 _OWNERS = (nn, nn.init, nn.Module, nn.Parameter, nn.Linear, nn.functional, torch, Tensor)
@@ -164,12 +164,12 @@ def test_contexts_nest_and_the_innermost_takes_the_parameters() -> None:
             second = nn.Linear(4, 4)
         third = nn.Linear(5, 5)
     assert outer._store is not None and inner._store is not None
-    assert len(outer._store.links()) == 4 and len(inner._store.links()) == 2
+    assert len(outer._store.chunks.links()) == 4 and len(inner._store.chunks.links()) == 2
     model = nn.Sequential(first, second, third)
     expected = [p.detach().clone() for p in model.parameters()]
     sharded = ShardedModel(model)
     assert all(torch.equal(a, b) for a, b in zip(sharded.state_dict().values(), expected, strict=True))
-    assert len(outer._store.links()) == len(inner._store.links()) == 0
+    assert len(outer._store.chunks.links()) == len(inner._store.chunks.links()) == 0
 
 
 def test_an_exception_ends_it_and_the_next_one_works() -> None:
@@ -230,10 +230,10 @@ def test_parameters_on_meta_are_left_alone_until_they_have_values() -> None:
     with ZeroInitContext() as context:
         with torch.device("meta"):
             layer = nn.Linear(3, 3)
-        assert context._store is not None and len(context._store.links()) == 0
+        assert context._store is not None and len(context._store.chunks.links()) == 0
         layer.weight = nn.Parameter(torch.ones(3, 3))
         layer.bias = nn.Parameter(torch.zeros(3))
-    assert len(context._store.links()) == 2
+    assert len(context._store.chunks.links()) == 2
     assert torch.equal(ShardedModel(layer)(torch.ones(1, 3)), torch.full((1, 3), 3.0))
 
 

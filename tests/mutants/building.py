@@ -40,7 +40,7 @@ MUTANTS = [
     ),
     Mutant(
         "a cast at the end of a build keeps all old shards until it is done",
-        "gemini/building/store.py",
+        "gemini/building/built_chunks.py",
         "            while waiting:\n                self._round(waiting.pop(), dtype)\n",
         "            for chunk in waiting[::-1]:\n                self._round(chunk, dtype)\n",
         "tests/features/test_zero_init_memory.py::test_a_cast_at_the_end_of_the_context_holds_one_operator_twice",
