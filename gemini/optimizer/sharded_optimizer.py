@@ -20,11 +20,12 @@ from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm,
 from gemini.optimizer.chunk_optimizer import ChunkOptimizer
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import resolve_update
+from gemini.optimizer.load_state import load_optimizer_state
 from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.optimizer_step import OptimizerStep
 from gemini.optimizer.param_groups import add_group, agreed_groups
 from gemini.optimizer.scaling import Scaling
-from gemini.optimizer.state_dict import load_optimizer_state, whole_optimizer_state
+from gemini.optimizer.state_dict import whole_optimizer_state
 from gemini.optimizer.state_hooks import loads_with_hooks, saves_with_hooks
 from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step_report import StepReport

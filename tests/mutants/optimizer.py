@@ -5,28 +5,28 @@ from tests.mutants.mutant import HALF, ONE_RANK, PAIRS, TWO_RANKS, Mutant
 MUTANTS = [
     Mutant(
         "scalars of a parameter without dimensions are loaded as its state",
-        "gemini/optimizer/state_dict.py",
+        "gemini/optimizer/load_state.py",
         '    return name in names.flat if names.known is not None else name != "step"\n',
         '    return name != "step"\n',
         "tests/features/test_state_dict_forms.py::test_the_state_of_a_parameter_without_dimensions_is_loaded_as_it_was_saved",
     ),
     Mutant(
         "an fp32 model drops the masters of a 16-bit one",
-        "gemini/optimizer/state_dict.py",
+        "gemini/optimizer/load_state.py",
         "    if has_master or chunk.dtype not in HALF_DTYPES:\n",
         "    if has_master:\n",
         "tests/features/test_state_dict_forms.py::test_an_fp32_model_goes_on_from_the_masters_of_a_16_bit_one",
     ),
     Mutant(
         "a momentum buffer that is None is so for ever",
-        "gemini/optimizer/state_dict.py",
+        "gemini/optimizer/load_state.py",
         "        if value is None:\n            continue\n",
         "",
         "tests/features/test_state_dict_forms.py::test_a_momentum_buffer_that_is_none_is_made_by_the_next_step",
     ),
     Mutant(
         "a state of torch's Adam goes on as AdamW",
-        "gemini/optimizer/state_dict.py",
+        "gemini/optimizer/load_state.py",
         '        found.setdefault("adamw_mode", found.get("decoupled_weight_decay", group["adamw_mode"]))\n',
         "",
         "tests/features/test_state_dict_forms.py::test_a_state_of_torchs_adam_goes_on_as_adam_and_of_adamw_as_adamw",
@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "state that a state dict has of frozen parameters is passed over",
-        "gemini/optimizer/state_dict.py",
+        "gemini/optimizer/load_state.py",
         "            kinds.add(Kind.OPTIM)",
         "            pass",
         "tests/features/test_frozen_state.py",
@@ -285,7 +285,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks may load other optimizer state",
-        "gemini/optimizer/state_dict.py",
+        "gemini/optimizer/load_state.py",
         "agree(state_in_words(saved).encode(), ",
         'agree(b"", ',
         "tests/features/test_state_dict_forms.py::test_ranks_that_load_other_optimizer_state_are_told",
@@ -299,7 +299,7 @@ MUTANTS = [
     ),
     Mutant(
         "a learning rate that was loaded is the state dict's own",
-        "gemini/optimizer/state_dict.py",
+        "gemini/optimizer/load_state.py",
         "deepcopy(its)",
         "its",
         "tests/features/test_state_dict_forms.py::test_a_learning_rate_that_was_loaded_is_the_optimizers_own",
@@ -320,7 +320,7 @@ MUTANTS = [
     ),
     Mutant(
         "loaded masters leave fp16 weights as they are",
-        "gemini/optimizer/state_dict.py",
+        "gemini/optimizer/load_state.py",
         "    if has_master or chunk.dtype not in HALF_DTYPES:\n",
         "    if chunk.splits_master or chunk.dtype not in HALF_DTYPES:\n",
         "tests/features/test_half_edits.py::test_masters_of_an_optimizers_state_dict_bring_their_weights",
