@@ -11,9 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from hashlib import sha256
-from itertools import takewhile, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -21,23 +19,16 @@ from torch import Tensor
 
 from gemini.errors import DivergenceError, UnsupportedError
 from gemini.memory.modes import unhooked
-from gemini.ranks.own_group import OwnGroup, dropped, end_dropped
+from gemini.ranks.connection import Connection
+from gemini.ranks.difference import first_difference
+from gemini.ranks.kinds import KIND_SHIFT, KINDS, in_words, tag_in_words
+from gemini.ranks.own_group import dropped, end_dropped
 from gemini.ranks.position import StepPosition
 from gemini.ranks.replay import Collective, ScheduleReplay
 from gemini.ranks.watchdog import ALL_ALIKE, Watchdog
-from sharding import Collectives, InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
+from sharding import InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
-_KINDS = (
-    *("all-gather", "reduce-scatter"),  # of a chunk
-    *("gradient summary", "largest gradient", "end of backward", "points of reduction", "unsynced gradients"),
-    *("agreement on complete gradients", "agreement on the pass", "names of states"),
-    *("change of what is trained", "change of what is compiled"),
-    *("new param group", "discard_state()", "the optimizer's settings", "dropped models", "change of optimizer states"),
-    *("choice of optimizer", "loaded optimizer state"),
-)
-_NUM_OF_CHUNKS = 2
 _BUILD_ALIKE = "All ranks must build the same model with the same arguments"
-_KIND_SHIFT = 24  # the upper bits of a tag's chunk hold the kind of collective
 
 
 class Communicator:
@@ -53,16 +44,14 @@ class Communicator:
         self._doing = "start", 0, 0  # (kind, chunk, position) of the last collective
         self._replay = ScheduleReplay()
         self._parent = group
-        self._rank_timeout_s = rank_timeout_s
         self.device = device
         if group is not None:
             check_backend(group, device)
         self.watch: Watchdog | None = None
         if group is not None and group.size() > 1:
             self.watch = Watchdog(group, rank_timeout_s, self._where, backends(group)[device.type] == "gloo")
-        # A group of its own: a collective that a failure left open must not be matched with one of the user's.
-        self._own: OwnGroup | None = None
-        self.collectives = self._connect()
+        self._connection = Connection(group, self.watch, rank_timeout_s, device)
+        self.collectives = self._connection.open()
         self._end_dropped()
 
     def follow_plan(self, plan_hash: int) -> None:
@@ -137,7 +126,7 @@ class Communicator:
 
     def _finishing(self, launched: InFlight) -> Callable[[], None]:
         # An interrupt may come before `finish`: the group must not be ended while one of these works is open.
-        is_open: set[dist.Work] = set() if self._own is None else self._own.open
+        is_open = self._connection.works
         is_open.update(launched.works)
 
         def finish() -> None:
@@ -200,15 +189,9 @@ class Communicator:
         others = [own[:length] for own, length in split]
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         if different:
-            both = (split[rank][0][split[rank][1] :].decode(errors="replace") for rank in (0, different[0]))
-            # Show the first differing line only, from 120 characters before its first difference on.
-            lines = zip_longest(*(words.split("\n") for words in both), fillvalue="nothing more")
-            one, other = next(((a, b) for a, b in lines if a != b), ("", ""))
-            at = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
-            start = max(0, at - 120)
+            one, other = (split[rank][0][split[rank][1] :].decode(errors="replace") for rank in (0, different[0]))
             raise DivergenceError(
-                f"{what} differs between rank 0 and rank {different[0]}: {'...' * (start > 0)}{one[start : at + 80]} "
-                f"against {'...' * (start > 0)}{other[start : at + 80]}. {remedy}"
+                f"{what} differs between rank 0 and rank {different[0]}: {first_difference(one, other)}. {remedy}"
             )
 
     def agree_on_names(self, names: Iterable[str]) -> list[str]:
@@ -230,42 +213,15 @@ class Communicator:
             # Ranks have failed at different points: tags that went on from there would differ in the first collective.
             self._sequence = 0
             self._replay = ScheduleReplay()
-            self.collectives.abort()
-            before = self._own
-            self.collectives = self._connect()
-            if before is not None:
-                before.abort()  # `_connect` has waited for all ranks: each ends its part here
+            self.collectives = self._connection.replace(self.collectives)
             self.watch.failed = False
 
     def close(self) -> None:
         """Give the process group back, with its threads and sockets. Collective, except after a failure."""
-        if self._own is not None and self.watch is not None:
-            if self.watch.failed:
-                self.collectives.abort()
-                self._own.drop()  # other ranks may not have heard of the failure yet
-            else:
-                self.drop_pass()
-                self._end_dropped()
-                self.collectives.barrier()  # gloo's destructor waits for the other ranks: leave together
-                self._own.close()
-        self._own, self.collectives = None, Collectives(None)
-
-    def _connect(self) -> Collectives:
-        if self._parent is None or self.watch is None:
-            return Collectives(None)
-        self.watch.join()
-        # Longer than the watchdog's, so that the watchdog is first to report a lost rank, with its place in the step.
-        timeout = timedelta(seconds=self._rank_timeout_s + 60)
-        self._own = OwnGroup(self._parent, self.watch.name, timeout)
-        return Collectives(self._own.group, self._wait, self.device)
-
-    def _wait(self, work: dist.Work) -> None:
-        assert self.watch is not None and self._own is not None
-        try:
-            self.watch.wait(work)
-        except BaseException:
-            self._own.open.add(work)
-            raise
+        if self._connection.is_open and self.watch is not None and not self.watch.failed:
+            self.drop_pass()
+            self._end_dropped()
+        self.collectives = self._connection.close(self.collectives)
 
     def _end_dropped(self) -> None:
         """End the groups of models that were dropped without `close()`. Collective. See [Note: Dropped groups]."""
@@ -294,7 +250,7 @@ class Communicator:
         """The tag of the next collective; None if ranks have agreed on it already."""
         tag = self._tag(what, chunk)
         followed = self._replay.follows
-        agreed = self._replay.matches(Collective(tag.chunk >> _KIND_SHIFT, chunk, tag.moment))
+        agreed = self._replay.matches(Collective(tag.chunk >> KIND_SHIFT, chunk, tag.moment))
         # This rank is about to leave the schedule. In the store it learns whether all ranks do; see [Note: Following].
         if followed and not agreed and self.watch is not None:
             self.watch.meet()
@@ -302,10 +258,10 @@ class Communicator:
 
     def _tag(self, what: str, chunk: int) -> Tag:
         self._refuse_forked()
-        kind = _KINDS.index(what) if what in _KINDS else len(_KINDS)
+        kind = KINDS.index(what) if what in KINDS else len(KINDS)
         self._sequence += 1
         self._doing = what, chunk, self.position.now
-        return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << _KIND_SHIFT | chunk, self.position.now)
+        return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << KIND_SHIFT | chunk, self.position.now)
 
     def _refuse_forked(self) -> None:
         """Raises UnsupportedError in a forked child: it has the sockets, but not the threads that serve them."""
@@ -332,19 +288,13 @@ class Communicator:
     def _where(self) -> tuple[int, str]:
         """(number, description) of the last collective, equal on all ranks that run the same code."""
         what, chunk, position = self._doing
-        words = f"{what} of chunk {chunk}" if what in _KINDS[:_NUM_OF_CHUNKS] else what
-        return self._sequence, f"{words}, {self.position.describe(position)} (collective {self._sequence})"
+        place = self.position.describe(position)
+        return self._sequence, f"{in_words(what, chunk)}, {place} (collective {self._sequence})"
 
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
         words = "; ".join(
-            f"rank {rank} was at {self.position.describe(tag.moment)} with the {_describe(tag)} (collective "
+            f"rank {rank} was at {self.position.describe(tag.moment)} with the {tag_in_words(tag)} (collective "
             f"{tag.sequence}{'' if tag.plan_hash == self.plan_hash else ', another plan'})"
             for rank, tag in sorted(mismatch.found.items())
         )
         return DivergenceError(f"ranks took different ways: {words}. {ALL_ALIKE}")
-
-
-def _describe(tag: Tag) -> str:
-    kind, chunk = divmod(tag.chunk, 1 << _KIND_SHIFT)
-    what = _KINDS[kind] if kind < len(_KINDS) else "collective"
-    return f"{what} of chunk {chunk}" if kind < _NUM_OF_CHUNKS else what

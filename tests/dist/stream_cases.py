@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sharding.collectives
 from gemini import RemoteRankError, state_hash
-from gemini.ranks import communicator
+from gemini.ranks import communicator, connection
 from sharding import Collectives
 from tests.dist.failing import Boom, batch, boom, make, train_step
 
@@ -102,7 +102,7 @@ def like_nccl() -> Iterator[None]:
         patch.object(sharding.collectives, "dist", LikeNccl()),
         patch.object(sharding.collectives, "backends", lambda group: named),
         patch.object(communicator, "backends", lambda group: named),
-        patch.object(communicator, "Collectives", StreamCollectives),
+        patch.object(connection, "Collectives", StreamCollectives),
     ):
         yield
 
