@@ -5,7 +5,7 @@ process has ended, it raises `RemoteRankError` with that rank's message. If the 
 same host see (processes.py), it raises `RankLostError`. After `DIVERGED_AFTER_S`, or while it waits in `meet`, a rank
 publishes where it is. Two ranks that mean different collectives by one number have diverged, and so have two that keep
 waiting at different places: all ranks raise `DivergenceError` with both places. After `rank_timeout_s` the missing rank
-is called lost. The watch needs nothing but the store of the process group.
+is called lost. The watch needs nothing but the store of the process group (messages.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError, torn
 from gemini.ranks import exit_report, processes
+from gemini.ranks.messages import Messages
 
 POLL_S = 1.0
 DIVERGED_AFTER_S = 4.0
@@ -51,9 +51,7 @@ class Watchdog:
         self.rank = group.rank()
         self.world_size = group.size()
         self.rank_timeout_s = rank_timeout_s
-        self.generation = 0
         self.failed = False
-        self._met = ""  # key of this rank's last message in `meet`
         self._where = where  # (number, description) of the last collective
         self._blocks = blocks
         self._ranks = dist.get_process_group_ranks(group)
@@ -61,8 +59,7 @@ class Watchdog:
         # The count keeps two watches of the same ranks apart, as all ranks make them in one order.
         self._prefix = f"gemini/watch/{_num_watches[together]}/{'-'.join(map(str, together))}"
         _num_watches[together] += 1
-        self._store = PrefixStore(self._prefix, exit_report.default_store())
-        self._heard = -1  # the last generation whose failure this rank knows of
+        self._messages = Messages(self._prefix, self.rank, self.world_size)
         exit_report.publish_exit()
         processes.announce(exit_report.default_store(), dist.get_rank())
         exit_report.watches.add(self)
@@ -70,7 +67,7 @@ class Watchdog:
     @property
     def name(self) -> str:
         """A name for this generation's process group, equal on all its ranks and used by no other watch."""
-        return f"{self._prefix}/{self.generation}/group"
+        return f"{self._prefix}/{self._messages.generation}/group"
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. Raises RemoteRankError, DivergenceError or RankLostError."""
@@ -82,23 +79,22 @@ class Watchdog:
             while not self._done(work, POLL_S):
                 self._raise_remote(work)
                 now = time.monotonic()
-                places = self._places()
+                places = self._messages.places()
                 # Answer as soon as another rank has published its place: it waits for this rank's to compare.
                 if now - started > DIVERGED_AFTER_S or places:
-                    self._say_where()
+                    self._messages.say_where(*self._where())
                     published = True
                     # The places are read once more, with this rank's own among them.
-                    places = self._places()
+                    places = self._messages.places()
                     if places != seen:
                         seen, changed = places, now
                     if _contradict(places) or (len(set(places.values())) > 1 and now - changed >= UNCHANGED_S):
                         self._raise_diverged(places)
                 self._raise_if_lost(now - started)
         finally:
-            # The place must not be compared with other ranks' places in later collectives.
-            # After a failure it stays: it tells the others where this rank was.
+            # After a failure the place stays: it tells the others where this rank was.
             if published and not self.failed:
-                self._store.delete_key(self._key(f"where/{self.rank}"))
+                self._messages.drop_place()
 
     def meet(self) -> None:
         """Wait until all ranks come here, without a collective that could stay open.
@@ -106,31 +102,25 @@ class Watchdog:
         Raises DivergenceError on all ranks if one is elsewhere, RemoteRankError or RankLostError.
         """
         number, words = self._where()
-        # With the number in the key, a rank that left the schedule at another collective does not complete this
-        # meeting.
-        keys = [self._key(f"met/{number}/{rank}") for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], words)
+        keys = self._messages.begin_meeting(number, words)
         started = last_look = time.monotonic()
         # Polled closely, since ranks usually come together; failures are looked for only once in `POLL_S`.
-        while not self._store.check(keys):
+        while not self._messages.all_met(keys):
             now = time.monotonic()
             if now - last_look > POLL_S:
                 last_look = now
                 self._raise_remote(None)
-                self._say_where()
-                if _contradict(places := self._places()):
+                self._messages.say_where(*self._where())
+                if _contradict(places := self._messages.places()):
                     self._raise_diverged(places)
                 self._raise_if_lost(now - started)
             time.sleep(_MEET_POLL_S)
-        said = {rank: (str(number), self._store.get(key).decode()) for rank, key in enumerate(keys)}
+        said = {rank: (str(number), words) for rank, words in enumerate(self._messages.said(keys))}
         if _contradict(said):
             self._raise_diverged(said)
         # This rank may have published its place while it waited for the meeting.
-        self._store.delete_key(self._key(f"where/{self.rank}"))
-        if self._met:
-            # Every rank is here, so each has left the meeting before this one and has read its messages.
-            self._store.delete_key(self._met)
-        self._met = keys[self.rank]
+        self._messages.drop_place()
+        self._messages.end_meeting(keys)
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. A failure that another rank caused is not published again."""
@@ -138,10 +128,7 @@ class Watchdog:
         if isinstance(error, RemoteRankError):
             return
         try:
-            # The first failure of a generation stays: later ones are mostly its consequences.
-            # With "" as the expected value `compare_set` writes only if the key does not exist yet.
-            self._store.compare_set(self._key("error"), "", f"{self.rank}\n{exit_report.words_of(error)}")
-            self._note_heard()
+            self._messages.publish_failure(exit_report.words_of(error))
         # The rank that holds the store is gone, so nobody could read the message.
         except RuntimeError:
             return
@@ -149,13 +136,13 @@ class Watchdog:
     def tear(self, error: BaseException) -> None:
         """Record that this rank failed in the middle of an update: no later generation can start from these weights."""
         try:
-            self._store.compare_set("torn", "", f"rank {self.rank}: {exit_report.words_of(error)}")
+            self._messages.tear(exit_report.words_of(error))
         except RuntimeError:  # the rank that holds the store is gone
             return
 
     def next_generation(self) -> None:
         """Begin another generation, after a failure that every rank caught: its keys are new."""
-        self.generation += 1
+        self._messages.begin_generation()
 
     def join(self) -> None:
         """Wait until all ranks have come to the start of this generation. Collective.
@@ -163,10 +150,9 @@ class Watchdog:
         Raises RankLostError after `rank_timeout_s`, and what another rank has published.
         """
         self._raise_torn()
-        joined = self._key("joined")
         deadline = time.monotonic() + self.rank_timeout_s
         last_look = time.monotonic()
-        count = self._store.add(joined, 1)
+        count = self._messages.join()
         # Ranks that come together do not wait for long; a rank that waits longer asks the store less often.
         pause_s = _MEET_POLL_S
         while count < self.world_size:
@@ -180,25 +166,26 @@ class Watchdog:
                 self._raise_remote(None)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _JOIN_POLL_S)
-            count = self._store.add(joined, 0)
+            count = self._messages.num_joined()
         # Another rank may have published a torn update while this one waited.
         self._raise_torn()
 
     def let_others_hear(self, deadline: float) -> None:
         """Wait until every rank knows of the failure, before this process ends: it may hold the store."""
-        while self._heard == self.generation and time.monotonic() < deadline:
+        while self._messages.knows_failure and time.monotonic() < deadline:
             # A rank whose process has ended will never say that it has heard.
             if all(
-                self._store.check([self._key(f"heard/{rank}")]) or exit_report.of(global_rank) is not None
+                self._messages.has_heard(rank) or exit_report.of(global_rank) is not None
                 for rank, global_rank in enumerate(self._ranks)
             ):
                 return
             time.sleep(_JOIN_POLL_S)
 
     def _raise_torn(self) -> None:
-        if self._store.check(["torn"]):
+        words = self._messages.torn()
+        if words is not None:
             self.failed = True
-            raise torn(self._store.get("torn").decode())
+            raise torn(words)
 
     def _done(self, work: dist.Work, seconds: float) -> bool:
         """Wait for at most `seconds`. Any failure but a timeout is final: the connection is gone."""
@@ -217,37 +204,25 @@ class Watchdog:
         work.wait(timedelta(seconds=seconds))
         return True
 
-    def _key(self, name: str) -> str:
-        return f"{self.generation}/{name}"
-
-    def _note_heard(self) -> None:
-        if self._heard < self.generation:
-            self._heard = self.generation
-            self._store.set(self._key(f"heard/{self.rank}"), "")
-
-    def _read(self, name: str) -> str | None:
-        key = self._key(name)
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
     def _raise_remote(self, work: dist.Work | None) -> None:
         """Raises the error that another rank published, or that its process has ended."""
         try:
-            error = self._read("error")
-            ended = None if error else self._ended()
-            if not (error or ended):
+            failure = self._messages.failure()
+            ended = None if failure else self._ended()
+            if not (failure or ended):
                 return
-            self._note_heard()
+            self._messages.note_heard()
         except RuntimeError as lost:
             self.failed = True
             raise RankLostError(f"rank {self.rank}: the rank that holds the store is gone ({lost})") from None
-        if error:
-            rank, message = error.split("\n", 1)
+        if failure:
+            rank, message = failure
             # This rank's own message counts only if it waits for a collective again: the others will not come.
-            if int(rank) != self.rank or work is not None:
+            if rank != self.rank or work is not None:
                 self.failed = True
                 if message.startswith(_DIVERGED):
                     raise DivergenceError(message.removeprefix(_DIVERGED))
-                raise RemoteRankError(int(rank), message)
+                raise RemoteRankError(rank, message)
         elif ended and not (work is not None and self._done_at_last(work)):
             self._raise_ended(*ended)
 
@@ -292,15 +267,6 @@ class Watchdog:
             self.publish(error)
             raise error
 
-    def _say_where(self) -> None:
-        number, words = self._where()
-        self._store.set(self._key(f"where/{self.rank}"), f"{number}\n{words}")
-
-    def _places(self) -> dict[int, tuple[str, str]]:
-        """(number of collective, description) of each rank that has waited for long."""
-        places = {rank: self._read(f"where/{rank}") for rank in range(self.world_size)}
-        return {rank: (place.split("\n")[0], place.split("\n")[1]) for rank, place in places.items() if place}
-
     def _raise_diverged(self, places: dict[int, tuple[str, str]]) -> NoReturn:
         words = "; ".join(f"rank {rank} waits at {place}" for rank, (_, place) in sorted(places.items()))
         error = DivergenceError(f"ranks took different ways: {words}. {ALL_ALIKE}")
@@ -315,10 +281,10 @@ class Watchdog:
         deadline = time.monotonic() + exit_report.LAST_WORDS_S
         self.failed = True
         try:
-            self._say_where()
+            self._messages.say_where(*self._where())
             while time.monotonic() < deadline:
                 self._raise_remote(None)
-                places = self._places()
+                places = self._messages.places()
                 if len(set(places.values())) > 1:
                     self._raise_diverged(places)
                 time.sleep(0.1)
