@@ -185,6 +185,13 @@ def any_link_of(tensor: Tensor) -> ParameterLink | None:
     return detached_from(tensor).__dict__.get("_gemini")
 
 
+def known_link_of(tensor: Tensor) -> ParameterLink:
+    """The link of a tensor that is known to have one."""
+    link = any_link_of(tensor)
+    assert link is not None
+    return link
+
+
 def detached_from(tensor: Tensor) -> Tensor:
     """The parameter that a lazy detach was made from; any other tensor itself."""
     found: Tensor = tensor.__dict__.get("_detached_from", tensor)

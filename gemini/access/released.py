@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemini.access.address import MovingAddress
+from gemini.access.answers import ANSWERS, deep_copy, describe, refusal, refuse_pickling
 from gemini.access.conversion import CONVERSION, is_unwritten, unwritten
 from gemini.access.edges import backward, gradients
 from gemini.access.foreach import for_each_run
+from gemini.access.in_place import OVERWRITES, name_of, written_by
 from gemini.access.metadata import METADATA
-from gemini.access.parameter_link import ParameterLink, any_link_of, assign_grad, detached_from, shown_grad
-from gemini.access.refusals import cannot_take, refuse_traced
+from gemini.access.parameter_link import ParameterLink, any_link_of, detached_from, known_link_of
+from gemini.access.refusals import cannot_take
 from gemini.chunks.placeholder import unguarded
 from gemini.errors import ReleasedParameterError, UnsupportedError
 
@@ -43,25 +44,25 @@ class ReleasedParameter(nn.Parameter):
 
     @property
     def _fsdp_flattened(self) -> NoReturn:
-        raise cannot_take("FullyShardedDataParallel", _link(self).managed.name)
+        raise cannot_take("FullyShardedDataParallel", known_link_of(self).managed.name)
 
     @property
     def _fsdp_orig_uid(self) -> NoReturn:
-        raise cannot_take("fully_shard", _link(self).managed.name)
+        raise cannot_take("fully_shard", known_link_of(self).managed.name)
 
     # torch never calls __torch_function__ for these.
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return _repr(self)
+        return describe(self)
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         return _set_source(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return _deepcopy(self, memo)
+        return deep_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _SPECIAL[_T.__reduce_ex__](self)
+        refuse_pickling(self)
         raise AssertionError("unreachable")
 
 
@@ -86,27 +87,27 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     special = _SPECIAL.get(func)
     if special is not None:
         return special(*args, **kwargs)
-    if _name(func).startswith("_foreach_"):
-        return for_each_run(partial(_use, func), _name(func), args, kwargs, _chunk_of)
+    if name_of(func).startswith("_foreach_"):
+        return for_each_run(partial(_use, func), name_of(func), args, kwargs, _chunk_of)
     return _use(func, args, kwargs)
 
 
 def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Fetch the parameters that `func` is given, call it, and note what it wrote to."""
     found = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, (ReleasedParameter, LazyDetach))]
-    links = [_link(tensor) for tensor in found]
+    links = [known_link_of(tensor) for tensor in found]
     by_owner: dict[object, list[ParameterLink]] = {}  # a wrapped model's, or a build's
     for link in links:
         by_owner.setdefault(link.owner, []).append(link)
     with ExitStack() as stack:
         first = args[0] if args else kwargs.get("tensor")  # nn.init gives it by keyword
         # `a.copy_(b)` reads `b`, so nothing may be skipped where a second parameter is an argument.
-        overwrites = len(found) == 1 and first is found[0] and _name(func) in _OVERWRITES
+        overwrites = len(found) == 1 and first is found[0] and name_of(func) in OVERWRITES
         detached = all(isinstance(tensor, LazyDetach) for tensor in found)
         for its_links in by_owner.values():
             stack.enter_context(its_links[0].fetched(its_links, overwrites, detached))
         # This comes before lazy tensors are replaced, because what is written to is compared with `found` by identity.
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if any(isinstance(t, LazyDetach) for t in found):
             args, kwargs = pytree.tree_map_only(LazyDetach, _materialise, (args, kwargs))
         for tensor, link in zip(found, links, strict=True):
@@ -126,41 +127,11 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _materialise(lazy: LazyDetach) -> Tensor:
-    parameter: Tensor = _link(lazy).managed.parameter  # plain inside `fetched`
+    parameter: Tensor = known_link_of(lazy).managed.parameter  # plain inside `fetched`
     return parameter.detach()
 
 
-def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", "")
-
-
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that `func` may write to, or whose memory it gives away for writing."""
-    name = _name(func)
-    in_place = name in ("__setitem__", "__iter__", "numpy", "__array__", "__dlpack__") or kwargs.get("inplace") is True
-    in_place = in_place or (name.endswith("_") and not name.endswith("__"))
-    # In-place operators are named like `__iadd__`.
-    in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    first = (args[0] if args else kwargs) if in_place else ()
-    return pytree.tree_leaves((first, kwargs.get("out")))
-
-
-_OVERWRITES = frozenset(
-    (
-        *("normal_", "uniform_", "fill_", "zero_", "copy_", "constant_", "random_", "exponential_", "cauchy_"),
-        *("log_normal_", "geometric_", "bernoulli_", "kaiming_uniform_", "kaiming_normal_", "zeros_", "ones_"),
-    )
-)
-"""Functions that set every element of their first argument and read none of it: nothing is gathered for them."""
-
-
 # -- functions with an answer of their own
-
-
-def _link(tensor: Tensor) -> ParameterLink:
-    link = any_link_of(tensor)
-    assert link is not None
-    return link
 
 
 def _link_or_none(value: Any) -> ParameterLink | None:
@@ -172,15 +143,6 @@ def _chunk_of(value: Any) -> object:
     return None if link is None else (link.owner, link.managed.chunk.index)
 
 
-def _refuse(what: str, remedy: str) -> Callable[..., Any]:
-    def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # In a function that is being compiled another remedy helps, so that error comes first.
-        refuse_traced(_link(tensor).managed.name)
-        raise ReleasedParameterError(f"{what} of parameter {_link(tensor).managed.name!r} is not possible: {remedy}")
-
-    return refuse
-
-
 def _get_data(tensor: Tensor) -> Tensor:
     lazy = _detach(tensor)
     lazy._may_be_written = True  # type: ignore[attr-defined]
@@ -188,7 +150,7 @@ def _get_data(tensor: Tensor) -> Tensor:
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    link = _link(tensor)
+    link = known_link_of(tensor)
     managed = link.managed
     if not isinstance(value, Tensor):
         raise ReleasedParameterError(f"parameter {managed.name!r}: its .data cannot be of type {type(value).__name__}")
@@ -209,14 +171,14 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 def _set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -> Tensor:
     """Carry out `set_`, by which a parametrization assigns the values that its inverse has found."""
     if not isinstance(source, Tensor) or rest or kwargs:
-        _refuse("set_ to a storage", "write to it in place, or assign a tensor to its .data")(tensor)
+        refusal("set_ to a storage", "write to it in place, or assign a tensor to its .data")(tensor)
     _set_data(tensor, source)
     return tensor
 
 
 def _copy(tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     """Carry out `copy_`, as `Module.load_state_dict()` does: the fp32 master takes values before they are rounded."""
-    link = _link(tensor) if isinstance(tensor, (ReleasedParameter, LazyDetach)) else None
+    link = known_link_of(tensor) if isinstance(tensor, (ReleasedParameter, LazyDetach)) else None
     if link is None or not isinstance(source, Tensor) or isinstance(source, (ReleasedParameter, LazyDetach)):
         return cast(Tensor, _use(_T.copy_, (tensor, source), {"non_blocking": non_blocking}))
     result: Tensor = _use(_T.copy_, (tensor, source), {"non_blocking": non_blocking})
@@ -225,59 +187,13 @@ def _copy(tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    link = _link(tensor)
+    link = known_link_of(tensor)
     with torch._C.DisableTorchFunctionSubclass(), unguarded():
         lazy = Tensor._make_subclass(LazyDetach, link.managed.placeholder)
     lazy._detached_from = detached_from(tensor)  # type: ignore[attr-defined]
     if tensor.__dict__.get("_may_be_written"):
         lazy._may_be_written = True  # type: ignore[attr-defined]
     return lazy
-
-
-def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:
-    if value and isinstance(tensor, ReleasedParameter):
-        _link(tensor).raise_flag()
-    # Each use takes the parameter's data again, so a detached tensor would get no gradient.
-    elif value:
-        _refuse("requires_grad of what was detached", _NEW_PARAMETER)(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor.requires_grad_(value)
-    return tensor
-
-
-def _address(tensor: Tensor) -> MovingAddress:
-    managed = _link(tensor).managed
-    return MovingAddress(managed.parameter, managed.name)
-
-
-def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    link = _link(tensor)
-    # `copy.deepcopy` knows objects by their id: with the parameter's, a lazy detach of it shares its copy.
-    key = id(link.managed.parameter)
-    if key not in memo:
-        memo[key] = link.copy()
-    copied: nn.Parameter = memo[key]
-    return copied if isinstance(tensor, ReleasedParameter) else copied.detach()
-
-
-def _repr(tensor: Tensor, **kwargs: Any) -> str:
-    link = _link(tensor)
-    kind = "Parameter" if isinstance(tensor, ReleasedParameter) else "detached Parameter"
-    return f"{kind} {link.managed.name!r}: {link.describe}"
-
-
-def _stride(tensor: Tensor, dim: int | None = None) -> Any:
-    stride = _link(tensor).managed.stride
-    return stride if dim is None else stride[dim]
-
-
-def _is_same_size(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape
-
-
-def _is_contiguous(tensor: Tensor, **kwargs: Any) -> bool:
-    managed = _link(tensor).managed
-    return torch.empty_strided(managed.shape, managed.stride, device="meta").is_contiguous(**kwargs)
 
 
 def _convert(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,45 +222,18 @@ def _probe(value: Any) -> Any:
     return value if _link_or_none(value) is None else torch.empty((), dtype=value.dtype, device=value.device)
 
 
-_NEW_PARAMETER = (
-    "clone() it first, which gives a tensor of its own. weight_norm, or another parametrization that makes new "
-    "parameters of this one, is put onto the module before ShardedModel(...)"
-)
-_ADDRESS = (
-    "its memory moves. Read it (clone(), item(), numpy()) instead, or use model.state_dict(). copy.deepcopy(model) of "
-    "the ShardedModel is a plain module"
-)
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    **ANSWERS,
     torch.autograd.grad: gradients,
     torch.autograd.backward: backward,
     _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
-    _T.grad.__get__: shown_grad,
-    _T.grad.__set__: assign_grad,
-    _T.requires_grad.__set__: _set_requires_grad,
-    _T.requires_grad_: _set_requires_grad,
     _T.copy_: _copy,
     _T.detach: _detach,
     torch.detach: _detach,
-    _T.__repr__: _repr,
-    _T.__str__: _repr,
-    _T.stride: _stride,
-    _T.is_same_size: _is_same_size,
-    torch.is_same_size: _is_same_size,
     torch.empty_like: _empty_like,
-    _T.is_contiguous: _is_contiguous,
-    _T.data_ptr: _address,
-    _T.untyped_storage: _refuse("untyped_storage", _ADDRESS),
-    _T.storage: _refuse("storage", _ADDRESS),
-    _T.storage_offset: _refuse("storage_offset", _ADDRESS),
-    _T.share_memory_: _refuse("share_memory_", _ADDRESS),
-    _T.__deepcopy__: _deepcopy,
-    _T.__reduce_ex__: _refuse("pickling", "save the state_dict() of the ShardedModel instead"),
 }
 
 
 for _name_of_conversion in ("to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"):
     _SPECIAL[getattr(_T, _name_of_conversion)] = _convert(getattr(_T, _name_of_conversion))
-# The weights stay in their chunks: CuDNN accepts them unflattened.
-_SPECIAL[torch._cudnn_rnn_flatten_weight] = lambda *args: None
-_SPECIAL[_T.__format__] = lambda tensor, spec="": _repr(tensor)
