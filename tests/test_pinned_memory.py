@@ -17,7 +17,7 @@ from benchmarks.measured_bytes import storage_bytes
 from gemini import BudgetError, ShardedModel, ShardedOptimizer
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
-from gemini.model import sharded_model
+from gemini.model import wrapping
 from tests.zoo import mlp
 from tests.zoo.registrar import Runtime
 
@@ -26,7 +26,7 @@ from tests.zoo.registrar import Runtime
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     """Every model's host memory is pinned with it."""
     found = Runtime()
-    monkeypatch.setattr(sharded_model, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=found)))
+    monkeypatch.setattr(wrapping, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=found)))
     yield found
     gc.collect()
     assert not found.ranges, "memory was kept after its model"
@@ -170,12 +170,12 @@ _FORKS = """
 import gc, os, sys
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
-from gemini.model import sharded_model
+from gemini.model import wrapping
 from tests.zoo import mlp
 from tests.zoo.registrar import Runtime
 
 runtime = Runtime()
-sharded_model.choose_tiers = lambda device: (EmulatedTier(), HostTier(runtime=runtime))
+wrapping.choose_tiers = lambda device: (EmulatedTier(), HostTier(runtime=runtime))
 model, optimizer = mlp.sharded("cpu")
 mlp.train_step(model, optimizer)
 wanted, ranges = mlp.weights_of(model), dict(runtime.ranges)

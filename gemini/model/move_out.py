@@ -38,7 +38,7 @@ class _LostWeightsError(GeminiError):
 class MovingOut:
     """Undoes a wrapping that failed.
 
-    `ShardedModel` tells it of stores before ranks agree on the model, and of chunks before they agree on the plan.
+    `Wrapping` tells it of stores before ranks agree on the model, and of chunks before they agree on the plan.
     Therefore nothing has moved on any rank as long as one rank has no chunks.
     """
 

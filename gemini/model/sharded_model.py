@@ -19,42 +19,30 @@ from gemini.access.state_hooks import StateHooks
 from gemini.access.states import States
 from gemini.access.trainability import Trainability
 from gemini.access.unasked import guard_placeholders
-from gemini.building.link import built_link_of
 from gemini.manager.calls import Operator
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.manager.leftovers import Becomes
 from gemini.memory.collector import uncollected
-from gemini.memory.devices import choose_tiers
-from gemini.memory.memory import Memory
 from gemini.memory.untraced import never_traced
 from gemini.model.aliases import tied_aliases, warn_of_ties
-from gemini.model.arguments import check_module, check_wrapped, ranks_of
-from gemini.model.budgets import bytes_freed, read_free
+from gemini.model.arguments import check_module, check_wrapped
+from gemini.model.budgets import read_free
 from gemini.model.first_batch import most_activations
 from gemini.model.hooks import Handles, Hooks
 from gemini.model.ignored import ignored_in, zero_ignored
-from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of
-from gemini.model.move_out import MovingOut
 from gemini.model.operator_table import OperatorTable
-from gemini.model.operators import Found, find_operators, parameter_places
+from gemini.model.operators import parameter_places
 from gemini.model.plain_copy import PlainCopies
 from gemini.model.plain_view import PlainView
-from gemini.model.precision import ModulePrecision, weights_of
 from gemini.model.report import memory_table
-from gemini.model.specs import describe, model_spec
 from gemini.model.tensors import tensors_in
-from gemini.model.wrap import make_chunks
 from gemini.model.wrappers import refuse_ddp
-from gemini.monitor.device import DeviceSource, source_of
+from gemini.model.wrapping import Wrapping
+from gemini.monitor.device import source_of
 from gemini.observe import Observer
 from gemini.placement.demand import Kind, kind_named
-from gemini.placement.inference import plan_first
-from gemini.placement.packed import Packed
-from gemini.placement.placing import PLACE_ALIKE, placement_in_words
 from gemini.placement.plan import Plan
-from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import publish_exit
-from gemini.ranks.position import StepPosition
 from gemini.settings import BUDGETS, Budgets, Options, Settings, Strategy
 from optim.hyperparameters import refuse_unknown_arguments
 
@@ -104,51 +92,18 @@ class ShardedModel(PlainView):
             warn_of_ties(ties)
             if ties:  # a name that is ignored may be that of another parameter now
                 by_name, ignored = dict(module.named_parameters()), ignored_in(module, settings)
-            weights = weights_of(module, settings)
-            process_group = ranks_of(process_group)
-            device_tier, host_tier = choose_tiers(settings.device)
-            device = source_of(settings.device)
             super().__init__()
             self._ignored = ignored
-            num_ranks = 1 if process_group is None else process_group.size()
-            gathers = settings.gathers(num_ranks)
-            places: dict[nn.Parameter, int] = {}
-            operators = find_operators(module, gathers, places, ignored)
-            position = StepPosition(["", *(operator.name for _, operator in operators)])
-            communicator = Communicator(process_group, position, settings.rank_timeout, device_tier.device)
-            memory = Memory(device_tier, host_tier)
-            wrapping = MovingOut(communicator, memory)
+            wrapping = Wrapping(module, by_name, ignored, settings, process_group)
             try:
-                with communicator.publishing():
-                    links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
-                    built = {name: link for name, link in links if link is not None}
-                    wrapping.note_stores(stores_of(built.values(), communicator.ranks))
-                    spec, given = model_spec(by_name, operators, places, weights), settings.shared()
-                    communicator.agree(
-                        repr((given, spec, [*built])).encode(), "the model", describe(given, spec, [*built])
-                    )
-                    own = bytes_freed(places, device_tier.device, device), 0
-                    free = read_free(settings, own, communicator, device)
-                    first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
-                    wrapping.note_chunks(make_chunks(first, by_name, device_tier.device, communicator.rank))
-                    # A policy of the user's was compared by its name alone: its placement may still differ by rank.
-                    had = placement_in_words(first.placement, first.budget_bytes)
-                    communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)
-                    communicator.follow_plan(first.hash)
-                    memory.allow(first.budget)
+                with wrapping.communicator.publishing():
+                    plan, refused = wrapping.plan()
                     self._show(module)
-                    for store in wrapping.stores:
-                        # From here on ranks that gather what was built hear of a failure on any rank.
-                        store.go_over(communicator)
-                        store.release_all()  # brings edits home before anything moves
-                    self._build(wrapping, operators, gathers, weights, first, device)
+                    self._install(wrapping, wrapping.move_weights(plan))
                     if refused is not None:
                         self.chunk_manager.training.refuse(refused)
-                    # No rank returns before all are here: giving the weights back after a failure is collective.
-                    communicator.wait_for_all("model is wrapped")
-                    close_empty(wrapping.stores, communicator)
+                    wrapping.end()
             except BaseException as error:
-                # The module gets its weights back and is as it was.
                 # The failure may have come before there were any hooks.
                 if "_hooks" in vars(self):
                     self._hooks.remove()
@@ -156,38 +111,27 @@ class ShardedModel(PlainView):
                 wrapping.undo(error)
                 raise
 
-    def _build(
-        self,
-        wrapping: MovingOut,
-        operators: Found,
-        gathers: bool,
-        weights: ModulePrecision,
-        plan: Plan,
-        device: DeviceSource,
-    ) -> None:
-        """Allocate memory, move the weights in, install hooks. Collective."""
-        chunks, communicator, memory = wrapping.chunks, wrapping.communicator, wrapping.memory
-        move_buffers_in(self.module, communicator, memory.device, wrapping.moves)
-        move_in(chunks, plan.placement, plan.demand, communicator, memory, wrapping.moves)
-        self.chunk_manager = ChunkManager(chunks, memory, plan, communicator, ReleasedParameter, device)
-        self._states = States(self.chunk_manager)
-        step = self.chunk_manager.step
+    def _install(self, wrapping: Wrapping, manager: ChunkManager) -> None:
+        """Make the parameters reach their chunks, and install the hooks. Local."""
+        self.chunk_manager = manager
+        self._states = States(manager)
+        step = manager.step
         saved_tensors = SavedTensors(step)
         self._places: list[tuple[str, int]] = []  # places of parameters at their last check
-        self.trainability = Trainability(self.chunk_manager)
-        for managed in self.chunk_manager.parameters:
+        self.trainability = Trainability(manager)
+        for managed in manager.parameters:
             link = Link(managed, self._states, self.trainability, saved_tensors)
             managed.parameter._gemini = link  # type: ignore[attr-defined]
             managed.parameter.__class__ = ReleasedParameter
         handles = Handles()
-        self._hooks = Hooks(step, self.trainability, saved_tensors, gathers, handles)
+        self._hooks = Hooks(step, self.trainability, saved_tensors, wrapping.gathers, handles)
         self._copies = PlainCopies(step, handles)
         self._copies.install(self.module)
-        for each, casting in weights.casting.items():
+        for each, casting in wrapping.weights.casting.items():
             self._hooks.take_over_casts(casting.install(each))
-        self._hooks.take_over(watch_gradients(step, self.chunk_manager.parameters))
+        self._hooks.take_over(watch_gradients(step, manager.parameters))
         self._hooks.take_over(StateHooks(self._states).install(self.module))
-        table = self.module, operators, self.chunk_manager, self.trainability, self._hooks
+        table = self.module, wrapping.operators, manager, self.trainability, self._hooks
         self._table = OperatorTable(*table, self._ignored)
         self._is_wrapped = True
 

@@ -217,7 +217,7 @@ def _interrupted(rank: int) -> None:
         stack.enter_context(mock.patch.object(watchdog, "POLL_S", 0.05))
         if rank == 0:
             stack.enter_context(
-                mock.patch("gemini.model.sharded_model.make_chunks", side_effect=KeyboardInterrupt("Ctrl-C"))
+                mock.patch("gemini.model.wrapping.make_chunks", side_effect=KeyboardInterrupt("Ctrl-C"))
             )
         with pytest.raises((KeyboardInterrupt, RemoteRankError), match="Ctrl-C"):
             make()

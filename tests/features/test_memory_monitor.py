@@ -16,7 +16,7 @@ import torch
 from gemini import MemoryMonitor
 from gemini.memory.emulated import EmulatedTier
 from gemini.memory.host import HostTier
-from gemini.model import sharded_model
+from gemini.model import wrapping
 from gemini.monitor.host import HostSource
 from gemini.monitor.readings import HostReading
 from tests.zoo import mlp
@@ -196,7 +196,7 @@ def test_a_directorys_file_system_is_read_also_before_the_directory_is_made(tmp_
 
 def test_memory_that_a_model_has_pinned_is_told_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, monitor = Runtime(), MemoryMonitor("emulated")
-    monkeypatch.setattr(sharded_model, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=runtime)))
+    monkeypatch.setattr(wrapping, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=runtime)))
     before = monitor.read().host.pinned_bytes
     model, optimizer = mlp.sharded("cpu")
     pinned = model.chunk_manager.memory.host.homes.registered_bytes

@@ -131,8 +131,8 @@ MUTANTS = [
     ),
     Mutant(
         "a failure in a wrap is not heard where others gather what was built",
-        "gemini/model/sharded_model.py",
-        "                    store.go_over(communicator)\n",
+        "gemini/model/wrapping.py",
+        "            store.go_over(communicator)\n",
         "",
         "tests/features/test_failing_wraps.py::test_wrapping_that_fails_late_leaves_a_module_that_was_built_in_part",
     ),
