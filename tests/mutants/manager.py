@@ -54,7 +54,7 @@ MUTANTS = [
         "gemini/manager/calls.py",
         "        if hooks is not None and is_here:\n",
         "        if hooks is not None:\n",
-        "tests/test_interrupts.py::test_the_users_hooks_stay_when_a_call_of_another_thread_is_over",
+        "tests/test_threads.py::test_the_users_hooks_stay_when_a_call_of_another_thread_is_over",
     ),
     Mutant(
         "a released chunk keeps its views bound",
@@ -244,7 +244,7 @@ MUTANTS = [
         "gemini/manager/calls.py",
         "        elif self.by_thread and not recomputes:",
         "        elif False:",
-        "tests/test_interrupts.py",
+        "tests/test_threads.py",
     ),
     Mutant(
         "one rank goes on after a step that failed half way",
