@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gemini import ReleasedParameterError, ShardedModel, UnsupportedError
 from tests.zoo import mlp
-from tests.zoo.mlp import build, sharded, train_step, weight, wrap
+from tests.zoo.mlp import assert_same, build, sharded, train_step, weight, weights_of, wrap
 
 
 def num_fetches(model: ShardedModel) -> int:
@@ -115,3 +115,19 @@ def test_copying_and_pickling_are_refused_with_the_way_out(what: str, how: Calla
     with pytest.raises((UnsupportedError, ReleasedParameterError), match="state_dict"):
         how(things[what])
     train_step(model, optimizer)
+
+
+def test_functions_of_lists_return_and_write_what_they_do_on_plain_parameters() -> None:
+    model, reference = wrap(), build()
+    mine, theirs = list(model.parameters()), list(reference.parameters())
+    factors = [1.0 + number for number in range(len(mine))]
+    for got, wanted in zip(torch._foreach_mul(mine, factors), torch._foreach_mul(theirs, factors)):
+        assert torch.equal(got, wanted)
+    assert len(torch._foreach_norm(mine)) == len(mine)
+    with torch.no_grad():
+        for parameters in (mine, theirs):
+            torch._foreach_mul_(parameters, factors)
+            torch._foreach_add_(parameters, [torch.ones_like(p) for p in theirs], alpha=0.5)
+    with pytest.raises(RuntimeError, match="length"):
+        torch._foreach_mul(mine, factors[:-1])
+    assert_same(weights_of(model), weights_of(reference))

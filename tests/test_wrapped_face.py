@@ -1,11 +1,13 @@
 """What a wrapped model shows of its module: names, attributes, modes; and its memory report."""
 
+import inspect
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gemini import state_hash
-from tests.zoo.mlp import LAYERS, WIDTH, Mlp, assert_same, build, sharded, train_step, weights_of, wrap
+from gemini import ShardedModel, state_hash
+from tests.zoo.mlp import LAYERS, WIDTH, Mlp, assert_same, build, inputs, sharded, train_step, weights_of, wrap
 
 
 def test_names_and_state_dict_keys_are_the_plain_modules() -> None:
@@ -117,3 +119,20 @@ def test_the_memory_report_tells_what_is_where() -> None:
     model.memory_report()
     assert state_hash(model, optimizer) == before
     assert "unlimited" in wrap("cuda").memory_report()
+
+
+def test_forward_has_the_signature_of_the_wrapped_modules() -> None:
+    class Named(Mlp):
+        def forward(self, input_ids: Tensor, *, labels: Tensor | None = None) -> Tensor:
+            return super().forward(input_ids)
+
+    class Own(ShardedModel):
+        def forward(self, first: Tensor) -> Tensor:
+            return -super().forward(first)
+
+    model = wrap(make=Named)
+    assert inspect.signature(model.forward) == inspect.signature(build(Named).forward)
+    assert torch.equal(model.forward(input_ids=inputs(0)), build(Named)(inputs(0)))
+    own = Own(build(), device="emulated")
+    assert list(inspect.signature(own.forward).parameters) == ["first"]
+    assert torch.equal(own(inputs(0)), -build()(inputs(0)))
