@@ -16,6 +16,7 @@ from tests.mutants import (
     monitor,
     optim,
     optimizer,
+    optimizer_state,
     placement,
     ranks,
 )
@@ -33,6 +34,7 @@ FILES = (
     monitor,
     optim,
     optimizer,
+    optimizer_state,
     placement,
     ranks,
 )
