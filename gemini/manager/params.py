@@ -81,7 +81,7 @@ class ParamStore:
             with untracked():
                 arrival = self.ahead.pop(chunk.index)
                 if arrival is None:
-                    slot = self.slots.free_slot(chunk) or self._slot_of_arrived(chunk)
+                    slot = self.slots.free_slot(chunk) or self._slot_after_prefetch(chunk)
                     arrival = self._depart(chunk, slot)
                 self._arrive(arrival)
         assert chunk.payload is not None
@@ -94,7 +94,7 @@ class ParamStore:
         """
         self.next_use.touch(chunk.index)
         with untracked():
-            slot = self.slots.free_slot(chunk) or self._slot_of_arrived(chunk)
+            slot = self.slots.free_slot(chunk) or self._slot_after_prefetch(chunk)
             self._arrive(self._depart(chunk, slot, only_own=True))
         return chunk.region()
 
@@ -207,7 +207,7 @@ class ParamStore:
         wait_on_stream(payload)
         return self.communicator.start_all_gather(payload.flat, shard, chunk.layout, chunk.index, lane)
 
-    def _slot_of_arrived(self, chunk: Chunk) -> Slot:
+    def _slot_after_prefetch(self, chunk: Chunk) -> Slot:
         """A slot for a chunk for which none could leave. Local.
 
         Chunks whose prefetch is in flight cannot leave: let them arrive, and look again.
