@@ -93,7 +93,10 @@ _USES: dict[str, Callable[[ShardedModel, ShardedOptimizer], Any]] = {
     "gathered": _gather,
     "rest": lambda model, _: model.chunk_manager.give_room(),
 }
-_OF_SLOTS = ("manager/params.py", "manager/underway.py", "manager/step.py", "memory/slot.py", "memory/modes.py")
+_OF_SLOTS = (
+    *("manager/params.py", "manager/payload_slots.py", "manager/underway.py", "manager/step.py"),
+    *("memory/slot.py", "memory/modes.py"),
+)
 
 
 def _lines_of(function: Callable[..., Any]) -> set[Line]:

@@ -1,6 +1,6 @@
 """The payloads of a simulated run: which ones are in slots, which come and which leave. No tensor, no device.
 
-This is the arithmetic of `manager/params.py`, with the same `NextUse` and `EvictionQueue`.
+This is the arithmetic of `manager/params.py` and `payload_slots.py`, with the same `NextUse` and `EvictionQueue`.
 """
 
 from __future__ import annotations
