@@ -28,9 +28,10 @@ def test_after_a_backward_that_failed_the_model_is_not_inside_of_it(use: str) ->
         "read a gradient": lambda: mlp.weight(model, 0).grad,
         "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     }
-    with pytest.warns(UserWarning, match="a backward ended with an exception"):
+    with pytest.warns(UserWarning, match="a backward ended with an exception") as told:
         found = uses[use]()
     assert found in (None, 0)
+    assert told[0].filename == __file__, "where the script uses the model"
 
 
 @on_ranks(2)

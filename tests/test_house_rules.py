@@ -246,6 +246,13 @@ def test_every_new_tensor_has_its_device() -> None:
     assert not found, "\n".join(found)
 
 
+def test_every_warning_names_the_users_line() -> None:
+    """A fixed `stacklevel` is right for one way to a warning: `gemini/script.py` finds the line whatever the way is."""
+    warning = re.compile(r"warnings\.warn\(|stacklevel=")
+    found = {path.relative_to(ROOT).as_posix() for path in sources("gemini") if warning.search(path.read_text())}
+    assert found == {"gemini/script.py"}
+
+
 def test_no_file_is_called_utils() -> None:
     assert not [str(p.relative_to(ROOT)) for p in sources(*PACKAGES) if p.name in BANNED_NAMES]
 

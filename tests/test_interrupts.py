@@ -122,8 +122,9 @@ def test_after_ctrl_c_in_a_backward_its_gradients_are_dropped_and_the_user_is_to
         "forward": lambda: model(mlp.inputs(1)),
         "read a weight": lambda: model.module.layers[5].weight.norm(),
     }
-    with pytest.warns(UserWarning, match="gradients since the last step are incomplete and were dropped"):
+    with pytest.warns(UserWarning, match="gradients since the last step are incomplete and were dropped") as told:
         what[then]()
+    assert told[0].filename in (__file__, mlp.__file__), "where the script uses the model"
     mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
     for step in (1, 2):
         assert torch.equal(mlp.train_step(model, optimizer, step), mlp.train_step(reference, its, step))

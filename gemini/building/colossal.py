@@ -5,7 +5,6 @@ with ZeroInitContext(convert_fp16=True, target_device=0, shard_strategy=TensorSh
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gemini.script import warn_at_script
 from gemini.settings import check_dtype
 
 _WITHOUT_EFFECT = {
@@ -67,8 +67,7 @@ class ColossalArguments:
         check_dtype("default_dtype", given.get("default_dtype"))
         for name, instead in _WITHOUT_EFFECT.items():
             if given.get(name):
-                # The warning names the line that calls `ZeroInitContext(...)`, which is two calls up.
-                warnings.warn(f"ZeroInitContext({name}=True) has no effect: {instead}", stacklevel=3)
+                warn_at_script(f"ZeroInitContext({name}=True) has no effect: {instead}")
         return ColossalArguments(
             dtype, group if process_group is None else process_group, given.get("default_dtype"), seed, count
         )

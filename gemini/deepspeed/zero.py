@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from gemini.engine.config import Config, load_config
 from gemini.engine.config.offload import offloads_params
 from gemini.errors import ConfigError
 from gemini.model.gathered import GatheredParameters
+from gemini.script import warn_at_script
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
@@ -74,7 +74,7 @@ class Init(ZeroInitContext):
                 raise TypeError(f"zero.Init() has no argument {name!r}")
             # Scripts that pass DeepSpeed's default lose nothing by it, and are not warned.
             if value != _DEFAULTS.get(name):
-                warnings.warn(f"zero.Init({name}=...) has no effect: {_WITHOUT_EFFECT[name]}", stacklevel=2)
+                warn_at_script(f"zero.Init({name}=...) has no effect: {_WITHOUT_EFFECT[name]}")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError("zero.Init(): quantised weights are not there yet; they travel in their own dtype")
         if remote_device not in (None, "cpu", "none"):

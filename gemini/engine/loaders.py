@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from gemini.engine.config import Config
 from gemini.errors import ConfigError
+from gemini.script import warn_at_script
 
 
 def loader_of(
@@ -50,10 +50,9 @@ class WholeWindows:
         num_batches = len(self._loader)
         if 0 < num_batches < self._window:
             # A loop by hand would end without a word, and nothing would have been trained.
-            warnings.warn(
+            warn_at_script(
                 f"the loader has {num_batches} micro-batches, fewer than the {self._window} of a step, and yields "
                 "none: make gradient_accumulation_steps= smaller or give it more data",
-                stacklevel=2,
             )
         # The iterator ends at the last whole window, so no batch behind it is drawn.
         return islice(iter(self._loader), len(self))

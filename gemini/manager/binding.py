@@ -7,7 +7,6 @@ anything reads the home. A write through the parameter raises its version counte
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -25,6 +24,7 @@ from gemini.memory.modes import untracked
 from gemini.memory.region import Region
 from gemini.memory.transfer import wait_on_stream
 from gemini.placement.demand import Kind
+from gemini.script import warn_at_script
 
 
 class Binding:
@@ -327,9 +327,8 @@ class Binding:
     def _warn_of_lost_fractions(self, managed: ManagedParameter) -> None:
         if managed.index not in self._warned_of:
             self._warned_of.add(managed.index)
-            warnings.warn(
+            warn_at_script(
                 f"parameter {managed.name!r} was written to where that shows only afterwards (in its own operator's "
                 "forward, or through an old view): its fp32 master became its bf16 weights. If that goes on, updates "
                 "below bf16's precision are lost; dtype= can keep the module in fp32",
-                stacklevel=2,
             )

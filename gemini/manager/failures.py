@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from gemini.manager.params import ParamStore
 from gemini.manager.underway import Underway
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
+from gemini.script import warn_at_script
 
 # Functions in these files may lose their locals. contextlib is one of them, because the frame of a context manager that
 # is a generator would keep ours open.
@@ -138,7 +138,7 @@ class Failures:
             self._communicator.publish(_caught("backward"))
             # Several ranks drop the step together, in `recover`.
             if self._communicator.watch is None:
-                warnings.warn(f"a backward ended with an exception: {_DROPPED}", stacklevel=4)
+                warn_at_script(f"a backward ended with an exception: {_DROPPED}")
                 self.abandon()
 
     def _drop_forward(self) -> None:
@@ -188,7 +188,7 @@ class Failures:
         # `failed` is set by a failure of this rank and by one that this rank has heard of.
         if watch is not None and watch.failed:
             if self._grads.num_backwards:
-                warnings.warn(f"a forward, backward or step ended with an exception: {_DROPPED}", stacklevel=4)
+                warn_at_script(f"a forward, backward or step ended with an exception: {_DROPPED}")
             self.abandon()
             self._communicator.restart()
 

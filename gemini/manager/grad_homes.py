@@ -18,8 +18,6 @@ Where this rank's gradient rests must not matter.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from gemini.chunks.chunk import Chunk
@@ -33,6 +31,7 @@ from gemini.memory.region import Region
 from gemini.memory.slot import SharedStorage
 from gemini.memory.transfer import ready, wait_on_host, wait_on_tier
 from gemini.placement.demand import Kind, Tier
+from gemini.script import warn_at_script
 from optim import round_master_
 
 
@@ -225,10 +224,9 @@ class GradHomes:
         """The parameters are needed before the step: move the gradient out of their home and restore them there."""
         if self._params.in_step and torch.is_grad_enabled() and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_at_script(
                 "reuse_fp16_shard=True: parameters are used again between backward and step, as when micro-batches "
                 "are added up. From now on their gradients have memory of their own, 2 bytes a parameter",
-                stacklevel=2,
             )
         # The new home is taken first: without memory for it the home stays lent.
         gradient = self._gradients[chunk.index]

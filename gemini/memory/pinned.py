@@ -9,11 +9,12 @@ extent dies, whoever holds that tensor, and right before the memory is unmapped.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from typing import Protocol
 
 import torch
+
+from gemini.script import warn_at_script
 
 # address: (process, bytes). Each change is one dict operation, so threads need no lock.
 _registered: dict[int, tuple[int, int]] = {}
@@ -79,11 +80,10 @@ class Pinning:
             return True
         self.works = False
         _clear_error(self._runtime)
-        warnings.warn(
+        warn_at_script(
             f"host memory of {num_bytes} bytes could not be pinned (cudaHostRegister error {error}). Training goes on "
             "with unpinned memory, and copies to and from the device will be slower. Raise the locked-memory limit "
             "(ulimit -l), or give host_memory= less than the machine can lock",
-            stacklevel=2,
         )
         return False
 

@@ -8,7 +8,6 @@ values would diverge at the first step. If both have the same extent, they becom
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from gemini.building.link import built_link_of
 from gemini.errors import UnsupportedError
 from gemini.model.move_out import LOST
+from gemini.script import warn_at_script
 
 
 class _Extent(NamedTuple):
@@ -127,14 +127,13 @@ def tie_aliases(module: nn.Module) -> list[Tie]:
 
 
 def warn_of_ties(ties: Sequence[Tie]) -> None:
-    """Warn about trained parameters that became one. `stacklevel` counts from the constructor that the user calls."""
+    """Warn about trained parameters that became one."""
     trained = [tie.names for tie in ties if tie.parameter.requires_grad]
     if trained:
         pairs = ", ".join(f"{one!r} and {other!r}" for one, other in trained)
-        warnings.warn(
+        warn_at_script(
             f"{pairs} share their memory: each pair is one parameter under two names from now on, whose gradients are "
             "added up and stepped once. Two parameters of plain PyTorch would step that memory twice",
-            stacklevel=4,  # beyond the constructor and what it is decorated with
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -21,6 +20,7 @@ from gemini.launch import was_launched
 from gemini.model.move_out import LOST
 from gemini.model.parametrization import is_parametrized
 from gemini.model.wrappers import is_dtensor
+from gemini.script import warn_at_script
 
 
 def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Parameter]) -> None:
@@ -47,10 +47,9 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
         if parameter.layout is not torch.strided:
             raise UnsupportedError(f"parameter {name!r} is {parameter.layout}; only strided tensors can be in a chunk")
     if num_gradients:
-        warnings.warn(
+        warn_at_script(
             f"{num_gradients} parameters have a gradient of a backward before ShardedModel(...), which drops it: their "
             ".grad is None then. Call zero_grad() before the model is wrapped, or backward() after it",
-            stacklevel=4,  # beyond the constructor and what it is decorated with
         )
 
 
@@ -96,9 +95,8 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
     # A launcher has set the environment, but the script has not initialized torch.distributed.
     started = int(os.environ["WORLD_SIZE"]) if was_launched() else 1
     if started > 1:
-        warnings.warn(
+        warn_at_script(
             f"{started} ranks were started, but this one shares its model with none of them: call "
             "gemini.launch_from_torch() before the model is wrapped",
-            stacklevel=3,
         )
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
@@ -18,6 +17,7 @@ from gemini.manager.chunk_manager import ChunkManager
 from gemini.model.compiled import is_mark
 from gemini.model.plain_copy import PlainCopies
 from gemini.model.wrappers import PREPARED, is_prepared
+from gemini.script import warn_at_script
 
 
 class PlainView(nn.Module):
@@ -91,7 +91,7 @@ class PlainView(nn.Module):
         Raises GeminiError inside a forward or backward.
         """
         if args:
-            warnings.warn("state_dict() takes its arguments by keyword; torch will refuse others", FutureWarning, 2)
+            warn_at_script("state_dict() takes its arguments by keyword; torch will refuse others", FutureWarning)
             given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination, prefix = given.get("destination", destination), given.get("prefix", prefix)
             keep_vars = given.get("keep_vars", keep_vars)

@@ -7,7 +7,6 @@ default. Tensors are found in tuples, lists, dicts and dataclasses.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gemini.model.tensors import map_tensors, tensors_in
+from gemini.script import warn_at_script
 from gemini.settings import CASTABLE_DTYPES, Settings
 from optim import HALF_DTYPES
 
@@ -71,10 +71,9 @@ def weights_of(module: nn.Module, settings: Settings) -> ModulePrecision:
         raise ValueError(f"dtype={{...}}: no module is chosen by {', '.join(map(repr, unused))}")
     dtypes = set(parameters.values())
     if settings.reuse_fp16_shard and dtypes and not dtypes.intersection(HALF_DTYPES):
-        warnings.warn(
+        warn_at_script(
             "reuse_fp16_shard=True does nothing here, as the model has no 16-bit weights, whose memory their "
             "gradients could reuse: give dtype=torch.float16 or torch.bfloat16, or leave it out",
-            stacklevel=4,  # beyond estimate_memory, or the constructor and what it is decorated with
         )
     return ModulePrecision(parameters, castings)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from gemini.script import warn_at_script
 
 _SAME_PART = 16
 """Driver and runtime report totals that differ by the driver's own memory: less than the total divided by this."""
@@ -91,10 +92,9 @@ class Nvml:
 
     def _give_up(self, why: object) -> None:
         self._works = False
-        warnings.warn(
+        warn_at_script(
             f"NVML does not work here ({why}). Free device memory is read from the CUDA runtime instead; what other "
             "processes hold is known less exactly",
-            stacklevel=2,
         )
 
 

@@ -312,8 +312,9 @@ def test_a_gradient_that_is_set_leaves_the_others_clipped(how: str) -> None:
 def test_a_gradient_from_before_the_wrap_is_dropped_and_said(place: str) -> None:
     module, reference = build(), build()
     loss_of(module, 5).backward()
-    with pytest.warns(UserWarning, match="12 parameters have a gradient of a backward before ShardedModel"):
+    with pytest.warns(UserWarning, match="12 parameters have a gradient of a backward before ShardedModel") as told:
         model = ShardedModel(module, **placed(**PLACES[place]))
+    assert told[0].filename == __file__
     assert all(parameter.grad is None for parameter in model.parameters())
     for each in (model, reference):
         loss_of(each).backward()

@@ -216,6 +216,7 @@ def test_whatever_orders_the_data_is_told_the_epoch(in_batches: bool, window: in
 
 
 def test_a_loader_of_less_than_a_step_says_that_it_yields_nothing() -> None:
-    with pytest.warns(UserWarning, match="3 micro-batches, fewer than the 4 of a step"):
+    with pytest.warns(UserWarning, match="3 micro-batches, fewer than the 4 of a step") as told:
         assert not list(whole_windows([BATCH] * 3, 4))
+    assert told[0].filename == __file__
     assert not list(whole_windows([], 4))

@@ -111,8 +111,9 @@ def test_fractions_that_are_lost_are_said() -> None:
     model = ShardedModel(nn.Sequential(_Shrinking(48, 48), nn.Linear(48, 4)), device="emulated", dtype=torch.bfloat16)
     optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
     optimizer.backward(model(torch.ones(4, 48, dtype=torch.bfloat16)).float().square().mean())
-    with pytest.warns(UserWarning, match=r"'0.weight' was written to where that shows only afterwards"):
+    with pytest.warns(UserWarning, match=r"'0.weight' was written to where that shows only afterwards") as told:
         optimizer.step()
+    assert told[0].filename == __file__
 
 
 def test_a_frozen_half_weight_is_set_as_a_trained_one_rounds() -> None:

@@ -134,8 +134,9 @@ def test_extra_state_is_loaded() -> None:
 def test_state_dict_takes_its_arguments_by_position_and_by_name() -> None:
     model, reference = wrap(make=Parts), build(Parts)
     by_position: OrderedDict[str, Any] = OrderedDict()
-    with pytest.warns(FutureWarning, match="by keyword"):
+    with pytest.warns(FutureWarning, match="by keyword") as told:
         assert model.state_dict(by_position, "a.") is by_position
+    assert told[0].filename == __file__
     assert_same(dict(by_position), dict(reference.state_dict(prefix="a.")))
     by_name: dict[str, Any] = {}
     assert model.state_dict(destination=by_name, prefix="a.") is by_name

@@ -141,8 +141,9 @@ def test_a_module_that_exists_is_sharded_at_once(rank: int, world_size: int) -> 
     ids=str,
 )
 def test_what_has_no_effect_is_said(argument: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match=f"{next(iter(argument))}=...\\) has no effect: "):
+    with pytest.warns(UserWarning, match=f"{next(iter(argument))}=...\\) has no effect: ") as told:
         deepspeed.zero.Init(**argument)
+    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,10 @@ def test_the_context_joins_the_ranks_that_a_launcher_started(monkeypatch: pytest
 def test_a_script_that_forgets_to_launch_is_told(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     for name, value in {**LAUNCHERS[launcher], "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.warns(UserWarning, match=r"2 ranks were started, but this one .*: call gemini\.launch_from_torch\(\)"):
+    words = r"2 ranks were started, but this one .*: call gemini\.launch_from_torch\(\)"
+    with pytest.warns(UserWarning, match=words) as told:
         gemini.initialize(build(), config={"device": "emulated"}, verbose=False)
+    assert told[0].filename == __file__
 
 
 def test_ranks_are_joined_with_deepspeeds_arguments_and_no_others() -> None:
