@@ -35,6 +35,7 @@ class OperatorHooks:
         self._handles = handles
         self._rows: list[_Row] = []  # of hooks that may be lifted
         self._are_lifted = False
+        self._last: int | None = None  # torch's number of the hook that runs behind all others
 
     def add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., Any], may_lift: bool) -> None:
         """Install hooks around a module's forward: `before` runs before the user's own, `after` after them."""
@@ -45,6 +46,18 @@ class OperatorHooks:
             attributes = vars(module)
             for name, handle, hook in zip((_BEFORE, _AFTER), self._handles[-2:], (before, after), strict=True):
                 self._rows.append((attributes, name, attributes[name], OrderedDict(), handle.id, hook))
+
+    def add_last(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        """Install a hook that runs behind the module's others, also after an exception. `keep_last` keeps it there."""
+        self._handles.append(module.register_forward_hook(hook, always_call=True))
+        self._last = self._handles[-1].id
+
+    def keep_last(self, module: nn.Module) -> None:
+        """Move the hook of `add_last` behind hooks that users have registered since."""
+        hooks: Any = module._forward_hooks  # torch makes an OrderedDict, and calls it a dict
+        # Only where it has to move: a hook of the user's may call the module, while torch iterates over the dict.
+        if self._last in hooks and next(reversed(hooks)) != self._last:
+            hooks.move_to_end(self._last)
 
     def lift(self) -> bool:
         """Take the hooks off; what torch notes beside a hook (`always_call`) stays. False if they are off already."""

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from gemini.access.saved_tensors import SavedTensors
 from gemini.access.trainability import Trainability
 from gemini.access.transforms import check_operator, hooks_are_allowed
+from gemini.errors import GeminiError
 from gemini.manager.calls import Operator
 from gemini.manager.operator_hooks import OperatorHooks
 from gemini.manager.step import Step
@@ -94,6 +95,9 @@ class Hooks:
             else:
                 # The root's hooks lift the operators' hooks while they run themselves, so they stay.
                 self._operators.add(module, before, after, may_lift=module is not root)
+        # Inside a compiled call the hook would be traced, and there `after` stands around the user's hooks already.
+        if root._compiled_call_impl is None:
+            self._operators.add_last(root, self._around_root.last)
 
     def _detach(self) -> None:
         self._operators.remove()
@@ -176,6 +180,7 @@ class _AroundRoot:
     def before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
+        self._operators.keep_last(module)
         step = self._step
         with unseen():
             call, begins = step.enter_forward(module)
@@ -213,6 +218,17 @@ class _AroundRoot:
             return
         if torch.is_grad_enabled() and not recomputing and hooks_are_allowed():
             _call_in_backward(self._on_root_output, output)
+
+    def last(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Tell the others of a hook of the user's that raised behind `after`, as `PlainView.__call__` does.
+
+        For calls of the wrapped module itself (`model.module(x)`, `model.generate(...)`), which do not come by there.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return
+        error = _error_of_call()
+        if not (error is None or isinstance(error, GeminiError) or self._step.is_recomputing()):
+            self._step.communicator.publish(error)
 
     @never_traced(A_HOOK)
     def _on_root_output(self, grad: Tensor) -> None:

@@ -34,7 +34,7 @@ def test_a_model_that_returns_none_has_not_failed_inside_an_except_block(rank: i
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before wrapping", "on the model"])
+@pytest.mark.parametrize("when", ["before wrapping", "on the model", "on its module"])
 def test_the_other_ranks_hear_of_a_hook_that_raises_after_the_forward(rank: int, world_size: int, when: str) -> None:
     """The script of the one rank catches it, and all train on."""
 
@@ -46,14 +46,15 @@ def test_the_other_ranks_hear_of_a_hook_that_raises_after_the_forward(rank: int,
     if when == "before wrapping":
         module.register_forward_hook(fail)
     model = ShardedModel(module, **mlp.placed(chunk_size=CHUNK_NUMEL, rank_timeout=10))
-    if when == "on the model":
-        model.register_forward_hook(fail)
+    called = model.module if when == "on its module" else model
+    if when != "before wrapping":
+        called.register_forward_hook(fail)
     for step in range(3):
         if step == 1:
             with pytest.raises(ValueError if rank == 1 else RemoteRankError, match="not today"):
-                loss_of(model, step).backward()
+                loss_of(called, step).backward()
         else:
-            loss_of(model, step).backward()
+            loss_of(called, step).backward()
             assert weight(model).grad is not None
             model.zero_grad()
     model.close()
