@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.optim import Optimizer
+
+from gemini.ranks.communicator import Communicator
 
 Its = TypeVar("Its", bound=Optimizer)
 Arguments = ParamSpec("Arguments")
@@ -25,8 +28,9 @@ def saves_with_hooks(
     def hooked(self: Its, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> State:
         # torch runs these hooks inside its own `state_dict` and `load_state_dict`, which a `ShardedOptimizer`
         # overrides.
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        with _publishing(self):
+            for before in self._optimizer_state_dict_pre_hooks.values():
+                before(self)
         state = state_dict(self, *args, **kwargs)
         for after in self._optimizer_state_dict_post_hooks.values() if state else ():
             replaced = after(self, state)
@@ -42,11 +46,21 @@ def loads_with_hooks(load_state_dict: Callable[[Its, State], None]) -> Callable[
     @wraps(load_state_dict)
     def hooked(self: Its, state_dict: State) -> None:
         state = dict(state_dict)  # hooks may change it, and it is the user's
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = before(self, state)
-            state = state if replaced is None else replaced
+        with _publishing(self):
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                replaced = before(self, state)
+                state = state if replaced is None else replaced
         load_state_dict(self, state)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     return hooked
+
+
+def _publishing(optimizer: Any) -> AbstractContextManager[None]:
+    """Around hooks that run before a collective, in which the other ranks would wait for one that failed here.
+
+    For those behind it nobody waits: ranks that have none of them, or none that fails, may go on.
+    """
+    communicator: Communicator = optimizer.model.chunk_manager.communicator
+    return communicator.publishing()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import DivergenceError, ShardedModel, ShardedOptimizer, state_hash
+from gemini import DivergenceError, RemoteRankError, ShardedModel, ShardedOptimizer, state_hash
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, adam, assert_same, build, loss_of, weights_of
@@ -176,3 +176,30 @@ def test_hooks_on_an_optimizers_state_dicts_run_as_in_plain_pytorch() -> None:
         optimizer.load_state_dict(saved)
         assert saved["epoch"] == 7 and optimizer.param_groups[0]["lr"] == 0.5
     assert all(calls == ["before saving", "7", "after loading"] for calls in told.values())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["saving", "loading"])
+def test_the_other_ranks_hear_of_a_hook_that_raises_before_an_optimizers_state(
+    rank: int, world_size: int, when: str
+) -> None:
+    model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL, rank_timeout=10)
+    optimizer: Any = ShardedOptimizer(model, adam(model.parameters()))
+    step(model, optimizer, 0)
+    saved = optimizer.state_dict()
+
+    def fail(*_: Any) -> None:
+        if rank == 1:
+            raise ValueError("not today")
+
+    register = {
+        "saving": optimizer.register_state_dict_pre_hook,
+        "loading": optimizer.register_load_state_dict_pre_hook,
+    }
+    handle = register[when](fail)
+    with pytest.raises(ValueError if rank == 1 else RemoteRankError, match="not today"):
+        optimizer.state_dict() if when == "saving" else optimizer.load_state_dict(saved)
+    handle.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(model, optimizer, 1)
+    model.close()
