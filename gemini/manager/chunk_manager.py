@@ -264,6 +264,7 @@ class ChunkManager:
         """Give slots and process group back. Collective. Raises nothing of its own."""
         # A `.grad` that is a view of a home would keep the home in memory for as long as its parameter lives.
         self.grads.detach_homes()
+        self.step.failures.note_close()
         self.params.slots.close()
         self.memory.gradient_slots.close()
         self.communicator.close()

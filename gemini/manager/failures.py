@@ -42,6 +42,11 @@ class Failures:
         self._has_failed = False
         self._is_disturbed = False  # on one rank: an exception may have left slots, pins or plain parameters behind
         self._torn_by = ""  # on one rank: the error that left weights half updated
+        self._is_closed = False
+
+    def note_close(self) -> None:
+        """The model gives its slots and its process group back: several ranks cannot start together again."""
+        self._is_closed = True
 
     def pop_failure(self) -> bool:
         """Whether a forward, backward or step may have failed since the last call. Local, and equal on all ranks.
@@ -180,11 +185,14 @@ class Failures:
     def recover(self) -> None:
         """After a failure that every rank caught, forget that step and start together again. Collective in that case.
 
-        Raises GeminiError if the failure left weights half updated.
+        Raises GeminiError if the failure left weights half updated, and on several ranks if the model is closed.
         """
         if self._torn_by:
             raise torn(self._torn_by)
         watch = self._communicator.watch
+        # What one rank still has, such as weights at home, it may read.
+        if watch is not None and self._is_closed:
+            raise GeminiError("the model is closed: close() comes after the last use, such as state_dict()")
         # `failed` is set by a failure of this rank and by one that this rank has heard of.
         if watch is not None and watch.failed:
             if self._grads.num_backwards:

@@ -1,12 +1,14 @@
 """Which forwards have failed, as the other ranks and gradients of before see it."""
 
+import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gemini import RemoteRankError, ShardedModel
+from gemini import GeminiError, RemoteRankError, ShardedModel
 from tests.harness.on_ranks import on_ranks
 from tests.zoo import mlp
 from tests.zoo.mlp import CHUNK_NUMEL, build, loss_of, weight
@@ -58,3 +60,23 @@ def test_the_other_ranks_hear_of_a_hook_that_raises_after_the_forward(rank: int,
             assert weight(model).grad is not None
             model.zero_grad()
     model.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_closed_model_says_that_it_is_closed(rank: int, world_size: int, has_failed: bool) -> None:
+    """Also after a failure, when ranks would start together again."""
+
+    def fail(*_: Any) -> None:
+        if rank == 1 and has_failed:
+            raise ValueError("not today")
+
+    model = ShardedModel(build(), device="emulated", rank_timeout=10)
+    model.register_forward_hook(fail)
+    with suppress(ValueError, RemoteRankError):
+        loss_of(model, 0).backward()
+    parameter = weight(model)
+    model.close()
+    for use in (parameter.norm, model.state_dict, lambda: model(mlp.inputs(0))):
+        with pytest.raises(GeminiError, match=re.escape("the model is closed: close() comes after the last use")):
+            use()
