@@ -16,7 +16,10 @@ from gemini.optimizer.state_dict import scalar_of
 
 
 class StateView(Mapping[Tensor, Mapping[str, Any]]):
-    """The states by parameter. Only parameters that were updated or loaded count: torch looks at the length."""
+    """The states by parameter. Only parameters that were updated or loaded count: torch looks at the length.
+
+    Of optimizers that keep nothing of a parameter, such as SGD without momentum, none counts, as in plain PyTorch.
+    """
 
     def __init__(self, step: Step, states: ChunkStates) -> None:
         self._step = step
@@ -24,8 +27,8 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for state in self._states.by_chunk.values():
-            for managed, scalars in zip(state.chunk.parameters, state.scalars, strict=True):
-                if scalars is not None:
+            for managed in state.chunk.parameters:
+                if self._state_of(managed) is not None:
                     yield managed.parameter
 
     def __len__(self) -> int:
@@ -51,7 +54,8 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
         scalars = None if state is None else state.scalars[managed.position]
         if state is None or scalars is None:
             return None
-        return _ParameterState(managed.parameter, scalars, state.names(managed.position))
+        # As a mapping it is False if it is empty.
+        return _ParameterState(managed.parameter, scalars, state.names(managed.position)) or None
 
 
 class _ParameterState(Mapping[str, Any]):

@@ -239,6 +239,35 @@ def test_an_optimizers_state_has_no_parameter_of_another_model_and_none_without_
         optimizer.state[foreign]
 
 
+class _Idle(Mlp):
+    """Some of its parameters are frozen, others are used by no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_has_state_of_the_parameters_that_plain_pytorch_has_state_of(momentum: float) -> None:
+    found: list[Any] = []
+    for module in (build(_Idle), wrap(make=_Idle)):
+        sgd: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum)
+        optimizer = ShardedOptimizer(module, sgd) if isinstance(module, ShardedModel) else sgd
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        seen = []
+        for step in range(2):
+            view = optimizer.state
+            its = {names[parameter]: list(view[parameter]) for parameter in view}
+            seen.append((len(view), bool(view), its, [each in view for each in names], optimizer.state_dict()["state"]))
+            train_step(module, optimizer, step)
+        found.append(seen)
+    for plain, ours in zip(*found, strict=True):
+        assert ours[:4] == plain[:4]
+        assert ours[4].keys() == plain[4].keys()
+    assert found[0][1][0] == (10 if momentum else 0)
+
+
 @pytest.mark.sampled(2)
 @on_ranks(1, 2)
 @both_dtypes
