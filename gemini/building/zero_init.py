@@ -230,15 +230,16 @@ class ZeroInitContext:
         self._whole = []
 
     def _home_of(self) -> Callable[[int], Tier]:
-        if self._home == "host":
-            return lambda num_bytes: Tier.HOST
-        monitor = MemoryMonitor(self._device)
-        free_bytes = monitor.read_device().available_bytes
-        # This is None of the emulated device, which lies in host memory, and of accelerators other than CUDA's.
-        if free_bytes is None:
+        # The emulated device lies in host memory, too.
+        if self._home == "host" or self._device.type == "cpu":
             return lambda num_bytes: Tier.HOST
         if self._home == "device":
             return lambda num_bytes: Tier.DEVICE
+        monitor = MemoryMonitor(self._device)
+        free_bytes = monitor.read_device().available_bytes
+        # This is None of accelerators other than CUDA's: nobody knows of how much a half could be taken.
+        if free_bytes is None:
+            return lambda num_bytes: Tier.HOST
         # Half of what is free now: it does not become less with what the build itself takes.
         half = free_bytes // 2
         # Read again for each shard: earlier shards, and tensors of the user's, have taken their part of the memory.

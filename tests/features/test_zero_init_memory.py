@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import ShardedModel, ShardedOptimizer, ZeroInitContext
+from gemini import MemoryMonitor, ShardedModel, ShardedOptimizer, ZeroInitContext
+from gemini.building import zero_init
+from gemini.memory.emulated import EmulatedTier
+from gemini.memory.host import HostTier
 from optim import HybridAdam
 from tests.harness.live_storages import LiveStorages
 from tests.harness.on_ranks import on_ranks, on_ranks_with
@@ -101,3 +104,18 @@ def test_a_real_model_is_streamed_from_its_file(rank: int, world_size: int, sent
     assert facts["wrap peak"] <= facts["wrap rest"] + room + facts["shard"], facts
     assert facts["peak"] <= facts["rest"] + room, facts
     assert facts["rest"] <= 1.02 * 4 * facts["numel"] * FP32 // world_size, facts
+
+
+@pytest.mark.parametrize(("home", "num_bytes"), [("device", 288), ("host", 0), ("auto", 0)])
+def test_an_accelerator_whose_free_memory_is_unknown_holds_what_it_is_told_to(
+    home: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of other makers than NVIDIA. "auto" cannot know how much a half of it is."""
+    tier = EmulatedTier()
+    monkeypatch.setattr(zero_init, "resolve_device", lambda *_: torch.device("xpu", 0))
+    monkeypatch.setattr(zero_init, "choose_tiers", lambda _: (tier, HostTier()))
+    monkeypatch.setattr(zero_init, "MemoryMonitor", lambda _: MemoryMonitor("emulated"))  # its free bytes are None
+    with ZeroInitContext(home=home):
+        module = nn.Linear(8, 8)
+    assert (tier.ledger.total_bytes >= num_bytes) if num_bytes else (tier.ledger.total_bytes == 0)
+    assert module.weight.shape == (8, 8)
