@@ -146,7 +146,8 @@ class Simulation:
         # A payload whose home is the device is there already, unless the home holds the chunk's gradient.
         if self.payloads.at_home[chunk] and chunk not in self.homes.lent:
             return
-        self.payloads.events.reach(moment.which, Phase.BACKWARD)
+        # As in a run, where a handle names the operator in whose forward the weight was saved.
+        self.payloads.events.reach(moment.operator, Phase.BACKWARD)
         self._follow(moment)
         self._fetch(chunk)
         # Pinned before gathers are started ahead, which look for slots too.
