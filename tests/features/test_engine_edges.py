@@ -215,6 +215,21 @@ def test_whatever_orders_the_data_is_told_the_epoch(in_batches: bool, window: in
     assert dataset.told == [0, 1, 2]
 
 
+def test_another_fit_goes_on_counting_epochs_so_that_no_shuffle_is_repeated() -> None:
+    class Notes(Hook):
+        def after_test(self, trainer: Any) -> None:
+            tested.append(trainer.epoch)
+
+    dataset, tested = Shuffles(), []
+    trainer = Trainer(engine_of())
+    for epochs, interval in ((1, 1), (3, 2)):
+        trainer.fit(DataLoader(dataset, 4), epochs, test_dataloader=[BATCH], test_interval=interval, hooks=[Notes()])
+    assert dataset.told == [0, 1, 2, 3]
+    assert tested == [0, 2, 3], "counted in each call, as its test_interval says"
+    Trainer(engine_of()).fit(DataLoader(dataset, 4), 1)
+    assert dataset.told[-1] == 0
+
+
 def test_a_loader_of_less_than_a_step_says_that_it_yields_nothing() -> None:
     with pytest.warns(UserWarning, match="3 micro-batches, fewer than the 4 of a step") as told:
         assert not list(whole_windows([BATCH] * 3, 4))

@@ -55,7 +55,8 @@ class Trainer:
         self.metrics = Metrics()
         """What hooks have measured last, by name. Reading a number waits for the device, if it is there."""
         self.epoch = 0
-        """The epoch that runs, from 0."""
+        """The epoch that runs, from 0. Another `fit` of this trainer goes on counting; a new trainer begins at 0."""
+        self._num_epochs = 0  # that have begun
         self._together = Together(engine)
         self._window = Window(engine)
         self._hooks: list[Hook] = []
@@ -94,8 +95,9 @@ class Trainer:
         `LRSchedulerHook` is there.
 
         Args:
-            train_dataloader: iterated once per epoch. Before it `set_epoch` of its samplers and its dataset is called.
-            epochs: how often.
+            train_dataloader: iterated once per epoch. Before it `set_epoch` of its samplers and its dataset is called,
+                with numbers that go on from those of an earlier `fit` of this trainer: no shuffle is repeated.
+            epochs: how often, in this call.
             max_steps: optimizer steps after which training ends. None: only epochs count.
             test_dataloader: for an evaluation after every `test_interval` epochs, and after the last.
             test_interval: epochs.
@@ -124,13 +126,15 @@ class Trainer:
             self.engine.recover()
             self._discard_window()
             self._tell("before_train")
-            for self.epoch in range(epochs):
+            begun = self._num_epochs
+            for self.epoch in range(begun, begun + epochs):
                 last = None if max_steps is None else first + max_steps
-                is_over = self._epoch(train_dataloader, last, advance, self.epoch == epochs - 1)
-                is_last = is_over or self.epoch == epochs - 1
+                num_epochs = self.epoch + 1 - begun  # of this call
+                is_over = self._epoch(train_dataloader, last, advance, num_epochs == epochs)
+                is_last = is_over or num_epochs == epochs
                 # `_stops` is a collective: whatever is asked before it, here and below, is equal on all ranks.
                 if test_dataloader is not None and not self._stops():
-                    if is_last or (self.epoch + 1) % test_interval == 0:
+                    if is_last or num_epochs % test_interval == 0:
                         self._evaluate(test_dataloader)
                 # A signal during the evaluation begins no epoch without a batch, for which a schedule would move.
                 if is_last or self._stops():
@@ -151,6 +155,7 @@ class Trainer:
         """Train one epoch. Returns True if training is over."""
         engine = self.engine
         tell_epoch(loader, self.epoch)
+        self._num_epochs = self.epoch + 1
         engine.train()
         self._tell("before_epoch")
         num_batches = 0
