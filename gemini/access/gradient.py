@@ -68,6 +68,11 @@ class WholeGradient:
                 raise _not_reduced(managed)
             return reduced.whole(managed)
 
+    def dtype(self) -> torch.dtype:
+        """That of what `gather()` returns: 16-bit gradients of several micro-batches add up in fp32. Local."""
+        reduced = self.link.states.gradients(self.managed.chunk)
+        return self.managed.dtype if reduced is None else reduced.dtype_of(self.managed)
+
     def write(self, whole: Tensor) -> None:
         """Set the gradient to `whole`, laid out as by `gather()`; each rank keeps its part. Collective at stage 0."""
         step = self.link.step

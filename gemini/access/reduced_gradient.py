@@ -205,6 +205,14 @@ def _detach(gradient: ReducedGradient) -> ReducedGradient:
     return _stand_in(gradient._source, gradient._window, gradient, gradient._held)
 
 
+def _dtype(gradient: ReducedGradient) -> torch.dtype:
+    return gradient._window.dtype or gradient._source.dtype()
+
+
+def _itemsize(gradient: ReducedGradient) -> int:
+    return _dtype(gradient).itemsize
+
+
 def _set_data(gradient: ReducedGradient, value: Tensor) -> None:
     if value.shape != gradient.shape:
         raise UnsupportedError(
@@ -256,6 +264,10 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: _set_data,
     _T.requires_grad.__set__: _requires_grad,
     _T.requires_grad_: _requires_grad,
+    _T.dtype.__get__: _dtype,
+    _T.itemsize.__get__: _itemsize,
+    _T.element_size: _itemsize,
+    _T.nbytes.__get__: lambda gradient: gradient.numel() * _itemsize(gradient),
     _T.stride: _stride,
     _T.is_contiguous: _is_contiguous,
     _T.__iter__: _iterate,

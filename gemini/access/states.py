@@ -116,6 +116,10 @@ class StateAccess(ABC):
         # Without `copy=True` the user would get a view of a state that is on the CPU already.
         return {each.index: self._shown(each, each.view(whole).to("cpu", copy=True)) for each in wanted}
 
+    def dtype_of(self, managed: ManagedParameter) -> torch.dtype:
+        """The dtype of what `whole()` returns. Local."""
+        return self._shown(managed, self.read(0, 0)).dtype
+
     def join(self, managed: ManagedParameter, own: Tensor) -> Tensor:
         """(numel,) on the compute device: all ranks' parts joined, of which `own` is this rank's. Collective."""
         own = own.to(self.device)

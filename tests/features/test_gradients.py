@@ -285,3 +285,24 @@ def test_what_was_detached_has_a_gradient_of_its_own() -> None:
         detached.grad = given
         assert detached.grad is given
     assert torch.equal(parameter.grad, before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_dtype": torch.float32}, {"dtype": torch.float16}], ids=str)
+def test_a_16_bit_weights_gradient_says_the_dtype_that_a_copy_of_it_has(settings: dict[str, Any]) -> None:
+    """A buffer of that dtype holds it without rounding: micro-batches add up in fp32."""
+    settings = {"dtype": torch.bfloat16, **settings}
+    model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL, **settings)
+    scaled = {"initial_scale": 8.0} if settings["dtype"] is torch.float16 else {}
+    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), **scaled)
+    for step in range(2):
+        optimizer.backward(mlp.loss_of(model, step, settings["dtype"]))
+        gradient: Any = mlp.weight(model).grad
+        copy = gradient.clone()
+        is_wide = step > 0 or len(settings) > 1 or settings["dtype"] is torch.float16
+        assert copy.dtype is (torch.float32 if is_wide else torch.bfloat16)
+        for its in (gradient, gradient.detach(), gradient[:2]):
+            assert its.dtype is copy.dtype
+            assert its.element_size() == its.itemsize == copy.itemsize
+            assert its.nbytes == its.numel() * copy.itemsize
+        buffer = torch.empty(gradient.shape, dtype=gradient.dtype)
+        assert torch.equal(buffer.copy_(gradient), copy)
