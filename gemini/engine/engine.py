@@ -178,14 +178,17 @@ class Engine:
         assert report is not None
         # One rank alone may fail in here, as on a full disk, and the others are in no collective that would tell them.
         with self.communicator.publishing():
-            # A skipped step does not move the schedule, as in DeepSpeed: no weight was updated at its rate.
-            if report.skipped is not None:
-                self.skipped_steps += 1
-            elif self._moving is not None:
-                self._moving.after_update()
-            # The log comes last: whoever catches its error has a step that is over, as on the other ranks.
-            if self._log.is_on:
-                self._log.after_step(self.global_steps, rate, report)
+            try:
+                # A skipped step does not move the schedule, as in DeepSpeed: no weight was updated at its rate.
+                if report.skipped is not None:
+                    self.skipped_steps += 1
+                elif self._moving is not None:
+                    self._moving.after_update()
+            finally:
+                # The log comes last: whoever catches its error has a step that is over, as on the other ranks. Where
+                # the schedule raises, the losses of this step would else count in the mean of the next one.
+                if self._log.is_on:
+                    self._log.after_step(self.global_steps, rate, report)
 
     def zero_grad(self) -> None:
         """Discard gradients, unless a window is open, whose next micro-batches add to them. Local, alike on every rank.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -71,6 +72,21 @@ def test_the_loss_scale_that_is_logged_is_that_of_the_steps_gradients(tmp_path: 
             engine.step()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["loss_scale"] for line in lines] == scales == [8.0, 16.0, 32.0, 16.0]
+
+
+def test_a_step_whose_schedule_raises_is_logged_with_its_own_losses(tmp_path: Path) -> None:
+    engine, losses = engine_of(**logged(tmp_path)), []
+    for factor in (1.0, 3.0):
+        loss = engine(inputs(0)).float().square().mean() * 1e-3 * factor
+        losses.append(loss.item())
+        engine.backward(loss)
+        with (
+            patch.object(engine.lr_scheduler, "get_lr", side_effect=RuntimeError("no rate")),
+            pytest.raises(RuntimeError, match="no rate"),
+        ):
+            engine.step()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == losses
 
 
 @pytest.mark.parametrize("start", [gemini.initialize, deepspeed.initialize])

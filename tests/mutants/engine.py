@@ -246,6 +246,14 @@ MUTANTS = [
         "tests/features/test_engine_log.py::test_a_step_whose_log_finds_the_disk_full_is_over_on_all_ranks",
     ),
     Mutant(
+        "the losses of a step whose schedule raises count in the next one's mean",
+        "gemini/engine/engine.py",
+        "            finally:\n                # The log comes last",
+        "            except OverflowError:\n                raise\n            else:\n"
+        "                # The log comes last",
+        "tests/features/test_engine_log.py::test_a_step_whose_schedule_raises_is_logged_with_its_own_losses",
+    ),
+    Mutant(
         "warnings of a step name a line of the library",
         "gemini/script.py",
         "stacklevel=level)",
