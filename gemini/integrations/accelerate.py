@@ -29,6 +29,7 @@ from gemini.dist_logger import get_dist_logger
 from gemini.engine.agreement import Source, agreed_config
 from gemini.engine.config import Config
 from gemini.errors import ConfigError, UnsupportedError
+from gemini.integrations.accelerate_plugins import PLAIN, refuse_plugins
 from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.precision import mixed_weights
 from gemini.integrations.prepared_optimizer import PreparedOptimizer
@@ -38,18 +39,6 @@ from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 
 MIXED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_PLUGINS = {
-    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
-    "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
-    "fsdp_plugin": "ACCELERATE_USE_FSDP",
-    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
-    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
-    "torch_tp_plugin": "ACCELERATE_USE_PARALLELISM_CONFIG",
-}
-_PLAIN = (
-    "choose Accelerate's plain training on several processes (accelerate launch --multi_gpu, or torchrun), and give "
-    "Accelerator(gemini=...) the stage and the budgets"
-)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -79,7 +68,7 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, gemini: Source = None, **kwargs: Any) -> None:
         # Arguments may stand by position, too, so they are bound to their names.
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
-        _refuse_plugins(given)
+        refuse_plugins(given)
         mixed = str(given.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
         if mixed not in MIXED:
             raise UnsupportedError(f"mixed_precision={mixed!r} is not possible with gemini: choose {', '.join(MIXED)}")
@@ -87,7 +76,7 @@ class Accelerator(accelerate.Accelerator):
         # NO is one process; MULTI_CPU, MULTI_GPU and their like are plain data parallelism.
         kind = self.distributed_type.value
         if kind != "NO" and not kind.startswith("MULTI_"):
-            raise UnsupportedError(f"Accelerate is set to {kind}, which shards or moves models itself: {_PLAIN}")
+            raise UnsupportedError(f"Accelerate is set to {kind}, which shards or moves models itself: {PLAIN}")
         if self.ddp_handler is not None and self.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
             raise UnsupportedError(
                 "a comm_hook of DistributedDataParallelKwargs is not called, as no model is in DDP: give "
@@ -322,19 +311,27 @@ class Accelerator(accelerate.Accelerator):
             models[0].chunk_manager.communicator.wait_for_all("the state is saved")
         return folder
 
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Load as Accelerate does. Every rank reads the files. Collective.
+
+        The arguments are Accelerate's. Raises what a missing or wrong file raises, on the other ranks RemoteRankError;
+        parts of the state may have been loaded then.
+        """
+        models = self._sharded_models()
+        # Weights and optimizer states are loaded together. The other ranks have to hear of one that cannot read a
+        # file of its own, also of a schedule or of the script's objects: they would go on from another state.
+        with publishing_by_all(models):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            if models:
+                models[0].chunk_manager.communicator.wait_for_all("the state is loaded")
+
     def _sharded_models(self) -> list[ShardedModel]:
         return [each for each in self._models if isinstance(each, ShardedModel)]
 
     def _sharded_optimizers(self) -> list[ShardedOptimizer]:
         return [each.optimizer for each in self._optimizers if isinstance(each, PreparedOptimizer)]
-
-
-def _refuse_plugins(given: dict[str, Any]) -> None:
-    for name, variable in _PLUGINS.items():
-        if given.get(name) is not None:
-            raise UnsupportedError(f"{name}= shards or moves models itself: {_PLAIN}")
-        if os.environ.get(variable, "false").lower() == "true":
-            raise UnsupportedError(f"{variable}=true, as `accelerate launch` sets it, is for {name}=: {_PLAIN}")
 
 
 def _module_of(optimizer: Optimizer, modules: list[Any]) -> Any:

@@ -1,6 +1,7 @@
 """An ordinary Accelerate script with another import: it trains sharded, saves whole files and goes on from them."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,23 @@ def test_who_cannot_write_the_state_of_one_of_two_models_tells_those_that_wait_i
         accelerator.save_state(folder)  # both models have started together again
     for model in prepared[:2]:
         model.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("missing", ["model.safetensors", "scheduler.bin"])
+def test_who_cannot_read_a_state_tells_every_rank(rank: int, world_size: int, missing: str) -> None:
+    """Each rank has a folder of its own, as on hosts without a shared disk."""
+    script = Script(_ours())
+    with shared_folder() as folder:
+        script.accelerator.save_state(folder / "saved")
+        mine = Path(shutil.copytree(folder / "saved", folder / str(rank)))
+        if rank == 1:
+            (mine / missing).unlink()
+        with pytest.raises(FileNotFoundError if rank == 1 else RemoteRankError, match="No such file"):
+            script.accelerator.load_state(mine)
+        script.accelerator.load_state(folder / "saved")
+    assert len(list(script.epoch())) == 5
+    script.close()
 
 
 @on_ranks(2)

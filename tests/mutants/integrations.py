@@ -12,6 +12,13 @@ PLANNED = "tests/features/test_micro_batches_of_libraries.py"
 
 MUTANTS = [
     Mutant(
+        "ranks that have read a state do not wait for one that cannot",
+        ACCELERATE,
+        'models[0].chunk_manager.communicator.wait_for_all("the state is loaded")',
+        "pass",
+        f"{TESTS}::test_who_cannot_read_a_state_tells_every_rank",
+    ),
+    Mutant(
         "a plan does not know the micro-batches of an accelerator",
         ACCELERATE,
         "replace(self.gemini.settings(), gradient_accumulation_steps=self.gradient_accumulation_steps)",
