@@ -33,7 +33,7 @@ from gemini.integrations.accelerate_plugins import PLAIN, refuse_plugins
 from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.precision import mixed_weights
 from gemini.integrations.prepared_optimizer import PreparedOptimizer
-from gemini.integrations.ranks import publishing_by_all, refuse_unknown_ranks
+from gemini.integrations.ranks import ending_together, refuse_unknown_ranks
 from gemini.launch import launched_config
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -302,13 +302,12 @@ class Accelerator(accelerate.Accelerator):
             return super().save_state(output_dir, safe_serialization, **kwargs)  # type: ignore[no-any-return]
         # Rank 0 writes most of the files. The others have to hear of it if it cannot, because they go on to the next
         # collective, of whichever model, where they would wait for rank 0.
-        with publishing_by_all(models), ExitStack() as writing:
+        with ending_together(models, "the state is saved"), ExitStack() as writing:
             if not self.project_configuration.save_on_each_node:
                 for each in self._optimizers:
                     if isinstance(each, PreparedOptimizer):
                         writing.enter_context(each.for_rank_0())
             folder: Path = super().save_state(output_dir, safe_serialization, **kwargs)
-            models[0].chunk_manager.communicator.wait_for_all("the state is saved")
         return folder
 
     def load_state(
@@ -319,13 +318,10 @@ class Accelerator(accelerate.Accelerator):
         The arguments are Accelerate's. Raises what a missing or wrong file raises, on the other ranks RemoteRankError;
         parts of the state may have been loaded then.
         """
-        models = self._sharded_models()
         # Weights and optimizer states are loaded together. The other ranks have to hear of one that cannot read a
         # file of its own, also of a schedule or of the script's objects: they would go on from another state.
-        with publishing_by_all(models):
+        with ending_together(self._sharded_models(), "the state is loaded"):
             super().load_state(input_dir, load_kwargs, **kwargs)
-            if models:
-                models[0].chunk_manager.communicator.wait_for_all("the state is loaded")
 
     def _sharded_models(self) -> list[ShardedModel]:
         return [each for each in self._models if isinstance(each, ShardedModel)]

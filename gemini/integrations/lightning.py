@@ -34,6 +34,7 @@ from gemini.engine.config import load_config
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.lightning_precision import GeminiPrecision, plain_of
+from gemini.integrations.ranks import ending_together
 from gemini.launch import launched_config
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -91,9 +92,12 @@ class GeminiStrategy(DDPStrategy):
         self._source = fields or (launched_config() if config is None else config)
         self.config = load_config(self._source)
         """What to shard and where, with defaults in place of what the config does not say."""
-        for name, instead in _OTHERS.items():
+        for name in ("optimizer", "scheduler"):
             if getattr(self.config, name) is not None:
-                raise ConfigError(f"{name!r} in the config: with Lightning {instead}: leave it out of the config")
+                raise ConfigError(
+                    f"{name!r} in the config: with Lightning configure_optimizers() makes it: leave it out of "
+                    "the config"
+                )
         self._sharded: ShardedModel | None = None
 
     # -- precision
@@ -306,23 +310,21 @@ class GeminiStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Rank 0 writes; on return the file is there, on every rank. Collective.
-
-        Raises what writing raises, on the other ranks RemoteRankError.
-        """
-        if self._sharded is None:
+        """Rank 0 writes; then the file is there on all ranks. Collective. Raises as `load_checkpoint` does."""
+        with ending_together(self._models, "the checkpoint is saved"):
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        communicator = self._sharded.chunk_manager.communicator
-        with communicator.publishing():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        communicator.wait_for_all("the checkpoint is saved")
 
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Every rank reads the file. Collective. Raises what reading raises, on the other ranks RemoteRankError."""
+        # All have read it before one loads it: a module's `load_state_dict` takes what it hears of other ranks for
+        # errors of single parameters, and goes on with the next one.
+        with ending_together(self._models, "the checkpoint is read"):
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return checkpoint
 
-_OTHERS = {
-    "optimizer": "configure_optimizers() makes it",
-    "scheduler": "configure_optimizers() makes it",
-}
+    @property
+    def _models(self) -> list[ShardedModel]:
+        return [] if self._sharded is None else [self._sharded]
 
 
 def _tell_device(module: nn.Module, device: torch.device) -> None:

@@ -38,3 +38,16 @@ def publishing_by_all(models: Iterable[ShardedModel]) -> Iterator[None]:
         for model in models:
             publishing.enter_context(model.chunk_manager.communicator.publishing())
         yield
+
+
+@contextmanager
+def ending_together(models: Iterable[ShardedModel], done: str) -> Iterator[None]:
+    """Around what ranks read or write by themselves: one that fails tells the others, and all end together.
+
+    done: what is over then, for messages. Collective unless there is no model. Raises RemoteRankError.
+    """
+    models = list(models)
+    with publishing_by_all(models):
+        yield
+        if models:
+            models[0].chunk_manager.communicator.wait_for_all(done)

@@ -109,6 +109,20 @@ def test_who_cannot_write_a_checkpoint_tells_every_rank(rank: int, world_size: i
         assert (folder / "free").exists()  # on every rank as soon as it returns
 
 
+@on_ranks(2)
+def test_who_cannot_read_a_checkpoint_tells_every_rank(rank: int, world_size: int) -> None:
+    """Rank 1 looks for it in a folder of its own, as on hosts without a shared disk."""
+    with shared_folder() as folder:
+        fit = trainer(folder, _ours(), enable_checkpointing=False)
+        fit.fit(Plain(), loader())
+        fit.save_checkpoint(folder / "0.ckpt")
+        module = Plain()
+        again = trainer(folder, _ours(), enable_checkpointing=False, max_epochs=2)
+        with pytest.raises(FileNotFoundError if rank == 1 else RemoteRankError, match=r"1\.ckpt"):
+            again.fit(module, loader(), ckpt_path=str(folder / f"{rank}.ckpt"))
+        assert_same(_weights(module), _weights(Plain()))
+
+
 class Large(Plain):
     """Makes its weights where they are sharded."""
 

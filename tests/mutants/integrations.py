@@ -12,9 +12,16 @@ PLANNED = "tests/features/test_micro_batches_of_libraries.py"
 
 MUTANTS = [
     Mutant(
+        "ranks load a checkpoint before all have read it",
+        LIGHTNING,
+        'with ending_together(self._models, "the checkpoint is read"):',
+        "if True:",
+        "tests/features/test_lightning_checkpoints.py::test_who_cannot_read_a_checkpoint_tells_every_rank",
+    ),
+    Mutant(
         "ranks that have read a state do not wait for one that cannot",
-        ACCELERATE,
-        'models[0].chunk_manager.communicator.wait_for_all("the state is loaded")',
+        "gemini/integrations/ranks.py",
+        "models[0].chunk_manager.communicator.wait_for_all(done)",
         "pass",
         f"{TESTS}::test_who_cannot_read_a_state_tells_every_rank",
     ),
@@ -147,22 +154,22 @@ MUTANTS = [
     Mutant(
         "a rank that cannot write an accelerator's state tells nobody",
         ACCELERATE,
-        "with publishing_by_all(models), ExitStack() as writing:",
+        'with ending_together(models, "the state is saved"), ExitStack() as writing:',
         "with ExitStack() as writing:",
         f"{TESTS}::test_who_cannot_write_a_state_tells_every_rank",
     ),
     Mutant(
         "of several models the first alone tells that a state cannot be written",
         ACCELERATE,
-        "with publishing_by_all(models), ExitStack() as writing:",
-        "with publishing_by_all(models[:1]), ExitStack() as writing:",
+        'with ending_together(models, "the state is saved"), ExitStack() as writing:',
+        'with ending_together(models[:1], "the state is saved"), ExitStack() as writing:',
         f"{TESTS}::test_who_cannot_write_the_state_of_one_of_two_models_tells_those_that_wait_in_the_other",
     ),
     Mutant(
         "a rank that cannot write Lightning's checkpoint tells nobody",
         LIGHTNING,
-        "        with communicator.publishing():\n            super().save_checkpoint",
-        "        if True:\n            super().save_checkpoint",
+        'with ending_together(self._models, "the checkpoint is saved"):',
+        "if True:",
         "tests/features/test_lightning_checkpoints.py::test_who_cannot_write_a_checkpoint_tells_every_rank",
     ),
     Mutant(
