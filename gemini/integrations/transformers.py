@@ -28,6 +28,7 @@ from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError
 from gemini.integrations.adapters import adapter_weights, is_adapted
 from gemini.integrations.precision import mixed_weights
+from gemini.integrations.ranks import ending_together
 from gemini.integrations.trainer_accelerator import TrainerAccelerator
 from gemini.integrations.training_arguments import (
     DTYPES,
@@ -248,12 +249,20 @@ class ShardedTraining(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The file is mapped: all ranks read the same pages of it, and keep none."""
         paths = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
-        # A checkpoint has neither file where `save_only_model=True` wrote it.
-        if checkpoint is None or not all(map(os.path.isfile, paths)):
-            return
-        state, schedule = (torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths)
-        self.optimizer.load_state_dict(state)
-        self.lr_scheduler.load_state_dict(schedule)
+        missing = [path for path in paths if not os.path.isfile(path)]
+        with ending_together([self.sharded_model], "the optimizer's state is loaded"):
+            # A checkpoint has neither file where `save_only_model=True` wrote it, and then no rank finds them.
+            communicator = self.sharded_model.chunk_manager.communicator
+            if checkpoint is None or communicator.least([len(missing)], "files that a checkpoint lacks")[0]:
+                return
+            if missing:
+                raise FileNotFoundError(
+                    f"this rank does not find {' and '.join(missing)}, and another rank does: resume from a folder "
+                    "that every rank can read, or save with save_on_each_node=True"
+                )
+            state, schedule = (torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths)
+            self.optimizer.load_state_dict(state)
+            self.lr_scheduler.load_state_dict(schedule)
 
     @property
     def _writes_once(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,24 @@ def test_who_cannot_write_tells_every_rank(rank: int, world_size: int) -> None:
             each.save_model(taken)
         each.save_model(os.path.join(folder, "free"))
         each.sharded_model.close()
+
+
+@on_ranks(2)
+def test_a_rank_that_lacks_the_optimizers_file_tells_every_rank(rank: int, world_size: int) -> None:
+    """Each rank has a folder of its own, as on hosts without a shared disk."""
+    with shared_folder() as folder:
+        each = trainer(folder, save_strategy="steps", save_steps=2)
+        each.train()
+        mine = Path(shutil.copytree(folder / "checkpoint-2", folder / str(rank)))
+        if rank == 1:
+            (mine / "optimizer.pt").unlink()
+        again = trainer(folder)
+        with pytest.raises(FileNotFoundError if rank == 1 else RemoteRankError, match=r"does not find .*optimizer\.pt"):
+            again.train(resume_from_checkpoint=str(mine))
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        assert state_hash(again.sharded_model, again.optimizer) == state_hash(each.sharded_model, each.optimizer)
+        for one in (each, again):
+            one.sharded_model.close()
 
 
 @on_ranks(1, 2)

@@ -12,6 +12,13 @@ PLANNED = "tests/features/test_micro_batches_of_libraries.py"
 
 MUTANTS = [
     Mutant(
+        "a rank that lacks the optimizer's file trains on without its state",
+        TRAINER,
+        "            if missing:\n                raise",
+        "            if missing:\n                return\n                raise",
+        "tests/features/test_transformers_checkpoints.py::test_a_rank_that_lacks_the_optimizers_file_tells_every_rank",
+    ),
+    Mutant(
         "ranks load a checkpoint before all have read it",
         LIGHTNING,
         'with ending_together(self._models, "the checkpoint is read"):',
