@@ -29,6 +29,7 @@ class StateHooks:
         # The references are weak, so that whole copies are freed with the user's state dict.
         self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # of tied ones, by index
         self._first_names: dict[int, str] = {}  # the names of these copies in the state dict
+        self._errors: list[str] | None = None  # torch's list of what went wrong in the last load: each load has its own
 
     def install(self, root: nn.Module) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
@@ -93,5 +94,12 @@ class StateHooks:
         """Make torch copy into the parameters, which takes values to their masters, instead of replacing them."""
         # torch sets this for `load_state_dict(assign=True)`, which would put plain tensors in the parameters' place.
         metadata["assign_to_params_buffers"] = False
+        errors: list[str] = rest[-1]
         with self._step.publishing():
             self._step.check_idle("load_state_dict()")
+            # Whatever raises while torch copies into a parameter it notes as an error of that parameter, and goes on
+            # with the next: also what this rank hears of another one. So all ranks meet before the first copy, and
+            # hear there of a rank that could not read its file.
+            if errors is not self._errors:
+                self._errors = errors
+                self._step.communicator.wait_for_all("load_state_dict()")

@@ -13,8 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
@@ -23,16 +21,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
-from gemini.access.link import Link
-from gemini.access.parameter_link import any_link_of
 from gemini.building.zero_init import ZeroInitContext
 from gemini.dist_logger import get_dist_logger
 from gemini.engine.agreement import Source, agreed_config
 from gemini.engine.config import load_config
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.batches import window_of, without_effect
+from gemini.integrations.lightning_module import is_sharded, tell_device
 from gemini.integrations.lightning_precision import GeminiPrecision, plain_of
 from gemini.integrations.ranks import ending_together
 from gemini.launch import launched_config
@@ -158,7 +154,7 @@ class GeminiStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             _check_optimizers(self.optimizers)
         self.model = self._wrap(module, trainer.accumulate_grad_batches if fits else None)
-        _tell_device(module, self.root_device)
+        tell_device(module, self.root_device)
         if fits:
             self.optimizers = [self._shard(each) for each in self.optimizers]
         # The precision plugin scales losses by the optimizers that it is shown here, so they must be sharded by now.
@@ -170,7 +166,7 @@ class GeminiStrategy(DDPStrategy):
         # After `validate()` alone the model has no optimizer yet, and this Trainer may still fit it. Of a module that
         # another Trainer has sharded, the `ShardedModel` is not at hand.
         known = self._sharded if self._sharded is not None and self._sharded.module is module else None
-        if _is_sharded(module) and (known is None or known.chunk_manager.optimizer is not None):
+        if is_sharded(module) and (known is None or known.chunk_manager.optimizer is not None):
             raise UnsupportedError(
                 "this LightningModule has been sharded and fitted before: make a new one, load_state_dict() of this "
                 "one's state_dict(), or continue with trainer.fit(new_module, ckpt_path=...)"
@@ -183,7 +179,7 @@ class GeminiStrategy(DDPStrategy):
         """
         if self._sharded is not None and self._sharded.module is module:
             return self._sharded
-        if _is_sharded(module):
+        if is_sharded(module):
             return module  # type: ignore[no-any-return]
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         config = agreed_config(self._source, group, auto=self._precision.auto)
@@ -325,20 +321,6 @@ class GeminiStrategy(DDPStrategy):
     @property
     def _models(self) -> list[ShardedModel]:
         return [] if self._sharded is None else [self._sharded]
-
-
-def _tell_device(module: nn.Module, device: torch.device) -> None:
-    """Do what `module.to(device)` does beside moving parameters, each of which would be fetched for it. Local."""
-    for each in module.modules():
-        if isinstance(each, Metric):
-            each.to(device)  # its state is neither parameter nor buffer
-        elif isinstance(each, pl.LightningModule):
-            each._device = device
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether a parameter is in chunks of a `ShardedModel`, and not of a model under construction."""
-    return any(isinstance(any_link_of(parameter), Link) for parameter in module.parameters())
 
 
 def _check_optimizers(optimizers: list[Any]) -> None:

@@ -246,6 +246,14 @@ class ShardedTraining(_Trainer):
                 torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with ending_together([self.sharded_model], "the weights are loaded"):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with ending_together([self.sharded_model], "the best weights are loaded"):
+            super()._load_best_model()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The file is mapped: all ranks read the same pages of it, and keep none."""
         paths = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]

@@ -113,16 +113,25 @@ def test_who_cannot_write_tells_every_rank(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_lacks_the_optimizers_file_tells_every_rank(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("optimizer.pt", FileNotFoundError, r"does not find .*optimizer\.pt"),
+        ("model.safetensors", ValueError, "Can't find a valid checkpoint"),
+    ],
+)
+def test_a_rank_that_lacks_a_file_tells_every_rank(
+    rank: int, world_size: int, name: str, error: type[Exception], words: str
+) -> None:
     """Each rank has a folder of its own, as on hosts without a shared disk."""
     with shared_folder() as folder:
         each = trainer(folder, save_strategy="steps", save_steps=2)
         each.train()
         mine = Path(shutil.copytree(folder / "checkpoint-2", folder / str(rank)))
         if rank == 1:
-            (mine / "optimizer.pt").unlink()
+            (mine / name).unlink()
         again = trainer(folder)
-        with pytest.raises(FileNotFoundError if rank == 1 else RemoteRankError, match=r"does not find .*optimizer\.pt"):
+        with pytest.raises(error if rank == 1 else RemoteRankError, match=words):
             again.train(resume_from_checkpoint=str(mine))
         again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         assert state_hash(again.sharded_model, again.optimizer) == state_hash(each.sharded_model, each.optimizer)

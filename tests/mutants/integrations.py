@@ -12,11 +12,18 @@ PLANNED = "tests/features/test_micro_batches_of_libraries.py"
 
 MUTANTS = [
     Mutant(
+        "ranks copy what they load before all have read their files",
+        "gemini/access/state_hooks.py",
+        "            if errors is not self._errors:\n",
+        "            if False:\n",
+        "tests/features/test_transformers_checkpoints.py::test_a_rank_that_lacks_a_file_tells_every_rank",
+    ),
+    Mutant(
         "a rank that lacks the optimizer's file trains on without its state",
         TRAINER,
         "            if missing:\n                raise",
         "            if missing:\n                return\n                raise",
-        "tests/features/test_transformers_checkpoints.py::test_a_rank_that_lacks_the_optimizers_file_tells_every_rank",
+        "tests/features/test_transformers_checkpoints.py::test_a_rank_that_lacks_a_file_tells_every_rank",
     ),
     Mutant(
         "ranks load a checkpoint before all have read it",
