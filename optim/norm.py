@@ -165,7 +165,8 @@ def first_nonfinite(flat: Tensor, sums: Tensor) -> Tensor:
     # repeat.
     indices.clamp_(max=flat.numel() - 1)
     bad_elements = flat.detach()[indices].isfinite().logical_not_()
-    return torch.where(bad_tiles.any(), indices[bad_elements.to(torch.uint8).argmax()], none)
+    # `take`, because `indices[...]` with one position has the host read it, and so wait for the device.
+    return torch.where(bad_tiles.any(), indices.take(bad_elements.to(torch.uint8).argmax()), none)
 
 
 def norm_from_limbs(limbs: NormLimbs) -> float:

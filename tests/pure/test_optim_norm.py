@@ -239,3 +239,11 @@ def test_fp64_sums_are_those_of_fp64_lanes_within_the_limbs_range() -> None:
 def test_limbs_of_another_layout_are_refused() -> None:
     with pytest.raises(ValueError, match="limbs"):
         accumulate_sum_of_squares_(torch.zeros(NUM_LIMBS - 1, dtype=torch.int64), torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_host_reads_nothing_off_the_cpu(dtype: torch.dtype) -> None:
+    # Nothing of "meta" can be read: what would wait for a GPU raises here.
+    limbs = zero_norm_limbs("meta")
+    first = accumulate_sum_of_squares_(limbs, torch.ones(3 * TILE + 5, dtype=dtype, device="meta"))
+    assert first.shape == () and first.device.type == "meta"
