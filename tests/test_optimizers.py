@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError
+from gemini.optimizer.runs import Run
 from gemini.optimizer.torch_update import TESTED
 from optim import CPUAdam, HybridAdam
 from tests.zoo.mlp import (
@@ -135,6 +136,18 @@ def test_every_tested_optimizer_has_the_plain_ones_bits(kind: type[torch.optim.O
             for name, value in entry.items():
                 if value is not None:
                     assert torch.equal(torch.as_tensor(mine[number][name]), torch.as_tensor(value)), name
+
+
+def test_an_update_of_no_elements_has_its_gradient_where_the_states_are() -> None:
+    # Every step begins with one, and torch's optimizers refuse a gradient of the CPU beside states on a GPU. "meta" is
+    # the other device that every machine has.
+    model = wrap("cuda")
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()))
+    train_step(model, optimizer)
+    for state in optimizer._chunk_states.by_chunk.values():
+        state.flats = {name: flat.to("meta") for name, flat in state.flats.items()}
+        update = state.start(Run(0, 0, (0,), 0))
+        assert {each.device.type for each in (update.grad, *update.flat.values())} == {"meta"}
 
 
 @pytest.mark.parametrize("kind", [HybridAdam, CPUAdam])

@@ -186,11 +186,16 @@ class ChunkOptimizerState:
         # States that these parameters lack and that have memory already: if the update creates one, its values go
         # there.
         room = {name: each[part] for name, each in self.flats.items() if name not in names}
-        # The empty gradient of a run without elements tells the update which dtype the weights have.
-        grad = torch.zeros(0, dtype=self.dtype, device="cpu") if grad is None else grad[part]
+        grad = self._no_gradient() if grad is None else grad[part]
         # The scalars are copied, because a parameter that this step passes over may share the dict, and its step count
         # must not grow.
         return RunUpdate(run, weights, grad, flat, dict(scalars or {}), is_new=scalars is None, room=room)
+
+    def _no_gradient(self) -> Tensor:
+        """The gradient of a run without elements. It tells the update which dtype the weights have, and where."""
+        # Torch's optimizers refuse a gradient on another device than their states, though neither has an element.
+        device = next((flat.device for flat in self.flats.values()), torch.device("cpu"))
+        return torch.zeros(0, dtype=self.dtype, device=device)
 
     def store_updates(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
         """Store the states and scalars that the updates of a step have made."""

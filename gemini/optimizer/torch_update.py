@@ -71,8 +71,8 @@ def _most(device: torch.device) -> int:
 def _in_tiles(updates: Sequence[RunUpdate], after: Sequence[dict[str, Any]]) -> Iterator[list[_Tile]]:
     """All elements of the runs in groups of tiles, each group of at most `TILE_NUMEL` elements."""
     group: list[_Tile] = []
-    # A run without elements has a gradient on the CPU, also in a chunk that is updated on the device: the largest size
-    # is that of the chunk's device.
+    # In a chunk without states, a run without elements has its gradient on the CPU, though the chunk may be updated on
+    # the device: the largest size is that of the chunk's device.
     most = room = max((_most(each.grad.device) for each in updates), default=1)
     for each, its in zip(updates, after, strict=True):
         start = 0

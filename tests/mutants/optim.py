@@ -4,6 +4,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "the host reads where the first element is that is not finite",
+        "optim/norm.py",
+        "indices.take(bad_elements.to(torch.uint8).argmax())",
+        "indices[bad_elements.to(torch.uint8).argmax()]",
+        "tests/pure/test_optim_norm.py::test_the_host_reads_nothing_off_the_cpu",
+    ),
+    Mutant(
         "autograd is not told what a kernel wrote",
         "optim/dispatch.py",
         "            cpu_adam.update(group, scalars)\n            _note_writes(group)\n",

@@ -4,6 +4,13 @@ from tests.mutants.mutant import HALF, ONE_RANK, PAIRS, TWO_RANKS, Mutant
 
 MUTANTS = [
     Mutant(
+        "an update of no elements has its gradient on the CPU",
+        "gemini/optimizer/chunk_state.py",
+        'device = next((flat.device for flat in self.flats.values()), torch.device("cpu"))',
+        'device = torch.device("cpu")',
+        "tests/test_optimizers.py::test_an_update_of_no_elements_has_its_gradient_where_the_states_are",
+    ),
+    Mutant(
         "what a torch optimizer was lent keeps a slot from its next payload",
         "gemini/optimizer/torch_update.py",
         "        worker.state.clear()\n        worker.param_groups.clear()\n\n",
