@@ -36,6 +36,9 @@ class _Keyed(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # Torch asks a vendor's device (PrivateUse1) whether `.data =` is possible by an operation, which comes here.
+        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
+            return True
         raise AssertionError("a placeholder keeps none of these")
 
 
