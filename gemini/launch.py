@@ -54,7 +54,7 @@ def launch_from_torch(
 
     Args:
         config: what `initialize` takes where it is given none: a mapping, a path or a `Config`. None: nothing.
-        backend: for `init_process_group`. None: gloo on the CPU, and NCCL on CUDA devices if there are any.
+        backend: for `init_process_group`. None: gloo on the CPU, and torch's default on accelerators, as NCCL on CUDA.
         seed: for `torch.manual_seed`, the same on every rank. None leaves the random state as it is.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         verbose: whether rank 0 logs the number of ranks, the backend and the device.
@@ -137,9 +137,7 @@ def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: b
     if has_gpus:
         # Otherwise every rank of this machine would use its first device.
         torch.accelerator.set_device_index(_device_index(local_rank, torch.accelerator.device_count()))
-    if backend is None:
-        # gloo carries what lies on the CPU: control words, and weights of a model under construction.
-        backend = "cpu:gloo,cuda:nccl" if has_gpus and current_device().type == "cuda" else "gloo"
+    backend = _backend_of(current_device()) if backend is None else backend
     dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout))
     atexit.register(_leave)
     if verbose:
@@ -148,6 +146,12 @@ def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: b
             f"{'not seeded' if seed is None else f'seed {seed}'}",
             ranks=[0],
         )
+
+
+def _backend_of(device: torch.device) -> str:
+    """The backends for `init_process_group`: gloo, and beside it what torch has for the kind of accelerator."""
+    # gloo carries what lies on the CPU: control words, and weights of a model under construction.
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def _device_index(local_rank: int, num_devices: int) -> int:

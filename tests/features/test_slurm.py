@@ -1,11 +1,16 @@
-"""`launch_from_slurm` in processes that have the environment which srun gives its tasks."""
+"""`launch_from_torch`, and `launch_from_slurm` in processes that have the environment which srun gives its tasks."""
 
+import atexit
 import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from gemini import launch
 
 SCRIPT = textwrap.dedent(
     """
@@ -65,3 +70,19 @@ def test_the_tasks_of_a_step_become_ranks_each_with_the_one_gpu_that_it_sees() -
         for task in started:
             task.kill()
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")]
+)
+def test_a_launch_asks_for_the_backend_of_the_accelerator_that_is_here(
+    kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(launch, "current_device", lambda: torch.device(kind))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: asked.append(backend))
+    monkeypatch.setattr(atexit, "register", lambda leave: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    launch.launch_from_torch(seed=None, verbose=False)
+    assert asked == [backend]
