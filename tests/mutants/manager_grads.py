@@ -176,7 +176,7 @@ MUTANTS = [
         "gemini/manager/grad_homes.py",
         "            target.flat.add_(staging.flat)",
         "            target.flat.copy_(staging.flat)",
-        PAIRS,
+        HALF,
     ),
     Mutant(
         "the slot that a reduction reads is not waited for",
