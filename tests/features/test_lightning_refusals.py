@@ -160,7 +160,7 @@ def test_the_names_of_lightnings_that_are_used_are_there() -> None:
     assert hasattr(strategy, "_layer_sync")
     assert {"_compiler_ctx", "_device"} <= vars(Plain()).keys()
     read = set()
-    for name in ("lightning", "lightning_precision"):
+    for name in ("lightning", "lightning_module", "lightning_precision"):
         tree = ast.parse((ROOT / f"gemini/integrations/{name}.py").read_text())
         read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr[:1] == "_"}
     ours = {"_precision", "_source", "_sharded", "_optimizers", "_wrap", "_shard", "_in_forward", "_refuse_second_fit"}

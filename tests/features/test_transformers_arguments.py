@@ -283,6 +283,8 @@ def test_a_trainer_of_ones_own_is_sharded_by_a_base_class(tmp_path: Path) -> Non
 PRIVATE = {
     "_build_accelerator_args": "(self, **kwargs)",
     "_has_mixed_mesh_grads": "(self, model)",
+    "_load_best_model": "(self)",
+    "_load_from_checkpoint": "(self, resume_from_checkpoint, model)",
     "_load_optimizer_and_scheduler": "(self, checkpoint)",
     "_move_model_to_device": "(self, model, device)",
     "_save": "(self, output_dir, state_dict)",
