@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -232,7 +232,7 @@ class ShardedTraining(_Trainer):
             state_dict = adapter_weights(self.model)
         elif state_dict is None:
             state_dict = self.sharded_model.state_dict(rank0_only=self._writes_once)
-        with self._writing("weights are saved"):
+        with self._together("weights are saved"):
             if is_peft and not self.args.should_save:
                 # peft runs prompt encoders for what it saves, whose weights ranks gather from each other
                 folder = self.args.output_dir if output_dir is None else output_dir
@@ -241,24 +241,24 @@ class ShardedTraining(_Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = self.optimizer.state_dict(rank0_only=self._writes_once)
-        with self._writing("the optimizer's state is saved"):
+        with self._together("the optimizer's state is saved"):
             if self.args.should_save:
                 torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with ending_together([self.sharded_model], "the weights are loaded"):
+        with self._together("the weights are loaded"):
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        with ending_together([self.sharded_model], "the best weights are loaded"):
+        with self._together("the best weights are loaded"):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The file is mapped: all ranks read the same pages of it, and keep none."""
         paths = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
         missing = [path for path in paths if not os.path.isfile(path)]
-        with ending_together([self.sharded_model], "the optimizer's state is loaded"):
+        with self._together("the optimizer's state is loaded"):
             # A checkpoint has neither file where `save_only_model=True` wrote it, and then no rank finds them.
             communicator = self.sharded_model.chunk_manager.communicator
             if checkpoint is None or communicator.least([len(missing)], "files that a checkpoint lacks")[0]:
@@ -276,13 +276,9 @@ class ShardedTraining(_Trainer):
     def _writes_once(self) -> bool:
         return not self.args.save_on_each_node
 
-    @contextmanager
-    def _writing(self, done: str) -> Iterator[None]:
-        """A context for writing: a rank that cannot write tells all others, and afterwards the files are there."""
-        communicator = self.sharded_model.chunk_manager.communicator
-        with communicator.publishing():
-            yield
-        communicator.wait_for_all(done)
+    def _together(self, done: str) -> AbstractContextManager[None]:
+        """Around files that are read or written: a rank that cannot tells the others, and all are done behind it."""
+        return ending_together([self.sharded_model], done)
 
     def end(self) -> None:
         """Do what the Trainer does at the very end: the model gives its memory back too. Collective."""
