@@ -4,15 +4,14 @@ Without one, those that can run on the emulated device do, so that the tests the
 `make test`, the rest with the long tests. GEMINI_TEST_DEVICE=cpu or =cuda chooses; cuda without a GPU skips all.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts: before the first product
-DEVICE = torch.device(os.environ.get("GEMINI_TEST_DEVICE", "cuda" if torch.cuda.is_available() else "cpu"))
+from tests.gpu.device import DEVICE
+
 FOLDER = Path(__file__).parent
 FIRST = "test_what_rests_on_the_host", "test_the_allocators", "test_nothing_is_reserved", "test_a_budget_that_is"
 ON_GPU_ONLY = "gpt2-sdpa-", "gpt2-half", "gpt2-fits", "gpt2-cpu", "gpt2-cuda", "checkpoint-fits", "checkpoint-cuda"

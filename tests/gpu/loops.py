@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import gemini
 from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
+from tests.harness.devices import emulated
 from tests.zoo import hf_models, mlp
 from tests.zoo.mlp import minimum_bytes
 
@@ -114,10 +115,6 @@ def wrap(
 
 def smallest_budget(subject: Subject, options: dict[str, Any]) -> int:
     return minimum_bytes(subject.build(), **options)
-
-
-def emulated(device: torch.device) -> torch.device | str:
-    return "emulated" if device.type == "cpu" else device
 
 
 def train_steps(

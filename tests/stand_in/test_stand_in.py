@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = "tests/stand_in/on_device.py", "tests/gpu/test_gpu.py"
+FILES = "tests/stand_in/on_device.py", "tests/gpu/test_use.py", "tests/gpu/test_walks.py", "tests/gpu/test_gpu.py"
 
 
 @pytest.mark.soak

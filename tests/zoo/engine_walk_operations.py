@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import gemini
 from tests.zoo.engine_walks import EngineWalk, Stopped, operation
-from tests.zoo.walks import BLOCKS, Net, assert_same, loss_of, tokens
+from tests.zoo.walks import BLOCKS, Net, assert_same, batch_for, loss_of
 
 
 def backward_of_both(walk: EngineWalk) -> None:
@@ -181,7 +181,7 @@ def move_states(walk: EngineWalk) -> None:
 @operation()
 @torch.no_grad()
 def generate(walk: EngineWalk) -> None:
-    batch, found = tokens(walk.number()), []
+    batch, found = batch_for(walk.plain.model, walk.number()), []
     try:
         with walk.engine.gathered_for_generation() as module:
             module.eval()

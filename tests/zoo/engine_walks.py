@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gemini
 import optim
+from tests.harness.devices import CPU, emulated
 from tests.zoo.drawn import Operations
 from tests.zoo.walks import Net, assert_same, build
 
@@ -34,8 +35,10 @@ class Stopped(Exception):
 class PlainEngine:
     """What an `Engine` does, by hand."""
 
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], window: int, clip: float | None) -> None:
-        self.model: Net = build()
+    def __init__(
+        self, model: Net, make: Callable[[Any], torch.optim.Optimizer], window: int, clip: float | None
+    ) -> None:
+        self.model = model
         self.optimizer = make(self.model.parameters())
         self.window, self.clip, self.in_window = window, clip, 0
         self.global_steps = self.micro_steps = self.window_begins = 0
@@ -68,13 +71,15 @@ class PlainEngine:
 class EngineWalk:
     """An engine and the plain loop, and what has been done to them."""
 
-    def __init__(self, chance: random.Random, world_size: int) -> None:
-        self.chance, self.world_size = chance, world_size
-        self.name = chance.choice(list(OPTIMIZERS))
+    optimizers = OPTIMIZERS
+
+    def __init__(self, chance: random.Random, world_size: int, device: torch.device = CPU) -> None:
+        self.chance, self.world_size, self.device = chance, world_size, device
+        self.name = chance.choice(list(self.optimizers))
         self.window, self.clip = chance.choice([1, 1, 2, 3]), chance.choice([None, 0.05, 1.0])
         self.scheduled = chance.choice(["no", "engine", "script"])
         self.engine = self.make()
-        self.plain = PlainEngine(OPTIMIZERS[self.name], self.window, self.clip)
+        self.plain = PlainEngine(build().to(device), self.optimizers[self.name], self.window, self.clip)
         if self.scheduled != "no":
             self.plain.schedule = schedule_of(self.plain.optimizer)
         self.saved: tuple[Any, ...] | None = None
@@ -87,7 +92,7 @@ class EngineWalk:
         """An engine with other places and the same arithmetic."""
         chance = self.chance
         self.options: dict[str, Any] = {
-            "device": "emulated",
+            "device": str(emulated(self.device)),
             "rank_timeout": 60.0,
             "stage": chance.choice([0, 1, 2, 3]),
             "tensor_placement_policy": chance.choice(["auto", "cpu", "cuda"]),
@@ -100,14 +105,14 @@ class EngineWalk:
             self.options["clip_grad_norm"] = self.clip
         model = build()
         if self.scheduled == "script":
-            optimizer = OPTIMIZERS[self.name](model.parameters())
+            optimizer = self.optimizers[self.name](model.parameters())
             found = gemini.initialize(
                 model, optimizer, lr_scheduler=schedule_of(optimizer), config=self.options, verbose=False
             )
         else:
             schedule = schedule_of if self.scheduled == "engine" else None
             found = gemini.initialize(
-                model, OPTIMIZERS[self.name], lr_scheduler=schedule, config=self.options, verbose=False
+                model, self.optimizers[self.name], lr_scheduler=schedule, config=self.options, verbose=False
             )
         return found[0]
 

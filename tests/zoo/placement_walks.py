@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
+from tests.harness.devices import CPU, emulated
 from tests.zoo.walks import OPTIMIZERS, Walk, assert_same, build
 
 # A batch norm of 16-bit weights needs buffers in them too, and those keep their dtype.
@@ -35,7 +36,7 @@ class PlacementWalk(Walk):
     # up in 16 bits or in fp32, as the chunk is still open or not (docs/architecture.md).
     checkpoints = None, False
 
-    def __init__(self, chance: random.Random, world_size: int, rank: int) -> None:
+    def __init__(self, chance: random.Random, world_size: int, rank: int, device: torch.device = CPU) -> None:
         self.rank = rank
         # These decide in which dtype a gradient rests, and so how an edit of it between micro-batches is rounded.
         accumulate = chance.choice([None, None, torch.float32])
@@ -47,7 +48,7 @@ class PlacementWalk(Walk):
             "gradient_accumulation_steps": chance.choice([None, 1, 2]),
         }
         self.clipping = chance.choice([None, 0.3])
-        super().__init__(chance, world_size)
+        super().__init__(chance, world_size, device)
 
     def number(self) -> int:
         """Ranks have batches of their own."""
@@ -60,7 +61,7 @@ class PlacementWalk(Walk):
         whole = {"tensor_placement_policy": "cuda", **self.shared}
         if self.world_size > 1:  # which decides the order in which gradients of ranks are added up
             whole["stage"] = self.options["stage"]
-        return ShardedModel(build(), device="emulated", rank_timeout=60, **whole)
+        return ShardedModel(build(), device=emulated(self.device), rank_timeout=60, **whole)
 
     def finish(self, model: Any, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         return ShardedOptimizer(model, optimizer, clip_grad_norm=self.clipping, initial_scale=2.0**8)

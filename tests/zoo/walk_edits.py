@@ -18,7 +18,7 @@ def edit_a_weight(walk: Walk) -> None:
     def do(model: Any, _: Any) -> None:
         weight = of(model, name)
         if how == 0:
-            weight.data = torch.full(weight.shape, 0.25, dtype=weight.dtype)
+            weight.data = torch.full(weight.shape, 0.25, dtype=weight.dtype, device=weight.device)
         elif how == 1:
             weight.data.add_(0.01)
         elif how == 2:
@@ -60,7 +60,7 @@ def edit_a_gradient(walk: Walk) -> None:
         if how == 0:
             weight.grad = None
         elif how == 1:
-            weight.grad = torch.full(weight.shape, 0.125, dtype=weight.dtype)
+            weight.grad = torch.full(weight.shape, 0.125, dtype=weight.dtype, device=weight.device)
         else:
             assert weight.grad is not None
             if how == 2:

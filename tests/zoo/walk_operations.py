@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedOptimizer
-from tests.zoo.walks import BLOCKS, WIDTH, Walk, assert_same, loss_of, net_of, of, operation, tokens, zero_both
+from tests.zoo.walks import BLOCKS, WIDTH, Walk, assert_same, batch_for, loss_of, net_of, of, operation, zero_both
 
 # -- forward, backward, step
 
@@ -74,7 +74,7 @@ def evaluate(walk: Walk) -> None:
         was = model.training
         model.train(trains and was)
         with mode():
-            found = model(tokens(number)).clone()
+            found = model(batch_for(model, number)).clone()
         model.train(was)
         return found
 
@@ -130,7 +130,7 @@ def call_a_block(walk: Walk) -> None:
 
     def do(model: Any, optimizer: Any) -> Tensor:
         block = net_of(model).blocks[place]
-        found: Tensor = block(x.to(block.scale.dtype))
+        found: Tensor = block(x.to(block.scale))
         if trains and found.requires_grad:
             walk.scale(optimizer, found.sum()).backward()
         return found

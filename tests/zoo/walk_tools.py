@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from gemini import ShardedOptimizer, safe_get_full_optimizer_state
-from tests.zoo.walks import BLOCKS, Walk, assert_same, loss_of, net_of, of, operation, tokens, zero_both
+from tests.zoo.walks import BLOCKS, Walk, assert_same, batch_for, loss_of, net_of, of, operation, zero_both
 
 
 @operation()
 def copy_the_model(walk: Walk) -> None:
-    """As an average of weights over time does: the copy is a plain module, which computes the same."""
+    """As an average of weights over time does: the copy is a plain module on the host, which computes the same."""
     number = walk.number()
 
     def do(model: Any, _: Any) -> Tensor:
         copied = copy.deepcopy(model)
         assert [name for name, _ in copied.named_parameters()] == [name for name, _ in model.named_parameters()]
         with torch.no_grad():
-            found: Tensor = copied.eval()(tokens(number))
+            found: Tensor = copied.to(walk.device).eval()(batch_for(model, number))
         return found
 
     walk.agree(do)
@@ -58,7 +58,7 @@ def train_under_autocast(walk: Walk) -> None:
         return  # torch has no norm of weights in 16 bits for inputs in others
 
     def do(model: Any, optimizer: Any) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(walk.device.type, dtype=torch.bfloat16):
             loss = loss_of(model, number)
         walk.scale(optimizer, loss).backward()
         return loss

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gemini import ShardedModel, ShardedOptimizer
+from tests.harness.devices import CPU, emulated
 from tests.harness.seed import seed
 from tests.zoo.drawn import Operations
 
@@ -74,8 +75,13 @@ def tokens(number: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(number))
 
 
+def batch_for(model: Any, number: int) -> Tensor:
+    """`tokens(number)` where the weights of a wrapped or a plain model are."""
+    return tokens(number).to(net_of(model).temperature.device)
+
+
 def loss_of(model: nn.Module, number: int) -> Tensor:
-    batch = tokens(number)
+    batch = batch_for(model, number)
     return functional.cross_entropy(model(batch).flatten(0, 1), batch.roll(1, 0).flatten())
 
 
@@ -94,10 +100,10 @@ class Walk:
     optimizers = OPTIMIZERS
     checkpoints: tuple[bool | None, ...] = None, False, True
 
-    def __init__(self, chance: random.Random, world_size: int) -> None:
-        self.chance, self.world_size = chance, world_size
+    def __init__(self, chance: random.Random, world_size: int, device: torch.device = CPU) -> None:
+        self.chance, self.world_size, self.device = chance, world_size, device
         self.options, self.name = self.draw_options(), chance.choice(list(self.optimizers))
-        self.model = ShardedModel(build(), device="emulated", rank_timeout=60, **self.options)
+        self.model = ShardedModel(build(), device=emulated(device), rank_timeout=60, **self.options)
         self.plain = self.build_plain()
         made = [self.optimizers[self.name](self._groups(model)) for model in (self.model, self.plain)]
         self.optimizer, self.its = self.finish(self.model, made[0]), self.finish(self.plain, made[1])
@@ -110,7 +116,7 @@ class Walk:
 
     def build_plain(self) -> nn.Module:
         """The model that the wrapped one is held against."""
-        return build()
+        return build().to(self.device)
 
     def draw_options(self) -> dict[str, Any]:
         """Arguments of `ShardedModel`."""
@@ -182,7 +188,7 @@ class Walk:
 
 def assert_same(ours: Tensor | None, its: Tensor | None, what: str) -> None:
     assert (ours is None) == (its is None), what
-    assert ours is its is None or torch.equal(ours.detach().clone(), its.detach()), what  # type: ignore[union-attr]
+    assert ours is its is None or torch.equal(ours.detach().to(CPU, copy=True), its.detach().to(CPU)), what  # type: ignore[union-attr]
 
 
 def of(model: nn.Module, name: str) -> nn.Parameter:
@@ -190,7 +196,8 @@ def of(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def net_of(model: Any) -> Net:
-    return model.module if isinstance(model, ShardedModel) else model
+    """Of a wrapped model, an engine, or a plain model."""
+    return getattr(model, "module", model)  # plain nets have no part of this name
 
 
 operation = Operations[Walk]()
