@@ -28,6 +28,9 @@ help:
 	@echo "make bench    the measured tables              make gpu    the tests that need a GPU"
 	@echo "make docs     the documentation, into site/"
 
+# These tests are of the device that is emulated on the CPU, on a machine with a GPU too; `make gpu` is for that one.
+check test soak golden mutants: export CUDA_VISIBLE_DEVICES :=
+
 setup: $(STAMP)
 	@echo "setup: .venv is ready ($$($(PY) -V))"
 

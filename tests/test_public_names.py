@@ -145,7 +145,7 @@ def example_names(text: str) -> dict[str, Any]:
     model = gemini.ShardedModel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
     if "optimizer = " not in text:  # a model has one
         optimizer = gemini.ShardedOptimizer(model, gemini.HybridAdam(model.parameters()))
-        optimizer.backward(model(torch.ones(2, 8)).sum())
+        optimizer.backward(model(torch.ones(2, 8, device=gemini.current_device())).sum())
         optimizer.step()
         names["optimizer"] = optimizer
     return {**names, "torch": torch, "module": torch.nn.Linear(8, 8), "model": model}

@@ -38,7 +38,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
     Example:
         >>> weight = model.module[0].weight
-        >>> loss = model(torch.ones(2, 8)).sum()
+        >>> loss = model(torch.ones(2, 8, device=current_device())).sum()
         >>> optimizer.backward(loss)
         >>> safe_get_full_grad(weight).shape
         torch.Size([8, 8])
@@ -96,7 +96,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
     Example:
         >>> weight = model.module[0].weight
-        >>> optimizer.backward(model(torch.ones(2, 8)).sum())
+        >>> optimizer.backward(model(torch.ones(2, 8, device=current_device())).sum())
         >>> safe_set_full_grad(weight, torch.ones(8, 8))
         >>> safe_get_full_grad(weight).sum().item()
         64.0
@@ -145,7 +145,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     `param` is not a `ShardedModel`'s, and GeminiError inside a forward or backward.
 
     Example:
-        >>> optimizer.backward(model(torch.ones(2, 8)).sum())
+        >>> optimizer.backward(model(torch.ones(2, 8, device=current_device())).sum())
         >>> safe_get_local_grad(model.module[0].weight).shape  # one rank has all of it
         torch.Size([64])
     """
@@ -201,7 +201,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
     Example:
         >>> weight = model.module[0].weight
-        >>> optimizer.backward(model(torch.ones(2, 8)).sum())
+        >>> optimizer.backward(model(torch.ones(2, 8, device=current_device())).sum())
         >>> safe_set_local_grad(weight, safe_get_local_grad(weight) / 2)
     """
     link = _begin("safe_set_local_grad", param)

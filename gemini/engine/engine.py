@@ -45,7 +45,7 @@ class Engine:
 
     Example:
         >>> engine, *_ = initialize(torch.nn.Linear(8, 1), config={"optimizer": {"type": "HybridAdam"}})
-        >>> loss = engine(torch.ones(4, 8)).square().mean()
+        >>> loss = engine(torch.ones(4, 8, device=engine.device)).square().mean()
         >>> _ = engine.backward(loss)
         >>> engine.step()
     """

@@ -61,7 +61,7 @@ class Accelerator(accelerate.Accelerator):
         >>> accelerator = Accelerator(cpu=True, gemini={"stage": 3, "device_memory": "1GiB"})
         >>> model = torch.nn.Linear(8, 1)
         >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        >>> accelerator.backward(model(torch.ones(4, 8)).square().mean())
+        >>> accelerator.backward(model(torch.ones(4, 8, device=accelerator.device)).square().mean())
         >>> optimizer.step()
     """
 

@@ -184,7 +184,7 @@ class Calls:
         entering: the module of a call that is on this thread's stack, but not entered yet.
         """
         here = get_ident()
-        frames = sys._current_frames()
+        frames = _frames()
         # Other threads may begin or end calls meanwhile: the loop has a copy. A thread that has ended has no frame any
         # more.
         for thread, calls in list(self.by_thread.items()):
@@ -217,9 +217,18 @@ def _remove(hooks: _Hooks) -> None:
 
 def backward_runs() -> bool:
     """Whether some thread has called a backward, of whatever graph, that still runs."""
-    stacks = map(walk_stack, sys._current_frames().values())
+    stacks = map(walk_stack, _frames().values())
     # `backward()` and `autograd.grad()` both run autograd's engine inside this function of torch.
     return any(frame.f_code.co_name == "_engine_run_backward" for stack in stacks for frame, _ in stack)
+
+
+def _frames() -> dict[int, FrameType]:
+    """The innermost frame of every thread by its number; of this thread, the frame that called our caller."""
+    frames = sys._current_frames()
+    # Our caller keeps this dict in a variable. With its own frame in it that would be a cycle, which keeps what the
+    # frames of its callers refer to, such as whole graphs, until the collector of cycles comes by.
+    frames[get_ident()] = sys._getframe(2)
+    return frames
 
 
 def other_thread(what: str) -> GeminiError:

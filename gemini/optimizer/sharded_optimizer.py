@@ -65,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Example:
         >>> optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3), clip_grad_norm=1.0)
-        >>> optimizer.backward(model(torch.ones(2, 8)).sum())
+        >>> optimizer.backward(model(torch.ones(2, 8, device=current_device())).sum())
         >>> optimizer.step()
     """
 

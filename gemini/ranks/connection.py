@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gemini.ranks import own_devices
 from gemini.ranks.own_group import OwnGroup
 from gemini.ranks.watchdog import Watchdog
 from sharding import Collectives
@@ -29,6 +30,8 @@ class Connection:
         self._timeout = timedelta(seconds=rank_timeout_s + 60)
         self._device = device
         self._own: OwnGroup | None = None
+        if parent is not None and watch is not None:
+            own_devices.announce(parent, device)
 
     @property
     def is_open(self) -> bool:
@@ -36,10 +39,11 @@ class Connection:
         return self._own is not None
 
     def open(self) -> Collectives:
-        """The collectives of a group that was just made. Collective."""
+        """The collectives of a group that was just made. Collective. Raises UnsupportedError if ranks share a GPU."""
         if self._parent is None or self._watch is None:
             return Collectives(None)
         self._watch.join()
+        own_devices.refuse_shared(self._parent, self._device)
         self._own = OwnGroup(self._parent, self._watch.name, self._timeout)
         self.works = self._own.open
         return Collectives(self._own.group, self._wait, self._device)

@@ -40,6 +40,8 @@ def test_gradients_of_all_parameters_are_the_plain_ones_and_leave_grad_alone(pla
 @pytest.mark.parametrize("how", ["unused", "zeros", "generator", "dict", "batched", "retained", "checkpointed"])
 def test_every_option_of_grad_does_what_it_does_in_plain_pytorch(how: str) -> None:
     grad = torch.autograd.grad
+    if how == "dict" and torch.__version__ < "2.13":
+        pytest.skip("torch before 2.13 takes a sequence alone")
 
     def gradients(model: Any) -> Any:
         x, parameters = inputs(0), list(model.parameters())

@@ -122,7 +122,8 @@ def test_a_trainers_skipped_step_does_not_move_it() -> None:
     for returned in (True, False):
         engine, schedule = trained(dtype="fp16", cast_inputs=True, loss_scale={"initial_scale": 8.0})
         schedule = schedule if returned else schedule.plain
-        bad = [(PAIRS[0][0], PAIRS[0][1] * float("inf")), PAIRS[1]]
+        # torch before 2.13 has no backward of this loss for two dtypes
+        bad = [(PAIRS[0][0], PAIRS[0][1].half() * float("inf")), (PAIRS[1][0], PAIRS[1][1].half())]
         with pytest.warns(UserWarning, match="skipped on all ranks"):
             Trainer(engine).fit(bad, 1, hooks=[LRSchedulerHook(schedule, by_epoch=False)])
         assert schedule.last_epoch == 1

@@ -1,5 +1,6 @@
 """What users do, on the device: the same bits as plain PyTorch there."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -159,16 +160,18 @@ def _train_half(model: ShardedModel, optimizer: ShardedOptimizer, steps: range, 
 
 
 @everywhere
-def test_a_model_that_is_built_on_shards(place: str) -> None:
+@pytest.mark.parametrize("made_on", ["cpu", DEVICE], ids=["made-on-host", "made-on-device"])
+def test_a_model_that_is_built_on_shards(made_on: str | torch.device, place: str) -> None:
+    """Random numbers come from the device that the model's code makes its weights on, as without the context."""
     built = []
-    for context in (ZeroInitContext(emulated(DEVICE)), DEVICE):
+    for context in (ZeroInitContext(emulated(DEVICE)), nullcontext()):
         torch.manual_seed(3)
-        with context:
+        with torch.device(made_on), context:
             module = Mlp()
             with torch.no_grad():
                 module.layers[0].weight.mul_(2)
         built.append(module)
-    model, plain = ShardedModel(built[0], **placed(device=emulated(DEVICE), **PLACES[place])), built[1]
+    model, plain = ShardedModel(built[0], **placed(device=emulated(DEVICE), **PLACES[place])), built[1].to(DEVICE)
     assert_same_weights(model, plain)
     train(model, ShardedOptimizer(model, adam(model.parameters())))
     train(plain, adam(plain.parameters()))

@@ -240,6 +240,13 @@ MUTANTS = [
         "tests/features/test_late_copies.py",
     ),
     Mutant(
+        "a look at the stacks of all threads makes a cycle",
+        "gemini/manager/calls.py",
+        "    frames[get_ident()] = sys._getframe(2)\n",
+        "",
+        "tests/features/test_dropped_graphs.py",
+    ),
+    Mutant(
         "two threads are in a forward at once",
         "gemini/manager/calls.py",
         "        elif self.by_thread and not recomputes:",

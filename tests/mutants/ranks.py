@@ -94,4 +94,11 @@ MUTANTS = [
         "        return tag",
         f"{GOLDEN}[2]",
     ),
+    Mutant(
+        "two ranks may use one GPU",
+        "gemini/ranks/own_devices.py",
+        "        if uuid in first:",
+        "        if False:",
+        "tests/pure/test_own_devices.py",
+    ),
 ]
