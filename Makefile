@@ -11,7 +11,9 @@ BUILT = $(filter-out %.cpp %.h %/CMakeLists.txt,$(wildcard optim/csrc/*))
 unexport PYTHONDONTWRITEBYTECODE
 
 # The first python >= 3.11 that really runs and can make a venv (version managers' shims may exist and still fail).
-FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
+# `make setup PYTHON=python3.13` asks for another one.
+PYTHON ?=
+FIND_PYTHON = for name in $(PYTHON) python3.11 python3.12 python3.13 python3 python; do \
 	  for path in $$(type -aP $$name 2>/dev/null || true); do \
 	    if "$$path" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	      echo "$$path"; exit 0; fi; done; done; exit 1

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = "tests/stand_in/on_device.py", "tests/gpu/test_use.py", "tests/gpu/test_walks.py", "tests/gpu/test_gpu.py"
+FILES = (
+    "tests/stand_in/on_device.py",
+    "tests/gpu/test_use.py",
+    "tests/gpu/test_walks.py",
+    "tests/gpu/test_gpu.py",
+    "tests/test_docs.py",
+    "tests/test_public_names.py",
+)
 
 
 @pytest.mark.soak

@@ -34,7 +34,7 @@ c10::Stream current_stream(c10::DeviceIndex device);
 // A copy to the device that runs when the next kernel of its stream, or of one that waits for it, does. `source` is
 // compared with what it was when the host waits for the stream: another content is a race, and so is memory of the host
 // that was freed before that.
-void queue_to_device(c10::Stream stream, at::Tensor target, const at::Tensor& source);
+void queue_to_device(c10::Stream stream, const at::Tensor& target, const at::Tensor& source);
 // A copy to the host that runs when the host waits for its stream. `target` reads as NaN until then.
 void queue_to_host(c10::Stream stream, const at::Tensor& target, const at::Tensor& source);
 // Everything queued on the stream reaches the device: before each of its kernels.

@@ -50,7 +50,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
         if (is_ours(source)) {
             queue_to_host(stream, target, from);
         } else {
-            queue_to_device(stream, kept_on_cpu(target), source);
+            queue_to_device(stream, target, source);
         }
         return target;
     }

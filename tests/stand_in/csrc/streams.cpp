@@ -48,6 +48,11 @@ struct Work {
     int64_t until = 0;
     int64_t number = 0;
     bool reached_device = false, reached_host = false;
+
+    c10::weak_intrusive_ptr<c10::StorageImpl> target{c10::intrusive_ptr<c10::StorageImpl>()};  // of TO_DEVICE
+
+    // Nobody has the device's memory any more, as when a model is dropped: what the copy brings is all the same.
+    bool is_unseen() const { return kind == TO_DEVICE && !target.lock().defined(); }
 };
 
 struct Queue {
@@ -81,6 +86,7 @@ void deliver(Work& work) {
 void verify(Work& work) {
     if (work.kind != Work::TO_DEVICE || work.reached_host) return;
     work.reached_host = true;
+    if (work.is_unseen()) return;
     if (work.host.is_there() && std::memcmp(work.host.begin, work.content.const_data_ptr(), work.host.num_bytes) != 0)
         count("written too early");
 }
@@ -96,7 +102,7 @@ void reach_device(Key key, int64_t until) {
         for (auto& [_, queue] : queues)
             for (auto& each : queue.work)
                 if (each.host.overlaps(work.host)) deliver(each);
-        if (!work.host.is_there()) continue;
+        if (work.is_unseen() || !work.host.is_there()) continue;
         std::memcpy(work.content.mutable_data_ptr(), work.host.begin, work.host.num_bytes);
         work.device.copy_(work.content);
     }
@@ -209,6 +215,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
         return at::detail::getDefaultCPUGenerator();
     }
+    at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+    bool isPinnedPtr(const void*) const override { return false; }
     at::Device getDeviceFromPtr(void*) const override { return {KIND, current_device}; }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
         auto memory = allocator().allocate(num_bytes);
@@ -237,9 +245,11 @@ c10::Stream current_stream(c10::DeviceIndex device) {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(KIND, device), current_streams[device]);
 }
 
-void queue_to_device(c10::Stream stream, at::Tensor target, const at::Tensor& source) {
+void queue_to_device(c10::Stream stream, const at::Tensor& target, const at::Tensor& source) {
     std::lock_guard<std::recursive_mutex> guard(lock);
-    append(key_of(stream), {Work::TO_DEVICE, HostMemory(source), std::move(target), at::empty_like(source)});
+    Work work{Work::TO_DEVICE, HostMemory(source), kept_on_cpu(target), at::empty_like(source)};
+    work.target = target.storage().getWeakStorageImpl();
+    append(key_of(stream), std::move(work));
 }
 
 void queue_to_host(c10::Stream stream, const at::Tensor& target, const at::Tensor& source) {
