@@ -9,8 +9,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ LAST_WORDS_S = 6.0
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _previous_hook: _Hook | None = None
 _pid: int | None = None
+_ends_run: BaseException | None = None
 _words = "its process ended while the others waited for it; its own output says why"
 
 
@@ -54,6 +56,7 @@ def publish_exit() -> None:
         if multiprocessing.parent_process() is not None:
             # With this priority it runs before multiprocessing waits for children of this process, which may take long.
             Finalize(None, _at_end_of_child, exitpriority=100)
+            _note_what_ends_run()
 
 
 def any_ended() -> bool:
@@ -93,13 +96,31 @@ def _tell(error: BaseException) -> None:
         watch.publish(error)
 
 
+def _note_what_ends_run() -> None:
+    """Python 3.13 runs a child's finalizers when the exception that ends it is forgotten: note it on its way out."""
+    if sys.version_info >= (3, 13):
+        monitoring = sys.monitoring
+        tool = next((each for each in range(6) if monitoring.get_tool(each) is None), None)
+        if tool is None:  # debuggers and profilers have them all: others hear that this process ended, and not why
+            return
+
+        def on_unwind(code: CodeType, offset: int, error: BaseException) -> None:
+            global _ends_run
+            if code is BaseProcess.run.__code__:
+                _ends_run = error
+
+        monitoring.use_tool_id(tool, "gemini")
+        monitoring.register_callback(tool, monitoring.events.PY_UNWIND, on_unwind)
+        monitoring.set_events(tool, monitoring.events.PY_UNWIND)
+
+
 def _at_end_of_child() -> None:
     """Runs when a process of multiprocessing ends: it calls no excepthook, and no atexit function if it was forked.
 
-    Its finalizers run while the exception that ends it is handled. `torch.multiprocessing` turns the exception into a
-    SystemExit first.
+    Up to Python 3.12 its finalizers run while the exception that ends it is handled. `torch.multiprocessing` turns the
+    exception into a SystemExit first.
     """
-    error = sys.exception()
+    error = sys.exception() or _ends_run
     if isinstance(error, SystemExit):
         error = error.__context__
     if error is not None:
