@@ -49,6 +49,7 @@ def train(model: nn.Module, optimizer: Any, steps: range = range(3)) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_HERE])
 def test_a_model_at_its_smallest_budget_has_the_bits_of_the_plain_one(name: str) -> None:
     case = MODELS[name]

@@ -48,6 +48,7 @@ WALKS: dict[str, Callable[[random.Random, torch.device], Walk | EngineWalk]] = {
     "ignore:a forward ended with an exception",
     "ignore:step .* was skipped on all ranks",
 )
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("kind", WALKS)
 @pytest.mark.parametrize("seed", range(1000, 1030))
 def test_a_random_walk_keeps_the_bits(seed: int, kind: str, device: torch.device) -> None:
