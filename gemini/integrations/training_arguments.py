@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from gemini.engine.config import Config
@@ -17,6 +19,7 @@ from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.ranks import refuse_unknown_ranks
 from optim import HybridAdam
 
+_SAVES_ON_ALL_RANKS = "5.23"
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZER = {
     "lr": lambda args: args.learning_rate,
@@ -65,6 +68,12 @@ def refuse_unsupported(args: Any, model: Any) -> None:
             f"torchrun --nproc-per-node {args.n_gpu}, or show it one with CUDA_VISIBLE_DEVICES"
         )
     refuse_unknown_ranks(args.world_size, "TrainingArguments", "give TrainingArguments(use_cpu=True)")
+    # Earlier versions ask the model for its weights on one rank alone, and all ranks hold them.
+    if args.world_size > 1 and Version(transformers.__version__) < Version(_SAVES_ON_ALL_RANKS):
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} saves models on one rank alone: on several ranks install "
+            f"transformers >= {_SAVES_ON_ALL_RANKS}"
+        )
     # A map onto one device is accepted, because the plan places the weights wherever they were loaded.
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UnsupportedError(

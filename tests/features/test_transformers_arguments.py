@@ -4,6 +4,7 @@ import inspect
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import numpy as np
@@ -160,6 +161,16 @@ def test_ranks_that_the_arguments_do_not_know_are_told_what_to_say(rank: int, wo
     with shared_folder() as folder, on_a_machine_without_gpus():
         with pytest.raises(UnsupportedError, match=r"2 ranks, of which TrainingArguments knows 1: .*use_cpu=True"):
             trainer(folder, use_cpu=False)
+
+
+@on_ranks(1, 2)
+def test_a_version_that_saves_on_one_rank_alone_is_refused_on_several(rank: int, world_size: int) -> None:
+    with shared_folder() as folder, mock.patch("transformers.__version__", "5.22.1"):
+        if world_size == 1:
+            trainer(folder)
+        else:
+            with pytest.raises(UnsupportedError, match=r"transformers 5\.22\.1 saves .* >= 5\.23"):
+                trainer(folder)
 
 
 def test_accelerate_launched_for_fsdp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
