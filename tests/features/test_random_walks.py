@@ -8,6 +8,7 @@ import tests.zoo.walk_edits
 import tests.zoo.walk_operations
 import tests.zoo.walk_tools  # noqa: F401 they add operations
 from tests.harness.on_ranks import on_ranks_with
+from tests.zoo.drawn import go
 from tests.zoo.placement_walks import PlacementWalk
 from tests.zoo.walks import Walk
 
@@ -18,7 +19,7 @@ ENDED = "ignore:a backward ended with an exception", "ignore:a forward ended wit
 @pytest.mark.filterwarnings(*ENDED)
 @on_ranks_with("seed", {1: FEW, 2: FEW[1:2]}, soak={1: MANY, 2: MANY[:100], 4: MANY[:20]}, timeout_s=120.0)
 def test_a_random_walk_keeps_the_bits_of_the_plain_model(rank: int, world_size: int, seed: int) -> None:
-    go(Walk(random.Random(seed), world_size))
+    go(Walk(random.Random(seed), world_size), 40)
 
 
 @pytest.mark.filterwarnings(*ENDED, "ignore:step .* was skipped on all ranks")
@@ -26,12 +27,4 @@ def test_a_random_walk_keeps_the_bits_of_the_plain_model(rank: int, world_size: 
 def test_a_random_walk_of_16_bit_weights_has_the_same_bits_at_any_placement(
     rank: int, world_size: int, seed: int
 ) -> None:
-    go(PlacementWalk(random.Random(seed), world_size, rank))
-
-
-def go(walk: Walk) -> None:
-    try:
-        walk.walk(40)
-    except BaseException as error:
-        error.add_note(f"{walk.options}, {walk.name}: {', '.join(walk.done)}")
-        raise
+    go(PlacementWalk(random.Random(seed), world_size, rank), 40)

@@ -12,6 +12,7 @@ import tests.zoo.walk_edits
 import tests.zoo.walk_operations
 import tests.zoo.walk_tools  # noqa: F401 they add operations
 from optim import HybridAdam
+from tests.zoo.drawn import go
 from tests.zoo.engine_walks import EngineWalk
 from tests.zoo.placement_walks import PlacementWalk
 from tests.zoo.walks import Walk
@@ -54,9 +55,4 @@ WALKS: dict[str, Callable[[random.Random, torch.device], Walk | EngineWalk]] = {
 def test_a_random_walk_keeps_the_bits(seed: int, kind: str, device: torch.device) -> None:
     if kind == "engine":
         pytest.importorskip("pydantic", reason="configs are read by pydantic, which --no-deps has not installed")
-    walk = WALKS[kind](random.Random(seed), device)
-    try:
-        walk.walk(40)
-    except BaseException as error:
-        error.add_note(f"{walk.options}, {walk.name}: {', '.join(walk.done)}")
-        raise
+    go(WALKS[kind](random.Random(seed), device), 40)

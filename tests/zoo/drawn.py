@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 W = TypeVar("W")
 
@@ -26,3 +26,13 @@ class Operations(Generic[W]):
         """Do a random one, whose name is added to `done` before."""
         done.append(chance.choice(self._names))
         self.by_name[done[-1]](walk)
+
+
+def go(walk: Any, length: int) -> None:
+    """A walk of so many operations. What fails says which they were, and what was drawn before them."""
+    try:
+        walk.walk(length)
+    except BaseException as error:
+        drawn = {name: value for name, value in vars(walk).items() if name in ("options", "name", "scheduled")}
+        error.add_note(f"{drawn}: {', '.join(walk.done)}")
+        raise
