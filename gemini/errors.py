@@ -67,6 +67,12 @@ class BudgetError(GeminiError):
             is_shortage=self.is_shortage,
         )
 
+class CheckpointError(GeminiError):
+    """A checkpoint cannot be written, found or read, or is not this model's.
+
+    The message names the file or the parameter, what was found, and what to do.
+    """
+
 
 class ConfigError(GeminiError):
     """A config cannot be read, or a key of it is not valid. The message names file, line and key, and what is valid."""

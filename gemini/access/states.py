@@ -21,7 +21,14 @@ from torch import Tensor
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.chunk_manager import ChunkManager, OptimizerPart
-from gemini.manager.masters import follow_edits, full_precision, round_as_master, set_weights, weights_of
+from gemini.manager.masters import (
+    follow_edits,
+    full_precision,
+    round_as_master,
+    set_weights,
+    weights_of,
+    write_master,
+)
 from gemini.manager.migrate import StateStore
 from gemini.manager.step import Step
 from gemini.memory.transfer import ready
@@ -203,6 +210,27 @@ class FullPrecisionAccess(StateAccess):
             ready(chunk.region())[managed.in_payload].copy_(weights)
         binding.note_write(managed)
 
+    def fill(self, managed: ManagedParameter, read: Callable[[int, int], Tensor]) -> None:
+        """Set this rank's parts of weights and master from a file, by no more than the elements that it holds. Local.
+
+        read: returns elements of the parameter, in payload order, given the first one and their number. Between
+            `Step.before_chunk_update` and `Step.after_chunk_update`, which see to payloads and graphs.
+        """
+        chunk = self.chunk
+        has_master = Kind.MASTER in chunk.homes
+        home = ready(chunk.homes[Kind.PARAM])
+        is_alike = chunk.home_layout == chunk.optim_layout
+        for piece in managed.home_pieces:
+            values = read(piece.payload_start - managed.offset, piece.numel)
+            home[piece.in_shard].copy_(round_as_master(values, chunk.dtype))
+            if has_master and is_alike:
+                write_master(chunk, piece.shard_start, values.float())
+        if has_master and not is_alike:
+            # The home is whole, and the master is this rank's part.
+            for piece in managed.pieces:
+                values = read(piece.payload_start - managed.offset, piece.numel)
+                write_master(chunk, piece.shard_start, values.float())
+
 
 def take_masters(step: Step, values: Iterable[tuple[ManagedParameter, Tensor]]) -> None:
     """Take memory for masters that parameters need for `values`, in a model that has only inferred so far.
@@ -234,6 +262,14 @@ class FlatAccess(StateAccess):
         """Set a parameter to `values`, (numel,), equal on all ranks, of any dtype and device. Local."""
         # The empty first part gives dtype and device if this rank has no piece.
         self.set_local(managed, torch.cat([values[:0], *managed.parts_of(values)]))
+
+    def fill(self, managed: ManagedParameter, read_into: Callable[[int, Tensor], None]) -> None:
+        """Set this rank's part of a parameter from a file. Local.
+
+        read_into: given the first element, in payload order, fills a 1-D tensor, in whose memory the state rests.
+        """
+        for piece, target in zip(managed.pieces, managed.own_parts(self._flat), strict=True):
+            read_into(piece.payload_start - managed.offset, target)
 
 
 class GradientAccess(FlatAccess):

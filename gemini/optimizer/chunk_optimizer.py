@@ -22,14 +22,16 @@ from optim import clip_coefficient
 class ChunkOptimizer:
     """The states of one optimizer, and what is known about the gradients of its next step."""
 
-    def __init__(self, gradients: GradStore, states: ChunkStates, scaling: Scaling) -> None:
+    def __init__(self, gradients: GradStore, states: ChunkStates, scaling: Scaling, kind: str) -> None:
+        """kind: the name of the user's optimizer."""
         self.states = states
+        self.scaling = scaling
+        self.kind = kind
         # The step uses the summary of `clip_grad_norm_()` again, because another one would take a second pass over all
         # gradients and a second all-reduce.
         self.summary: GradientSummary | None = None
         self.requested: tuple[float, float] | None = None  # (max_norm, norm type) of `clip_grad_norm_()`
         self._gradients = gradients
-        self._scaling = scaling
         self._seen = 0, 0  # `_now()` when `summary` was computed
 
     def request(self, max_norm: float, norm_type: float) -> None:
@@ -56,7 +58,7 @@ class ChunkOptimizer:
         """The factors that the next step applies to `managed`'s gradient: 1 / loss scale, and the clip."""
         # A clip changes the gradients of this optimizer's groups only.
         is_ours = self.states.group(managed) is not None
-        return 1.0 / self._scaling.value, self._coefficient() if is_ours else 1.0
+        return 1.0 / self.scaling.value, self._coefficient() if is_ours else 1.0
 
     def before_gradient_write(self) -> None:
         """Apply a requested clip to all gradients and forget their norm, before one is changed by hand. Local."""
@@ -79,7 +81,7 @@ class ChunkOptimizer:
         if self.summary.non_finite is not None:
             return 1.0
         # The gradients were summarised with the loss scale in them, and the bound is one of gradients without it.
-        return clip_coefficient(self.summary.norm / self._scaling.value, self.requested[0])
+        return clip_coefficient(self.summary.norm / self.scaling.value, self.requested[0])
 
     def _now(self) -> tuple[int, int]:
         return self._gradients.num_forgotten, self._gradients.num_backwards

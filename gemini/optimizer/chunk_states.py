@@ -65,6 +65,11 @@ class ChunkStates:
         state = self.by_chunk.get(managed.chunk.index)
         return () if state is None else state.names(managed.position)
 
+    def scalars_of(self, managed: ManagedParameter) -> dict[str, Any] | None:
+        """What is kept of a parameter beside flat states, such as its number of steps; None before its first update."""
+        state = self.by_chunk.get(managed.chunk.index)
+        return None if state is None else state.scalars[managed.position]
+
     def flat_of(self, chunk: Chunk, name: str) -> Tensor:
         """A flat state of a chunk, (optim_numel,). Zeros if only other ranks have created it so far."""
         state = self.by_chunk[chunk.index]

@@ -16,6 +16,8 @@ from gemini.chunks.chunk import ManagedParameter
 def in_words(value: Any) -> str:
     """`repr(value)`, with all digits of tensors in it."""
     if isinstance(value, Tensor):
+        if value.is_meta:  # of a state that is read from a file later
+            return f"tensor of {tuple(value.shape)}, {value.dtype}"
         # Every step comes here: for a learning rate that is a tensor on the device the host waits.
         return f"tensor({value.tolist()}, {value.dtype})"
     if isinstance(value, (tuple, list)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gemini.access.states import States
+from gemini.access.states import FlatAccess, FullPrecisionAccess, States
 from gemini.chunks.chunk import ManagedParameter
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_state import ChunkOptimizerState
@@ -25,16 +25,42 @@ from optim import HALF_DTYPES
 _LOAD_ALIKE = "All ranks must load the same state dict"
 
 
+class StateValues(Protocol):
+    """Where the values of states come from."""
+
+    def fill_state(self, access: FlatAccess, managed: ManagedParameter, name: str, value: Tensor) -> None:
+        """Set one state of a parameter, for which a state dict has `value`. Collective."""
+
+    def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
+        """Set the master of a parameter, or its weights if it has none, for which a state dict has `value`."""
+
+
+class WholeTensors:
+    """The values are in the state dict."""
+
+    def fill_state(self, access: FlatAccess, managed: ManagedParameter, name: str, value: Tensor) -> None:
+        access.set_whole(managed, managed.laid_out(value))
+
+    def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
+        dtype = torch.float64 if managed.dtype is torch.float64 else torch.float32
+        access.set_whole(managed, managed.laid_out(value, dtype))
+
+
 def load_optimizer_state(
     model: ShardedModel,
     states: ChunkStates,
     groups: list[dict[str, Any]],
     saved: Mapping[str, Any],
+    values: StateValues | None = None,
 ) -> None:
     """Set all state from `saved`. Frozen parameters in it get memory for their state, as in plain PyTorch. Collective.
 
+    values: fills states and masters where the tensors of `saved` only stand for them, on the device meta. None: the
+        tensors have the values.
+
     Raises ValueError or KeyError, or BudgetError if there is no room, before anything is changed.
     """
+    values = values or WholeTensors()
     step, parts = model.chunk_manager.step, States(model.chunk_manager)
     step.check_idle("optimizer.load_state_dict()")
     model.trainability.apply_unfrozen()
@@ -63,9 +89,9 @@ def load_optimizer_state(
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
             if its_state is not None:
-                _load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed))
+                _load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed), values)
             if number in masters:
-                _load_master(parts, managed, masters[number])
+                _load_master(parts, managed, masters[number], values)
 
 
 def _wanted(
@@ -141,6 +167,7 @@ def _load_entry(
     managed: ManagedParameter,
     entry: Mapping[str, Any] | None,
     names: EntryNames,
+    values: StateValues,
 ) -> None:
     """Set one parameter's state to `entry`. None: to that before its first step. Collective."""
     position = managed.position
@@ -158,13 +185,13 @@ def _load_entry(
             # A torch optimizer creates its states at the first step, and this one may not have stepped.
             if name not in chunk_state.flats:
                 chunk_state.allocate([name], states.step.params)
-            states.of_optimizer(managed.chunk, name).set_whole(managed, managed.laid_out(value))
+            values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
             chunk_state.note_made(position, [name])
         else:
             scalars[name] = _unscalar(name, value, chunk_state)
 
 
-def _load_master(states: States, managed: ManagedParameter, value: Tensor) -> None:
+def _load_master(states: States, managed: ManagedParameter, value: Tensor, values: StateValues) -> None:
     """Set one parameter's fp32 master, and the parameter to its rounding.
 
     Otherwise a parameter that the next step passes over would have its old value or the new one, as its chunk happens
@@ -175,8 +202,7 @@ def _load_master(states: States, managed: ManagedParameter, value: Tensor) -> No
     if has_master:
         managed.note_fractions()
     if has_master or chunk.dtype not in HALF_DTYPES:
-        dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
-        states.full_precision(chunk).set_whole(managed, managed.laid_out(value, dtype))
+        values.fill_master(states.full_precision(chunk), managed, value)
 
 
 def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -110,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             prepare(manager.memory.device.device)
             take_states(model, self._chunk_states)
             # What the next step will apply.
-            self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling)
+            self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling, type(optimizer).__name__)
             how = self._chunk_states, update, self.param_groups, self._scaling, self._next, max_norm
             self._optimizer_step = OptimizerStep(model, *how)
             manager.attach(self._next)
@@ -272,6 +272,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             except BaseException:
                 self.param_groups.pop()
                 raise
+
+    @property
+    def chunk_optimizer(self) -> ChunkOptimizer:
+        """The states by chunk, and the loss scale, for what saves and loads them."""
+        return self._next
 
     @property
     def _step_supports_amp_scaling(self) -> bool:  # torch.amp.GradScaler.step() asks

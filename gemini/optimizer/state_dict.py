@@ -39,7 +39,7 @@ def whole_optimizer_state(
     numbers = numbers_of(groups)
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
-    names = _names_by_chunk(step.communicator, states)
+    names = names_by_chunk(step.communicator, states)
     with torch.no_grad():
         for chunk in step.chunks:
             known = [managed for managed in chunk.parameters if managed.index in numbers]
@@ -60,7 +60,7 @@ def whole_optimizer_state(
     return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
 
 
-def _names_by_chunk(communicator: Communicator, states: ChunkStates) -> dict[int, list[str]]:
+def names_by_chunk(communicator: Communicator, states: ChunkStates) -> dict[int, list[str]]:
     """The flat states of each chunk that exist on any rank, in sorted order. Collective."""
     # A torch optimizer creates states lazily, so ranks may have different ones, and gathers need one order.
     made = [f"{index} {name}" for index, state in states.by_chunk.items() for name in state.flats]

@@ -1,0 +1,180 @@
+"""The directory of a training's checkpoints: which there are, and how one comes and goes as a whole.
+
+A checkpoint is written into a folder whose name begins with a dot, beside the others. When all of it is on the disk the
+folder gets its own name, in one operation of the file system, and `latest` follows. A crash at any moment leaves the
+earlier checkpoints, and `latest` at one that is complete. Older ones go last.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemini.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_durably
+from gemini.errors import CheckpointError
+
+LATEST = "latest"
+_PARTIAL = re.compile(r"\..+\.(partial|replaced)")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints of a directory stay when another one is complete.
+
+    Args:
+        last: the newest ones, at least 1.
+        every: also those whose step is a multiple of this number; None: no others.
+
+    Raises ValueError for numbers below 1.
+
+    Example:
+        >>> keep = Keep(last=3, every=1000)
+    """
+
+    last: int
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("last", self.last), ("every", self.every)):
+            if (value is not None or name == "last") and (type(value) is not int or value < 1):
+                raise ValueError(f"keep: {name} must be an integer of at least 1, found {value!r}")
+
+    @classmethod
+    def of(cls, keep: int | Keep | None) -> Keep | None:
+        """`keep` as it is given to `save_checkpoint`."""
+        return keep if keep is None or isinstance(keep, Keep) else cls(keep)
+
+    def goes(self, manifest: Manifest, newer: int) -> bool:
+        """Whether a checkpoint goes, if `newer` others are newer."""
+        is_kept = self.every is not None and manifest.step is not None and manifest.step % self.every == 0
+        return newer >= self.last and not is_kept
+
+
+class Directory:
+    """The checkpoints in one directory."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def partial(self, tag: str) -> Path:
+        """The folder in which the checkpoint `tag` is written."""
+        return self.path / f".{tag}.partial"
+
+    def begin(self, tag: str) -> Path:
+        """Make the folder in which the checkpoint `tag` is written, and remove what crashes have left. Raises OSError.
+
+        Called by one rank; no other save of this directory may be under way.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for each in self.path.iterdir():
+            if _PARTIAL.fullmatch(each.name) and not self._replaces_lost(each):
+                shutil.rmtree(each)
+        partial = self.partial(tag)
+        partial.mkdir()
+        return partial
+
+    def commit(self, tag: str) -> Path:
+        """Make the complete folder of `tag` the newest checkpoint. Raises OSError. Called by one rank."""
+        partial, final = self.partial(tag), self.path / tag
+        _sync_folder(partial)
+        replaced = self.path / f".{tag}.replaced"
+        if final.exists():
+            # A folder cannot be renamed onto another one: for a moment the older one has a name by which `find` still
+            # finds it.
+            os.rename(final, replaced)
+        os.rename(partial, final)
+        _sync_folder(self.path)
+        beside = self.path / f".{LATEST}.new"
+        write_durably(beside, f"{tag}\n".encode())
+        os.replace(beside, self.path / LATEST)
+        _sync_folder(self.path)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        return final
+
+    def abandon(self, tag: str) -> None:
+        """Remove the folder of a save that has failed, as far as that is possible."""
+        shutil.rmtree(self.partial(tag), ignore_errors=True)
+
+    def find(self, tag: str | None = None) -> Path:
+        """The folder of a checkpoint. tag: None for the newest one that is complete. Raises CheckpointError.
+
+        The directory may itself be a checkpoint, if no tag is given.
+        """
+        if tag is not None:
+            check_tag(tag)
+            for name in (tag, f".{tag}.replaced"):
+                if (self.path / name / MANIFEST).is_file():
+                    return self.path / name
+            raise CheckpointError(f"{self.path} has no complete checkpoint {tag!r}: {self._there()}")
+        if (self.path / MANIFEST).is_file():
+            return self.path
+        try:
+            named = (self.path / LATEST).read_text().strip()
+        except FileNotFoundError:
+            named = ""
+        except NotADirectoryError:
+            raise CheckpointError(f"{self.path} is a file, not a directory of checkpoints") from None
+        if named:
+            try:
+                return self.find(named)
+            except CheckpointError:
+                pass  # a crash came between two renames, or somebody has removed it: the newest of the others counts
+        complete = self.complete()
+        if not complete:
+            raise CheckpointError(f"{self.path} has no complete checkpoint: {self._there()}")
+        return complete[-1][0]
+
+    def complete(self) -> list[tuple[Path, Manifest]]:
+        """The complete checkpoints, oldest first. Damaged manifests are passed over."""
+        found = []
+        for each in sorted(self.path.iterdir()) if self.path.is_dir() else ():
+            if each.is_dir() and not _PARTIAL.fullmatch(each.name) and (each / MANIFEST).is_file():
+                try:
+                    found.append((each, read_manifest(each)))
+                except CheckpointError:
+                    continue
+        return sorted(found, key=lambda pair: (pair[1].created, pair[0].name))
+
+    def outdated(self, keep: Keep, newest: str) -> list[str]:
+        """The names of the checkpoints that `keep` lets go. newest: never goes."""
+        others = [pair for pair in self.complete() if pair[0].name != newest][::-1]
+        return [path.name for newer, (path, manifest) in enumerate(others, 1) if keep.goes(manifest, newer)]
+
+    def remove(self, tag: str) -> None:
+        """Remove a checkpoint. Raises OSError."""
+        # Its manifest goes first: whoever looks meanwhile does not find half of a checkpoint.
+        (self.path / tag / MANIFEST).unlink()
+        shutil.rmtree(self.path / tag)
+
+    def _replaces_lost(self, path: Path) -> bool:
+        """Whether a replaced checkpoint is all that a crash has left of its tag."""
+        name = path.name.removeprefix(".")
+        return name.endswith(".replaced") and not (self.path / name.removesuffix(".replaced") / MANIFEST).is_file()
+
+    def _there(self) -> str:
+        if not self.path.exists():
+            return "it does not exist, or this rank cannot see it"
+        names = [path.name for path, _ in self.complete()]
+        if names:
+            return f"it has {', '.join(names[-5:])}"
+        return f"it has {', '.join(sorted(path.name for path in self.path.iterdir())[:5]) or 'nothing'}"
+
+
+def check_tag(tag: str) -> str:
+    """`tag`, if it can be the name of a folder. Raises ValueError."""
+    if not isinstance(tag, str) or not re.fullmatch(r"[^./\\\0][^/\\\0]*", tag) or tag == LATEST:
+        raise ValueError(f"tag={tag!r} cannot name a checkpoint: it is the name of its folder, as 'step_100' is")
+    return tag
+
+
+def _sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk: without it a rename may be lost in a crash of the machine."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,376 @@
+"""`load_checkpoint`: a saved training, on these ranks, in these chunks, on these tiers.
+
+Nothing changes before all is known to fit: names and shapes, the optimizer's groups and states, and every byte's
+checksum. Then each rank reads, of each state, the elements that it holds, into the memory where they rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA
+
+from gemini.access.link import link_of
+from gemini.access.states import FlatAccess, FullPrecisionAccess, States, take_masters
+from gemini.checkpoint.boxes import Order
+from gemini.checkpoint.directory import Directory
+from gemini.checkpoint.manifest import WEIGHT, Manifest, OptimizerFact, RankFile, rank_key, read_manifest, state_key
+from gemini.checkpoint.parts import load_into, pairs
+from gemini.checkpoint.random_state import set_random_state
+from gemini.checkpoint.saving import together
+from gemini.checkpoint.tensor_files import OpenFiles, StoredTensor, tensors_in
+from gemini.checkpoint.values import decode
+from gemini.checkpoint.verifying import rank_files, verify_files
+from gemini.chunks.chunk import ManagedParameter
+from gemini.dist_logger import get_dist_logger
+from gemini.errors import CheckpointError
+from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.load_state import load_optimizer_state
+from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+from gemini.optimizer.state_dict import numbers_of
+from gemini.ranks.communicator import Communicator
+from optim import HALF_DTYPES
+
+_SHOWN = 5  # names in an error
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What `load_checkpoint` has loaded.
+
+    Args:
+        path: the checkpoint's folder.
+        tag: its name.
+        step: the optimizer's number of steps; None if no optimizer was saved, or it counts none.
+        extra: what the script gave `save_checkpoint`.
+        world_size: the number of ranks that saved it.
+    """
+
+    path: Path
+    tag: str
+    step: int | None
+    extra: Any
+    world_size: int
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: ShardedModel,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    scheduler: Any = None,
+    data: Any = None,
+    tag: str | None = None,
+    strict: bool = True,
+    weights_only: bool = False,
+    verify: bool = True,
+) -> LoadedCheckpoint:
+    """Load what `save_checkpoint` has saved, on any number of ranks, at any stage and budget. Collective.
+
+    On as many ranks as saved it the training goes on with the same bits. On others the states are the same, and random
+    numbers and positions in the data are those of the ranks that there were; further ranks keep their own.
+
+    Args:
+        directory: of the checkpoints, or one checkpoint's folder.
+        model: the sharded model; its present weights, and gradients, are lost.
+        optimizer: its optimizer, of the same kind and with the same parameters in its groups.
+        scheduler, data: as in `save_checkpoint`.
+        tag: which checkpoint. None: the newest one that is complete.
+        strict: False passes over parameters and buffers that only the model or only the checkpoint has.
+        weights_only: load weights and buffers, and leave optimizer and random numbers alone.
+        verify: compare every byte with its checksum before anything changes, the ranks each a part.
+
+    Returns a `LoadedCheckpoint`, with `extra`. Raises CheckpointError on all ranks if there is none, if it is damaged, or
+    if it is another model's, with every name; ValueError for an optimizer of another kind, and BudgetError without room
+    for its states. Nothing has changed then.
+
+    Example:
+        >>> loaded = load_checkpoint("checkpoints", model, optimizer)
+        >>> first_epoch = loaded.extra["epoch"] + 1
+    """
+    manager = model.chunk_manager
+    communicator = manager.communicator
+    manager.step.check_idle("load_checkpoint()")
+    with communicator.publishing(), torch.no_grad():
+        what = f"load_checkpoint({str(directory)!r})"
+        with together(communicator, what):
+            source = Source(Directory(directory).find(tag))
+        words = f"{source.manifest.tag} of {source.manifest.created}"
+        communicator.agree(words.encode(), "the checkpoint", remedy="All ranks must see the same directory")
+        if verify:
+            with together(communicator, what):
+                source.verify(communicator)
+        return _Load(model, None if weights_only else optimizer, source, strict).run(scheduler, data, weights_only)
+
+
+class Source:
+    """A checkpoint that is being read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError and CheckpointError."""
+        self.folder = folder
+        self.manifest: Manifest = read_manifest(folder)
+        self.ranks: list[RankFile] = rank_files(folder, self.manifest)
+        self.tensors: dict[str, StoredTensor] = tensors_in(folder / name for each in self.ranks for name in each.files)
+
+    def verify(self, communicator: Communicator) -> None:
+        """Verify this rank's part of the files."""
+        for rank_file in self.ranks[communicator.rank :: communicator.world_size]:
+            verify_files(self.folder, rank_file)
+
+
+class _Load:
+    """One load."""
+
+    def __init__(self, model: ShardedModel, optimizer: ShardedOptimizer | None, source: Source, strict: bool) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._source = source
+        self._manifest = source.manifest
+        self._manager = model.chunk_manager
+        self._states = States(self._manager)
+        self._names = self._names_in_file()
+        self._strict = strict
+
+    def run(self, scheduler: Any, data: Any, weights_only: bool) -> LoadedCheckpoint:
+        """Check everything, then load it. Collective."""
+        manifest, manager, rank = self._manifest, self._manager, self._manager.communicator.rank
+        self._check_tensors()
+        extra, schedule = decode(manifest.extra), decode(manifest.scheduler)
+        its = self._source.ranks[rank] if rank < manifest.world_size else None
+        position = None if its is None else decode(its.data)
+        pairs(scheduler, schedule, "scheduler")
+        if its is not None:
+            pairs(data, position, "data")
+        manager.grads.discard_all()
+        with OpenFiles() as files:
+            if self._optimizer is not None:
+                self._load_optimizer(self._optimizer, files)
+            self._load_weights(files)
+            self._load_plain(files)
+        for path, module in self._model.module.named_modules():
+            name = f"{path}.{_EXTRA}" if path else _EXTRA
+            if name in manifest.extra_states:
+                module.set_extra_state(decode(manifest.extra_states[name]))
+        load_into(scheduler, schedule, "scheduler")
+        if its is not None:
+            load_into(data, position, "data")
+            if not weights_only:
+                set_random_state(decode(its.random), manager.memory.device.device)
+        elif not weights_only:
+            get_dist_logger().warning(
+                f"the checkpoint was saved on {manifest.world_size} ranks: this one keeps its own random numbers and "
+                "position in the data"
+            )
+        return LoadedCheckpoint(self._source.folder, manifest.tag, manifest.step, extra, manifest.world_size)
+
+    # -- what fits
+
+    def _names_in_file(self) -> dict[str, str]:
+        """The name under which the file has each name of a parameter or buffer: tied ones are in it once."""
+        facts = [*self._manifest.parameters, *self._manifest.buffers]
+        return {name: fact.name for fact in facts for name in (fact.name, *fact.aliases)}
+
+    def _check_tensors(self) -> None:
+        """Raises CheckpointError with all names that are missing, unexpected, or of other shapes. Local."""
+        shapes = {fact.name: fact.shape for fact in (*self._manifest.parameters, *self._manifest.buffers)}
+        problems, missing, used = [], [], set()
+        for name, value in self._tensors():
+            its = self._names.get(name)
+            if its is None:
+                missing.append(name)
+                continue
+            used.add(its)
+            stored = self._source.tensors.get(WEIGHT + its)
+            if shapes[its] != tuple(value.shape):
+                problems.append(f"{name} has shape {tuple(value.shape)}, in the checkpoint {shapes[its]}")
+            elif value.numel() and (stored is None or stored.shape != tuple(value.shape) or stored.missing()):
+                problems.append(f"the files lack a part of {name}: they are damaged")
+        if self._strict and missing:
+            problems.append(f"the checkpoint lacks {_listed(missing)}")
+        unexpected = [name for name in shapes if name not in used]
+        if self._strict and unexpected:
+            problems.append(f"the model lacks {_listed(unexpected)}")
+        if problems:
+            raise CheckpointError(
+                f"{self._source.folder} is of another model: {'; '.join(problems)}. Nothing was loaded"
+                + ("; strict=False passes over names that only one of both has" if missing or unexpected else "")
+            )
+
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        """The parameters and buffers of the model; a tied one under its first name."""
+        for managed in self._manager.parameters:
+            yield managed.name, managed.placeholder
+        yield from self._plain_tensors()
+
+    def _plain_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        seen: dict[Tensor, None] = {}
+        for name, value in nn.Module.state_dict(self._model.module, keep_vars=True).items():
+            if isinstance(value, Tensor) and link_of(value) is None and value not in seen:
+                seen[value] = None
+                yield name, value.detach()
+
+    # -- weights
+
+    def _load_weights(self, files: OpenFiles) -> None:
+        """Set weights and masters, chunk by chunk. Collective only in taking memory for masters."""
+        step = self._manager.step
+        self._model.trainability.apply_unfrozen()
+        found = [(managed, stored) for managed in self._manager.parameters if (stored := self._stored(managed.name))]
+        take_masters(step, ((each, torch.empty(0, dtype=stored.dtype, device="meta")) for each, stored in found))
+        by_chunk: dict[int, list[tuple[ManagedParameter, StoredTensor]]] = {}
+        for managed, stored in found:
+            by_chunk.setdefault(managed.chunk.index, []).append((managed, stored))
+        # As before an update: prefetches would bring the old weights, and edits that are not at home yet are lost.
+        step.before_update()
+        with step.failures.tearing():
+            for index, its in by_chunk.items():
+                chunk = self._manager.chunks[index]
+                step.before_chunk_update(chunk)
+                access = self._states.full_precision(chunk)
+                for managed, stored in its:
+                    if stored.dtype.itemsize > managed.dtype.itemsize and managed.owns_master:
+                        managed.note_fractions()
+                    access.fill(managed, _Reader(managed, stored, files).read)
+                step.after_chunk_update(chunk)
+        step.end_update()
+
+    def _stored(self, name: str) -> StoredTensor | None:
+        """The weights or masters of a parameter in the files."""
+        return self._source.tensors.get(WEIGHT + self._names.get(name, name))
+
+    def _load_plain(self, files: OpenFiles) -> None:
+        """Set buffers, and parameters in no chunk: this rank's own, if the rank that saved them had others than rank 0."""
+        rank = self._manager.communicator.rank
+        is_alike = self._manifest.world_size == self._manager.communicator.world_size
+        for name, value in self._plain_tensors():
+            key = WEIGHT + self._names.get(name, name)
+            own = self._source.tensors.get(rank_key(rank, key)) if is_alike else None
+            stored = own or self._source.tensors.get(key)
+            if stored is not None:
+                value.copy_(stored.whole(files))
+
+    # -- the optimizer
+
+    def _load_optimizer(self, optimizer: ShardedOptimizer, files: OpenFiles) -> None:
+        fact = self._manifest.optimizer
+        if fact is None:
+            raise CheckpointError(
+                f"{self._source.folder} was saved without an optimizer: load it with weights_only=True"
+            )
+        chunk_optimizer = optimizer.chunk_optimizer
+        scaling = chunk_optimizer.scaling.active
+        scale = decode(fact.loss_scale)
+        if scaling is not None and scale is not None:
+            scaling.check_state(scale)
+        saved = self._state_dict(optimizer, fact)
+        values = _FromFiles(self._source, self._names, files)
+        load_optimizer_state(self._model, chunk_optimizer.states, optimizer.param_groups, saved, values)
+        if scaling is not None and scale is not None:
+            scaling.load_state_dict(scale)
+
+    def _state_dict(self, optimizer: ShardedOptimizer, fact: OptimizerFact) -> dict[str, Any]:
+        """The optimizer's state as torch has it, with tensors on the device meta for those in the files."""
+        numbers = numbers_of(optimizer.param_groups)
+        state: dict[int, dict[str, Any]] = {}
+        masters: dict[int, Tensor] = {}
+        groups_of = {name: number for number, group in enumerate(fact.groups) for name in group["params"]}
+        groups: list[int | None] = [None] * len(optimizer.param_groups)
+        group_numbers = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        for managed in self._manager.parameters:
+            number, name = numbers.get(managed.index), self._names.get(managed.name, managed.name)
+            if number is None:
+                continue
+            group = group_numbers[number]
+            if name not in groups_of:
+                raise CheckpointError(
+                    f"the optimizer has {managed.name!r} in group {group}, the checkpoint's has it in none"
+                )
+            if groups[group] not in (None, groups_of[name]):
+                raise CheckpointError(
+                    f"the optimizer's group {group} has parameters of groups {groups[group]} and {groups_of[name]} of "
+                    f"the checkpoint, among them {managed.name!r}: make the same groups"
+                )
+            groups[group] = groups_of[name]
+            scalars = decode(fact.scalars.get(name))
+            names = fact.states.get(name, [])
+            stored = self._stored(name)
+            if scalars is not None:
+                state[number] = {**scalars, **{each: _meta(managed, self._dtype(name, each)) for each in names}}
+            if stored is not None and managed.dtype in HALF_DTYPES and stored.dtype not in HALF_DTYPES:
+                masters[number] = _meta(managed, stored.dtype)
+        count = iter(range(len(group_numbers)))
+        packed = [
+            {
+                **({} if theirs is None else _settings(fact.groups[theirs])),
+                "params": [next(count) for _ in group["params"]],
+            }
+            for group, theirs in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        return {"state": state, "param_groups": packed, "masters": masters}
+
+    def _dtype(self, name: str, state: str) -> torch.dtype:
+        stored = self._source.tensors.get(state_key(name, state))
+        return torch.float32 if stored is None else stored.dtype
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = decode({name: value for name, value in group.items() if name != "params"})
+    return settings
+
+
+def _meta(managed: ManagedParameter, dtype: torch.dtype) -> Tensor:
+    return torch.empty(managed.shape, dtype=dtype, device="meta")
+
+
+class _FromFiles:
+    """The states of parameters, read where they are set (`load_state.StateValues`)."""
+
+    def __init__(self, source: Source, names: Mapping[str, str], files: OpenFiles) -> None:
+        self._source = source
+        self._names = names
+        self._files = files
+
+    def fill_state(self, access: FlatAccess, managed: ManagedParameter, name: str, value: Tensor) -> None:
+        """Set this rank's part of one state. Local."""
+        stored = self._source.tensors.get(state_key(self._names.get(managed.name, managed.name), name))
+        if stored is not None:  # else the parameter has no elements
+            access.fill(managed, _Reader(managed, stored, self._files).read_into)
+
+    def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
+        """Do nothing: masters are set with the weights."""
+
+
+class _Reader:
+    """Reads runs of one parameter's elements, in the order of its memory."""
+
+    def __init__(self, managed: ManagedParameter, stored: StoredTensor, files: OpenFiles) -> None:
+        self._shape = tuple(managed.shape)
+        self._order = Order.of(managed.stride, managed.shape)
+        self._stored = stored
+        self._files = files
+
+    def read(self, start: int, numel: int) -> Tensor:
+        """(numel,) elements from `start` on, on the CPU, in the file's dtype."""
+        out = torch.empty(numel, dtype=self._stored.dtype)
+        self.read_into(start, out)
+        return out
+
+    def read_into(self, start: int, out: Tensor) -> None:
+        """Fill `out`, 1-D, with elements from `start` on."""
+        at = 0
+        for box, sizes in self._order.boxes(self._shape, start, start + out.numel()):
+            piece = out[at : at + box.numel].view(sizes)
+            self._stored.read(box, self._files, piece.permute(self._order.back) if sizes else piece)
+            at += box.numel
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,177 @@
+"""What a checkpoint says of itself: `checkpoint.json`, and a file for what each rank alone has.
+
+[Note: Layout of a checkpoint] docs/checkpoints.md describes the layout for other programs. Version 1 is read for ever:
+`tests/checkpoints/` holds one.
+
+    DIRECTORY/latest                      the name of the newest complete checkpoint
+    DIRECTORY/TAG/checkpoint.json         `Manifest`: written last, so that a directory without it is incomplete
+    DIRECTORY/TAG/rank-00000.json         `RankFile`: random numbers, position in the data, checksums of this rank's files
+    DIRECTORY/TAG/states-00000-0.safetensors    boxes of "model.NAME", "optim.state.NAME.STATE", "grad.NAME"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gemini.errors import CheckpointError
+
+VERSION = 1
+MANIFEST = "checkpoint.json"
+
+WEIGHT = "model."  # the prefixes of keys, as of torch's own `{"model": ..., "optim": ...}` in a flat state dict
+OPTIM = "optim.state."
+GRADIENT = "grad."
+
+
+def state_key(name: str, state: str) -> str:
+    """The key of a state that the optimizer keeps of a parameter, such as "exp_avg"."""
+    return f"{OPTIM}{name}.{state}"
+
+
+def rank_key(rank: int, key: str) -> str:
+    """The key of a tensor of which ranks have different values, for a rank but 0."""
+    return f"rank{rank}.{key}"
+
+
+class _Part(BaseModel):
+    # A field that a later version adds is no error in this one, which has checked the version first.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class ParameterFact(_Part):
+    """A parameter or buffer. A tied parameter is there once, with its other names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # of the model that was saved; the file may have fp32 masters of 16-bit weights
+    aliases: tuple[str, ...] = ()
+    trained: bool = False
+
+
+class OptimizerFact(_Part):
+    """The optimizer. `groups` have names of parameters under "params"; values are encoded (values.py)."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+    states: dict[str, list[str]]  # by parameter: the states that have tensors
+    scalars: dict[str, Any]  # by parameter: the others, such as its number of steps
+    loss_scale: Any = None
+
+
+class GradientFact(_Part):
+    """The gradients of micro-batches that no step has used yet."""
+
+    num_backwards: int
+    dtypes: dict[str, str]  # of the sums, by parameter
+
+
+class RankSummary(_Part):
+    """A rank's file, as all that was written of it was complete."""
+
+    file: str
+    num_bytes: int
+    crc32: int
+
+
+class Manifest(_Part):
+    """A whole checkpoint."""
+
+    format: Literal["gemini checkpoint"] = "gemini checkpoint"
+    version: int
+    versions: dict[str, str]  # of gemini, torch and Python
+    created: str
+    tag: str
+    step: int | None
+    world_size: int
+    settings: dict[str, str]
+    parameters: list[ParameterFact]
+    buffers: list[ParameterFact]
+    extra_states: dict[str, Any]  # of modules, see `torch.nn.Module.get_extra_state`
+    optimizer: OptimizerFact | None
+    gradients: GradientFact | None = None
+    scheduler: Any = None
+    extra: Any = None
+    ranks: list[RankSummary]
+
+
+class FileSummary(_Part):
+    """A file of tensors. `crc32` has the checksum of each tensor's bytes by key, and under "" that of the header."""
+
+    num_bytes: int
+    crc32: dict[str, int]
+
+
+class RankFile(_Part):
+    """What one rank alone has."""
+
+    files: dict[str, FileSummary]
+    random: Any
+    data: Any = None
+    own_buffers: list[str] = []  # buffers of which this rank has other values than rank 0
+
+
+_Model = TypeVar("_Model", Manifest, RankFile)
+
+
+def dump(model: BaseModel) -> bytes:
+    """The text of a file. NaN and infinite numbers are in it as Python writes them."""
+    return json.dumps(model.model_dump(mode="python"), separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file, which is on the disk afterwards. Raises OSError."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises CheckpointError if it has none, or one of a later version."""
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}") from None
+    found = _json(path, data)
+    if found.get("format") != "gemini checkpoint":
+        raise CheckpointError(f"{path} is not of a checkpoint that gemini has written")
+    if not isinstance(version := found.get("version"), int) or version > VERSION:
+        raise CheckpointError(
+            f"{folder} has version {version!r} of the format, this gemini reads up to {VERSION}: use a newer one"
+        )
+    return _validated(Manifest, path, found)
+
+
+def read_rank_file(folder: Path, summary: RankSummary) -> RankFile:
+    """A rank's file, if it is as it was written. Raises OSError and CheckpointError."""
+    path = folder / summary.file
+    data = path.read_bytes()
+    if len(data) != summary.num_bytes or zlib.crc32(data) != summary.crc32:
+        raise CheckpointError(f"{path} is not as it was written ({len(data)} of {summary.num_bytes} bytes)")
+    return _validated(RankFile, path, _json(path, data))
+
+
+def _json(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: it is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it has no fields")
+    return found
+
+
+def _validated(kind: type[_Model], path: Path, found: dict[str, Any]) -> _Model:
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is damaged: {place}: {first['msg']}") from None

@@ -1,0 +1,318 @@
+"""Tensors in safetensors files, in parts: written as a stream, and read by the bytes that are needed.
+
+A file holds at most one box of a tensor. Which box it is says the file's header, under the key that
+`torch.distributed.checkpoint` uses for the same purpose, so that its `HuggingFaceStorageReader` reads these files too.
+All sizes are known before anything is written: the header comes first, and each tensor goes to its place when its bytes
+are there. Nothing is held in memory but the tensor that is being written or read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gemini.checkpoint.boxes import Box, whole
+from gemini.errors import CheckpointError
+
+SUFFIX = ".safetensors"
+_SHARDING_KEY = "DCP_SHARDING_INFO"  # of torch/distributed/checkpoint/_hf_utils.py, as are the two next to it
+_OFFSETS_KEY = "saved_offsets"
+_LENGTH_BYTES = 8  # of the header's own size, at the start of a file
+_MOST_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones, as a file that is none has any number there
+_WRITE_BYTES = 2**26  # at once: a signal or an error is noticed between two of these
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class Part(NamedTuple):
+    """A box of a tensor, as a file holds it."""
+
+    key: str
+    box: Box
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+def can_hold(dtype: torch.dtype) -> bool:
+    """Whether a file can hold tensors of this dtype."""
+    return dtype in _NAMES
+
+
+# -- writing
+
+
+class TensorFile:
+    """A file that is being written: its header says from the start what it will hold."""
+
+    def __init__(self, path: Path, parts: Iterable[Part]) -> None:
+        """Makes the file, with room for all parts. Raises OSError, for a full disk before any of them is written."""
+        self.path = path
+        # Wide elements first: whoever maps the file finds every tensor at a multiple of its element's size.
+        ordered = sorted(parts, key=lambda part: -part.dtype.itemsize)
+        entries: dict[str, Any] = {}
+        self._starts: dict[str, int] = {}
+        end = 0
+        for part in ordered:
+            self._starts[part.key], begin, end = end, end, end + part.num_bytes
+            sizes = list(part.box.sizes)
+            entries[part.key] = {"dtype": _NAMES[part.dtype], "shape": sizes, "data_offsets": [begin, end]}
+        places = {part.key: {_OFFSETS_KEY: list(part.box.offsets)} for part in ordered}
+        entries["__metadata__"] = {"format": "pt", _SHARDING_KEY: json.dumps(places)}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        self._data_start = len(header)
+        self.num_bytes = self._data_start + end
+        self.crc32 = {"": zlib.crc32(header)}  # of each tensor's bytes by key; "": of the header
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            _reserve(self._file, self.num_bytes)
+            _write(self._file, memoryview(header), 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def write(self, key: str, value: Tensor) -> None:
+        """Write a part, whose elements `value` holds in order, 1-D and on the CPU. Raises OSError."""
+        data = _bytes_of(value)
+        self.crc32[key] = zlib.crc32(data)
+        _write(self._file, data, self._data_start + self._starts[key])
+
+    def finish(self) -> None:
+        """Have everything on the disk, and close the file. Raises OSError."""
+        try:
+            os.fsync(self._file)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, complete or not. Closing it again does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _reserve(file: int, num_bytes: int) -> None:
+    """Reserve disk space, where the file system can. Raises OSError if there is too little."""
+    if hasattr(os, "posix_fallocate") and num_bytes:
+        os.posix_fallocate(file, 0, num_bytes)
+
+
+def _write(file: int, data: memoryview, position: int) -> None:
+    done = 0
+    while done < len(data):
+        # A write may take less than it was given, as a disk that fills up does; the next one then raises.
+        done += os.pwrite(file, data[done : done + _WRITE_BYTES], position + done)
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a dense CPU tensor of one dimension, to read and to write."""
+    array: Any = flat.detach().view(torch.uint8).numpy()
+    return memoryview(array) if flat.numel() else memoryview(bytearray())
+
+
+# -- reading
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A part of a tensor in a file, and where its bytes are."""
+
+    path: Path
+    start: int  # in the file, in bytes
+    part: Part
+
+
+class StoredTensor:
+    """A tensor of which one or several files have parts."""
+
+    def __init__(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Sequence[Stored]) -> None:
+        self.key = key
+        self.dtype = dtype
+        self.shape = shape
+        self.parts = list(parts)
+
+    def missing(self) -> int:
+        """How many elements no part has, or, below 0, how many several parts have."""
+        return whole(self.shape).numel - sum(stored.part.box.numel for stored in self.parts)
+
+    def read(self, box: Box, files: OpenFiles, out: Tensor | None = None) -> Tensor:
+        """The elements of a box, in its shape, on the CPU. out: a tensor of that shape, any strides and dtype, to fill.
+
+        Only bytes between the first and the last element that is needed of each part are read. Raises OSError, and
+        CheckpointError for a file that is too short.
+        """
+        if out is None:
+            out = torch.empty(box.sizes, dtype=self.dtype)
+        for stored in self.parts:
+            common = stored.part.box.overlap(box)
+            if common is not None:
+                files.read_into(stored, common, out[common.inside(box)])
+        return out
+
+    def whole(self, files: OpenFiles) -> Tensor:
+        """All elements. Raises as `read`."""
+        return self.read(whole(self.shape), files)
+
+
+class OpenFiles:
+    """Files that are being read, each opened once. Use it as a context: it closes them."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, int] = {}
+        self.num_bytes = 0  # read so far
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def read_into(self, stored: Stored, box: Box, out: Tensor) -> None:
+        """Fill `out`, of the box's shape, with elements of a stored part that has all of them."""
+        part = stored.part
+        strides = _strides_of(part.box.sizes)
+        inside = [piece.start for piece in box.inside(part.box)]
+        first = sum(start * stride for start, stride in zip(inside, strides, strict=True))
+        last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+        itemsize = part.dtype.itemsize
+        numel = last - first + 1
+        # The usual case: the elements lie side by side in the file and in memory, and are read to where they belong.
+        direct = numel == box.numel and out.dtype is part.dtype and out.device.type == "cpu" and out.is_contiguous()
+        target = out.view(-1) if direct else torch.empty(numel, dtype=part.dtype)
+        self._read(stored.path, stored.start + first * itemsize, target)
+        if not direct:
+            out.copy_(torch.as_strided(target, box.sizes, strides))
+
+    def _read(self, path: Path, start: int, target: Tensor) -> None:
+        self.num_bytes += target.nbytes
+        read_exactly(self.open(path), path, start, _bytes_of(target))
+
+    def open(self, path: Path) -> int:
+        """The descriptor of a file. Raises OSError."""
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY)
+        return self._files[path]
+
+
+def read_exactly(file: int, path: Path, start: int, into: memoryview) -> None:
+    """Fill `into` from position `start` of a file. Raises OSError, or CheckpointError if the file ends before."""
+    done = 0
+    while done < len(into):
+        got = os.preadv(file, [into[done : done + _WRITE_BYTES]], start + done)
+        if not got:
+            raise CheckpointError(f"{path} ends after {start + done} bytes, {len(into) - done} more were expected")
+        done += got
+
+
+def _strides_of(sizes: Sequence[int]) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return strides[::-1]
+
+
+def parts_in(path: Path) -> tuple[list[Stored], int]:
+    """The parts of tensors in a safetensors file, in order of their bytes, and the size of its header.
+
+    Raises OSError, and CheckpointError if it is no such file, or its tensors end behind it.
+    """
+    size = os.stat(path).st_size
+    file = os.open(path, os.O_RDONLY)
+    try:
+        length = bytearray(_LENGTH_BYTES)
+        read_exactly(file, path, 0, memoryview(length))
+        num_bytes = int.from_bytes(length, "little")
+        if num_bytes > min(_MOST_HEADER_BYTES, size - _LENGTH_BYTES):
+            raise CheckpointError(f"{path} is no safetensors file: its header would have {num_bytes} bytes")
+        text = bytearray(num_bytes)
+        read_exactly(file, path, _LENGTH_BYTES, memoryview(text))
+    finally:
+        os.close(file)
+    try:
+        entries = json.loads(bytes(text))
+        metadata = entries.pop("__metadata__", None) or {}
+        places = json.loads(metadata[_SHARDING_KEY]) if _SHARDING_KEY in metadata else {}
+        found = [_stored(path, _LENGTH_BYTES + num_bytes, key, its, places) for key, its in entries.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
+    found.sort(key=lambda stored: stored.start)
+    for stored in found:
+        if stored.start + stored.part.num_bytes > size:
+            raise CheckpointError(f"{path} has {size} bytes: it ends before its tensor {stored.part.key!r} does")
+    return found, _LENGTH_BYTES + num_bytes
+
+
+def _stored(path: Path, data_start: int, key: str, its: Mapping[str, Any], places: Mapping[str, Any]) -> Stored:
+    sizes = tuple(int(size) for size in its["shape"])
+    offsets = tuple(int(offset) for offset in places[key][_OFFSETS_KEY]) if key in places else (0,) * len(sizes)
+    if len(offsets) != len(sizes):
+        raise ValueError(f"tensor {key!r} of {len(sizes)} dimensions has offsets in {len(offsets)}")
+    begin, end = its["data_offsets"]
+    part = Part(key, Box(offsets, sizes), _DTYPES[its["dtype"]])
+    if end - begin != part.num_bytes or begin < 0:
+        raise ValueError(f"tensor {key!r} has {end - begin} bytes, {part.num_bytes} were expected")
+    return Stored(path, data_start + begin, part)
+
+
+def tensors_in(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The tensors of which these files have parts, by key. Raises OSError and CheckpointError as `parts_in`."""
+    parts: dict[str, list[Stored]] = {}
+    for path in paths:
+        for stored in parts_in(path)[0]:
+            parts.setdefault(stored.part.key, []).append(stored)
+    return {key: _joined(key, its) for key, its in parts.items()}
+
+
+def _joined(key: str, parts: Sequence[Stored]) -> StoredTensor:
+    """One tensor, as large as its parts reach."""
+    dtypes = sorted({str(stored.part.dtype) for stored in parts})
+    if len(dtypes) > 1:
+        raise CheckpointError(f"the parts of {key!r} have dtypes {', '.join(dtypes)}: they are of several tensors")
+    boxes = [stored.part.box for stored in parts]
+    ends = np.array([[o + s for o, s in zip(box.offsets, box.sizes, strict=True)] for box in boxes], dtype=np.int64)
+    shape = tuple(int(end) for end in ends.max(axis=0)) if boxes[0].sizes else ()
+    return StoredTensor(key, parts[0].part.dtype, shape, parts)
+
+
+def checksum(file: int, path: Path, start: int, num_bytes: int, buffer: memoryview) -> int:
+    """The CRC-32 of bytes of a file. buffer: to read through. Raises as `read_exactly`."""
+    crc, done = 0, 0
+    while done < num_bytes:
+        piece = buffer[: min(len(buffer), num_bytes - done)]
+        read_exactly(file, path, start + done, piece)
+        crc, done = zlib.crc32(piece, crc), done + len(piece)
+    return crc
