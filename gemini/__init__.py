@@ -7,6 +7,7 @@ Reading order: placement, memory, monitor, ranks, chunks, manager, access, build
 engine. See docs/architecture.md.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gemini import shadowing as shadowing  # stands first: it checks that `optim` and `sharding` below are ours
@@ -30,6 +31,7 @@ from gemini.device import current_device
 from gemini.dist_logger import disable_existing_loggers, get_dist_logger
 from gemini.errors import (
     BudgetError,
+    CheckpointError,
     ConfigError,
     DivergenceError,
     GeminiError,
@@ -72,6 +74,9 @@ from sharding import (
 
 # For type checkers alone: `__getattr__` imports these when they are asked for.
 if TYPE_CHECKING:
+    from gemini.checkpoint.directory import Keep
+    from gemini.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+    from gemini.checkpoint.saving import save_checkpoint
     from gemini.engine.engine import Engine
     from gemini.engine.initialize import initialize
     from gemini.engine.trainer.trainer import Trainer
@@ -82,6 +87,7 @@ __all__ = [
     "BucketTensorShardStrategy",
     "BudgetError",
     "CPUAdam",
+    "CheckpointError",
     "ChunkDemand",
     "ChunkManager",
     "ChunkShardStrategy",
@@ -97,7 +103,9 @@ __all__ = [
     "GeminiError",
     "HostReading",
     "HybridAdam",
+    "Keep",
     "Kind",
+    "LoadedCheckpoint",
     "MemoryEstimate",
     "MemoryMonitor",
     "MemoryReading",
@@ -132,6 +140,7 @@ __all__ = [
     "initialize",
     "launch_from_slurm",
     "launch_from_torch",
+    "load_checkpoint",
     "plan_model",
     "register_external_parameter",
     "safe_get_full_fp32_param",
@@ -146,6 +155,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "save_checkpoint",
     "set_leaf_module",
     "slots_for",
     "specs_of",
@@ -156,10 +166,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The engine is imported when it is asked for: it brings pydantic, a tenth of a second that loops do not need."""
-    if name not in ("Engine", "Trainer", "initialize"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from gemini.engine import engine, initialize, trainer
+# Imported when they are asked for: they bring pydantic, a tenth of a second that loops do not need.
+_LATE = {
+    "gemini.checkpoint.directory": ("Keep",),
+    "gemini.checkpoint.loading": ("LoadedCheckpoint", "load_checkpoint"),
+    "gemini.checkpoint.saving": ("save_checkpoint",),
+    "gemini.engine.engine": ("Engine",),
+    "gemini.engine.initialize": ("initialize",),
+    "gemini.engine.trainer.trainer": ("Trainer",),
+}
 
-    return {"Engine": engine.Engine, "Trainer": trainer.Trainer, "initialize": initialize.initialize}[name]
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATE.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,6 +67,7 @@ class BudgetError(GeminiError):
             is_shortage=self.is_shortage,
         )
 
+
 class CheckpointError(GeminiError):
     """A checkpoint cannot be written, found or read, or is not this model's.
 

@@ -42,16 +42,6 @@ class Keep:
             if (value is not None or name == "last") and (type(value) is not int or value < 1):
                 raise ValueError(f"keep: {name} must be an integer of at least 1, found {value!r}")
 
-    @classmethod
-    def of(cls, keep: int | Keep | None) -> Keep | None:
-        """`keep` as it is given to `save_checkpoint`."""
-        return keep if keep is None or isinstance(keep, Keep) else cls(keep)
-
-    def goes(self, manifest: Manifest, newer: int) -> bool:
-        """Whether a checkpoint goes, if `newer` others are newer."""
-        is_kept = self.every is not None and manifest.step is not None and manifest.step % self.every == 0
-        return newer >= self.last and not is_kept
-
 
 class Directory:
     """The checkpoints in one directory."""
@@ -142,7 +132,12 @@ class Directory:
     def outdated(self, keep: Keep, newest: str) -> list[str]:
         """The names of the checkpoints that `keep` lets go. newest: never goes."""
         others = [pair for pair in self.complete() if pair[0].name != newest][::-1]
-        return [path.name for newer, (path, manifest) in enumerate(others, 1) if keep.goes(manifest, newer)]
+        going = []
+        for newer, (path, manifest) in enumerate(others, 1):
+            is_kept = keep.every is not None and manifest.step is not None and manifest.step % keep.every == 0
+            if newer >= keep.last and not is_kept:
+                going.append(path.name)
+        return going
 
     def remove(self, tag: str) -> None:
         """Remove a checkpoint. Raises OSError."""

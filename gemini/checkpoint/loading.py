@@ -20,20 +20,31 @@ from gemini.access.link import link_of
 from gemini.access.states import FlatAccess, FullPrecisionAccess, States, take_masters
 from gemini.checkpoint.boxes import Order
 from gemini.checkpoint.directory import Directory
-from gemini.checkpoint.manifest import WEIGHT, Manifest, OptimizerFact, RankFile, rank_key, read_manifest, state_key
+from gemini.checkpoint.manifest import (
+    GRADIENT,
+    WEIGHT,
+    Manifest,
+    OptimizerFact,
+    RankFile,
+    rank_key,
+    read_manifest,
+    state_key,
+)
 from gemini.checkpoint.parts import load_into, pairs
 from gemini.checkpoint.random_state import set_random_state
 from gemini.checkpoint.saving import together
 from gemini.checkpoint.tensor_files import OpenFiles, StoredTensor, tensors_in
 from gemini.checkpoint.values import decode
 from gemini.checkpoint.verifying import rank_files, verify_files
-from gemini.chunks.chunk import ManagedParameter
+from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.dist_logger import get_dist_logger
 from gemini.errors import CheckpointError
+from gemini.memory.region import Region
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.load_state import load_optimizer_state
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import numbers_of
+from gemini.placement.demand import Tier
 from gemini.ranks.communicator import Communicator
 from optim import HALF_DTYPES
 
@@ -86,13 +97,15 @@ def load_checkpoint(
         weights_only: load weights and buffers, and leave optimizer and random numbers alone.
         verify: compare every byte with its checksum before anything changes, the ranks each a part.
 
-    Returns a `LoadedCheckpoint`, with `extra`. Raises CheckpointError on all ranks if there is none, if it is damaged, or
-    if it is another model's, with every name; ValueError for an optimizer of another kind, and BudgetError without room
-    for its states. Nothing has changed then.
+    Returns a `LoadedCheckpoint`, with `extra`. Raises CheckpointError on all ranks if there is none, if it is damaged,
+    or if it is another model's, with every name; ValueError for an optimizer of another kind, and BudgetError without
+    room for its states. Nothing has changed then.
 
     Example:
-        >>> loaded = load_checkpoint("checkpoints", model, optimizer)
-        >>> first_epoch = loaded.extra["epoch"] + 1
+        >>> import tempfile
+        >>> path = save_checkpoint(tempfile.mkdtemp(), model, optimizer, extra={"epoch": 3})
+        >>> load_checkpoint(path, model, optimizer).extra
+        {'epoch': 3}
     """
     manager = model.chunk_manager
     communicator = manager.communicator
@@ -154,6 +167,8 @@ class _Load:
                 self._load_optimizer(self._optimizer, files)
             self._load_weights(files)
             self._load_plain(files)
+            if self._optimizer is not None and manifest.gradients is not None:
+                manager.grads.resume(manifest.gradients.num_backwards, self._gradients(files))
         for path, module in self._model.module.named_modules():
             name = f"{path}.{_EXTRA}" if path else _EXTRA
             if name in manifest.extra_states:
@@ -245,8 +260,29 @@ class _Load:
         """The weights or masters of a parameter in the files."""
         return self._source.tensors.get(WEIGHT + self._names.get(name, name))
 
+    def _gradients(self, files: OpenFiles) -> Iterator[tuple[Chunk, Region, list[int]]]:
+        """This rank's part of every chunk's gradients, one chunk at a time, and whose they are."""
+        for chunk in self._manager.chunks:
+            if not chunk.trainable:
+                continue
+            found = {
+                each.position: stored
+                for each in chunk.parameters
+                if (stored := self._source.tensors.get(GRADIENT + self._names.get(each.name, each.name)))
+            }
+            if not found:
+                continue
+            # A sum of several micro-batches is wider than one gradient, see `ReducedState.WIDE`.
+            is_wide = chunk.widens and any(stored.dtype is torch.float32 for stored in found.values())
+            dtype = torch.float32 if is_wide else chunk.gradient_dtype
+            content = torch.zeros(chunk.optim_numel, dtype=dtype, device="cpu")
+            for position, stored in found.items():
+                managed = chunk.parameters[position]
+                FlatAccess(self._manager.step, chunk, content).fill(managed, _Reader(managed, stored, files).read_into)
+            yield chunk, Region(Tier.HOST, content), sorted(found)
+
     def _load_plain(self, files: OpenFiles) -> None:
-        """Set buffers, and parameters in no chunk: this rank's own, if the rank that saved them had others than rank 0."""
+        """Set buffers, and parameters in no chunk: to this rank's own, where it has saved others than rank 0's."""
         rank = self._manager.communicator.rank
         is_alike = self._manifest.world_size == self._manager.communicator.world_size
         for name, value in self._plain_tensors():
@@ -274,6 +310,7 @@ class _Load:
         load_optimizer_state(self._model, chunk_optimizer.states, optimizer.param_groups, saved, values)
         if scaling is not None and scale is not None:
             scaling.load_state_dict(scale)
+        chunk_optimizer.count_from(fact.num_steps)
 
     def _state_dict(self, optimizer: ShardedOptimizer, fact: OptimizerFact) -> dict[str, Any]:
         """The optimizer's state as torch has it, with tensors on the device meta for those in the files."""
@@ -358,7 +395,7 @@ class _Reader:
 
     def read(self, start: int, numel: int) -> Tensor:
         """(numel,) elements from `start` on, on the CPU, in the file's dtype."""
-        out = torch.empty(numel, dtype=self._stored.dtype)
+        out = torch.empty(numel, dtype=self._stored.dtype, device="cpu")
         self.read_into(start, out)
         return out
 

@@ -5,7 +5,7 @@
 
     DIRECTORY/latest                      the name of the newest complete checkpoint
     DIRECTORY/TAG/checkpoint.json         `Manifest`: written last, so that a directory without it is incomplete
-    DIRECTORY/TAG/rank-00000.json         `RankFile`: random numbers, position in the data, checksums of this rank's files
+    DIRECTORY/TAG/rank-00000.json         `RankFile`: this rank's random numbers, position in the data, and checksums
     DIRECTORY/TAG/states-00000-0.safetensors    boxes of "model.NAME", "optim.state.NAME.STATE", "grad.NAME"
 """
 
@@ -58,6 +58,7 @@ class OptimizerFact(_Part):
     """The optimizer. `groups` have names of parameters under "params"; values are encoded (values.py)."""
 
     kind: str
+    num_steps: int  # with skipped ones
     groups: list[dict[str, Any]]
     states: dict[str, list[str]]  # by parameter: the states that have tensors
     scalars: dict[str, Any]  # by parameter: the others, such as its number of steps
@@ -87,7 +88,7 @@ class Manifest(_Part):
     versions: dict[str, str]  # of gemini, torch and Python
     created: str
     tag: str
-    step: int | None
+    step: int | None  # the optimizer's number of steps
     world_size: int
     settings: dict[str, str]
     parameters: list[ParameterFact]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,8 +54,8 @@ def save_checkpoint(
 
     It loads on any number of ranks, at any stage, budget, chunk size and strategy. It holds weights, with fp32 masters
     of 16-bit ones, the optimizer's states and loss scale, gradients that no step has used yet, buffers, and the random
-    number generators. Each rank writes its own shards, chunk by chunk: nothing is gathered, and besides the states there
-    is at most one parameter's part of one in memory.
+    number generators. Each rank writes its own shards, chunk by chunk: nothing is gathered, and besides the states
+    there is at most one parameter's part of one in memory.
 
     Args:
         directory: of this training's checkpoints. All ranks must see the same one. It is created.
@@ -72,9 +73,11 @@ def save_checkpoint(
     they were.
 
     Example:
-        >>> path = save_checkpoint("checkpoints", model, optimizer, extra={"epoch": 3})
+        >>> import tempfile
+        >>> save_checkpoint(tempfile.mkdtemp(), model, optimizer, extra={"epoch": 3}).name
+        'step_1'
     """
-    keep = Keep.of(keep)
+    keep = Keep(keep) if isinstance(keep, int) else keep
     manager = model.chunk_manager
     communicator = manager.communicator
     manager.step.check_idle("save_checkpoint()")
@@ -115,8 +118,8 @@ class _Save:
             with together(ranks, f"save_checkpoint({str(self._directory.path)!r})"):
                 if not self._folder.is_dir():
                     raise CheckpointError(
-                        f"{self._folder.parent} is another directory on this rank than on rank 0: a checkpoint needs one "
-                        "that all ranks see, such as a network file system"
+                        f"{self._folder.parent} is another directory on this rank than on rank 0: a checkpoint needs "
+                        "one that all ranks see, such as a network file system"
                     )
             with together(ranks, f"save_checkpoint({str(self._directory.path)!r})"):
                 summary = self._write_rank(state)
@@ -144,13 +147,11 @@ class _Save:
         return RankSummary(file=name, num_bytes=len(data), crc32=zlib.crc32(data))
 
     def _manifest(self, state: Mapping[str, Any], step: int | None, ranks: Sequence[RankSummary]) -> Manifest:
-        import gemini
-
         contents = self._contents
         return Manifest(
             version=VERSION,
             versions={
-                "gemini": gemini.__version__,
+                "gemini": sys.modules["gemini"].__version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
@@ -211,8 +212,8 @@ def write_tensors(contents: Contents, folder: Path, rank: int) -> dict[str, File
 def together(communicator: Communicator, what: str) -> Iterator[None]:
     """Around what each rank does on its files alone: if one fails, all raise. Collective at the end of the block.
 
-    Raises CheckpointError with the first rank's reason on all ranks. Errors of arguments leave as they are, if all ranks
-    have them.
+    Raises CheckpointError with the first rank's reason on all ranks. Errors of arguments leave as they are, if all
+    ranks have them.
     """
     failure: Exception | None = None
     try:

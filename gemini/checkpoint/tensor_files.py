@@ -173,7 +173,7 @@ class StoredTensor:
         CheckpointError for a file that is too short.
         """
         if out is None:
-            out = torch.empty(box.sizes, dtype=self.dtype)
+            out = torch.empty(box.sizes, dtype=self.dtype, device="cpu")
         for stored in self.parts:
             common = stored.part.box.overlap(box)
             if common is not None:
@@ -211,7 +211,7 @@ class OpenFiles:
         numel = last - first + 1
         # The usual case: the elements lie side by side in the file and in memory, and are read to where they belong.
         direct = numel == box.numel and out.dtype is part.dtype and out.device.type == "cpu" and out.is_contiguous()
-        target = out.view(-1) if direct else torch.empty(numel, dtype=part.dtype)
+        target = out.view(-1) if direct else torch.empty(numel, dtype=part.dtype, device="cpu")
         self._read(stored.path, stored.start + first * itemsize, target)
         if not direct:
             out.copy_(torch.as_strided(target, box.sizes, strides))

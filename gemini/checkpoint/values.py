@@ -21,7 +21,7 @@ _TAG = "$"
 
 
 def encode(value: Any, path: str) -> Any:
-    """`value` as what `json` can write. Raises CheckpointError that names the place of what has no form, as in `path`."""
+    """`value` as what `json` can write. Raises CheckpointError that names what has no form, and its place in `path`."""
     # The exact types count: a subclass, such as an enum that is an int, would come back as another type.
     kind = type(value)
     if value is None or kind in (bool, int, str, float):

@@ -7,7 +7,7 @@ decides what remains after a step, and `GradMemory` holds the memory of all of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
 import torch
@@ -25,6 +25,7 @@ from gemini.manager.leftovers import Becomes, Leftovers
 from gemini.manager.reduce import AccumulateAndReduce
 from gemini.manager.training_state import TrainingState
 from gemini.memory.modes import unseen, untracked
+from gemini.memory.region import Region
 from gemini.memory.scratch import Scratch
 from gemini.memory.untraced import A_HOOK, never_traced
 from gemini.placement.next_use import NextUse
@@ -190,6 +191,23 @@ class GradStore:
         self.num_backwards = max(self.num_backwards, 1)
         self.homes.fill(gradient, self.num_backwards)
         gradient.note_given(managed.position)
+
+    def resume(self, num_backwards: int, left: Iterable[tuple[Chunk, Region, Sequence[int]]]) -> None:
+        """Have the gradients of a window of micro-batches that another process began. None are there. Local.
+
+        num_backwards: that the window has seen. left: (optim_numel,) of each chunk's reduced gradient, on the host, in
+            the dtype in which it rested, and the positions of the parameters that have one. Raises BudgetError.
+        """
+        self._begin_training()
+        with untracked():
+            for chunk, content, positions in left:
+                gradient = self.of(chunk)
+                # To these gradients the next ones are added, and not to blank memory.
+                gradient.detach_home()
+                self.homes.bring_back(gradient, content)
+                for position in positions:
+                    gradient.note_given(position)
+        self.num_backwards = num_backwards
 
     def discard(self, managed: ManagedParameter) -> None:
         """Carry out `parameter.grad = None`: later gradients of this step start from zero."""

@@ -27,12 +27,22 @@ class ChunkOptimizer:
         self.states = states
         self.scaling = scaling
         self.kind = kind
+        self.num_steps = 0  # with skipped ones, and those before a checkpoint that was loaded
         # The step uses the summary of `clip_grad_norm_()` again, because another one would take a second pass over all
         # gradients and a second all-reduce.
         self.summary: GradientSummary | None = None
         self.requested: tuple[float, float] | None = None  # (max_norm, norm type) of `clip_grad_norm_()`
         self._gradients = gradients
         self._seen = 0, 0  # `_now()` when `summary` was computed
+
+    def count_step(self) -> int:
+        """Count a step. Returns its number, from 1."""
+        self.num_steps += 1
+        return self.num_steps
+
+    def count_from(self, num_steps: int) -> None:
+        """There were this many steps before, in another process."""
+        self.num_steps = num_steps
 
     def request(self, max_norm: float, norm_type: float) -> None:
         """Clip the next step's gradients so. `saw` follows, with their norm."""

@@ -51,7 +51,6 @@ class OptimizerStep:
         self._max_norm = max_norm
         self._device = manager.memory.device.device
         self._updates = ChunkUpdates(manager.step, states.by_chunk, update, param_groups)
-        self._num_steps = 0
 
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Let the next step clip its gradients so. Returns their norm before that, 0-dim. Collective."""
@@ -100,7 +99,7 @@ class OptimizerStep:
     def _update_all(self, summary: GradientSummary, max_norm: float | None) -> None:
         """Do what all ranks have agreed on. Nothing in here may fail on one rank alone."""
         step = self._manager.step
-        self._num_steps += 1
+        number = self._next.count_step()
         norm, ungrouped, states = self._true_norm(summary), self._states.ungrouped(), self._states
         updated = {chunk: its for chunk in states.trained if any(its := self._updates.steps(chunk, summary))}
         # A non-finite gradient on any rank skips the step on all ranks, because all have the same summary.
@@ -108,7 +107,7 @@ class OptimizerStep:
         factors = GradientFactors(1.0 / self._scaling.value)
         if summary.non_finite is not None:
             skipped = self._manager.parameters[summary.non_finite].name
-            warn_at_script(f"step {self._num_steps} skipped on all ranks: the gradient of {skipped!r} is not finite")
+            warn_at_script(f"step {number} skipped on all ranks: the gradient of {skipped!r} is not finite")
         else:
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
@@ -117,7 +116,7 @@ class OptimizerStep:
                 self._updates.update(updated, factors)
             states.note_step()
         step.grads.end_step(Becomes.USED, ungrouped)
-        self.last = StepReport(self._num_steps, norm, factors.clip, skipped, self._scaling.value)
+        self.last = StepReport(number, norm, factors.clip, skipped, self._scaling.value)
         if updated:
             self._scaling.after_step(skipped)
 

@@ -275,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def chunk_optimizer(self) -> ChunkOptimizer:
-        """The states by chunk, and the loss scale, for what saves and loads them."""
+        """What checkpoints save and load: the states by chunk, the loss scale, and the number of steps."""
         return self._next
 
     @property
