@@ -76,7 +76,7 @@ from sharding import (
 if TYPE_CHECKING:
     from gemini.checkpoint.directory import Keep
     from gemini.checkpoint.loading import LoadedCheckpoint, load_checkpoint
-    from gemini.checkpoint.saving import save_checkpoint
+    from gemini.checkpoint.saving import PendingCheckpoint, save_checkpoint
     from gemini.engine.engine import Engine
     from gemini.engine.initialize import initialize
     from gemini.engine.trainer.trainer import Trainer
@@ -112,6 +112,7 @@ __all__ = [
     "Move",
     "Observer",
     "ParameterSpec",
+    "PendingCheckpoint",
     "Placement",
     "PlacementPolicy",
     "Plan",
@@ -170,7 +171,7 @@ __all__ = [
 _LATE = {
     "gemini.checkpoint.directory": ("Keep",),
     "gemini.checkpoint.loading": ("LoadedCheckpoint", "load_checkpoint"),
-    "gemini.checkpoint.saving": ("save_checkpoint",),
+    "gemini.checkpoint.saving": ("PendingCheckpoint", "save_checkpoint"),
     "gemini.engine.engine": ("Engine",),
     "gemini.engine.initialize": ("initialize",),
     "gemini.engine.trainer.trainer": ("Trainer",),

@@ -13,7 +13,7 @@ All of it is called between steps, after `Step.check_idle`, so that nothing is o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,14 +23,17 @@ from gemini.chunks.gradient import ChunkGradient
 from gemini.manager.chunk_manager import ChunkManager, OptimizerPart
 from gemini.manager.masters import (
     follow_edits,
-    full_precision,
+    master_in,
+    regions_of_master,
     round_as_master,
     set_weights,
+    weights_in,
     weights_of,
     write_master,
 )
 from gemini.manager.migrate import StateStore
 from gemini.manager.step import Step
+from gemini.memory.region import Region
 from gemini.memory.transfer import ready
 from gemini.placement.demand import Kind
 from sharding import ALIGNMENT, ShardLayout, Unit, round_up
@@ -83,7 +86,7 @@ class States:
     def of_optimizer(self, chunk: Chunk, name: str) -> FlatAccess:
         """A state that the optimizer keeps of the chunk, such as "exp_avg"."""
         assert self.kept is not None, "there is no optimizer"
-        return FlatAccess(self.step, chunk, self.kept.flat_of(chunk, name))
+        return FlatAccess(self.step, chunk, self.kept.region_of(chunk, name))
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The names for `of_optimizer` that a parameter has."""
@@ -98,9 +101,21 @@ class StateAccess(ABC):
         self.chunk = chunk
         self.device = step.params.device.device
 
+    @property
     @abstractmethod
+    def regions(self) -> tuple[Region, ...]:
+        """The memory in which this rank's part lies."""
+
+    @abstractmethod
+    def read_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
+        """(numel,) elements from `start` on of this rank's part; it may be a view.
+
+        contents: of `regions`, or copies of them.
+        """
+
     def read(self, start: int, numel: int) -> Tensor:
         """(numel,) elements from `start` on of this rank's part, in the tier where they rest; it may be a view."""
+        return self.read_in([ready(region) for region in self.regions], start, numel)
 
     def local(self, managed: ManagedParameter) -> Tensor:
         """A copy of this rank's part of a parameter. Local."""
@@ -148,8 +163,12 @@ class StateAccess(ABC):
 class WeightAccess(StateAccess):
     """The weights. Copies are made of the payload. See `States.weights`."""
 
-    def read(self, start: int, numel: int) -> Tensor:
-        return weights_of(self.chunk, start, numel)
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return (self.chunk.homes[Kind.PARAM],)
+
+    def read_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
+        return weights_in(self.chunk, contents[0], start, numel)
 
     def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
         # A fetch like an operator's: the payload stays in its slot until another chunk needs the slot.
@@ -160,8 +179,12 @@ class WeightAccess(StateAccess):
 class FullPrecisionAccess(StateAccess):
     """The weights in full precision. Writes reach the used weights, too. See `States.full_precision`."""
 
-    def read(self, start: int, numel: int) -> Tensor:
-        return full_precision(self.chunk, start, numel)
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return regions_of_master(self.chunk)
+
+    def read_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
+        return master_in(self.chunk, contents, start, numel)
 
     def _own(self, managed: ManagedParameter) -> Tensor:
         # An edit of the payload counts: bring it to the master first.
@@ -245,12 +268,20 @@ def take_masters(step: Step, values: Iterable[tuple[ManagedParameter, Tensor]]) 
 class FlatAccess(StateAccess):
     """A state that rests in one flat tensor, (optim_numel,)."""
 
-    def __init__(self, step: Step, chunk: Chunk, flat: Tensor) -> None:
+    def __init__(self, step: Step, chunk: Chunk, region: Region) -> None:
         super().__init__(step, chunk)
-        self._flat = flat
+        self._region = region
 
-    def read(self, start: int, numel: int) -> Tensor:
-        return self._flat[start : start + numel]
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return (self._region,)
+
+    @property
+    def _flat(self) -> Tensor:
+        return ready(self._region)
+
+    def read_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
+        return contents[0][start : start + numel]
 
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
         """Set this rank's part of a parameter to `values`, 1-D, of any dtype and device. Local."""
@@ -286,7 +317,7 @@ class GradientAccess(FlatAccess):
         gradient: ChunkGradient,
         factors_of: Callable[[ManagedParameter], tuple[float, float]],
     ) -> None:
-        super().__init__(step, chunk, ready(gradient.reduced()))
+        super().__init__(step, chunk, gradient.reduced())
         self._gradient = gradient
         self._factors_of = factors_of
 

@@ -23,11 +23,10 @@ from gemini.checkpoint.tensor_files import Part, can_hold
 from gemini.checkpoint.values import encode, name_of
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import CheckpointError
-from gemini.memory.transfer import ready
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import names_by_chunk, numbers_of
-from gemini.placement.demand import Kind
+from gemini.placement.demand import Kind, Tier
 
 
 class Share(NamedTuple):
@@ -57,6 +56,7 @@ class ChunkEntry:
     access: StateAccess
     dtype: torch.dtype
     keys: tuple[tuple[str, ManagedParameter], ...]
+    changes_unseen: bool  # users, or autograd, may write to it without asking for its tickets
 
     def parts(self) -> Iterator[tuple[int, Part]]:
         """The parts that this rank writes, each with the number of the file that it goes to."""
@@ -70,15 +70,15 @@ class ChunkEntry:
             # A file has one box of a tensor, see tensor_files.py.
             yield from ((number, Part(key, box, self.dtype)) for number, box in enumerate(boxes))
 
-    def values(self) -> Iterator[tuple[int, str, Tensor]]:
+    def values(self, contents: Sequence[Tensor]) -> Iterator[tuple[int, str, Tensor]]:
         """The elements of the same parts in the same order, 1-D, where the state rests: (number of the file, key, ...).
 
-        Each is a view of the state, or a copy of one parameter's part of it.
+        contents: of the access's regions. Each value is a view of them, or a copy of one parameter's part.
         """
         for key, managed in self.keys:
             order, number = Order.of(managed.stride, managed.shape), 0
             for share in shares_of(managed):
-                flat = self.access.read(share.read_start, share.numel)
+                flat = self.access.read_in(contents, share.read_start, share.numel)
                 for box, sizes in order.boxes(managed.shape, share.start, share.start + share.numel):
                     piece, flat = flat.split([box.numel, flat.numel() - box.numel])
                     # Elements lie in the order of their strides, and go into the file in that of the dimensions.
@@ -126,13 +126,6 @@ class Contents:
         for key, value in self.plain:
             yield 0, Part(key, whole(value.shape), value.dtype)
 
-    def values(self) -> Iterator[tuple[int, str, Tensor]]:
-        """The same parts in the same order with their elements, 1-D, where they rest."""
-        for entry in self.chunk_entries:
-            yield from entry.values()
-        for key, value in self.plain:
-            yield 0, key, value.contiguous().reshape(-1)
-
     def _chunk_entries(self) -> Iterator[ChunkEntry]:
         names = self._names_by_chunk()
         for chunk in self._manager.chunks:
@@ -157,8 +150,8 @@ class Contents:
         if gradient is not None and gradient.is_reduced:
             having = [each for each in chunk.parameters if gradient.agreed[each.position]]
             # As they rest, times the loss scale, and not as users see them.
-            rests = FlatAccess(self._step, chunk, ready(gradient.reduced()))
-            yield from _entry(chunk, rests, ((GRADIENT + each.name, each) for each in having))
+            rests = FlatAccess(self._step, chunk, gradient.reduced())
+            yield from _entry(chunk, rests, ((GRADIENT + each.name, each) for each in having), changes_unseen=True)
 
     def _names_by_chunk(self) -> dict[int, list[str]]:
         if self._optimizer is None:
@@ -267,10 +260,18 @@ def has_master(managed: ManagedParameter) -> bool:
     return managed.owns_master and Kind.MASTER in managed.chunk.homes
 
 
-def _entry(chunk: Chunk, access: StateAccess, keys: Iterable[tuple[str, ManagedParameter]]) -> Iterator[ChunkEntry]:
+def _entry(
+    chunk: Chunk,
+    access: StateAccess,
+    keys: Iterable[tuple[str, ManagedParameter]],
+    changes_unseen: bool = False,
+) -> Iterator[ChunkEntry]:
     found = tuple(keys)
     if found:
-        yield ChunkEntry(chunk, access, access.read(0, 0).dtype, found)
+        # A parameter home on the device may be what the parameters themselves are views of.
+        home = chunk.homes[Kind.PARAM]
+        shows = home.tier is Tier.DEVICE and any(region is home for region in access.regions)
+        yield ChunkEntry(chunk, access, access.read(0, 0).dtype, found, changes_unseen or shows)
 
 
 def _group(group: dict[str, Any], number: int) -> dict[str, Any]:
@@ -289,8 +290,3 @@ def _check_dtype(key: str, dtype: torch.dtype) -> None:
 def _digest(value: Tensor) -> bytes:
     flat = value.to("cpu").contiguous().reshape(-1)
     return sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").digest()
-
-
-def num_files(parts: Sequence[tuple[int, Part]]) -> int:
-    """How many files a rank writes: at least one."""
-    return 1 + max((number for number, _ in parts), default=0)

@@ -129,21 +129,15 @@ class Directory:
                     continue
         return sorted(found, key=lambda pair: (pair[1].created, pair[0].name))
 
-    def outdated(self, keep: Keep, newest: str) -> list[str]:
-        """The names of the checkpoints that `keep` lets go. newest: never goes."""
+    def remove_old(self, keep: Keep, newest: str) -> None:
+        """Remove the checkpoints that `keep` lets go; `newest` never goes. Raises OSError. Called by one rank."""
         others = [pair for pair in self.complete() if pair[0].name != newest][::-1]
-        going = []
         for newer, (path, manifest) in enumerate(others, 1):
             is_kept = keep.every is not None and manifest.step is not None and manifest.step % keep.every == 0
             if newer >= keep.last and not is_kept:
-                going.append(path.name)
-        return going
-
-    def remove(self, tag: str) -> None:
-        """Remove a checkpoint. Raises OSError."""
-        # Its manifest goes first: whoever looks meanwhile does not find half of a checkpoint.
-        (self.path / tag / MANIFEST).unlink()
-        shutil.rmtree(self.path / tag)
+                # Its manifest goes first: whoever looks meanwhile does not find half of a checkpoint.
+                (path / MANIFEST).unlink()
+                shutil.rmtree(path)
 
     def _replaces_lost(self, path: Path) -> bool:
         """Whether a replaced checkpoint is all that a crash has left of its tag."""

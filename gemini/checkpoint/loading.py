@@ -32,8 +32,8 @@ from gemini.checkpoint.manifest import (
 )
 from gemini.checkpoint.parts import load_into, pairs
 from gemini.checkpoint.random_state import set_random_state
-from gemini.checkpoint.saving import together
 from gemini.checkpoint.tensor_files import OpenFiles, StoredTensor, tensors_in
+from gemini.checkpoint.together import together
 from gemini.checkpoint.values import decode
 from gemini.checkpoint.verifying import rank_files, verify_files
 from gemini.chunks.chunk import Chunk, ManagedParameter
@@ -275,11 +275,11 @@ class _Load:
             # A sum of several micro-batches is wider than one gradient, see `ReducedState.WIDE`.
             is_wide = chunk.widens and any(stored.dtype is torch.float32 for stored in found.values())
             dtype = torch.float32 if is_wide else chunk.gradient_dtype
-            content = torch.zeros(chunk.optim_numel, dtype=dtype, device="cpu")
+            region = Region(Tier.HOST, torch.zeros(chunk.optim_numel, dtype=dtype, device="cpu"))
             for position, stored in found.items():
                 managed = chunk.parameters[position]
-                FlatAccess(self._manager.step, chunk, content).fill(managed, _Reader(managed, stored, files).read_into)
-            yield chunk, Region(Tier.HOST, content), sorted(found)
+                FlatAccess(self._manager.step, chunk, region).fill(managed, _Reader(managed, stored, files).read_into)
+            yield chunk, region, sorted(found)
 
     def _load_plain(self, files: OpenFiles) -> None:
         """Set buffers, and parameters in no chunk: to this rank's own, where it has saved others than rank 0's."""

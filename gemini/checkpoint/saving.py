@@ -1,42 +1,70 @@
-"""`save_checkpoint`: all states of a training as one directory, complete or not there."""
+"""`save_checkpoint`: all states of a training as one directory, complete or not there, now or in the background.
+
+[Note: In the background] A thread writes the states while training goes on. It reads them where they rest: an update
+that comes before the thread has read its chunk copies the chunk's state first, or waits for the thread if there is no
+room for the copy (memory/loans.py). What may be written to without notice, such as weights that rest on the device, is
+copied before `save_checkpoint` returns. Torch's own asynchronous save reads tensors on the CPU while they are updated
+(pytorch/pytorch#144657).
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import threading
 import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
-from gemini.checkpoint.contents import Contents, num_files
+from gemini.checkpoint.contents import Contents, Plain
 from gemini.checkpoint.directory import Directory, Keep, check_tag
-from gemini.checkpoint.manifest import (
-    MANIFEST,
-    VERSION,
-    FileSummary,
-    Manifest,
-    RankFile,
-    RankSummary,
-    dump,
-    write_durably,
-)
+from gemini.checkpoint.manifest import VERSION, Manifest, RankFile
 from gemini.checkpoint.parts import states_of
 from gemini.checkpoint.random_state import random_state
-from gemini.checkpoint.tensor_files import SUFFIX, Part, TensorFile
+from gemini.checkpoint.together import reason_of, together
 from gemini.checkpoint.values import encode
-from gemini.checkpoint.verifying import verify_rank
+from gemini.checkpoint.writing import Source, Task, write
 from gemini.errors import CheckpointError
+from gemini.memory.loans import CopyRoom, Loan, spare_bytes
 from gemini.model.sharded_model import ShardedModel
+from gemini.monitor.host import HostSource, share_of_host
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.ranks.communicator import Communicator
 
 _ALIKE = "All ranks must save alike"
+
+
+@overload
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: ShardedModel,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    scheduler: Any = None,
+    data: Any = None,
+    extra: Any = None,
+    tag: str | None = None,
+    keep: int | Keep | None = None,
+    asynchronous: Literal[False] = False,
+) -> Path: ...
+
+
+@overload
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: ShardedModel,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    scheduler: Any = None,
+    data: Any = None,
+    extra: Any = None,
+    tag: str | None = None,
+    keep: int | Keep | None = None,
+    asynchronous: bool,
+) -> Path | PendingCheckpoint: ...
 
 
 def save_checkpoint(
@@ -49,7 +77,8 @@ def save_checkpoint(
     extra: Any = None,
     tag: str | None = None,
     keep: int | Keep | None = None,
-) -> Path:
+    asynchronous: bool = False,
+) -> Path | PendingCheckpoint:
     """Save a training between two steps, so that `load_checkpoint` goes on with the same bits. Collective.
 
     It loads on any number of ranks, at any stage, budget, chunk size and strategy. It holds weights, with fp32 masters
@@ -67,10 +96,13 @@ def save_checkpoint(
         tag: the checkpoint's name. None: "step_" and the number of the optimizer's steps.
         keep: how many of the newest checkpoints stay, or a `Keep`. None: all. Others are removed once every rank has
             read its part of this one again and found it right.
+        asynchronous: return while a thread writes, and train on. States that an update changes meanwhile are copied
+            into host memory before, as far as half of what is free there reaches; beyond it the update waits. A save
+            that is still under way is completed first. A failure is raised by the next step or save, or by `wait()`.
 
-    Returns the checkpoint's folder. Raises CheckpointError on all ranks if it cannot be written, with the rank and its
-    reason, and ValueError or GeminiError for arguments that are not valid or inside a step; earlier checkpoints are as
-    they were.
+    Returns the checkpoint's folder, or a `PendingCheckpoint`. Raises CheckpointError on all ranks if it cannot be
+    written, with the rank and its reason, and ValueError or GeminiError for arguments that are not valid or inside a
+    step; earlier checkpoints are as they were.
 
     Example:
         >>> import tempfile
@@ -82,160 +114,161 @@ def save_checkpoint(
     communicator = manager.communicator
     manager.step.check_idle("save_checkpoint()")
     with communicator.publishing(), torch.no_grad():
+        # Two saves at once would share the disk, and the second might remove what the first one writes.
+        manager.background.finish()
         _refuse_unsynced(model)
         contents = Contents(model, optimizer)
+        rank, step = communicator.rank, contents.step_number()
+        where = Directory(directory)
         with together(communicator, "save_checkpoint()"):
-            step = contents.step_number()
-            tag = check_tag(f"step_{step}" if tag is None else tag)
-            state = {
-                "scheduler": encode(states_of(scheduler, "scheduler"), "scheduler"),
-                "extra": encode(extra, "extra"),
-                "data": encode(states_of(data, "data"), "data"),
-                "random": encode(random_state(manager.memory.device.device), "random numbers"),
-            }
-        communicator.agree(f"{Path(directory).name} {tag}".encode(), "the checkpoint", remedy=_ALIKE)
-        return _Save(Directory(directory), tag, contents, communicator).run(state, step, keep)
+            name = check_tag(f"step_{step}" if tag is None else tag)
+            rank_file = RankFile(
+                files={},
+                random=encode(random_state(manager.memory.device.device), "random numbers"),
+                data=encode(states_of(data, "data"), "data"),
+                own_buffers=contents.own_buffers,
+            )
+            schedule, values = encode(states_of(scheduler, "scheduler"), "scheduler"), encode(extra, "extra")
+            manifest = _manifest(contents, name, step, schedule, values, communicator.world_size) if rank == 0 else None
+        communicator.agree(f"{name} {keep} {asynchronous}".encode(), "the checkpoint", remedy=_ALIKE)
+        _make_folder(where, name, communicator)
+        timeout_s = model.settings.rank_timeout
+        parts = list(contents.parts())
+        task = Task(where, name, rank, communicator.world_size, parts, rank_file, manifest, keep, timeout_s)
+        pending = PendingCheckpoint(task, communicator, _copy_room(model))
+        manager.background.begin(pending)
+        pending.hand_over(contents, asynchronous)
+    if asynchronous:
+        return pending
+    return pending.wait()
 
 
-class _Save:
-    """One save."""
+class PendingCheckpoint:
+    """A checkpoint that a thread writes while training goes on. `save_checkpoint(..., asynchronous=True)` returns it.
 
-    def __init__(self, directory: Directory, tag: str, contents: Contents, communicator: Communicator) -> None:
-        self._directory = directory
-        self._tag = tag
-        self._contents = contents
-        self._communicator = communicator
-        self._rank = communicator.rank
-        self._folder = directory.partial(tag)
+    Args:
+        task: what this rank writes.
+        communicator: of the ranks that write together.
+        room: for copies of states.
 
-    def run(self, state: Mapping[str, Any], step: int | None, keep: Keep | None) -> Path:
-        """Write everything. Collective. Raises CheckpointError."""
-        ranks = self._communicator
-        try:
-            with together(ranks, f"save_checkpoint({str(self._directory.path)!r})"):
-                if self._rank == 0:
-                    self._directory.begin(self._tag)
-            with together(ranks, f"save_checkpoint({str(self._directory.path)!r})"):
-                if not self._folder.is_dir():
-                    raise CheckpointError(
-                        f"{self._folder.parent} is another directory on this rank than on rank 0: a checkpoint needs "
-                        "one that all ranks see, such as a network file system"
-                    )
-            with together(ranks, f"save_checkpoint({str(self._directory.path)!r})"):
-                summary = self._write_rank(state)
-            summaries = ranks.all_gather_bytes(dump(summary), "files of a checkpoint")
-            with together(ranks, f"save_checkpoint({str(self._directory.path)!r})"):
-                if self._rank == 0:
-                    found = [RankSummary.model_validate_json(each) for each in summaries]
-                    manifest = self._manifest(state, step, found)
-                    write_durably(self._folder / MANIFEST, dump(manifest))
-                    self._directory.commit(self._tag)
-        except BaseException:
-            if self._rank == 0:
-                self._directory.abandon(self._tag)
-            raise
-        final = self._directory.path / self._tag
-        if keep is not None:
-            self._remove_old(final, keep)
-        return final
-
-    def _write_rank(self, state: Mapping[str, Any]) -> RankSummary:
-        files = write_tensors(self._contents, self._folder, self._rank)
-        own = RankFile(files=files, random=state["random"], data=state["data"], own_buffers=self._contents.own_buffers)
-        data, name = dump(own), f"rank-{self._rank:05d}.json"
-        write_durably(self._folder / name, data)
-        return RankSummary(file=name, num_bytes=len(data), crc32=zlib.crc32(data))
-
-    def _manifest(self, state: Mapping[str, Any], step: int | None, ranks: Sequence[RankSummary]) -> Manifest:
-        contents = self._contents
-        return Manifest(
-            version=VERSION,
-            versions={
-                "gemini": sys.modules["gemini"].__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            created=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + f".{time.time_ns() % 10**9:09d}Z",
-            tag=self._tag,
-            step=step,
-            world_size=self._communicator.world_size,
-            settings=contents.settings(),
-            parameters=contents.parameters(),
-            buffers=contents.buffers(),
-            extra_states=contents.extra_states(),
-            optimizer=contents.optimizer(),
-            gradients=contents.gradients(),
-            scheduler=state["scheduler"],
-            extra=state["extra"],
-            ranks=list(ranks),
-        )
-
-    def _remove_old(self, final: Path, keep: Keep) -> None:
-        """Remove older checkpoints, after every rank has verified its files of this one. Collective."""
-        ranks = self._communicator
-        goes = b""
-        with together(ranks, "removing old checkpoints"):
-            if self._rank == 0:
-                goes = "\n".join(self._directory.outdated(keep, self._tag)).encode()
-        names = ranks.all_gather_bytes(goes, "old checkpoints")[0].decode().split("\n")
-        if names == [""]:
-            return
-        with together(ranks, f"verifying {final}, after which older checkpoints would go"):
-            verify_rank(final, self._rank)
-        with together(ranks, "removing old checkpoints"):
-            if self._rank == 0:
-                for name in names:
-                    self._directory.remove(name)
-
-
-def write_tensors(contents: Contents, folder: Path, rank: int) -> dict[str, FileSummary]:
-    """Write this rank's tensors. Local. Raises OSError."""
-    parts = list(contents.parts())
-    by_file: dict[int, list[Part]] = {number: [] for number in range(num_files(parts))}
-    for number, part in parts:
-        by_file[number].append(part)
-    files: list[TensorFile] = []
-    try:
-        for number, its in by_file.items():
-            files.append(TensorFile(folder / f"states-{rank:05d}-{number}{SUFFIX}", its))
-        for number, key, value in contents.values():
-            files[number].write(key, value.to("cpu"))
-        for file in files:
-            file.finish()
-    finally:
-        for file in files:
-            file.close()
-    return {file.path.name: FileSummary(num_bytes=file.num_bytes, crc32=file.crc32) for file in files}
-
-
-@contextmanager
-def together(communicator: Communicator, what: str) -> Iterator[None]:
-    """Around what each rank does on its files alone: if one fails, all raise. Collective at the end of the block.
-
-    Raises CheckpointError with the first rank's reason on all ranks. Errors of arguments leave as they are, if all
-    ranks have them.
+    Raises nothing: failures are raised by `wait()`, and by the next step or save.
     """
-    failure: Exception | None = None
-    try:
-        yield
-    except (OSError, CheckpointError, ValueError, TypeError) as error:
-        failure = error
-    words = "" if failure is None else _reason(failure)
-    every = communicator.all_gather_bytes(words.encode(), "files of a checkpoint")
-    failed = [(rank, each.decode()) for rank, each in enumerate(every) if each]
-    if not failed:
-        return
-    if failure is not None and communicator.world_size == len(failed) and not isinstance(failure, OSError):
-        raise failure
-    rank, reason = failed[0]
-    who = "" if communicator.world_size == 1 else f"rank {rank}: "
-    raise CheckpointError(f"{what}: {who}{reason}") from failure
+
+    def __init__(self, task: Task, communicator: Communicator, room: CopyRoom) -> None:
+        self.path = task.final
+        """Where the checkpoint is once it is complete."""
+        self._task = task
+        self._communicator = communicator
+        self._room = room
+        self._source = Source()
+        self._failure: Exception | None = None
+        self._is_told = False
+        self._thread = threading.Thread(target=self._write, name=f"gemini checkpoint {task.tag}")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank's thread has ended, with the whole checkpoint complete or with a failure. Local."""
+        return not self._thread.is_alive()
+
+    @property
+    def copied_bytes(self) -> int:
+        """The most bytes that copies of states have taken at once."""
+        return self._room.most_taken
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete. Returns its folder. Collective.
+
+        Raises CheckpointError on all ranks if it could not be written.
+        """
+        self.join()
+        self._is_told = True
+        with together(self._communicator, f"save_checkpoint({str(self._task.directory.path)!r})"):
+            if self._failure is not None:
+                raise self._failure
+        return self.path
+
+    def join(self) -> None:
+        """Wait until this rank's thread has ended, with the whole complete or with a failure. Local; raises nothing."""
+        self._thread.join()
+
+    def raise_failure(self) -> None:
+        """Raise the CheckpointError of a save that has failed, once. Local."""
+        if self._failure is not None and not self._is_told:
+            self._is_told = True
+            raise CheckpointError(
+                f"the checkpoint {str(self.path)!r}, which was being written in the background, is not complete: "
+                f"{reason_of(self._failure)}"
+            ) from self._failure
+
+    def hand_over(self, contents: Contents, asynchronous: bool) -> None:
+        """Start the thread, and give it all states as they are now. Local; raises nothing."""
+        self._thread.start()
+        try:
+            lent = [(entry, Loan(entry.access.regions, self._room)) for entry in contents.chunk_entries]
+            # What must be copied goes first: its room is free again once it is written.
+            for entry, loan in sorted(lent, key=lambda each: not each[0].changes_unseen):
+                self._source.hand_over((entry, loan))
+                if asynchronous and entry.changes_unseen:
+                    loan.copy()
+            for key, value in contents.plain:
+                self._source.hand_over(Plain(key, value.to("cpu", copy=True)))
+        finally:
+            self._source.close()
+
+    def _write(self) -> None:
+        watch = self._communicator.watch
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                write(self._task, self._source, lambda: watch is not None and watch.failed)
+        except Exception as error:  # of a thread: `wait` and the next step raise it
+            self._failure = error
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} (errno {error.errno}): {error.filename or 'a file of the checkpoint'}"
-    return str(error) or repr(error)
+def _make_folder(directory: Directory, tag: str, communicator: Communicator) -> None:
+    """Make the folder, and see that it is the same one on all ranks. Collective."""
+    what = f"save_checkpoint({str(directory.path)!r})"
+    folder = directory.partial(tag)
+    with together(communicator, what):
+        if communicator.rank == 0:
+            directory.begin(tag)
+    with together(communicator, what):
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder.parent} is another directory on this rank than on rank 0: a checkpoint needs one that all "
+                "ranks see, such as a network file system"
+            )
+
+
+def _manifest(contents: Contents, tag: str, step: int | None, scheduler: Any, extra: Any, world_size: int) -> Manifest:
+    now = time.time_ns()
+    seconds, nanoseconds = divmod(now, 10**9)
+    return Manifest(
+        version=VERSION,
+        versions={
+            "gemini": sys.modules["gemini"].__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        created=f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{nanoseconds:09d}Z",
+        tag=tag,
+        step=step,
+        world_size=world_size,
+        settings=contents.settings(),
+        parameters=contents.parameters(),
+        buffers=contents.buffers(),
+        extra_states=contents.extra_states(),
+        optimizer=contents.optimizer(),
+        gradients=contents.gradients(),
+        scheduler=scheduler,
+        extra=extra,
+        ranks=[],
+    )
+
+
+def _copy_room(model: ShardedModel) -> CopyRoom:
+    host = model.chunk_manager.memory.host
+    free = share_of_host(HostSource().read().available_bytes)
+    return CopyRoom(spare_bytes(host.capacity_bytes, host.ledger.total_bytes, free))
 
 
 def _refuse_unsynced(model: ShardedModel) -> None:

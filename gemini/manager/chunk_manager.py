@@ -25,6 +25,7 @@ from gemini.manager.params import ParamStore
 from gemini.manager.recorder import Recorder
 from gemini.manager.step import Step
 from gemini.manager.training_state import TrainingState
+from gemini.memory.loans import Background
 from gemini.memory.memory import Memory
 from gemini.memory.scratch import Scratch
 from gemini.monitor.device import DeviceSource
@@ -79,6 +80,7 @@ class ChunkManager:
         recorder: measures the bytes beside the model data at each event of a step, for `trace`.
         training: what only training needs beside the weights; there once an optimizer or a backward has come.
         step: what happens to chunks in a forward, a backward and an update, in written order.
+        background: a checkpoint that is written while training goes on.
         optimizer: the model's optimizer, as far as chunks need it. None before there is one.
 
     Raises nothing of its own: slots and scratch take their memory at the first use.
@@ -109,6 +111,7 @@ class ChunkManager:
         self.live = LiveMemory(device, memory.device.ledger)
         self.micro_batches = MicroBatches(demand.micro_batches)
         self.optimizer: OptimizerPart | None = None
+        self.background = Background()
         binding = Binding(self.chunks, memory, released_class)
         max_prefetch = plan.settings.max_prefetch
         self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, max_prefetch)
@@ -262,6 +265,7 @@ class ChunkManager:
 
     def close(self) -> None:
         """Give slots and process group back. Collective. Raises nothing of its own."""
+        self.background.join()  # a checkpoint that is being written reads the homes
         # A `.grad` that is a view of a home would keep the home in memory for as long as its parameter lives.
         self.grads.detach_homes()
         self.step.failures.note_close()

@@ -12,11 +12,14 @@ remainders, and a warning says so. Embeddings with `max_norm`, which write so in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.memory.transfer import ready, wait_on_tier
+from gemini.memory.region import Region
+from gemini.memory.transfer import ready
 from gemini.placement.demand import Kind
 from optim import HALF_DTYPES, absorb_edits_, join_master_, round_master_, split_master_
 from sharding import pieces_within
@@ -27,19 +30,35 @@ def full_precision(chunk: Chunk, start: int, numel: int) -> Tensor:
 
     fp32, or fp64 for fp64 weights. It may be a view.
     """
-    master = chunk.homes.get(Kind.MASTER)
+    return master_in(chunk, [ready(region) for region in regions_of_master(chunk)], start, numel)
+
+
+def regions_of_master(chunk: Chunk) -> tuple[Region, ...]:
+    """The homes in which the master lies; without one the weights' home."""
+    home, master = chunk.homes[Kind.PARAM], chunk.homes.get(Kind.MASTER)
     if master is None:
-        weights = weights_of(chunk, start, numel)
+        return (home,)
+    # A split master is nowhere whole: upper halves are in the parameter home, remainders in the MASTER home.
+    return (home, master) if chunk.splits_master else (master,)
+
+
+def master_in(chunk: Chunk, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
+    """(numel,) elements of the master from `start` on; of the weights if there is no master.
+
+    contents: of `regions_of_master(chunk)`. Returns fp32, or fp64 for fp64 weights, on the master's tier; it may be a
+    view.
+    """
+    if Kind.MASTER not in chunk.homes:
+        weights = weights_in(chunk, contents[0], start, numel)
         return weights if weights.dtype is torch.float64 else weights.float()
     if not chunk.splits_master:
-        return ready(master)[start : start + numel]
-    wait_on_tier(master, chunk.homes[Kind.PARAM])
-    # A split master is nowhere whole: upper halves are in the parameter home, remainders in the MASTER home.
-    joined = torch.empty(numel, dtype=torch.float32, device=master.flat.device)
+        return contents[0][start : start + numel]
+    home, remainders = contents
+    joined = torch.empty(numel, dtype=torch.float32, device=remainders.device)
     for piece in pieces_within(chunk.home_slices(), start, numel):
         # The two halves may rest on different tiers.
-        weight = chunk.homes[Kind.PARAM].flat[piece.in_payload].to(joined.device)
-        join_master_(joined.narrow(0, piece.shard_start - start, piece.numel), weight, master.flat[piece.in_shard])
+        weight = home[piece.in_payload].to(joined.device)
+        join_master_(joined.narrow(0, piece.shard_start - start, piece.numel), weight, remainders[piece.in_shard])
     return joined
 
 
@@ -75,7 +94,11 @@ def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
     """(numel,) a copy of elements of the parameter home, from `start` on."""
-    home = ready(chunk.homes[Kind.PARAM])
+    return weights_in(chunk, ready(chunk.homes[Kind.PARAM]), start, numel)
+
+
+def weights_in(chunk: Chunk, home: Tensor, start: int, numel: int) -> Tensor:
+    """The same of a parameter home with the content `home`."""
     runs = [home[piece.in_payload] for piece in pieces_within(chunk.home_slices(), start, numel)]
     # `torch.cat` refuses an empty list, which is what a range without elements gives.
     return torch.cat(runs) if runs else home[:0].clone()

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from torch import Tensor
-
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.param_state import ParamState
 from gemini.errors import BudgetError
@@ -64,7 +62,7 @@ class StateStore(Protocol):
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The names of a parameter's states; empty if they have no memory."""
 
-    def flat_of(self, chunk: Chunk, name: str) -> Tensor:
+    def region_of(self, chunk: Chunk, name: str) -> Region:
         """(optim_numel,) the state where it rests; zeros if this rank has no memory for it yet."""
 
 

@@ -110,6 +110,8 @@ class Transfer:
             return None
         self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.nbytes
         if self._lane is None:
+            # Copies are done at once here, but a thread may still read what is about to be overwritten: see loans.py.
+            wait_on_host(to)
             to.flat.copy_(source.flat)
             return None
         # Reads may overlap: the copy waits for the source's last write only, but for every pending use of its target.

@@ -14,7 +14,7 @@ from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import BudgetError
 from gemini.manager.params import ParamStore
 from gemini.memory.memory import Memory
-from gemini.memory.region import Region
+from gemini.memory.region import Region, Tickets
 from gemini.memory.transfer import wait_on_tier
 from gemini.optimizer.runs import Run, RunUpdate, runs_of
 from gemini.optimizer.shard_view import ShardView
@@ -42,6 +42,7 @@ class ChunkOptimizerState:
     counts_steps: bool  # `step` is an int, not a tensor
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
+    tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
     scalars: list[dict[str, Any] | None] = field(init=False)  # by position; None before the first update
     made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
 
@@ -62,6 +63,15 @@ class ChunkOptimizerState:
         """Bytes of one flat state."""
         return self.chunk.optim_numel * self.dtype.itemsize
 
+    def region(self, name: str) -> Region:
+        """(optim_numel,) a flat state."""
+        return Region(self.tier, self.flats[name], self.tickets)
+
+    def wait_for_readers(self) -> None:
+        """The states are about to be written: whoever reads them in the background has to be done."""
+        if self.tickets.reads:
+            wait_on_tier(*map(self.region, self.flats))
+
     def allocate(self, names: Sequence[str], params: ParamStore) -> None:
         """Allocate zeroed flat states beside the present ones. Raises BudgetError; nothing has changed then.
 
@@ -77,7 +87,9 @@ class ChunkOptimizerState:
     def free(self, names: Sequence[str], params: ParamStore) -> None:
         """Free flat states."""
         for name in names:
-            params.memory.free(Region(self.tier, self.flats.pop(name)), Kind.OPTIM)
+            region = self.region(name)
+            del self.flats[name]
+            params.memory.free(region, Kind.OPTIM)
 
     def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
         tier = resting_tier(StateHome(tier, self.num_planned), len(names), params.memory)
@@ -119,6 +131,7 @@ class ChunkOptimizerState:
 
     def discard(self, managed: ManagedParameter) -> None:
         """Reset one parameter's state to that before its first update."""
+        self.wait_for_readers()
         position = managed.position
         self.scalars[position], self.made[position] = None, ()
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other

@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.manager.params import ParamStore
+from gemini.memory.region import Region
 from gemini.optimizer.chunk_state import ChunkOptimizerState, resting_tier
 from gemini.optimizer.elementwise import ElementwiseUpdate
 from gemini.optimizer.in_words import settings_in_words
@@ -70,13 +70,14 @@ class ChunkStates:
         state = self.by_chunk.get(managed.chunk.index)
         return None if state is None else state.scalars[managed.position]
 
-    def flat_of(self, chunk: Chunk, name: str) -> Tensor:
+    def region_of(self, chunk: Chunk, name: str) -> Region:
         """A flat state of a chunk, (optim_numel,). Zeros if only other ranks have created it so far."""
         state = self.by_chunk[chunk.index]
-        flat = state.flats.get(name)
         # A rank without the state takes part in its gather all the same, with a tensor of the size that the others
         # have.
-        return torch.zeros(chunk.optim_numel, dtype=state.dtype, device="cpu") if flat is None else flat
+        if name not in state.flats:
+            return Region(Tier.HOST, torch.zeros(chunk.optim_numel, dtype=state.dtype, device="cpu"))
+        return state.region(name)
 
     def has_stepped(self, chunk: Chunk) -> bool:
         """Whether a step, or a loaded state dict, has written the chunk's state. Equal on all ranks."""

@@ -133,6 +133,7 @@ class ChunkUpdates:
             batch.append(_ChunkUpdate(state, None, [state.start(run) for run in runs]))
             return False
         tier = state.tier
+        state.wait_for_readers()
         view = ShardView(chunk, self._step.params, self._staging, tier)
         gradient = self._step.grads.of(chunk)
         reduced = gradient.reduced()

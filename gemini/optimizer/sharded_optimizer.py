@@ -183,6 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._next.before_step()
         self.model.check_parameters()
         with self._manager.step.publishing():
+            self._manager.background.raise_failure()
             self._optimizer_step.run()
             self._manager.step.end_update()
         # This comes after `publishing()`: the step is over on every rank, and each raises by itself.

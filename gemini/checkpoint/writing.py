@@ -1,0 +1,219 @@
+"""One save on one rank: writes this rank's files, and on rank 0 makes the whole a checkpoint.
+
+[Note: Commit] Ranks agree through the folder, so that a save in the background needs no collective. Each writes its
+tensors, then its rank file, which says that all of them are there. Rank 0 waits for all rank files, writes the manifest
+and gives the folder its name, for which the others wait. A rank that fails says so in a file of its own; rank 0 then
+removes the folder, and the others find it gone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from gemini.checkpoint.contents import ChunkEntry, Plain
+from gemini.checkpoint.directory import Directory, Keep
+from gemini.checkpoint.manifest import MANIFEST, FileSummary, Manifest, RankFile, RankSummary, dump, write_durably
+from gemini.checkpoint.tensor_files import SUFFIX, Part, TensorFile
+from gemini.checkpoint.together import reason_of
+from gemini.checkpoint.verifying import verify_files
+from gemini.errors import CheckpointError
+from gemini.memory.loans import Loan
+
+_POLL_S = 0.01
+_SLOWEST_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank writes. Everything but the tensors themselves is known."""
+
+    directory: Directory
+    tag: str
+    rank: int
+    world_size: int
+    parts: Sequence[tuple[int, Part]]  # with the number of the file that each goes to
+    rank_file: RankFile  # without the files
+    manifest: Manifest | None  # of rank 0, without the ranks
+    keep: Keep | None
+    timeout_s: float  # for which a rank waits for the slowest one
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written."""
+        return self.directory.partial(self.tag)
+
+    @property
+    def final(self) -> Path:
+        """Where it is in the end."""
+        return self.directory.path / self.tag
+
+
+class Source:
+    """The tensors of a save, one after the other, as they are handed over by the thread that trains."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[ChunkEntry, Loan] | Plain | None] = SimpleQueue()
+        self._has_ended = False
+
+    def hand_over(self, item: tuple[ChunkEntry, Loan] | Plain) -> None:
+        """There is another state to write."""
+        self._queue.put(item)
+
+    def close(self) -> None:
+        """There are no more."""
+        self._queue.put(None)
+
+    def values(self) -> Iterator[tuple[int, str, Tensor]]:
+        """The elements of each part, 1-D, and the file that it goes to. A state is given back when its parts are."""
+        for item in self._items():
+            if isinstance(item, Plain):
+                yield 0, item.key, item.value.contiguous().reshape(-1)
+                continue
+            entry, loan = item
+            try:
+                yield from entry.values(loan.read())
+            finally:
+                loan.end()
+
+    def give_up(self) -> None:
+        """Give back everything that is handed over and not written. `close` was called, or will be."""
+        for item in self._items():
+            if not isinstance(item, Plain):
+                item[1].end()
+
+    def _items(self) -> Iterator[tuple[ChunkEntry, Loan] | Plain]:
+        while not self._has_ended:
+            item = self._queue.get()
+            if item is None:
+                self._has_ended = True
+            else:
+                yield item
+
+
+def write(task: Task, source: Source, is_lost: Callable[[], bool]) -> Path:
+    """Write this rank's files, and have the whole complete. Returns the checkpoint's folder.
+
+    is_lost: whether another rank is known to have failed. Raises OSError and CheckpointError.
+    """
+    try:
+        try:
+            files = _write_tensors(task, source)
+            rank_file = task.rank_file.model_copy(update={"files": files})
+            if task.keep is not None:
+                # Older checkpoints may go for this one: what is on the disk has to be right, not what is in memory.
+                for name in files:
+                    _forget_cached(task.folder / name)
+                verify_files(task.folder, rank_file)
+            data = dump(rank_file)
+            _publish(task.folder / rank_name(task.rank), data)
+        except (OSError, CheckpointError) as error:
+            _publish_failure(task, error)
+            raise
+        if task.manifest is None:
+            _wait_for_commit(task, data, is_lost)
+        else:
+            _commit(task, task.manifest, is_lost)
+    finally:
+        source.give_up()
+    return task.final
+
+
+def rank_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.json"
+
+
+def _write_tensors(task: Task, source: Source) -> dict[str, FileSummary]:
+    by_file: dict[int, list[Part]] = {number: [] for number in range(1 + max((n for n, _ in task.parts), default=0))}
+    for number, part in task.parts:
+        by_file[number].append(part)
+    files: list[TensorFile] = []
+    try:
+        for number, its in by_file.items():
+            files.append(TensorFile(task.folder / f"states-{task.rank:05d}-{number}{SUFFIX}", its))
+        for number, key, value in source.values():
+            files[number].write(key, value.to("cpu"))
+        for file in files:
+            file.finish()
+    finally:
+        for file in files:
+            file.close()
+    return {file.path.name: FileSummary(num_bytes=file.num_bytes, crc32=file.crc32) for file in files}
+
+
+def _publish(path: Path, data: bytes) -> None:
+    """Write a file that others wait for: they see all of it or none."""
+    beside = path.with_name(f"{path.name}.new")
+    write_durably(beside, data)
+    os.replace(beside, path)
+
+
+def _failure_name(rank: int) -> str:
+    return f"failed-{rank:05d}.txt"
+
+
+def _publish_failure(task: Task, error: Exception) -> None:
+    # Where the folder is gone or the disk is full, this rank raises, and the others hear of that.
+    with suppress(OSError):
+        _publish(task.folder / _failure_name(task.rank), reason_of(error).encode())
+
+
+def _commit(task: Task, manifest: Manifest, is_lost: Callable[[], bool]) -> None:
+    """Rank 0: wait for all ranks, and make the folder a checkpoint."""
+    try:
+        ranks = [_summary(task, rank, is_lost) for rank in range(task.world_size)]
+        write_durably(task.folder / MANIFEST, dump(manifest.model_copy(update={"ranks": ranks})))
+        task.directory.commit(task.tag)
+    except BaseException:
+        task.directory.abandon(task.tag)
+        raise
+    if task.keep is not None:
+        task.directory.remove_old(task.keep, task.tag)
+
+
+def _summary(task: Task, rank: int, is_lost: Callable[[], bool]) -> RankSummary:
+    path, failure = task.folder / rank_name(rank), task.folder / _failure_name(rank)
+    _wait(lambda: path.exists() or failure.exists(), task, is_lost, f"rank {rank} has not written its part")
+    if failure.exists():
+        raise CheckpointError(f"rank {rank}: {failure.read_text(errors='replace')}")
+    data = path.read_bytes()
+    return RankSummary(file=path.name, num_bytes=len(data), crc32=zlib.crc32(data))
+
+
+def _wait_for_commit(task: Task, data: bytes, is_lost: Callable[[], bool]) -> None:
+    _wait(lambda: not task.folder.exists(), task, is_lost, "rank 0 has not completed the checkpoint")
+    # A folder that is gone has its own name by now, or was removed by rank 0: an older one may have the same name.
+    own = task.final / rank_name(task.rank)
+    if not own.is_file() or own.read_bytes() != data:
+        raise CheckpointError("rank 0 has given the checkpoint up, and says why itself")
+
+
+def _wait(is_there: Callable[[], bool], task: Task, is_lost: Callable[[], bool], words: str) -> None:
+    deadline, pause = time.monotonic() + task.timeout_s, _POLL_S
+    while not is_there():
+        if is_lost():
+            raise CheckpointError(f"{words}: a rank has failed")
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{words} within {task.timeout_s:.0f} s")
+        time.sleep(pause)
+        pause = min(pause * 1.5, _SLOWEST_POLL_S)
+
+
+def _forget_cached(path: Path) -> None:
+    """Have the system read the file from its disk again, where it can be asked to."""
+    if hasattr(os, "posix_fadvise"):
+        file: Any = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
