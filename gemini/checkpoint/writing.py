@@ -117,7 +117,10 @@ def write(task: Task, source: Source, is_lost: Callable[[], bool]) -> Path:
             data = dump(rank_file)
             _publish(task.folder / rank_name(task.rank), data)
         except (OSError, CheckpointError) as error:
-            _publish_failure(task, error)
+            if task.rank == 0:
+                task.directory.abandon(task.tag)
+            else:
+                _publish_failure(task, error)
             raise
         if task.manifest is None:
             _wait_for_commit(task, data, is_lost)

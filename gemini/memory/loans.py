@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gemini.memory.region import Region, Ticket
-from gemini.memory.transfer import ready
+from gemini.memory.transfer import written
 
 
 class CopyRoom:
@@ -49,7 +49,7 @@ class Loan:
     def __init__(self, regions: Sequence[Region], room: CopyRoom) -> None:
         """Ordered after all writes to the regions. The host waits for them."""
         self._room = room
-        self._contents: Sequence[Tensor] = [ready(region) for region in regions]
+        self._contents: Sequence[Tensor] = [written(region) for region in regions]
         self._copied_bytes = 0
         self._is_read = False  # the reader has begun
         self._is_over = False

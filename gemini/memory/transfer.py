@@ -150,6 +150,13 @@ def wait_on_tier(*regions: Region) -> None:
         wait_on_stream(*(region for region in busy if region.tier is Tier.DEVICE))
 
 
+def written(region: Region) -> Tensor:
+    """The region's memory once the last copy into it is done, to read from any thread. Other readers go on."""
+    if region.tickets.write is not None:
+        region.tickets.write.wait()
+    return region.flat
+
+
 def ready(region: Region) -> Tensor:
     """The region's memory after the wait that its tier needs."""
     (wait_on_host if region.tier is Tier.HOST else wait_on_stream)(region)
