@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ _LEAVE_S = 20.0
 _POLL_S = 0.02
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below those that systems give to connections
 _config: Any = None
+NO_LAUNCH = "GEMINI_NO_LAUNCH"
+RANK_TIMEOUT_S = 600.0
 
 
 def launched_config() -> Any:
@@ -38,12 +41,33 @@ def was_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that share a model: the given ones, else all that a launcher has started. None: this process alone.
+
+    Where a launcher has started several and nobody has made a process group, it is made here, as by
+    `launch_from_torch(seed=None)`: each rank would train a whole model of its own otherwise. GEMINI_NO_LAUNCH=1 leaves
+    them apart. Collective then. Raises TypeError, and what `launch_from_torch` raises.
+    """
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
+    if process_group is not None or not dist.is_available():
+        return process_group
+    if not dist.is_initialized():
+        started = int(os.environ["WORLD_SIZE"]) if was_launched() else 1
+        # A process that a rank has started, as for loading data, has the rank's environment and is none.
+        is_rank = multiprocessing.parent_process() is None
+        if started == 1 or not is_rank or os.environ.get(NO_LAUNCH, "") not in ("", "0"):
+            return None
+        _join(None, None, RANK_TIMEOUT_S, verbose=True, why=f"joined by themselves ({NO_LAUNCH}=1 leaves them apart)")
+    return dist.group.WORLD
+
+
 def launch_from_torch(
     config: Any = None,
     *,
     backend: str | None = None,
     seed: int | None = 1024,
-    rank_timeout: float = 600.0,
+    rank_timeout: float = RANK_TIMEOUT_S,
     verbose: bool = True,
 ) -> None:
     """Join the ranks that `torchrun` has started: make the process group, choose this rank's device, seed. Collective.
@@ -81,7 +105,7 @@ def launch_from_slurm(
     *,
     backend: str | None = None,
     seed: int | None = 1024,
-    rank_timeout: float = 600.0,
+    rank_timeout: float = RANK_TIMEOUT_S,
     verbose: bool = True,
 ) -> None:
     """Join the ranks that `srun` has started, one per task. Collective.
@@ -128,8 +152,8 @@ def _first_node(nodes: str) -> str:
     return head + re.split("[-,\\]]", rest)[0]
 
 
-def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: bool) -> None:
-    """Make the process group of the ranks that the environment names."""
+def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: bool, why: str = "") -> None:
+    """Make the process group of the ranks that the environment names. why: what else rank 0 says of it."""
     if dist.is_initialized():
         raise UnsupportedError("a process group exists already: launch_from_...() or init_process_group(), not both")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -143,7 +167,7 @@ def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: b
     if verbose:
         get_dist_logger().info(
             f"{dist.get_world_size()} ranks, {backend}, on {current_device()}; "
-            f"{'not seeded' if seed is None else f'seed {seed}'}",
+            f"{why or ('not seeded' if seed is None else f'seed {seed}')}",
             ranks=[0],
         )
 

@@ -30,6 +30,7 @@ from gemini.access.unasked import guard_placeholders
 from gemini.building.colossal import NAMES, ColossalArguments
 from gemini.building.store import BuildStore
 from gemini.errors import UnsupportedError
+from gemini.launch import ranks_of
 from gemini.memory.devices import choose_tiers, resolve_device
 from gemini.monitor.monitor import MemoryMonitor
 from gemini.placement.demand import Tier
@@ -58,7 +59,7 @@ class ZeroInitContext:
         shard_strategy: how each operator's parameters are divided over the ranks. None: in one piece.
         shard_param: False leaves parameters whole and ordinary, and only moves and casts them when the context ends.
         dtype: the dtype to which fp32, fp16 and bf16 weights are cast when the context ends. None: they are not cast.
-        process_group: the ranks. None: all ranks of torch.distributed, or this process if that is not initialized.
+        process_group: the ranks. None: all that were started, which join here if they have not met (`ShardedModel`).
         home: where shards rest: "host", "device", or "auto", which takes at most half of the device's free memory.
         enabled: False makes the context do nothing.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
@@ -122,9 +123,7 @@ class ZeroInitContext:
         # Other ranks must hear of a rank whose script ends inside the context: they may wait for it in a collective.
         publish_exit()
         guard_placeholders()
-        group = self._group
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
+        group = ranks_of(self._group)
         if self._shards:
             device, _ = choose_tiers(self._device)
             self._store = BuildStore(group, self._strategy, self._home_of(), device, self._rank_timeout_s)

@@ -135,9 +135,8 @@ def save_checkpoint(
         timeout_s = model.settings.rank_timeout
         parts = list(contents.parts())
         task = Task(where, name, rank, communicator.world_size, parts, rank_file, manifest, keep, timeout_s)
-        pending = PendingCheckpoint(task, communicator, _copy_room(model))
+        pending = PendingCheckpoint(task, communicator, contents, _copy_room(model), asynchronous)
         manager.background.begin(pending)
-        pending.hand_over(contents, asynchronous)
     if asynchronous:
         return pending
     return pending.wait()
@@ -146,15 +145,25 @@ def save_checkpoint(
 class PendingCheckpoint:
     """A checkpoint that a thread writes while training goes on. `save_checkpoint(..., asynchronous=True)` returns it.
 
+    Every rank makes one alike. It raises nothing itself: failures are raised by `wait()`, and by the next step or save.
+
     Args:
         task: what this rank writes.
         communicator: of the ranks that write together.
+        contents: the states as they are now.
         room: for copies of states.
+        asynchronous: whether training goes on, so that some are copied first.
 
-    Raises nothing: failures are raised by `wait()`, and by the next step or save.
+    Example:
+        >>> import tempfile
+        >>> pending = save_checkpoint(tempfile.mkdtemp(), model, optimizer, asynchronous=True)
+        >>> pending.wait().name
+        'step_1'
     """
 
-    def __init__(self, task: Task, communicator: Communicator, room: CopyRoom) -> None:
+    def __init__(
+        self, task: Task, communicator: Communicator, contents: Contents, room: CopyRoom, asynchronous: bool
+    ) -> None:
         self.path = task.final
         """Where the checkpoint is once it is complete."""
         self._task = task
@@ -164,6 +173,8 @@ class PendingCheckpoint:
         self._failure: Exception | None = None
         self._is_told = False
         self._thread = threading.Thread(target=self._write, name=f"gemini checkpoint {task.tag}")
+        self._thread.start()
+        self._hand_over(contents, asynchronous)
 
     @property
     def is_done(self) -> bool:
@@ -200,9 +211,7 @@ class PendingCheckpoint:
                 f"{reason_of(self._failure)}"
             ) from self._failure
 
-    def hand_over(self, contents: Contents, asynchronous: bool) -> None:
-        """Start the thread, and give it all states as they are now. Local; raises nothing."""
-        self._thread.start()
+    def _hand_over(self, contents: Contents, asynchronous: bool) -> None:
         try:
             lent = [(entry, Loan(entry.access.regions, self._room)) for entry in contents.chunk_entries]
             # What must be copied goes first: its room is free again once it is written.

@@ -15,6 +15,7 @@ from gemini.engine.agreement import Source, agreed_config
 from gemini.engine.config import Config, load_config
 from gemini.engine.config.offload import offloads_params
 from gemini.errors import ConfigError
+from gemini.launch import ranks_of
 from gemini.model.gathered import GatheredParameters
 from gemini.script import warn_at_script
 
@@ -104,7 +105,4 @@ class Init(ZeroInitContext):
 
 def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
     """Agree on the config: a rank that could not read its own would leave the others in the first collective."""
-    # To `agreed_config` None means this rank alone.
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    return agreed_config(source, group, prefers="deepspeed")
+    return agreed_config(source, ranks_of(group), prefers="deepspeed")

@@ -13,7 +13,7 @@ from gemini.engine.assemble import OptimizerLike, SchedulerLike, assemble
 from gemini.engine.engine import Engine
 from gemini.engine.loaders import whole_windows
 from gemini.engine.said import say
-from gemini.launch import launched_config
+from gemini.launch import launched_config, ranks_of
 
 
 def initialize(
@@ -44,7 +44,7 @@ def initialize(
             one that the config names.
         config: a mapping, the path of a JSON, YAML, TOML or Python file, or a `Config`. None: the config that was given
             to `launch_from_torch(config=...)`, else all defaults.
-        process_group: the ranks. None: all ranks of torch.distributed, or this process if that is not initialized.
+        process_group: the ranks. None: all that were started, which join here if they have not met (`ShardedModel`).
         verbose: whether rank 0 logs what was decided.
 
     Returns the engine, the two loaders and the schedule, whose `step()` waits for a full window of accumulation and
@@ -55,10 +55,8 @@ def initialize(
         >>> config = {"stage": 2, "optimizer": {"type": "HybridAdam", "params": {"lr": 1e-3}}}
         >>> engine, *_ = initialize(torch.nn.Linear(8, 1), config=config, verbose=False)
     """
-    group = process_group
     # The config is compared over the ranks that `ShardedModel` finds for `process_group=None`.
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
+    group = ranks_of(process_group)
     # Ranks compare configs before anything else: one that cannot read its file would leave the others in the wrapping.
     agreed = agreed_config(launched_config() if config is None else config, group)
     engine = assemble(Engine, agreed, model, optimizer, None, criterion, lr_scheduler, process_group, moves_given=False)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -16,7 +14,6 @@ from gemini.access.refusals import cannot_take
 from gemini.building.link import built_link_of
 from gemini.chunks.chunk import ManagedParameter
 from gemini.errors import GeminiError, UnsupportedError
-from gemini.launch import was_launched
 from gemini.model.move_out import LOST
 from gemini.model.parametrization import is_parametrized
 from gemini.model.wrappers import is_dtensor
@@ -78,25 +75,3 @@ def check_wrapped(
                 "change the module before it is wrapped, and values with model.load_state_dict() or in place. To "
                 "change a size now, load model.state_dict() into the plain module, change that, and wrap it again"
             )
-
-
-def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The process group that shares the model: the given one, else all ranks. None: this process alone. Local.
-
-    Raises TypeError. Warns if several ranks were started without a process group: each would train the whole model
-    alone.
-    """
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
-    if process_group is not None or not dist.is_available():
-        return process_group
-    if dist.is_initialized():
-        return dist.group.WORLD
-    # A launcher has set the environment, but the script has not initialized torch.distributed.
-    started = int(os.environ["WORLD_SIZE"]) if was_launched() else 1
-    if started > 1:
-        warn_at_script(
-            f"{started} ranks were started, but this one shares its model with none of them: call "
-            "gemini.launch_from_torch() before the model is wrapped",
-        )
-    return None

@@ -58,7 +58,8 @@ class ShardedModel(PlainView):
     Args:
         module: a module on any device. Its parameter memory is freed. `requires_grad` may change between steps.
         shard_strategy: what a unit is, as in `Settings`.
-        process_group: the ranks. None: all ranks of torch.distributed, or this process if that is not initialized.
+        process_group: the ranks. None: all ranks of torch.distributed. Where it is not initialized and a launcher such
+            as torchrun has started several ranks, they join here; GEMINI_NO_LAUNCH=1 leaves each by itself.
         settings: everything else. None: `Settings()`.
         options: fields of `Settings`, which override those of `settings`.
 

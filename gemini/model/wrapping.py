@@ -14,10 +14,10 @@ from torch import nn
 from gemini.access.released import ReleasedParameter
 from gemini.building.link import built_link_of
 from gemini.errors import BudgetError
+from gemini.launch import ranks_of
 from gemini.manager.chunk_manager import ChunkManager
 from gemini.memory.devices import choose_tiers
 from gemini.memory.memory import Memory
-from gemini.model.arguments import ranks_of
 from gemini.model.budgets import bytes_freed, read_free
 from gemini.model.make_chunks import make_chunks
 from gemini.model.move_in import close_empty, move_buffers_in, move_in, stores_of

@@ -127,11 +127,11 @@ MUTANTS = [
         "test_a_python_config_of_colossalais_page_trains_as_the_same_settings_by_hand",
     ),
     Mutant(
-        "a model that is wrapped before the ranks have met trains alone without a word",
-        "gemini/model/arguments.py",
-        "if started > 1:",
-        "if False:",
-        "tests/features/test_zero_names.py::test_a_script_that_forgets_to_launch_is_told",
+        "ranks that have not met train a whole model each",
+        "gemini/launch.py",
+        "if started == 1 or not is_rank",
+        "if True or not is_rank",
+        "tests/dist/test_torchrun.py::test_the_first_example_shares_its_model_over_the_ranks_of_torchrun",
     ),
     Mutant(
         "ranks that another launcher than torchrun has started each train alone",
