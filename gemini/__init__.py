@@ -11,75 +11,74 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gemini import shadowing as shadowing  # stands first: it checks that `optim` and `sharding` below are ours
-from gemini.access.external import register_external_parameter, unregister_external_parameter
-from gemini.access.full_access import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-)
-from gemini.building.zero_init import ZeroInitContext
-from gemini.device import current_device
-from gemini.dist_logger import disable_existing_loggers, get_dist_logger
-from gemini.errors import (
-    BudgetError,
-    CheckpointError,
-    ConfigError,
-    DivergenceError,
-    GeminiError,
-    RankLostError,
-    ReleasedParameterError,
-    RemoteRankError,
-    SlotError,
-    StaleGraphError,
-    UnsupportedError,
-)
-from gemini.launch import launch_from_slurm, launch_from_torch
-from gemini.manager.chunk_manager import ChunkManager
-from gemini.model.estimate import MemoryEstimate, estimate_memory
-from gemini.model.gathered import GatheredParameters
-from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module
-from gemini.model.sharded_model import ShardedModel
-from gemini.model.specs import specs_of
-from gemini.monitor.device import EmulatedDevice
-from gemini.monitor.monitor import MemoryMonitor
-from gemini.monitor.peaks import PositionPeaks
-from gemini.monitor.readings import DeviceReading, DiskReading, HostReading, MemoryReading
-from gemini.observe import Move, Observer
-from gemini.optimizer.hashing import state_hash
-from gemini.optimizer.sharded_optimizer import ShardedOptimizer
-from gemini.placement.budget import FreeBytes
-from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
-from gemini.placement.plan import Plan
-from gemini.placement.policies import StaticPolicy
-from gemini.placement.policy import PlacementPolicy, check_fits, slots_for, spend_rest
-from gemini.placement.search import plan_model
-from gemini.settings import Settings
-from optim import CPUAdam, HybridAdam, clip_grad_norm_
-from sharding import (
-    BucketTensorShardStrategy,
-    ChunkShardStrategy,
-    ParameterSpec,
-    ShardStrategy,
-    TensorShardStrategy,
-)
 
-# For type checkers alone: `__getattr__` imports these when they are asked for.
 if TYPE_CHECKING:
+    from gemini.access.external import register_external_parameter, unregister_external_parameter
+    from gemini.access.full_access import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+    )
+    from gemini.building.zero_init import ZeroInitContext
     from gemini.checkpoint.directory import Keep
     from gemini.checkpoint.loading import LoadedCheckpoint, load_checkpoint
     from gemini.checkpoint.saving import PendingCheckpoint, save_checkpoint
+    from gemini.device import current_device
+    from gemini.dist_logger import disable_existing_loggers, get_dist_logger
     from gemini.engine.engine import Engine
     from gemini.engine.initialize import initialize
     from gemini.engine.trainer.trainer import Trainer
+    from gemini.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        DivergenceError,
+        GeminiError,
+        RankLostError,
+        ReleasedParameterError,
+        RemoteRankError,
+        SlotError,
+        StaleGraphError,
+        UnsupportedError,
+    )
+    from gemini.launch import launch_from_slurm, launch_from_torch
+    from gemini.manager.chunk_manager import ChunkManager
+    from gemini.model.estimate import MemoryEstimate, estimate_memory
+    from gemini.model.gathered import GatheredParameters
+    from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module
+    from gemini.model.sharded_model import ShardedModel
+    from gemini.model.specs import specs_of
+    from gemini.monitor.device import EmulatedDevice
+    from gemini.monitor.monitor import MemoryMonitor
+    from gemini.monitor.peaks import PositionPeaks
+    from gemini.monitor.readings import DeviceReading, DiskReading, HostReading, MemoryReading
+    from gemini.observe import Move, Observer
+    from gemini.optimizer.hashing import state_hash
+    from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+    from gemini.placement.budget import FreeBytes
+    from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
+    from gemini.placement.plan import Plan
+    from gemini.placement.policies import StaticPolicy
+    from gemini.placement.policy import PlacementPolicy, check_fits, slots_for, spend_rest
+    from gemini.placement.search import plan_model
+    from gemini.settings import Settings
+    from optim import CPUAdam, HybridAdam, clip_grad_norm_
+    from sharding import (
+        BucketTensorShardStrategy,
+        ChunkShardStrategy,
+        ParameterSpec,
+        ShardStrategy,
+        TensorShardStrategy,
+    )
 
 __version__ = "0.1.0"  # the only place: pyproject.toml reads it here
 
@@ -167,19 +166,85 @@ __all__ = [
 ]
 
 
-# Imported when they are asked for: they bring pydantic, a tenth of a second that loops do not need.
-_LATE = {
+# Where each name is, for `__getattr__`: it is imported when it is asked for. `gemini --help` then takes no second for
+# torch, and a loop none for the engine. tests/test_public_names.py compares it with the imports above.
+_HOMES = {
+    "gemini.access.external": ("register_external_parameter", "unregister_external_parameter"),
+    "gemini.access.full_access": (
+        "safe_get_full_fp32_param",
+        "safe_get_full_grad",
+        "safe_get_full_optimizer_state",
+        "safe_get_local_fp32_param",
+        "safe_get_local_grad",
+        "safe_get_local_optimizer_state",
+        "safe_set_full_fp32_param",
+        "safe_set_full_grad",
+        "safe_set_full_optimizer_state",
+        "safe_set_local_fp32_param",
+        "safe_set_local_grad",
+        "safe_set_local_optimizer_state",
+    ),
+    "gemini.building.zero_init": ("ZeroInitContext",),
     "gemini.checkpoint.directory": ("Keep",),
     "gemini.checkpoint.loading": ("LoadedCheckpoint", "load_checkpoint"),
     "gemini.checkpoint.saving": ("PendingCheckpoint", "save_checkpoint"),
+    "gemini.device": ("current_device",),
+    "gemini.dist_logger": ("disable_existing_loggers", "get_dist_logger"),
     "gemini.engine.engine": ("Engine",),
     "gemini.engine.initialize": ("initialize",),
     "gemini.engine.trainer.trainer": ("Trainer",),
+    "gemini.errors": (
+        "BudgetError",
+        "CheckpointError",
+        "ConfigError",
+        "DivergenceError",
+        "GeminiError",
+        "RankLostError",
+        "ReleasedParameterError",
+        "RemoteRankError",
+        "SlotError",
+        "StaleGraphError",
+        "UnsupportedError",
+    ),
+    "gemini.launch": ("launch_from_slurm", "launch_from_torch"),
+    "gemini.manager.chunk_manager": ("ChunkManager",),
+    "gemini.model.estimate": ("MemoryEstimate", "estimate_memory"),
+    "gemini.model.gathered": ("GatheredParameters",),
+    "gemini.model.leaf_marks": ("set_leaf_module", "unset_leaf_module"),
+    "gemini.model.sharded_model": ("ShardedModel",),
+    "gemini.model.specs": ("specs_of",),
+    "gemini.monitor.device": ("EmulatedDevice",),
+    "gemini.monitor.monitor": ("MemoryMonitor",),
+    "gemini.monitor.peaks": ("PositionPeaks",),
+    "gemini.monitor.readings": ("DeviceReading", "DiskReading", "HostReading", "MemoryReading"),
+    "gemini.observe": ("Move", "Observer"),
+    "gemini.optimizer.hashing": ("state_hash",),
+    "gemini.optimizer.sharded_optimizer": ("ShardedOptimizer",),
+    "gemini.placement.budget": ("FreeBytes",),
+    "gemini.placement.demand": ("ChunkDemand", "Demand", "Kind", "Placement", "Tier"),
+    "gemini.placement.plan": ("Plan",),
+    "gemini.placement.policies": ("StaticPolicy",),
+    "gemini.placement.policy": ("PlacementPolicy", "check_fits", "slots_for", "spend_rest"),
+    "gemini.placement.search": ("plan_model",),
+    "gemini.settings": ("Settings",),
+    "optim": ("CPUAdam", "HybridAdam", "clip_grad_norm_"),
+    "sharding": (
+        "BucketTensorShardStrategy",
+        "ChunkShardStrategy",
+        "ParameterSpec",
+        "ShardStrategy",
+        "TensorShardStrategy",
+    ),
 }
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _LATE.items():
+    for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(module), name)
+            found = globals()[name] = getattr(import_module(module), name)
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,6 @@
 """What `gemini` exports: one sorted list, every name there, and one version."""
 
+import ast
 import contextlib
 import dataclasses
 import doctest
@@ -28,6 +29,15 @@ def test_the_list_of_names_is_sorted_and_holds() -> None:
     assert gemini.__all__ == sorted(set(gemini.__all__))
     for name in gemini.__all__:
         assert (getattr(gemini, name).__doc__ or "").strip(), f"gemini.{name} has no docstring"
+
+
+def test_names_are_imported_from_where_type_checkers_find_them() -> None:
+    tree = ast.parse(Path(gemini.__file__).read_text())
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    found = [each for each in checked.body if isinstance(each, ast.ImportFrom)]
+    imports = {each.module: sorted(alias.name for alias in each.names) for each in found}
+    assert {module: sorted(names) for module, names in gemini._HOMES.items()} == imports
+    assert sorted(name for names in imports.values() for name in names) == gemini.__all__
 
 
 def test_one_place_has_the_version() -> None:

@@ -281,7 +281,8 @@ def _copy_room(model: ShardedModel) -> CopyRoom:
 
 
 def _refuse_unsynced(model: ShardedModel) -> None:
-    if any(each.is_behind for each in model.chunk_manager.grads.memory.gradients.values()):
+    gradients = model.chunk_manager.grads
+    if any(gradients.is_behind(chunk) for chunk in model.chunk_manager.chunks):
         raise CheckpointError(
             "save_checkpoint() between backwards under no_sync() and the reduction of their sums: save after the next "
             "backward outside of it, or after the step"

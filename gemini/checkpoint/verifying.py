@@ -20,7 +20,10 @@ def verify_rank(folder: Path, rank: int) -> None:
 
 
 def verify_files(folder: Path, rank_file: RankFile, told: Callable[[int], None] | None = None) -> None:
-    """Verify the files of tensors that a rank's file names. told: called with numbers of bytes that are verified."""
+    """Verify the files of tensors that a rank's file names. Raises OSError and CheckpointError.
+
+    told: called with numbers of bytes that are verified.
+    """
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     for name, summary in rank_file.files.items():
         path = folder / name

@@ -13,11 +13,10 @@ from gemini.monitor.host import HOST_RESERVE
 from gemini.monitor.monitor import MemoryMonitor
 from gemini.monitor.rates import rates_of
 from gemini.placement.cost import Ranks
-from gemini.placement.machines import MACHINES, Machine
+from gemini.placement.machines import MACHINES, THIS, Machine
 from gemini.placement.rates import Rates
 from gemini.placement.sizes import parse_bytes
 
-THIS = "this"
 _PER_NODE = 8  # at most, of a cluster that is described by its memory alone
 
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from gemini.cli.dtypes import dtype_option
-from gemini.cli.model import NotAModel, model_named
-from gemini.errors import BudgetError
-from gemini.model.estimate import MemoryEstimate, estimate_memory
 from gemini.placement.demand import OPTIM_STATES
-from gemini.settings import Options
+
+if TYPE_CHECKING:
+    from gemini.model.estimate import MemoryEstimate
+    from gemini.settings import Options
 
 _STATES = {"param": "weights", "grad": "grads", "master": "masters", "optim": "moments"}
 _UNITS = (("GB", 9), ("MB", 6), ("KB", 3))
 _COLUMNS = 80  # of a terminal in which the columns do not lose digits
-_BUFFERS = ("slots", "gradient slots", "scratch")
 
 
 def estimate(
@@ -40,6 +35,15 @@ def estimate(
 
     Nothing is allocated.
     """
+    # Imported here, so that `--help` needs no torch.
+    from rich.console import Console
+    from rich.text import Text
+
+    from gemini.cli.dtypes import dtype_option
+    from gemini.cli.model import NotAModel, model_named
+    from gemini.errors import BudgetError
+    from gemini.model.estimate import MemoryEstimate, estimate_memory
+
     # Errors go to stderr, so that stdout has nothing but the table or the JSON, for a pipe.
     console = Console(stderr=True)
     options: Options = {
@@ -80,14 +84,21 @@ def estimate(
 def _bytes(estimate: MemoryEstimate | str) -> dict[str, Any]:
     if isinstance(estimate, str):
         return {"refused": estimate}
-    return {"parameters": estimate.num_parameters, "device": estimate.device, "host": estimate.host}
+    return {
+        "parameters": estimate.num_parameters,
+        "device": estimate.device,
+        "least_device_bytes": estimate.least_device_bytes,
+        "host": estimate.host,
+    }
 
 
 def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
-    """One row a stage; in less than 80 columns one column a stage.
+    """One row a stage; in less than 80 columns one column a stage. Below it, what the columns say."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    state: the four before it; buffers: slots and scratch; device, host: by tier.
-    """
     if not found:
         return
     most_bytes = max(max(estimated.device_bytes, estimated.host_bytes) for estimated in found.values())
@@ -96,12 +107,11 @@ def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
     console = Console()
     title = f"{name}: {numel:,} parameters, {ranks} rank(s); {unit} (10**{power} bytes) on each"
     console.print(Text(title), soft_wrap=True)
-    lines: list[tuple[str, ...]] = [("stage", *_STATES.values(), "state", "buffers", "device", "host")]
+    lines: list[tuple[str, ...]] = [("stage", *_STATES.values(), "state", "at least", "device", "host")]
     for stage, estimated in found.items():
         total_bytes = {kind: estimated.device[kind] + estimated.host[kind] for kind in _STATES}
-        # Slots and scratch are on the device alone: the host's figures have no such keys.
-        buffers = sum(estimated.device.get(kind, 0) + estimated.host.get(kind, 0) for kind in _BUFFERS)
-        numbers = (*total_bytes.values(), estimated.state_bytes, buffers, estimated.device_bytes, estimated.host_bytes)
+        by_tier = estimated.least_device_bytes, estimated.device_bytes, estimated.host_bytes
+        numbers = (*total_bytes.values(), estimated.state_bytes, *by_tier)
         lines.append((str(stage), *(f"{number / 10**power:.2f}" for number in numbers)))
     head, *rows = lines if console.width >= _COLUMNS else list(zip(*lines, strict=True))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -110,3 +120,18 @@ def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    for words in _legend(found, lambda num_bytes: f"{num_bytes / 10**power:.2f} {unit}"):
+        console.print(Text(words), soft_wrap=True)
+
+
+def _legend(found: dict[int, MemoryEstimate], words: Callable[[int], str]) -> Iterator[str]:
+    yield "state: weights, gradients, masters and moments, which ZeRO divides over the ranks"
+    yield "at least: what a device then holds with the smallest buffers, which are used again and again"
+    kept = {stage: its.device_bytes - its.least_device_bytes for stage, its in found.items()}
+    if any(kept.values()):
+        stage, most = max(kept.items(), key=lambda pair: pair[1])
+        yield f"device: without a budget; stage {stage} then keeps {words(most)} more of gathered weights"
+    least = {stage: its.plan.packed_minimum_bytes for stage, its in found.items() if its.device_bytes}
+    if least and all(least.values()) and any(its.host_bytes < its.state_bytes for its in found.values()):
+        stage = max(least)
+        yield f"with all states on the host a device needs {words(least[stage] or 0)} at stage {stage} (--policy cpu)"

@@ -199,6 +199,6 @@ def _fewer_activations(question: Question, needed: int, device: int) -> Iterator
     if replace(question, batch=batch).refusal() is not None:
         return  # the host is short, too
     if tokens >= length:
-        yield f"--batch {batch.sequences}{words} would be enough."
+        yield f"Batches of up to {batch.sequences} sequences fit{words}: --batch {batch.sequences}."
     else:
-        yield f"--batch 1 --sequence-length {tokens}{words} would be enough."
+        yield f"One sequence of up to {tokens} tokens fits{words}: --batch 1 --sequence-length {tokens}."

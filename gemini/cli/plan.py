@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
-from torch import nn
 
-from gemini.cli.answer import Answer, answer
-from gemini.cli.cluster import THIS, described
-from gemini.cli.dtypes import dtype_option
-from gemini.cli.model import NotAModel, check_name, model_named
-from gemini.cli.options import with_options
-from gemini.cli.plan_report import as_json, show
-from gemini.cli.question import Batch
-from gemini.model.estimate import module_of
-from gemini.model.workload import text_config
 from gemini.placement.demand import OPTIM_STATES
-from gemini.settings import Settings
+from gemini.placement.machines import THIS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import nn
+
+    from gemini.cli.answer import Answer
 
 _LENGTH = 4096  # of sequences, where the model takes as many
 
@@ -80,6 +72,19 @@ def plan(
 
     Exit code 1: it does not fit, and what would help is said. Exit code 2: the question is wrong.
     """
+    # Imported here, so that `--help` needs no torch.
+    from rich.console import Console
+    from rich.text import Text
+
+    from gemini.cli.answer import answer
+    from gemini.cli.cluster import described
+    from gemini.cli.dtypes import dtype_option
+    from gemini.cli.model import NotAModel, check_name, model_named
+    from gemini.cli.plan_report import as_json, show
+    from gemini.cli.question import Batch
+    from gemini.model.estimate import module_of
+    from gemini.settings import Settings
+
     # Refusals and progress go to stderr, so that stdout has nothing but the tables or the JSON, for a pipe.
     console = Console(stderr=True)
     try:
@@ -97,15 +102,15 @@ def plan(
             gradient_accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
             chunk_size=chunk_size,
         )
-        with _saying(console, "looking at the machine"):
+        with console.status("looking at the machine ..."):
             cluster = described(ranks, ranks_per_node, machine, device_memory, host_memory, rates)
-        with _saying(console, f"reading {model}"):
+        with console.status(f"reading {model} ..."):
             module = module_of(model_named(model))
         if not any(True for _ in module.parameters()):
             raise NotAModel(f"{model!r} has no parameters: there is nothing to plan")
         length = sequence_length or _length_of(module)
         each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
-        with _saying(console, "planning"):
+        with console.status("planning ..."):
             found = answer(module, settings, cluster, each, optim_states)
     except (NotAModel, ValueError, TypeError) as error:
         # rich reads brackets in a str, such as `list[int]` in a message, as markup. A Text is shown as it is.
@@ -122,6 +127,10 @@ def plan(
 
 
 def _refuse(found: Answer, console: Console) -> None:
+    from rich.text import Text
+
+    from gemini.cli.options import with_options
+
     # The library words its refusals by the names of Python's settings, which this command does not have.
     console.print(Text(with_options(str(found.refusal)), "red"), soft_wrap=True)
     for knob in found.knobs:
@@ -129,14 +138,9 @@ def _refuse(found: Answer, console: Console) -> None:
     raise typer.Exit(1)
 
 
-@contextmanager
-def _saying(console: Console, what: str) -> Iterator[None]:
-    """Say on a terminal what is being done, while it takes its time."""
-    with console.status(f"{what} ..."):
-        yield
-
-
 def _length_of(module: nn.Module) -> int:
+    from gemini.model.workload import text_config
+
     config = text_config(module)
     # A module without a config need not have tokens: each row of its batch counts as one.
     if config is None:

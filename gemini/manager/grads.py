@@ -76,6 +76,11 @@ class GradStore:
         """The gradient of a chunk, or None if it is frozen."""
         return self.memory.gradients.get(chunk.index)
 
+    def is_behind(self, chunk: Chunk) -> bool:
+        """Whether backwards under no_sync() have left gradients of the chunk that are not reduced."""
+        gradient = self.find(chunk)
+        return gradient is not None and gradient.is_behind
+
     def _has_fp16(self) -> bool:
         return any(gradient.chunk.dtype is torch.float16 for gradient in self.memory.gradients.values())
 

@@ -52,6 +52,13 @@ class MemoryEstimate:
         return sum(self.host.values())
 
     @property
+    def least_device_bytes(self) -> int:
+        """Bytes on the device with the same states there and buffers of the least size: weights are gathered anew."""
+        least = self.plan.packed_minimum_bytes
+        buffers = sum(num_bytes for kind, num_bytes in self.device.items() if kind not in list(Kind))
+        return self.device_bytes - buffers + (buffers if least is None else min(buffers, least))
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients, masters and optimizer state on both tiers, without slots and scratch."""
         return sum(tier[kind] for tier in (self.device, self.host) for kind in Kind)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from gemini.placement.rates import Rates
 
+THIS = "this"  # the name, on the command line, of the machine that it runs on
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:

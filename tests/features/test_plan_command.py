@@ -198,7 +198,7 @@ def test_what_is_advised_where_the_device_is_too_small_is_enough(config: Path) -
     assert asked(*options, "--device-memory", f"{enough}B")["fits"]
     refused(*options, "--device-memory", f"{enough - enough // 200}B")
     assert "--activation-checkpointing" in knobs
-    sequences = int(re.search(r"--batch (\d+) with it would be enough", knobs)[1])  # type: ignore[index]
+    sequences = int(re.search(r"Batches of up to (\d+) sequences fit with it: --batch \1\.", knobs)[1])  # type: ignore[index]
     small = (str(config), "--ranks", "2", "--device-memory", "7MB", "--activation-checkpointing", "--batch")
     assert asked(*small, str(sequences))["fits"]
     refused(*small, str(sequences + 1))

@@ -32,7 +32,13 @@ ZERO = [
     Key("zero_optimization.use_multi_rank_bucket_allreduce", bool, _ALWAYS),
     Key("zero_optimization.allgather_partitions", bool, NoEffect("shards of parameters are gathered by all-gather")),
     Key("zero_optimization.allgather_bucket_size", Count, CHUNKS, auto="searched"),
-    Key("zero_optimization.overlap_comm", bool, NoEffect("reductions and fetches overlap computation")),
+    Key(
+        "zero_optimization.overlap_comm",
+        bool,
+        NoEffect(
+            "gathers are started before their use on several ranks; on one GPU nothing runs beside computation yet"
+        ),
+    ),
     Key("zero_optimization.load_from_fp32_weights", bool, NoEffect("masters are loaded where a state dict has them")),
     Key("zero_optimization.elastic_checkpoint", bool, CHECKPOINTS),
     Key("zero_optimization.sub_group_size", Count, CHUNKS),
