@@ -67,6 +67,8 @@ class Link(ParameterLink):
         with ExitStack() as stack:
             self._touch(links, stack, detached=False)
             chunks = {link.managed.chunk.index: link.managed.chunk for link in links}.values()
+            # What a script computes inside may be used after it, as a penalty on weights is.
+            stack.enter_context(self.saved_tensors.pushed(link.managed.chunk for link in links))
             # Edits so far go home, so that the snapshots below show only what the block writes.
             step.binding.write_back_all(chunks)
             for chunk in chunks:

@@ -147,7 +147,7 @@ class SavedTensors:
         return self._on_top() if self.needed() else nullcontext()
 
     def handle(self, tensor: Tensor) -> Handle | None:
-        """The handle of a view of a slot or of a resident chunk; None for any other tensor."""
+        """The handle of a view of a slot or of a resident chunk, or of a released parameter; None for others."""
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata
@@ -159,11 +159,21 @@ class SavedTensors:
         elif storage in self._resident:
             chunk = self._resident[storage]
         else:
-            return None
+            return self._released(tensor)
         offset_bytes = int(tensor.storage_offset()) * tensor.itemsize  # in bytes: a view may have another dtype
         updates, operator = chunk.num_updates, step.position.operator
         edits = chunk.num_edits(offset_bytes // chunk.dtype.itemsize)
         return Handle(chunk, tensor.size(), tensor.stride(), offset_bytes, tensor.dtype, updates, edits, operator)
+
+    def _released(self, tensor: Tensor) -> Handle | None:
+        """The handle of one of our parameters that shows its placeholder, as a function of the user's may save one."""
+        link = any_link_of(tensor)
+        if link is None or link.owner is not self._step:
+            return None
+        managed = link.managed
+        chunk, start = managed.chunk, managed.offset * managed.dtype.itemsize
+        place = managed.shape, managed.stride, start, managed.dtype
+        return Handle(chunk, *place, chunk.num_updates, chunk.num_edits(managed.offset), self._step.position.operator)
 
     def cast_handle(self, tensor: Tensor) -> CastHandle | None:
         """The handle of a cast of one of our parameters, which was not written to in this forward; else None.

@@ -1,5 +1,6 @@
 """`torch.autograd.grad` and the transforms of `torch.func`, over models whose weights move."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gemini import GeminiError, ShardedModel, ShardedOptimizer, UnsupportedError
+from gemini import GatheredParameters, GeminiError, ShardedModel, ShardedOptimizer, UnsupportedError
 from tests.harness.on_ranks import on_ranks
 from tests.transforms import ANYWHERE, REVERSE
 from tests.zoo import mlp
@@ -189,3 +190,86 @@ def test_transforms_work_on_weights_that_stay(rank: int, world_size: int, stage:
     model(inputs(rank)).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.close()
+
+
+# -- what users' functions save, and what is computed in GatheredParameters
+
+
+class Adjoint(torch.autograd.Function):
+    """Saves the weights of a module, runs it again in its backward, and differentiates by them."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            out: Tensor = module(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            found = torch.autograd.grad(ctx.module(x), (x, *weights), grad)
+        return None, *found
+
+
+class WithAdjoint(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp.Mlp(2)
+        self.last = torch.nn.Linear(mlp.WIDTH, mlp.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(Adjoint.apply(self.inner, x, *self.inner.parameters()))
+        return out
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("room", ["all", 4, 3, 2])
+def test_a_function_that_saves_weights_differentiates_by_them(rank: int, world_size: int, room: str | int) -> None:
+    """Also where the weights had left their slots when they were saved."""
+    options: dict[str, Any] = {"device": "emulated", "chunk_size": CHUNK_NUMEL}
+    if room != "all":
+        least = mlp.minimum_bytes(build(WithAdjoint), **options)
+        options["model_data_memory"] = least + (int(room) - 2) * CHUNK_NUMEL * 4
+    model = ShardedModel(build(WithAdjoint), **options)
+    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+    reference, plain_optimizer = plain(make=WithAdjoint)
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(loss.detach(), mlp.train_step(reference, plain_optimizer, step))
+    assert_same(weights_of(model), weights_of(reference))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_penalty_made_inside_gathered_parameters_is_used_after_it(
+    rank: int, world_size: int, place: str, together: bool, dtype: torch.dtype
+) -> None:
+    if together and place == "smallest":
+        return  # all weights at once have no room there
+    runs = []
+    for gathers in (False, True):
+        model = ShardedModel(build(), dtype=dtype, **mlp.placed(**mlp.PLACES[place]))
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+        losses = []
+        for step in range(3):
+            weights = [parameter for name, parameter in model.named_parameters() if "weight" in name]
+            penalty = torch.zeros((), dtype=dtype)
+            with GatheredParameters(weights) if gathers and together else contextlib.nullcontext():
+                for weight in weights:
+                    with GatheredParameters(weight) if gathers and not together else contextlib.nullcontext():
+                        penalty = penalty + weight.pow(2).mean() + weight.norm()
+            loss = model(inputs(step, dtype)).square().mean() + penalty
+            optimizer.backward(loss)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        runs.append((losses, weights_of(model)))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
