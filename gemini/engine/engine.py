@@ -180,8 +180,7 @@ class Engine:
 
     def _is_full(self) -> bool:
         self._window.follow_failures()
-        # More backwards than a window has may have come: a script need not call `step()` after each of them.
-        return self._window.num_backwards >= self.batch_sizes.accumulation
+        return self._window.is_full(self.batch_sizes.accumulation)
 
     def is_window_open(self) -> bool:
         """Whether there are backwards that no `step()` has used yet. Raises nothing. Local."""
@@ -199,7 +198,9 @@ class Engine:
         """
         optimizer = self._needs_optimizer("step()")
         self._window.refuse_foreign_gradients(self.batch_sizes.accumulation)
-        if not self._window.num_backwards or not (self._is_full() or last):
+        # Asked first: a failure that the window has not followed yet leaves nothing to step on, also not at the end.
+        is_due = self._is_full() or last
+        if not (is_due and self._window.num_backwards):
             self._window.note_step()
             return
         # Every step that ends leaves another report, also if it then raises: `last_step` tells whether it has ended.

@@ -22,6 +22,7 @@ class OpenWindow:
 
     def __init__(self, manager: ChunkManager, log: StepLog) -> None:
         self.num_backwards = 0  # since the last optimizer step
+        self.is_complete = False  # the script has said that no other micro-batch belongs to it
         self._num_asked = 0  # of them, those that had come at the last call of `step()`
         self._other_divisors: set[int] = set()  # by which other engines have divided losses of this window
         self.begins = 0  # number of backwards before the window
@@ -44,6 +45,15 @@ class OpenWindow:
         if other_divisor is not None:
             self._other_divisors.add(other_divisor)
 
+    def is_full(self, size: int) -> bool:
+        """Whether a step may use the window: it has `size` micro-batches, or the script wants no others in it."""
+        # More backwards than a window has may have come: a script need not call `step()` after each of them.
+        return self.is_complete or self.num_backwards >= size
+
+    def complete(self) -> None:
+        """No other micro-batch belongs to the window, if it has one."""
+        self.is_complete = self.num_backwards > 0
+
     def note_step(self) -> None:
         """`step()` was called and updated nothing: the next micro-batch begins."""
         self._num_asked = self.num_backwards
@@ -65,6 +75,7 @@ class OpenWindow:
 
     def _begin_anew(self) -> None:
         self.num_backwards = self._num_asked = 0
+        self.is_complete = False
         self._other_divisors.clear()
 
     def follow_failures(self) -> None:

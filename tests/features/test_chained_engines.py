@@ -90,6 +90,13 @@ def test_a_script_that_divides_by_itself_may_have_windows_of_other_sizes() -> No
     assert_same(weights_of(first.model), weights_of(its[0].model))
 
 
+def test_in_fp16_each_engine_has_a_loss_scale_of_its_own() -> None:
+    first, second = engine_of(dtype="fp16"), engine_of(dtype="fp16")
+    loss = second(first(inputs(0).half())).float().square().mean()
+    with pytest.raises(GeminiError, match="Of models in a chain each has a loss scale of its own: train them in bf16"):
+        second.backward(loss)
+
+
 def test_a_backward_that_fails_drops_the_windows_that_it_fed() -> None:
     """Else one would be full a micro-batch before the other."""
     first, second = engine_of(2), engine_of(2)

@@ -32,7 +32,14 @@ ZERO = [
     Key("zero_optimization.use_multi_rank_bucket_allreduce", bool, _ALWAYS),
     Key("zero_optimization.allgather_partitions", bool, NoEffect("shards of parameters are gathered by all-gather")),
     Key("zero_optimization.allgather_bucket_size", Count, CHUNKS, auto="searched"),
-    Key("zero_optimization.overlap_comm", bool, NoEffect("reductions and fetches overlap computation")),
+    Key(
+        "zero_optimization.overlap_comm",
+        bool,
+        NoEffect(
+            "several ranks always reduce the last chunk and gather the next ones while others compute; on one rank "
+            "copies between device and host and the computation take turns"
+        ),
+    ),
     Key("zero_optimization.load_from_fp32_weights", bool, NoEffect("masters are loaded where a state dict has them")),
     Key("zero_optimization.elastic_checkpoint", bool, CHECKPOINTS),
     Key("zero_optimization.sub_group_size", Count, CHUNKS),
