@@ -4,24 +4,45 @@
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, model_parameters=params, config="ds.json")
 
-What differs is in docs/coming_from.md. Reading order: `initialize.py`, `engine.py`, `zero.py`, `arguments.py`.
+Modules lie where DeepSpeed has them. What differs is in docs/coming_from.md; a name that is not here says what to use.
+Reading order: `initialize.py`, `engine.py`, `runtime/zero/`, `comm.py`, `elsewhere.py`.
 """
 
+from typing import Any
+
+from gemini.deepspeed import accelerator as accelerator
+from gemini.deepspeed import comm as comm
 from gemini.deepspeed import ops as ops
 from gemini.deepspeed import runtime as runtime
 from gemini.deepspeed import utils as utils
-from gemini.deepspeed import zero as zero
-from gemini.deepspeed.arguments import add_config_arguments, init_distributed
+from gemini.deepspeed.accelerator import get_accelerator
+from gemini.deepspeed.comm import init_distributed
+from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.engine import DeepSpeedEngine
-from gemini.deepspeed.initialize import initialize
+from gemini.deepspeed.initialize import add_config_arguments, initialize
+from gemini.deepspeed.runtime import zero as zero
+from gemini.deepspeed.utils import log_dist, logger
+
+__version__ = "0.19.8"
+"""The version of DeepSpeed whose names these are: scripts ask it which of them there are. `gemini` has its own."""
 
 __all__ = [
     "DeepSpeedEngine",
+    "accelerator",
     "add_config_arguments",
+    "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
     "ops",
     "runtime",
     "utils",
     "zero",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
+    raise missing(__name__, name)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from gemini.deepspeed.elsewhere import instead_of, missing
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum, kinds_of
+from gemini.deepspeed.utils import RepeatingLoader
 from gemini.engine.engine import Engine
+from gemini.engine.loaders import loader_of
 from gemini.engine.saving import save_weights
+from gemini.engine.step_log import StepLog
+from gemini.engine.trainer.batches import forward, loss_in, moved
 from gemini.errors import GeminiError, UnsupportedError
 
 _CHECKPOINTS = (
@@ -21,15 +30,146 @@ _CHECKPOINTS = (
 )
 
 
+class Monitor:
+    """`engine.monitor`: the files of metrics that the config names, for values of the script's own."""
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this rank writes files: rank 0 does, if the config names some."""
+        return self._log.has_files
+
+    def write_events(self, event_list: Iterable[tuple[str, float, int]], flush: bool = True) -> None:
+        """Write (name, value, step) on rank 0. Local; raises OSError on a full disk.
+
+        flush: has no effect: lines of JSON are in their file when the call returns.
+        """
+        for name, value, step in event_list:
+            self._log.write("event", step, {name: float(value)})
+
+
 class DeepSpeedEngine(Engine):
-    """See `Engine`. Questions are methods here, as they are in DeepSpeed."""
+    """See `Engine`. Questions are methods here, as they are in DeepSpeed.
+
+    A name of DeepSpeed's engine that is not here is an AttributeError that says what to use.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._was_step_applied = False
+        self._boundary: bool | None = None
+        self._is_coalescing = False
+        self._batches: Iterator[Any] | None = None  # of `train_batch()`
+        self._collate_fn: Callable[..., Any] | None = None
+        self.training_dataloader: DataLoader[Any] | None = None
+        """The loader of `initialize(training_data=...)`; None without one."""
+        self.monitor = Monitor(self._log)
+
+    # -- a step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`engine(...)`. Collective."""
+        return self(*args, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, divide: bool = True
+    ) -> Tensor:
+        """See `Engine.backward`. Collective.
+
+        scale_wrt_gas: DeepSpeed's name of `divide`: False leaves the loss as it is.
+        """
+        return super().backward(loss, retain_graph, divide=divide and scale_wrt_gas)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale. See `ShardedOptimizer.scale`. Local."""
+        return self._needs_optimizer("scale()").scale(loss)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next `step()` updates, until this is called again. Local, alike on every rank.
+
+        is_boundary: True: with the micro-batches so far, one or many. As in DeepSpeed every loss is divided by
+            `gradient_accumulation_steps()` all the same: an update before that many of them has smaller gradients than
+            their mean. False: it does not, however many there are. None: when the window is full, as at first.
+        """
+        self._boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the `step()` that ends the present micro-batch updates. Raises nothing. Local.
+
+        It may be asked before the micro-batch's forward, as in DeepSpeed: the next micro-batch begins after a `step()`.
+        """
+        is_full = self._is_full()
+        return is_full or (self._boundary is None and self._window.current >= self.batch_sizes.accumulation)
+
+    def _is_full(self) -> bool:
+        is_full = super()._is_full()
+        return is_full if self._boundary is None or self._window.is_complete else self._boundary
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of all backwards inside at once, for the `step()` after it. Collective.
+
+        That step updates, however many backwards there were. Gradients are added up as under `no_sync()`. Raises
+        GeminiError inside another one.
+        """
+        self._needs_optimizer("coalesce_grad_reduction()")
+        if self._is_coalescing:
+            raise GeminiError("coalesce_grad_reduction() inside another one: leave that first")
+        self._is_coalescing = True
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            self._is_coalescing = False
+        self._window.complete()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Does nothing: gradients are reduced chunk by chunk while backward runs. bucket_size: has no effect. Local."""
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Run forward and backward of all micro-batches of a window, and the step. Collective.
+
+        data_iter: gives micro-batches: a mapping is given to the model by keyword, a tuple or list by position. None:
+            those of `training_dataloader`, again and again.
+
+        Returns the mean of their losses over all ranks. Raises TypeError if the model does not return its loss, alone,
+        first or as `loss`, ValueError without micro-batches, GeminiError while a window is open, StopIteration if
+        `data_iter` ends before the window is full, and what `backward` and `step` raise.
+        """
+        if self.is_window_open():
+            raise GeminiError("train_batch() inside a window: call it right after a step() that updates")
+        if data_iter is None:
+            if self._batches is None:
+                if self.training_dataloader is None:
+                    raise ValueError(
+                        "train_batch() needs micro-batches: give data_iter=, or initialize(training_data=)"
+                    )
+                self._batches = RepeatingLoader(self.training_dataloader)
+            data_iter = self._batches
+        losses = []
+        for _ in range(self.batch_sizes.accumulation):
+            loss = self._loss_of(next(data_iter))
+            self.backward(loss)
+            losses.append(loss.detach().float())
+        self.step(last=True)
+        mean = torch.stack(losses).mean()
+        self.communicator.all_reduce_sum_(mean, "the mean loss")
+        return mean / self.communicator.world_size
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        output = forward(self, moved(batch, self.device))
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        loss = first if isinstance(first, Tensor) else loss_in(output)
+        if loss is None:
+            raise TypeError(f"train_batch() needs a model that returns its loss, found {type(output).__name__}")
+        return loss
 
     def step(self, *, last: bool = False) -> None:
-        """See `Engine.step`. Collective."""
+        """See `Engine.step`. Collective. Raises GeminiError inside `coalesce_grad_reduction()`."""
+        if self._is_coalescing:
+            raise GeminiError("step() inside coalesce_grad_reduction(): call it after the block")
         before = self._num_applied
         try:
             super().step(last=last)
@@ -66,9 +206,7 @@ class DeepSpeedEngine(Engine):
                 f"set_train_batch_size({train_batch_size}): give a multiple of {micro * ranks}, which is "
                 f"train_micro_batch_size_per_gpu={micro} * {ranks} ranks"
             )
-        if self.is_window_open():
-            raise GeminiError("set_train_batch_size() inside a window: call it right after a step() that updates")
-        self.batch_sizes = replace(self.batch_sizes, train=train_batch_size, accumulation=accumulation)
+        self._accumulate(accumulation, "set_train_batch_size()")
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
         """Samples of a forward on one rank; None where the loader decides."""
@@ -78,9 +216,45 @@ class DeepSpeedEngine(Engine):
         """Micro-batches of an optimizer step."""
         return self.batch_sizes.accumulation
 
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Change how many micro-batches make an optimizer step, and with it the batch. Local, alike on every rank.
+
+        Raises ValueError for less than 1, and GeminiError while a window is open.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"set_gradient_accumulation_steps() takes an integer of at least 1, found {steps!r}")
+        self._accumulate(steps, "set_gradient_accumulation_steps()")
+
+    def _accumulate(self, steps: int, what: str) -> None:
+        if self.is_window_open():
+            raise GeminiError(f"{what} inside a window: call it right after a step() that updates")
+        micro = self.batch_sizes.micro
+        train = None if micro is None else micro * steps * self.model.world_size
+        self.batch_sizes = replace(self.batch_sizes, train=train, accumulation=steps)
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """Samples of an optimizer step, samples of a forward on one rank, and forwards of an optimizer step."""
+        return self.batch_sizes.train, self.batch_sizes.micro, self.batch_sizes.accumulation
+
+    def steps_per_print(self) -> int | None:
+        """Optimizer steps between two lines of progress; None where none are printed."""
+        return self.config.steps_per_print
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is divided over the ranks: the stage is not 0."""
+        return self.zero_optimization_stage() > 0
+
     def zero_optimization_stage(self) -> int:
         """The stage, 0 to 3."""
         return self.model.settings.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are divided over the ranks: the stage is 2 or 3."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether weights are divided over the ranks: the stage is 3."""
+        return self.zero_optimization_stage() >= 3
 
     def get_global_grad_norm(self) -> float | None:
         """See `Engine.grad_norm`."""
@@ -121,9 +295,28 @@ class DeepSpeedEngine(Engine):
         return self.config.dtype is torch.bfloat16
 
     @property
+    def cur_scale(self) -> float:
+        """See `Engine.loss_scale`."""
+        return self.loss_scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether losses are scaled by a factor that moves."""
+        return self.fp16_enabled() and not self.config.loss_scale.is_static
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that share the model; None for one rank without a process group."""
+        return self.communicator.users_group
+
+    @property
     def local_rank(self) -> int:
         """This rank among those of its machine, as the launcher counts them; 0 without one."""
         return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the model."""
+        return self.model.world_size
 
     @property
     def dp_world_size(self) -> int:
@@ -140,6 +333,60 @@ class DeepSpeedEngine(Engine):
         """Samples of all backwards on all ranks; None where the loader decides how many."""
         micro = self.batch_sizes.micro
         return None if micro is None else micro * self.micro_steps * self.model.world_size
+
+    # -- data and files
+
+    def set_training_data(self, dataset: Any, collate_fn: Callable[..., Any] | None) -> DataLoader[Any] | None:
+        """Let `training_dataloader` be a loader of this dataset; none for None. Local, for `initialize`."""
+        self._collate_fn = collate_fn
+        self.training_dataloader = None if dataset is None else self.deepspeed_io(dataset, pin_memory=False)
+        return self.training_dataloader
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader that gives each rank its part of a dataset, shuffled, in micro-batches. Local, alike on every rank.
+
+        Args:
+            dataset: a dataset of torch's, which an iterable one divides over the ranks by itself.
+            batch_size: samples of a batch on one rank. None: the config's `train_micro_batch_size_per_gpu`.
+            route: has no effect: "train", "eval" and "predict" give the same loader.
+            pin_memory: page-locked batches, where there is an accelerator.
+            data_sampler: which samples this rank gets. None: its part.
+            collate_fn: makes a batch of samples. None: the one that `initialize` was given.
+            num_local_io_workers: processes that load. None: this one.
+
+        Raises ConfigError without a batch size.
+        """
+        return loader_of(
+            dataset,
+            self.config,
+            self.model.rank,
+            self.model.world_size,
+            self._collate_fn if collate_fn is None else collate_fn,
+            batch_size=batch_size,
+            sampler=data_sampler,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+            num_workers=num_local_io_workers or 0,
+        )
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole weights, in their own dtype, on rank 0, and None on the others. Collective.
+
+        exclude_frozen_parameters: leaves out those that are not trained. Raises what `ShardedModel.state_dict` raises.
+        """
+        state = self.model.state_dict(rank0_only=True)
+        if self.global_rank > 0:
+            return None
+        frozen = {name for name, each in self.module.named_parameters() if not each.requires_grad}
+        return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
         """Write the whole weights, in their own dtype, as one file of rank 0's; True. Collective.
@@ -190,3 +437,12 @@ class DeepSpeedEngine(Engine):
     def destroy(self) -> None:
         """Give memory and process group back. Collective."""
         self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """See `Engine.__getattr__`. What neither has is told what to use, if DeepSpeed's engine has it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if instead_of(name) is None:
+                raise
+        raise missing(type(self).__name__, name)

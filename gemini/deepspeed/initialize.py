@@ -1,7 +1,8 @@
-"""`deepspeed.initialize`: DeepSpeed's call form."""
+"""`deepspeed.initialize` and the options that its scripts add: DeepSpeed's call form."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,10 +14,20 @@ from gemini.deepspeed.engine import DeepSpeedEngine
 from gemini.engine.agreement import Source, agreed
 from gemini.engine.assemble import OptimizerLike, SchedulerLike, assemble
 from gemini.engine.config import load_config
-from gemini.engine.loaders import loader_of
 from gemini.engine.said import say
 from gemini.errors import ConfigError
 from gemini.launch import launch_from_torch
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed`, `--deepspeed_config PATH` and `--local_rank N`, for `initialize(args=...)`. Local."""
+    group = parser.add_argument_group("DeepSpeed", "the names of DeepSpeed's options; gemini trains")
+    group.add_argument("--deepspeed", action="store_true", help="accepted; training is always sharded")
+    group.add_argument("--deepspeed_config", metavar="PATH", help="a config in DeepSpeed's keys: JSON, YAML or TOML")
+    # Scripts for DeepSpeed's launcher often define it themselves, and argparse refuses a second definition.
+    if "--local_rank" not in parser._option_string_actions:
+        group.add_argument("--local_rank", type=int, default=-1, help="accepted; the launcher's environment says it")
+    return parser
 
 
 def initialize(
@@ -74,9 +85,7 @@ def initialize(
     engine = assemble(DeepSpeedEngine, agreed_config, model, optimizer, model_parameters, None, lr_scheduler, group)
     assert isinstance(engine, DeepSpeedEngine)
     say(engine)
-    loader = None
-    if training_data is not None:
-        loader = loader_of(training_data, agreed_config, engine.model.rank, engine.model.world_size, collate_fn)
+    loader = engine.set_training_data(training_data, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

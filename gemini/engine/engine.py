@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from gemini.model.precision import cast_tensors
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import CASTABLE_DTYPES
+
+# All engines of this process that train: the backward of one may go on into the models of others, as in `B(A(x))`.
+_ENGINES: WeakSet[Engine] = WeakSet()
 
 
 @methods_never_traced("gradients and states move in it", "backward", "step", "zero_grad")
@@ -82,9 +86,12 @@ class Engine:
         self._log = StepLog(self.config, model.rank)
         self._window = OpenWindow(manager, self._log)
         self._is_closed = False
+        self._reached: WeakSet[Engine] = WeakSet()  # other engines, by backwards of the window
         weights = model.settings.dtype  # not the config's: the model may have been wrapped with another one
         # Where the config gives dtypes by module, the modules cast their own inputs: see gemini/model/precision.py.
         self._input_dtype = weights if self.config.cast_inputs and isinstance(weights, torch.dtype) else None
+        if optimizer is not None:
+            _ENGINES.add(self)
 
     # -- a step
 
@@ -102,10 +109,14 @@ class Engine:
             raise UnsupportedError("the engine has no criterion: give initialize(criterion=...) one")
         return self._criterion
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, *, divide: bool = True) -> Tensor:
         """Run backward on the loss, divided by the number of micro-batches and scaled in fp16 training. Collective.
 
-        retain_graph: whether another backward of the same graph follows. It counts as another micro-batch.
+        Args:
+            loss: a tensor of one element. Where the graph goes on into the models of other engines, as in `B(A(x))`, it
+                is a micro-batch of theirs too.
+            retain_graph: whether another backward of the same graph follows. It counts as another micro-batch.
+            divide: False leaves the loss as it is: the script has divided it.
 
         Returns the divided loss. Raises UnsupportedError without an optimizer, TypeError for anything but a tensor, and
         what backward raises; the gradients of the window are dropped then, and another window begins.
@@ -114,33 +125,62 @@ class Engine:
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward() takes the loss, a tensor of one element, found {type(loss).__name__}")
         self._window.follow_failures()
-        whole = loss
         self._window.begin_at(self.micro_steps)
+        whole, divisor = loss, self.batch_sizes.accumulation if divide else None
+        others = [
+            (engine, engine._num_arrived) for engine in _ENGINES if engine.chunk_manager is not self.chunk_manager
+        ]
         try:
             # The script's part of the graph may fail on this rank alone, and the model would not hear of it.
             with self.communicator.publishing():
-                if self.batch_sizes.accumulation > 1:
-                    loss = loss / self.batch_sizes.accumulation
+                if divisor is not None and divisor > 1:
+                    loss = loss / divisor
                 optimizer.backward(loss, retain_graph)
         except BaseException:
             # Drop the whole window: with the remaining micro-batches the next step would use a part of it.
-            self._window.empty()
-            # A backward that has reached the model drops the gradients itself, and reports it.
-            if not self.chunk_manager.grads.in_backward:
-                optimizer.zero_grad()
+            for engine in (self, *self._reached):
+                engine._drop()
+            self._reached.clear()
             raise
+        self._count(whole)
+        for engine, before in others:
+            if engine._num_arrived > before:
+                self._reached.add(engine)
+                engine._count(whole, divisor)
+        return loss.detach()
+
+    def _drop(self) -> None:
+        """Drop the window after a backward that failed."""
+        self._window.empty()
+        # A backward that has reached the model drops the gradients itself, and reports it.
+        if self.optimizer is not None and not self.chunk_manager.grads.in_backward:
+            self.optimizer.zero_grad()
+
+    @property
+    def _num_arrived(self) -> int:
+        """The backwards that have reached the model since its last step, whoever called them."""
+        return self.chunk_manager.grads.num_backwards
+
+    def _count(self, whole: Tensor, other_divisor: int | None = None) -> None:
+        """A backward of this loss has reached the model: one more micro-batch of the window.
+
+        other_divisor: by which another engine, whose backward it was, has divided the loss.
+        """
+        self._window.follow_failures()
+        self._window.begin_at(self.micro_steps)
         self._log.add(whole)
         if self._moving is not None:
             self._moving.after_backward()
         self.micro_steps += 1
-        self._window.count()
-        return loss.detach()
+        self._window.count(other_divisor)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights. Raises nothing. Local."""
+        return self._is_full()
+
+    def _is_full(self) -> bool:
         self._window.follow_failures()
-        # More backwards than a window has may have come: a script need not call `step()` after each of them.
-        return self._window.num_backwards >= self.batch_sizes.accumulation
+        return self._window.is_full(self.batch_sizes.accumulation)
 
     def is_window_open(self) -> bool:
         """Whether there are backwards that no `step()` has used yet. Raises nothing. Local."""
@@ -153,12 +193,15 @@ class Engine:
         last: update with the micro-batches so far, as at the end of a training. Their losses are still divided by the
             size of a whole window.
 
-        Raises UnsupportedError without an optimizer, GeminiError for gradients that `loss.backward()` has made, and
-        what `ShardedOptimizer.step` raises.
+        Raises UnsupportedError without an optimizer, GeminiError for gradients that `loss.backward()` has made, or the
+        backward of another engine which divides losses by another number, and what `ShardedOptimizer.step` raises.
         """
         optimizer = self._needs_optimizer("step()")
-        self._window.refuse_foreign_gradients()
-        if not self.is_gradient_accumulation_boundary() and not (last and self._window.num_backwards):
+        self._window.refuse_foreign_gradients(self.batch_sizes.accumulation)
+        # Asked first: a failure that the window has not followed yet leaves nothing to step on, also not at the end.
+        is_due = self._is_full() or last
+        if not (is_due and self._window.num_backwards):
+            self._window.note_step()
             return
         # Every step that ends leaves another report, also if it then raises: `last_step` tells whether it has ended.
         rate, before = optimizer.param_groups[0]["lr"], optimizer.last_step
@@ -173,6 +216,7 @@ class Engine:
     def _end_window(self, optimizer: ShardedOptimizer, rate: float) -> None:
         """Count the optimizer's last step, which had this learning rate, move the schedule, and log the step."""
         self._window.end(self.micro_steps)
+        self._reached.clear()
         self.global_steps += 1
         report = optimizer.last_step
         assert report is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from gemini.engine.config import Config
 from gemini.errors import ConfigError
@@ -14,22 +14,38 @@ from gemini.script import warn_at_script
 
 
 def loader_of(
-    dataset: Dataset[Any], config: Config, rank: int, world_size: int, collate_fn: Callable[..., Any] | None = None
+    dataset: Dataset[Any],
+    config: Config,
+    rank: int,
+    world_size: int,
+    collate_fn: Callable[..., Any] | None = None,
+    *,
+    batch_size: int | None = None,
+    sampler: Sampler[Any] | None = None,
+    **options: Any,
 ) -> DataLoader[Any]:
     """A loader of micro-batches from this rank's part of a dataset. `sampler.set_epoch` shuffles it again. Local.
 
+    Args:
+        dataset, rank, world_size, collate_fn: as their names say.
+        config: for the size of a micro-batch, and whether one that is not full is left out.
+        batch_size: in place of the config's.
+        sampler: which samples this rank gets. None: its part of a shuffled dataset.
+        options: of the DataLoader.
+
     Raises ConfigError if the config has no batch size.
     """
-    size = config.batch_sizes(world_size).micro
+    size = config.batch_sizes(world_size).micro if batch_size is None else batch_size
     if size is None:
         raise ConfigError("a loader needs a batch size: give train_batch_size or train_micro_batch_size_per_gpu")
     # An iterable dataset cannot be indexed by a sampler, so it has to divide itself over the ranks.
     if isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, size, collate_fn=collate_fn, drop_last=config.drop_last)
+        return DataLoader(dataset, size, collate_fn=collate_fn, drop_last=config.drop_last, **options)
     # Without `drop_last` the sampler gives some samples twice, so that all ranks have equally many: a rank that has no
     # batch left would not come to the others' collectives.
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, world_size, rank, drop_last=config.drop_last)
-    return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn, drop_last=config.drop_last)
+    if sampler is None:
+        sampler = DistributedSampler(dataset, world_size, rank, drop_last=config.drop_last)
+    return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn, drop_last=config.drop_last, **options)
 
 
 class WholeWindows:

@@ -98,9 +98,7 @@ def _loss_scale(engine: Engine) -> str:
     configured = engine.config.loss_scale
     if engine.loss_scale == 1.0:
         return "none"
-    # This is what DeepSpeed's `fp16.loss_scale` becomes: with equal bounds the scale cannot move.
-    is_static = configured.min_scale == configured.max_scale == engine.loss_scale
-    return f"{engine.loss_scale:g}, static" if is_static else f"dynamic, {engine.loss_scale:g} at first"
+    return f"{engine.loss_scale:g}, static" if configured.is_static else f"dynamic, {engine.loss_scale:g} at first"
 
 
 def _schedule(engine: Engine) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -51,12 +52,21 @@ class StepLog:
             "loss_scale": report.loss_scale,
             "grad_norm": report.grad_norm,
         }
-        for file in self._files:
-            # An engine counts no epochs: 0 stands in the field that a `Trainer` fills.
-            file.write("step", step, 0, metrics)
+        self.write("step", step, metrics)
         if self._every and step % self._every == 0:
             words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             get_dist_logger().info(f"step {step}: {words}")
+
+    @property
+    def has_files(self) -> bool:
+        """Whether this rank writes files of metrics."""
+        return bool(self._files)
+
+    def write(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics to all files, if there are any. Raises OSError on a full disk."""
+        for file in self._files:
+            # An engine counts no epochs: 0 stands in the field that a `Trainer` fills.
+            file.write(event, step, 0, metrics)
 
     def close(self) -> None:
         """Close the files."""

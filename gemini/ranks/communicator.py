@@ -67,6 +67,11 @@ class Communicator:
         return self.collectives.world_size
 
     @property
+    def users_group(self) -> dist.ProcessGroup | None:
+        """The user's process group of these ranks, whose collectives are the user's. None: one rank."""
+        return self._parent
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks that take part."""
         return (0,) if self._parent is None else tuple(dist.get_process_group_ranks(self._parent))

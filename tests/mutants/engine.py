@@ -142,7 +142,7 @@ MUTANTS = [
     ),
     Mutant(
         "zero.Init builds on one rank although torchrun has started several",
-        "gemini/deepspeed/zero.py",
+        "gemini/deepspeed/runtime/zero/__init__.py",
         "if data_parallel_group is None and enabled:",
         "if False:",
         "tests/features/test_zero_names.py::test_the_context_joins_the_ranks_that_a_launcher_started",
@@ -185,14 +185,36 @@ MUTANTS = [
     Mutant(
         "a step after loss.backward() does nothing without a word",
         "gemini/engine/engine.py",
-        "        self._window.refuse_foreign_gradients()\n",
+        "        self._window.refuse_foreign_gradients(self.batch_sizes.accumulation)\n",
         "",
         "tests/features/test_engine_misuse.py"
         "::test_a_step_after_loss_backward_is_refused_and_training_goes_on[1rank-1]",
     ),
     Mutant(
+        "what another engine's backward brought is no micro-batch",
+        "gemini/engine/engine.py",
+        "                engine._count(whole, divisor)\n",
+        "                pass\n",
+        "tests/features/test_chained_engines.py::test_two_engines_in_a_chain_train_as_two_plain_modules[1rank-1-free]",
+    ),
+    Mutant(
+        "the last step uses a window that a failure has ended",
+        "gemini/engine/engine.py",
+        "        is_due = self._is_full() or last\n",
+        "        is_due = last or self._is_full()\n",
+        "tests/features/test_engine_misuse.py::test_after_a_forward_that_failed_the_last_step_has_nothing_to_step",
+    ),
+    Mutant(
+        "a window ends where the config says, and not where the script does",
+        "gemini/deepspeed/engine.py",
+        "        self._boundary = is_boundary\n",
+        "        self._boundary = None\n",
+        "tests/features/test_deepspeed_engine.py"
+        "::test_a_script_may_say_which_micro_batch_is_the_last_of_a_window[1rank-all by hand]",
+    ),
+    Mutant(
         "a config that one rank cannot read is an error of zero.Init on that rank alone",
-        "gemini/deepspeed/zero.py",
+        "gemini/deepspeed/runtime/zero/__init__.py",
         'if enabled else load_config(source, prefers="deepspeed")',
         "if False else load_config(source)",
         "tests/features/test_engine_agreement.py::"
@@ -231,7 +253,7 @@ MUTANTS = [
     Mutant(
         "an engine does not divide the loss by its micro-batches",
         "gemini/engine/engine.py",
-        "            loss = loss / self.batch_sizes.accumulation\n",
+        "            loss = loss / divisor\n",
         "            pass\n",
         "tests/features/test_engine_reference.py::"
         "test_accumulation_clipping_and_rates_are_those_of_plain_pytorch_at_every_step"

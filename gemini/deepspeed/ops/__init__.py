@@ -1,3 +1,11 @@
 """`deepspeed.ops`."""
 
+from typing import Any
+
+from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.ops import adam as adam
+
+
+def __getattr__(name: str) -> Any:
+    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
+    raise missing(__name__, name)

@@ -65,6 +65,11 @@ class LossScaleConfig(_Part):
     max_scale: Number = 2.0**32
     """The factor never rises above it."""
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the factor cannot move: this is what DeepSpeed's `fp16.loss_scale` becomes."""
+        return self.min_scale == self.max_scale
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         # The checks are in its constructor. The object is not needed.

@@ -36,7 +36,8 @@ ZERO = [
         "zero_optimization.overlap_comm",
         bool,
         NoEffect(
-            "gathers are started before their use on several ranks; on one GPU nothing runs beside computation yet"
+            "several ranks always reduce the last chunk and gather the next ones while others compute; on one rank "
+            "copies between device and host and the computation take turns"
         ),
     ),
     Key("zero_optimization.load_from_fp32_weights", bool, NoEffect("masters are loaded where a state dict has them")),

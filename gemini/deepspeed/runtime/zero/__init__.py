@@ -1,1 +1,114 @@
-"""`deepspeed.runtime.zero`: see `offload_config.py`."""
+"""`deepspeed.zero`, which is `deepspeed.runtime.zero`: building a model on shards, and access to its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gemini.access.external import register_external_parameter, unregister_external_parameter
+from gemini.building.zero_init import ZeroInitContext
+from gemini.deepspeed.comm import init_distributed
+from gemini.deepspeed.elsewhere import missing
+from gemini.engine.agreement import Source, agreed_config
+from gemini.engine.config import Config, load_config
+from gemini.engine.config.offload import offloads_params
+from gemini.errors import ConfigError
+from gemini.launch import ranks_of
+from gemini.model.gathered import GatheredParameters
+from gemini.script import warn_at_script
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+
+_WITHOUT_EFFECT = {
+    "mem_efficient_linear": "autograd keeps no copies of gathered weights here",
+    "pin_memory": "host memory is pinned where there is an accelerator",
+    "zero_param_parallel_group": "parameters have one group of ranks",
+    "sequence_data_parallel_group": "give data_parallel_group the group that shards",
+    "param_swapper": "there is no disk tier yet",
+    "tensor_overrides": "tensors that are made inside stay where the code makes them",
+}
+_DEFAULTS = {"mem_efficient_linear": True, "pin_memory": False}
+
+
+class Init(ZeroInitContext):
+    """`ZeroInitContext` with the arguments of `deepspeed.zero.Init`.
+
+    Args:
+        module: one that exists: it is sharded at once, and nothing is entered. None: for use in a `with` statement.
+        data_parallel_group: the ranks. None: all of torch.distributed, which is made first if a launcher has started
+            this script and there is none: DeepSpeed's scripts build their model before anything else.
+        remote_device: "cpu" keeps shards in host memory. None: as the config's offload_param says, else where there is
+            room. "nvme" is refused: there is no disk tier yet.
+        config_dict_or_path: a config, for dtype and offload. config: an older name of it.
+        enabled: False makes the context do nothing.
+        dtype: what weights are cast to when the context ends. None: as the config says; without one they are not cast.
+        mpu: an object whose `get_data_parallel_group()` gives the ranks.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: must be False: weights travel as they are.
+        without_effect: `mem_efficient_linear`, `pin_memory` and others, which are said to have no effect.
+
+    Collective if it is enabled. Raises ConfigError for what does not exist here and, on every rank, for a config that
+    one cannot read; DivergenceError if the ranks' configs differ; and what `ZeroInitContext` raises.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Source = None,
+        config: Source = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        *,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        **without_effect: Any,
+    ) -> None:
+        given = {"mem_efficient_linear": mem_efficient_linear, "pin_memory": pin_memory}
+        for name, value in {**given, **without_effect}.items():
+            if name not in _WITHOUT_EFFECT:
+                raise TypeError(f"zero.Init() has no argument {name!r}")
+            # Scripts that pass DeepSpeed's default lose nothing by it, and are not warned.
+            if value != _DEFAULTS.get(name):
+                warn_at_script(f"zero.Init({name}=...) has no effect: {_WITHOUT_EFFECT[name]}")
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise ConfigError("zero.Init(): quantised weights are not there yet; they travel in their own dtype")
+        if remote_device not in (None, "cpu", "none"):
+            raise ConfigError(f"zero.Init(remote_device={remote_device!r}): there is no disk tier; use 'cpu'")
+        if data_parallel_group is None and mpu is not None:
+            data_parallel_group = mpu.get_data_parallel_group()
+        if data_parallel_group is None and enabled:
+            init_distributed()
+        if config_dict_or_path is not None or config is not None:
+            source = config if config_dict_or_path is None else config_dict_or_path
+            # A context that does nothing is not collective, so ranks do not compare their configs for it.
+            zero_config = (
+                _config_of(source, data_parallel_group) if enabled else load_config(source, prefers="deepspeed")
+            )
+            # Dtypes by module are for `ShardedModel`: a context casts all weights to one.
+            dtype = zero_config.dtype if dtype is None and isinstance(zero_config.dtype, torch.dtype) else dtype
+            if remote_device is None and offloads_params(zero_config.tensor_placement_policy):
+                remote_device = "cpu"
+        home = "host" if remote_device == "cpu" else "auto"
+        super().__init__(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled)
+        if module is not None:
+            # A context is entered once. This one is another, so that `self` can still be entered by a `with` statement.
+            with ZeroInitContext(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled) as context:
+                if enabled:
+                    context.convert(module)
+
+
+def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
+    """Agree on the config: a rank that could not read its own would leave the others in the first collective."""
+    return agreed_config(source, ranks_of(group), prefers="deepspeed")
+
+
+def __getattr__(name: str) -> Any:
+    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
+    raise missing(__name__, name)

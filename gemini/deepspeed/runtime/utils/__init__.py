@@ -1,0 +1,40 @@
+"""`deepspeed.runtime.utils`: where the memory is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemini.deepspeed.accelerator import get_accelerator
+from gemini.deepspeed.elsewhere import missing
+from gemini.dist_logger import get_dist_logger
+from gemini.monitor.monitor import MemoryMonitor
+from gemini.placement.sizes import format_bytes
+
+__all__ = ["see_memory_usage"]
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log on rank 0 what the device and the host have in use, and let the device's peaks begin again. Local.
+
+    force: False does nothing, so that calls may stay in a script.
+    """
+    if not force:
+        return
+    device, host = get_accelerator(), MemoryMonitor().read_host()
+    allocated, cached = (
+        f"{format_bytes(now)} (at most {format_bytes(peak)})"
+        for now, peak in (
+            (device.memory_allocated(), device.max_memory_allocated()),
+            (device.memory_reserved(), device.max_memory_reserved()),
+        )
+    )
+    used = f"{format_bytes(host.used_bytes)} of {format_bytes(host.total_bytes)}"
+    get_dist_logger().info(
+        f"{message}: {device.device_name()} allocated {allocated}, cached {cached}; host {used} in use", ranks=[0]
+    )
+    device.reset_peak_memory_stats()
+
+
+def __getattr__(name: str) -> Any:
+    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
+    raise missing(__name__, name)
