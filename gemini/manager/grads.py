@@ -91,8 +91,8 @@ class GradStore:
         if self.expects_scaled_loss and self._trains_fp16 and not self.loss_is_scaled:
             raise GeminiError(
                 "loss.backward() without the loss scale that fp16 needs: call optimizer.backward(loss), or "
-                "optimizer.scale(loss).backward(). Of models in a chain each has a loss scale of its own: train them in "
-                "bf16"
+                "optimizer.scale(loss).backward(). Of models in a chain each has a loss scale of its own: train them "
+                "in bf16"
             )
 
     def expect_scaled_losses(self) -> None:

@@ -202,7 +202,8 @@ MUTANTS = [
         "gemini/engine/engine.py",
         "        is_due = self._is_full() or last\n",
         "        is_due = last or self._is_full()\n",
-        "tests/features/test_engine_misuse.py::test_after_a_forward_that_failed_the_last_step_has_nothing_to_step",
+        "tests/features/test_engine_misuse.py"
+        "::test_after_a_failure_that_drops_the_window_the_last_step_has_nothing_to_step",
     ),
     Mutant(
         "a window ends where the config says, and not where the script does",
