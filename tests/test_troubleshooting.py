@@ -119,7 +119,6 @@ RAISED: list[tuple[Callable[[], object], str]] = [
     (_unscaled, "GeminiError"),
     (_changed, "UnsupportedError"),
     (_unscalable, "UnsupportedError"),
-    (lambda: _engine().save_checkpoint("folder"), "UnsupportedError"),
 ]
 
 

@@ -118,6 +118,14 @@ class Directory:
             raise CheckpointError(f"{self.path} has no complete checkpoint: {self._there()}")
         return complete[-1][0]
 
+    def has_any(self) -> bool:
+        """Whether `find()` would find one."""
+        try:
+            self.find()
+        except CheckpointError:
+            return False
+        return True
+
     def complete(self) -> list[tuple[Path, Manifest]]:
         """The complete checkpoints, oldest first. Damaged manifests are passed over."""
         found = []

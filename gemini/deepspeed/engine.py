@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from gemini.checkpoint.directory import Directory
 from gemini.deepspeed.elsewhere import instead_of, missing
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum, kinds_of
 from gemini.deepspeed.utils import RepeatingLoader
@@ -23,11 +24,7 @@ from gemini.engine.saving import save_weights
 from gemini.engine.step_log import StepLog
 from gemini.engine.trainer.batches import forward, loss_in, moved
 from gemini.errors import GeminiError, UnsupportedError
-
-_CHECKPOINTS = (
-    "sharded checkpoints are not there yet: save engine.state_dict() and optimizer.state_dict(), which are whole and "
-    "collective, or engine.save_16bit_model()"
-)
+from gemini.script import warn_at_script
 
 
 class Monitor:
@@ -397,13 +394,26 @@ class DeepSpeedEngine(Engine):
         save_weights(self.model, Path(save_dir) / save_filename)
         return True
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UnsupportedError."""
-        raise UnsupportedError(f"save_checkpoint(): {_CHECKPOINTS}")
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        data: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """`Engine.load_checkpoint`, which returns (None, {}) with a warning where there is none yet. Collective.
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UnsupportedError."""
-        raise UnsupportedError(f"load_checkpoint(): {_CHECKPOINTS}")
+        Arguments and errors are those of `Engine.load_checkpoint`.
+        """
+        if tag is None and not Directory(load_dir).has_any():
+            warn_at_script(f"load_checkpoint(): there is no checkpoint in {str(load_dir)!r}; training begins anew")
+            return None, {}
+        how = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        return super().load_checkpoint(load_dir, tag, *how, data=data)
 
     def offload_states(
         self,

@@ -5,14 +5,19 @@ Which backwards make an optimizer step: [Note: Windows] in open_window.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from gemini.checkpoint.directory import Keep
+from gemini.checkpoint.loading import load_checkpoint
+from gemini.checkpoint.saving import PendingCheckpoint, save_checkpoint
 from gemini.engine.config import Config
 from gemini.engine.config.batch import BatchSizes
 from gemini.engine.moving import MovedByEngine, MovedByScript, Moving
@@ -28,6 +33,9 @@ from gemini.settings import CASTABLE_DTYPES
 
 # All engines of this process that train: the backward of one may go on into the models of others, as in `B(A(x))`.
 _ENGINES: WeakSet[Engine] = WeakSet()
+
+
+_COUNTS = ("global_steps", "skipped_steps", "micro_steps")
 
 
 @methods_never_traced("gradients and states move in it", "backward", "step", "zero_grad")
@@ -309,6 +317,103 @@ class Engine:
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}; its model: {error}"
             ) from None
+
+    # -- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        data: Any = None,
+        keep: int | Keep | None = None,
+        asynchronous: bool = False,
+    ) -> Path | PendingCheckpoint:
+        """Save model, optimizer, schedule, counters and an open window of micro-batches. Collective.
+
+        Args:
+            save_dir: the directory of this training's checkpoints.
+            tag: the checkpoint's name. None: "global_step" and the number of optimizer steps.
+            client_state: plain values of the script's, which `load_checkpoint` returns.
+            save_latest, exclude_frozen_parameters: DeepSpeed's, which must be as they are.
+            data, keep, asynchronous: as of `gemini.save_checkpoint`.
+
+        Returns and raises what `gemini.save_checkpoint` does, and UnsupportedError for other values of the two.
+        """
+        self._refuse_closed("save_checkpoint()")
+        if not save_latest or exclude_frozen_parameters:
+            raise UnsupportedError(
+                "save_checkpoint(): a checkpoint is whole and becomes the newest: leave out save_latest=False and "
+                "exclude_frozen_parameters=True"
+            )
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        extra = {"client_state": dict(client_state or {}), "engine": {**counts, "window": self._window.counts}}
+        schedule, name = self.lr_scheduler, f"global_step{self.global_steps}" if tag is None else tag
+        return save_checkpoint(
+            save_dir,
+            self.model,
+            self.optimizer,
+            scheduler=schedule,
+            data=data,
+            extra=extra,
+            tag=name,
+            keep=keep,
+            asynchronous=asynchronous,
+        )
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is written in the background. Collective. Raises CheckpointError if it failed."""
+        self.chunk_manager.background.finish()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        data: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what `save_checkpoint` has saved, on any number of ranks, at any stage and budget. Collective.
+
+        Args:
+            load_dir: the directory of the checkpoints, or one of them.
+            tag: which one. None: the newest that is complete.
+            load_module_strict: False passes over parameters that only the model or only the checkpoint has.
+            load_optimizer_states: whether the optimizer, random numbers and counters go on, too.
+            load_lr_scheduler_states: whether the schedule does.
+            load_module_only: weights and buffers alone.
+            data: as of `gemini.load_checkpoint`.
+
+        Returns the checkpoint's folder and the `client_state`. Raises what `gemini.load_checkpoint` does.
+        """
+        self._refuse_closed("load_checkpoint()")
+        goes_on = load_optimizer_states and not load_module_only
+        schedule = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
+        loaded = load_checkpoint(
+            load_dir,
+            self.model,
+            self.optimizer if goes_on else None,
+            scheduler=schedule,
+            data=data,
+            tag=tag,
+            strict=load_module_strict,
+            weights_only=not goes_on,
+        )
+        extra = loaded.extra if isinstance(loaded.extra, dict) else {}
+        counts = extra.get("engine", {"global_steps": loaded.step or 0})
+        if goes_on:
+            for name in _COUNTS:
+                setattr(self, name, counts.get(name, 0))
+            self._window.resume(*counts.get("window", (0, self.micro_steps)))
+            if self._moving is not None:
+                self._moving.after_load()
+        return str(loaded.path), extra.get("client_state", {})
 
     # -- memory
 

@@ -28,6 +28,9 @@ class Moving(Protocol):
     def after_update(self) -> None:
         """Called after an optimizer step that was not skipped."""
 
+    def after_load(self) -> None:
+        """Called after the schedule has taken the state of a checkpoint."""
+
 
 class MovedByEngine:
     """Moves the schedule once after each update. Warns if the script moves it too, which would skip rates."""
@@ -51,6 +54,10 @@ class MovedByEngine:
             )
         self.shown.step()
         self._count = getattr(self.shown, "last_epoch", None)
+
+    def after_load(self) -> None:
+        """The count of the checkpoint is no move of the script's."""
+        self._count = None
 
 
 class MovedByScript:
@@ -78,6 +85,10 @@ class MovedByScript:
     def after_update(self) -> None:
         """Let `step()` move the schedule again."""
         self._has_update = True
+
+    def after_load(self) -> None:
+        """Let `step()` move the schedule: there were no backwards since."""
+        self._has_gradients = self._has_update = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Call the schedule's `step` with its arguments, such as a metric. Local, alike on every rank."""

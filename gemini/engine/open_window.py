@@ -31,6 +31,16 @@ class OpenWindow:
         # A model that was wrapped before may have failed already: only later failures end a window of this engine.
         self._num_failed = manager.grads.num_failed
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """What a checkpoint has of the window, for `resume`."""
+        return self.num_backwards, self.begins
+
+    def resume(self, num_backwards: int, begins: int) -> None:
+        """Go on with a window that another process has begun, whose gradients are loaded."""
+        self.num_backwards, self.begins = num_backwards, begins
+        self._num_failed = self._manager.grads.num_failed
+
     def begin_at(self, num_backwards: int) -> None:
         """A micro-batch is about to come, after this number of backwards in all: the window begins if it is empty."""
         if not self.num_backwards:

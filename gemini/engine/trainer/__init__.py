@@ -4,6 +4,7 @@ Reading order: `batches.py` (from a batch to a loss), `together.py` (ranks begin
 loop), `hook.py` (what a hook is told), `metrics.py`, `schedule.py` and `writers.py` (the hooks that are here).
 """
 
+from gemini.engine.trainer.checkpoints import CheckpointHook
 from gemini.engine.trainer.hook import Hook
 from gemini.engine.trainer.metrics import Accuracy, LearningRate, Loss, Memory, Throughput
 from gemini.engine.trainer.schedule import LRSchedulerHook
@@ -12,6 +13,7 @@ from gemini.engine.trainer.writers import JsonLines, TensorBoard
 
 __all__ = [
     "Accuracy",
+    "CheckpointHook",
     "Hook",
     "JsonLines",
     "LRSchedulerHook",

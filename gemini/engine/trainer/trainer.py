@@ -18,6 +18,7 @@ from gemini.engine.engine import Engine
 from gemini.engine.loaders import length_of, tell_epoch
 from gemini.engine.moving import moves_by_metric
 from gemini.engine.trainer.batches import Outcome, forward, moved, run
+from gemini.engine.trainer.checkpoints import Position
 from gemini.engine.trainer.hook import Hook
 from gemini.engine.trainer.metrics import Metrics
 from gemini.engine.trainer.schedule import LRSchedulerHook
@@ -57,6 +58,8 @@ class Trainer:
         self.epoch = 0
         """The epoch that runs, from 0. Another `fit` of this trainer goes on counting; a new trainer begins at 0."""
         self._num_epochs = 0  # that have begun
+        self.position = Position(engine.device)
+        """Where the training is in its epochs and data, as checkpoints have it."""
         self._together = Together(engine)
         self._window = Window(engine)
         self._hooks: list[Hook] = []
@@ -112,7 +115,7 @@ class Trainer:
                 raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
         self._hooks = _in_order([*(hooks or ()), *self._schedule_hooks(hooks or ())])
         # `max_steps` counts the steps of this call: the engine may have made some before.
-        first = self.engine.global_steps
+        position = self.position
         total = _total_steps(train_dataloader, epochs, self.engine.batch_sizes.accumulation, max_steps)
         # `publishing` is outermost, so that it also hears of a hook, a loader or a second Ctrl-C that raises. The other
         # ranks would wait for this one in their next collective otherwise.
@@ -125,10 +128,12 @@ class Trainer:
             # hooks and Together's all-reduce come before the first one.
             self.engine.recover()
             self._discard_window()
+            position.begin(self._num_epochs, self.engine.global_steps, train_dataloader)
             self._tell("before_train")
-            begun = self._num_epochs
-            for self.epoch in range(begun, begun + epochs):
-                last = None if max_steps is None else first + max_steps
+            # A hook may have gone on with a checkpoint.
+            begun = position.first_epoch
+            for self.epoch in range(position.epoch, begun + epochs):
+                last = None if max_steps is None else position.first_step + max_steps
                 num_epochs = self.epoch + 1 - begun  # of this call
                 is_over = self._epoch(train_dataloader, last, advance, num_epochs == epochs)
                 is_last = is_over or num_epochs == epochs
@@ -158,10 +163,10 @@ class Trainer:
         self._num_epochs = self.epoch + 1
         engine.train()
         self._tell("before_epoch")
-        num_batches = 0
-        # All ranks get equally many batches from here, so `num_batches` and the steps below are equal on all of them.
-        for batch in self._together.batches(loader, fills_windows=True):
-            num_batches += 1
+        position = self.position
+        # All ranks get equally many batches from here, so their number and the steps below are equal on all of them.
+        for batch in self._together.batches(position.batches(self.epoch, loader), fills_windows=True):
+            position.num_batches += 1
             outcome = self._window.train(batch)
             self._tell("after_micro_batch", batch, outcome)
             # The answer is read before the step, which empties the window.
@@ -173,7 +178,7 @@ class Trainer:
                 if last_step is not None and engine.global_steps >= last_step:
                     break
         # A signal before the first micro-batch also ends the epoch without a batch, and is no error of the loader's.
-        if num_batches == 0 and not self._stops():
+        if position.num_batches == 0 and not self._stops():
             once = ". A generator gives its batches once: give a list or a DataLoader" if self.epoch else ""
             raise GeminiError(f"the training loader of a rank is empty: every rank needs a batch{once}")
         stops = self._stops()
