@@ -176,7 +176,7 @@ class _Load:
         load_into(scheduler, schedule, "scheduler")
         if its is not None:
             load_into(data, position, "data")
-            if not weights_only:
+            if not weights_only and its.random is not None:
                 set_random_state(decode(its.random), manager.memory.device.device)
         elif not weights_only:
             get_dist_logger().warning(

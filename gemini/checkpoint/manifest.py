@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gemini.errors import CheckpointError
@@ -118,6 +122,23 @@ class RankFile(_Part):
 
 
 _Model = TypeVar("_Model", Manifest, RankFile)
+
+
+def about(tag: str, step: int | None, world_size: int) -> dict[str, Any]:
+    """The fields of a manifest that say who wrote it, and when."""
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    return {
+        "version": VERSION,
+        "versions": {
+            "gemini": sys.modules["gemini"].__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "created": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{nanoseconds:09d}Z",
+        "tag": tag,
+        "step": step,
+        "world_size": world_size,
+    }
 
 
 def dump(model: BaseModel) -> bytes:

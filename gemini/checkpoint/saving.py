@@ -10,10 +10,7 @@ copied before `save_checkpoint` returns. Torch's own asynchronous save reads ten
 from __future__ import annotations
 
 import os
-import platform
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -21,7 +18,7 @@ import torch
 
 from gemini.checkpoint.contents import Contents, Plain
 from gemini.checkpoint.directory import Directory, Keep, check_tag
-from gemini.checkpoint.manifest import VERSION, Manifest, RankFile
+from gemini.checkpoint.manifest import Manifest, RankFile, about
 from gemini.checkpoint.parts import states_of
 from gemini.checkpoint.random_state import random_state
 from gemini.checkpoint.together import reason_of, together
@@ -249,19 +246,8 @@ def _make_folder(directory: Directory, tag: str, communicator: Communicator) -> 
 
 
 def _manifest(contents: Contents, tag: str, step: int | None, scheduler: Any, extra: Any, world_size: int) -> Manifest:
-    now = time.time_ns()
-    seconds, nanoseconds = divmod(now, 10**9)
     return Manifest(
-        version=VERSION,
-        versions={
-            "gemini": sys.modules["gemini"].__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        created=f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{nanoseconds:09d}Z",
-        tag=tag,
-        step=step,
-        world_size=world_size,
+        **about(tag, step, world_size),
         settings=contents.settings(),
         parameters=contents.parameters(),
         buffers=contents.buffers(),

@@ -74,8 +74,11 @@ def can_hold(dtype: torch.dtype) -> bool:
 class TensorFile:
     """A file that is being written: its header says from the start what it will hold."""
 
-    def __init__(self, path: Path, parts: Iterable[Part]) -> None:
-        """Makes the file, with room for all parts. Raises OSError, for a full disk before any of them is written."""
+    def __init__(self, path: Path, parts: Iterable[Part], is_sharded: bool = True) -> None:
+        """Makes the file, with room for all parts. Raises OSError, for a full disk before any of them is written.
+
+        is_sharded: the header says which boxes the parts are. False: they are whole tensors.
+        """
         self.path = path
         # Wide elements first: whoever maps the file finds every tensor at a multiple of its element's size.
         ordered = sorted(parts, key=lambda part: -part.dtype.itemsize)
@@ -87,7 +90,7 @@ class TensorFile:
             sizes = list(part.box.sizes)
             entries[part.key] = {"dtype": _NAMES[part.dtype], "shape": sizes, "data_offsets": [begin, end]}
         places = {part.key: {_OFFSETS_KEY: list(part.box.offsets)} for part in ordered}
-        entries["__metadata__"] = {"format": "pt", _SHARDING_KEY: json.dumps(places)}
+        entries["__metadata__"] = {"format": "pt"} | ({_SHARDING_KEY: json.dumps(places)} if is_sharded else {})
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(_LENGTH_BYTES, "little") + text

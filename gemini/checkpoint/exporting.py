@@ -1,0 +1,262 @@
+"""Whole weights out of a checkpoint, and into one, tensor by tensor: Hugging Face's files, state dicts of torch's.
+
+No process holds more than one tensor. No model is built: names, shapes and ties are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.checkpoint.boxes import whole
+from gemini.checkpoint.directory import Directory, check_tag
+from gemini.checkpoint.loading import Source
+from gemini.checkpoint.manifest import (
+    MANIFEST,
+    WEIGHT,
+    FileSummary,
+    Manifest,
+    ParameterFact,
+    RankFile,
+    RankSummary,
+    about,
+    dump,
+    write_durably,
+)
+from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, StoredTensor, TensorFile, tensors_in
+from gemini.checkpoint.values import dtype_named, name_of
+from gemini.checkpoint.writing import rank_name
+from gemini.errors import CheckpointError
+from optim import HALF_DTYPES, round_master_
+
+INDEX = "model.safetensors.index.json"
+_ONE_FILE = f"model{SUFFIX}"
+
+
+def weights(
+    directory: str | os.PathLike[str], tag: str | None = None, dtype: str = "own"
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer of a checkpoint, whole, one after the other, under its first name. Local.
+
+    dtype: "own" is that of the model which was saved; "fp32" keeps masters as they are; or "bf16", "fp16". Buffers keep
+        theirs. Raises CheckpointError and OSError, and ValueError for another dtype.
+    """
+    source = Source(Directory(directory).find(tag))
+    with OpenFiles() as files:
+        for fact, target in _targets(source, dtype):
+            yield fact.name, _weight(source, fact, target, files)
+
+
+def export_weights(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    dtype: str = "own",
+    max_file_bytes: int = 5 * 10**9,
+    config: str | os.PathLike[str] | None = None,
+    told: Callable[[int], None] | None = None,
+) -> Path:
+    """Write the weights of a checkpoint as a folder of safetensors files that `from_pretrained` loads. Local.
+
+    A tied parameter is written once, under its first name, as Hugging Face's own files have it: the config ties it.
+
+    Args:
+        directory: of the checkpoints, or one of them.
+        out: the folder, which must be empty or not there.
+        tag: which checkpoint. None: the newest.
+        dtype: as of `weights`.
+        max_file_bytes: of tensors in one file, if it has more than one tensor.
+        config: a folder whose `config.json`, tokenizer and other small files are copied, or one such file.
+        told: called with numbers of bytes as they are written.
+
+    Returns the folder. Raises CheckpointError and OSError, and ValueError for another dtype.
+    """
+    source = Source(Directory(directory).find(tag))
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is there and not empty: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        _copy_config(Path(config), folder)
+    files = _divided([(fact, target) for fact, target in _targets(source, dtype)], max_file_bytes)
+    names = (
+        [_ONE_FILE]
+        if len(files) == 1
+        else [f"model-{number + 1:05d}-of-{len(files):05d}{SUFFIX}" for number in range(len(files))]
+    )
+    index: dict[str, str] = {}
+    total = 0
+    with OpenFiles() as opened:
+        for name, its in zip(names, files, strict=True):
+            parts = [Part(fact.name, whole(fact.shape), target) for fact, target in its]
+            file = TensorFile(folder / name, parts, is_sharded=False)
+            try:
+                for fact, target in its:
+                    file.write(fact.name, _weight(source, fact, target, opened).reshape(-1))
+                    index[fact.name] = name
+                    if told is not None:
+                        told(whole(fact.shape).numel * target.itemsize)
+                file.finish()
+            finally:
+                file.close()
+            total += sum(part.num_bytes for part in parts)
+    if len(files) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        write_durably(folder / INDEX, text.encode())
+    return folder
+
+
+def num_bytes(directory: str | os.PathLike[str], tag: str | None = None, dtype: str = "own") -> int:
+    """How many bytes `export_weights` will write. Local. Raises as it does."""
+    source = Source(Directory(directory).find(tag))
+    return sum(whole(fact.shape).numel * target.itemsize for fact, target in _targets(source, dtype))
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _targets(source: Source, dtype: str) -> Iterator[tuple[ParameterFact, torch.dtype]]:
+    if dtype not in (*_DTYPES, "own"):
+        raise ValueError(f"dtype must be one of own, {', '.join(_DTYPES)}, found {dtype!r}")
+    for fact in source.manifest.parameters:
+        own = dtype_named(fact.dtype)
+        yield fact, _DTYPES.get(dtype, own) if own.is_floating_point else own
+    for fact in source.manifest.buffers:
+        yield fact, dtype_named(fact.dtype)
+
+
+def _weight(source: Source, fact: ParameterFact, dtype: torch.dtype, files: OpenFiles) -> Tensor:
+    stored = source.tensors.get(WEIGHT + fact.name)
+    if stored is None:
+        if whole(fact.shape).numel:
+            raise CheckpointError(f"{source.folder} lacks {fact.name}: it is damaged")
+        return torch.empty(fact.shape, dtype=dtype, device="cpu")
+    value = stored.whole(files)
+    if value.dtype is torch.float32 and dtype in HALF_DTYPES:
+        # As a step rounds masters: the exported weights are those that the model used.
+        rounded = torch.empty(value.numel(), dtype=dtype, device="cpu")
+        round_master_(rounded, value.reshape(-1))
+        return rounded.view(value.shape)
+    return value.to(dtype)
+
+
+def _divided(tensors: list[Any], max_file_bytes: int) -> list[list[Any]]:
+    """The tensors of each file, in order."""
+    files: list[list[Any]] = [[]]
+    taken = 0
+    for fact, dtype in tensors:
+        size = whole(fact.shape).numel * dtype.itemsize
+        if files[-1] and taken + size > max_file_bytes:
+            files.append([])
+            taken = 0
+        files[-1].append((fact, dtype))
+        taken += size
+    return files
+
+
+def _copy_config(config: Path, folder: Path) -> None:
+    if config.is_file():
+        shutil.copy(config, folder / config.name)
+        return
+    if not (config / "config.json").is_file():
+        raise CheckpointError(f"{config} has no config.json: name the folder of the model that was trained")
+    for each in sorted(config.iterdir()):
+        if each.is_file() and each.suffix in (".json", ".model", ".txt") and each.name != INDEX:
+            shutil.copy(each, folder / each.name)
+
+
+def import_weights(
+    weights_from: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    tag: str = "imported",
+    told: Callable[[int], None] | None = None,
+) -> Path:
+    """Make a checkpoint of weights in safetensors files, or in a state dict that `torch.save` wrote. Local.
+
+    `load_checkpoint(..., weights_only=True)` then gives each rank its part: no process holds the whole. A state dict of
+    torch's is read with `weights_only=True`, which runs no code of the file.
+
+    Args:
+        weights_from: a folder of Hugging Face's, or one file of weights.
+        directory: of the checkpoints.
+        tag: the checkpoint's name.
+        told: called with numbers of bytes as they are written.
+
+    Returns the checkpoint's folder. Raises CheckpointError and OSError.
+    """
+    given = _given(Path(weights_from))
+    where = Directory(directory)
+    folder = where.begin(check_tag(tag))
+    try:
+        parts = [Part(WEIGHT + name, whole(shape), dtype) for name, (shape, dtype, _) in given.items()]
+        file = TensorFile(folder / f"states-00000-0{SUFFIX}", parts)
+        try:
+            for (name, (_, dtype, read)), part in zip(given.items(), parts, strict=True):
+                file.write(WEIGHT + name, read().to(dtype).contiguous().reshape(-1))
+                if told is not None:
+                    told(part.num_bytes)
+            file.finish()
+        finally:
+            file.close()
+        facts = [
+            ParameterFact(name=name, shape=tuple(shape), dtype=name_of(dtype))
+            for name, (shape, dtype, _) in given.items()
+        ]
+        summary = FileSummary(num_bytes=file.num_bytes, crc32=file.crc32)
+        data = dump(RankFile(files={file.path.name: summary}, random=None))
+        write_durably(folder / rank_name(0), data)
+        manifest = Manifest(
+            **about(tag, step=None, world_size=1),
+            settings={},
+            parameters=facts,
+            buffers=[],
+            extra_states={},
+            optimizer=None,
+            ranks=[RankSummary(file=rank_name(0), num_bytes=len(data), crc32=zlib.crc32(data))],
+        )
+        write_durably(folder / MANIFEST, dump(manifest))
+        return where.commit(tag)
+    except BaseException:
+        where.abandon(tag)
+        raise
+
+
+_Given = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
+
+
+def _given(path: Path) -> _Given:
+    """Shape, dtype and a reader of each tensor."""
+    if path.is_dir():
+        paths = sorted(path.glob(f"*{SUFFIX}"))
+        if not paths:
+            raise CheckpointError(f"{path} has no {SUFFIX} files: name a folder that has, or a file of weights")
+    elif path.suffix == SUFFIX:
+        paths = [path]
+    else:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        if not tensors:
+            raise CheckpointError(f"{path} is no state dict of weights: it has no tensors by name")
+        return {name: (tuple(its.shape), its.dtype, partial(_itself, its)) for name, its in tensors.items()}
+    stored = tensors_in(paths)
+    return {name: (its.shape, its.dtype, partial(_read, its)) for name, its in stored.items()}
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _read(stored: StoredTensor) -> Tensor:
+    with OpenFiles() as files:
+        return stored.whole(files)
