@@ -95,6 +95,7 @@ class GeminiStrategy(DDPStrategy):
                     "the config"
                 )
         self._sharded: ShardedModel | None = None
+        self._fitted: ShardedOptimizer | None = None  # of the last fit
 
     # -- precision
 
@@ -143,7 +144,7 @@ class GeminiStrategy(DDPStrategy):
         if module._compiler_ctx is not None:
             raise UnsupportedError("a compiled LightningModule with GeminiStrategy: compile modules in it instead")
         if fits:
-            self._refuse_second_fit(module)
+            self._refuse_foreign_fit(module)
             window = window_of(self.config, self.num_nodes * self.num_processes)
             if window not in (None, trainer.accumulate_grad_batches):
                 raise ConfigError(
@@ -161,14 +162,12 @@ class GeminiStrategy(DDPStrategy):
         self.setup_precision_plugin()
         self.barrier()
 
-    def _refuse_second_fit(self, module: nn.Module) -> None:
-        """A `ShardedModel` has one optimizer in its life."""
-        # After `validate()` alone the model has no optimizer yet, and this Trainer may still fit it. Of a module that
-        # another Trainer has sharded, the `ShardedModel` is not at hand.
+    def _refuse_foreign_fit(self, module: nn.Module) -> None:
+        """Of a module that another Trainer has sharded, the `ShardedModel` is not at hand."""
         known = self._sharded if self._sharded is not None and self._sharded.module is module else None
-        if is_sharded(module) and (known is None or known.chunk_manager.optimizer is not None):
+        if is_sharded(module) and known is None:
             raise UnsupportedError(
-                "this LightningModule has been sharded and fitted before: make a new one, load_state_dict() of this "
+                "this LightningModule has been sharded by another Trainer: make a new one, load_state_dict() of this "
                 "one's state_dict(), or continue with trainer.fit(new_module, ckpt_path=...)"
             )
 
@@ -199,10 +198,14 @@ class GeminiStrategy(DDPStrategy):
         # Lightning's stand-in for a module without an optimizer has no param groups.
         if isinstance(plain, ShardedOptimizer) or not plain.param_groups or self._sharded is None:
             return plain  # type: ignore[no-any-return]
+        # A model has one optimizer at a time. `Tuner.lr_find()` has fitted it before, with an optimizer of its own.
+        if self._fitted is not None:
+            self._fitted.close()
         for each in self.lr_scheduler_configs:
             # The schedule watches `step()` of the plain optimizer, which nobody calls: torch would warn of it.
             each.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return ShardedOptimizer(self._sharded, plain, **self.config.optimizer_options())
+        self._fitted = ShardedOptimizer(self._sharded, plain, **self.config.optimizer_options())
+        return self._fitted
 
     def teardown(self) -> None:
         """The model stays sharded: it can be called, evaluated and saved. Local. Raises nothing of its own."""

@@ -260,6 +260,10 @@ class ChunkManager:
         self.optimizer = optimizer
         self.grads.expect_scaled_losses()
 
+    def detach(self) -> None:
+        """The model has no optimizer any more, whose states are freed, and may get another. Local; raises nothing."""
+        self.optimizer = None
+
     def refuse_second(self) -> None:
         """Raises UnsupportedError if the model has an optimizer. Local."""
         if self.optimizer is not None:

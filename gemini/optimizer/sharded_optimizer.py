@@ -201,6 +201,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
+        if self._manager.optimizer is not self._next:
+            raise GeminiError(f"{what} of an optimizer that was closed: use the model's present one")
         self._manager.step.check_idle(what)
         if self._manager.is_in_use:
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
@@ -273,6 +275,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             except BaseException:
                 self.param_groups.pop()
                 raise
+
+    def close(self) -> None:
+        """Free the states and drop gradients: the model may get another optimizer. Collective. Masters stay.
+
+        Closing it again does nothing. Raises GeminiError inside a forward or backward.
+        """
+        if self._manager.optimizer is not self._next:
+            return
+        self._manager.step.check_idle("close()")
+        with self._manager.step.publishing():
+            self._manager.grads.discard_all()
+            self._chunk_states.drop_all()
+            self._manager.detach()
 
     @property
     def chunk_optimizer(self) -> ChunkOptimizer:

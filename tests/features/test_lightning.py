@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
 from gemini import ShardedModel, ShardedOptimizer
@@ -82,6 +83,24 @@ def test_one_rank_has_the_bits_of_plain_lightning(tmp_path: Path) -> None:
         results["predicted"] = torch.cat(fit.predict(module, loader(8)))  # type: ignore[arg-type]
         runs.append(results)
     assert runs[0]["epochs"] == 2
+    assert_same(*runs)
+
+
+def test_a_module_is_fitted_after_its_learning_rate_was_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lr_find` fits it with an optimizer of its own, and puts the weights back."""
+    monkeypatch.chdir(tmp_path)
+    runs = []
+    for strategy in (_ours(), "auto"):
+        module = Plain()
+        fit = trainer(tmp_path, strategy, max_epochs=2, use_distributed_sampler=False, **_NO_FILES)
+        found = Tuner(fit).lr_find(module, loader(), num_training=30, attr_name="rate", early_stop_threshold=None)
+        assert found is not None
+        fit.fit(module, loader())
+        runs.append(
+            _weights(module) | {"losses": torch.stack(module.losses), "rate": torch.tensor(module.hparams["rate"])}
+        )
     assert_same(*runs)
 
 

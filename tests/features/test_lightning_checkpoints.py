@@ -87,7 +87,7 @@ def test_a_module_is_evaluated_before_and_after_its_fit(rank: int, world_size: i
         other = trainer(folder, _ours(), enable_checkpointing=False)
         assert other.test(module, loader(8), verbose=False) == after
         torch.testing.assert_close(module(x), torch.cat([module(x[:4]), module(x[4:])]))
-        with pytest.raises(UnsupportedError, match=r"has been sharded and fitted before: make a new one"):
+        with pytest.raises(UnsupportedError, match=r"has been sharded by another Trainer: make a new one"):
             other.fit(module, loader())
         again = Plain()
         again.load_state_dict(module.state_dict())
