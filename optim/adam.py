@@ -18,7 +18,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from optim.dispatch import update_pieces
 from optim.hyperparameters import AdamHyperparameters, hyperparameters, refuse_unknown_arguments
-from optim.master import absorb_edits_
 from optim.piece import HALF_DTYPES, AdamPiece
 from optim.scalars import adam_scalars
 
@@ -107,7 +106,8 @@ class HybridAdam(Optimizer):
         # Step counts differ within a group if a parameter had no gradient in some steps. `groupby` joins neighbours
         # only, so parameters stay in order.
         for (number, group), members in groupby(numbered, lambda pair: (int(pair[0].state["step"]) + 1, pair[1])):
-            update_pieces([each.piece for each, _ in members], adam_scalars(step=number, **group))
+            # The user may have written to parameters since the last update.
+            update_pieces([each.piece for each, _ in members], adam_scalars(step=number, **group), absorbs=True)
         for each in updates:
             each.finish()
         return loss
@@ -139,9 +139,6 @@ class HybridAdam(Optimizer):
         updated = [state["master"] if is_half else parameter, state["exp_avg"], state["exp_avg_sq"]]
         updated += [parameter] if is_half else []
         weight, exp_avg, exp_avg_sq, *half = flats = [_flat(tensor) for tensor in updated]
-        # The user may have written to the parameter since the last update.
-        if half:
-            absorb_edits_(weight, half[0])
         assert parameter.grad is not None
         piece = AdamPiece(weight, _flat(parameter.grad), exp_avg, exp_avg_sq, half[0] if half else None)
         piece.check()

@@ -12,26 +12,37 @@ from torch import Tensor
 
 from optim import cpu_adam, cpu_norm, norm, reference
 from optim.cpu_extension import warn_missing
+from optim.master import absorb_edits_
 from optim.piece import AdamPiece
 from optim.scalars import AdamScalars
 
 
-def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
-    """One update of checked pieces with the same scalars, by the fastest kernel for each device."""
+def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars, absorbs: bool = False) -> None:
+    """One update of checked pieces with the same scalars, by the fastest kernel for each device.
+
+    absorbs: masters take over elements of their 16-bit weights that were written to since the last update, see
+        `absorb_edits_`. On a GPU the same launch does it: operations of torch's would take several passes over all
+        weights, for each parameter by itself.
+    """
     by_device: dict[torch.device, list[AdamPiece]] = {}
     for piece in pieces:
         by_device.setdefault(piece.weight.device, []).append(piece)
     # Only kernels need `_note_writes`: the reference's operations work on detached views and raise the version counters
     # that these share with the tensors.
     for device, group in by_device.items():
+        is_triton = device.type == "cuda" and has_triton()
+        if absorbs and not is_triton:
+            for piece in group:
+                if piece.half is not None:
+                    absorb_edits_(piece.weight, piece.half)
         if device.type == "cpu" and cpu_adam.is_available():
             cpu_adam.update(group, scalars)
             _note_writes(group)
-        elif device.type == "cuda" and has_triton():
+        elif is_triton:
             # Imported here: it imports Triton, which torch's CPU builds do not bring along.
             from optim import triton_adam
 
-            triton_adam.update(group, scalars)
+            triton_adam.update(group, scalars, absorbs)
             _note_writes(group)
         else:
             if device.type == "cpu":

@@ -34,8 +34,10 @@ _Variant: TypeAlias = tuple[torch.dtype, str]  # of the gradient; the layout
 _GRAD_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16}
 
 
-def update(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
+def update(pieces: Sequence[AdamPiece], scalars: AdamScalars, absorbs: bool = False) -> None:
     """One Adam update of checked pieces, all on one CUDA device: one launch per (gradient dtype, layout) among them.
+
+    absorbs: masters first take over elements of their 16-bit copies that are not the rounded master.
 
     The usual list is uniform and takes one. The host waits for nothing: the work is queued on the current stream, on
     which the pieces must be ready. Autograd does not see what is written. Raises ValueError for pieces on several
@@ -49,7 +51,7 @@ def update(pieces: Sequence[AdamPiece], scalars: AdamScalars) -> None:
             groups.setdefault((piece.grad.dtype, piece.layout), []).append(piece)
     # A variant is compiled into the kernel, so pieces of different variants cannot share a launch.
     for variant, group in groups.items():
-        _launch(group, variant, scalars)
+        _launch(group, variant, scalars, absorbs)
 
 
 def flags(scalars: AdamScalars) -> dict[str, bool]:
@@ -63,7 +65,7 @@ def flags(scalars: AdamScalars) -> dict[str, bool]:
     }
 
 
-def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars) -> None:
+def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars, absorbs: bool) -> None:
     """Launch the kernel for pieces of one variant, none of them empty."""
     rows, num_blocks, pointer_bits = [], 0, 0
     for piece in pieces:
@@ -92,6 +94,7 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
             GRAD_DTYPE=_GRAD_DTYPES[grad_dtype],
             LAYOUT=its_layout,
             **flags(scalars),
+            ABSORBS=absorbs,
             ALIGNED=pointer_bits % ALIGNMENT_BYTES == 0,
             BLOCK=BLOCK_NUMEL,
             **OPTIONS,
@@ -121,6 +124,7 @@ def adam_kernel(
     HAS_L2: tl.constexpr,
     HAS_ROOT_BIAS: tl.constexpr,
     HAS_DECAY: tl.constexpr,
+    ABSORBS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -142,9 +146,9 @@ def adam_kernel(
     i = tl.arange(0, BLOCK)
     # A mask of unknown length would narrow the loads, so only the last block of a piece has a mask.
     if numel >= BLOCK:
-        p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, None, LAYOUT)
+        p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, None, LAYOUT, ABSORBS)
     else:
-        p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, i < numel, LAYOUT)
+        p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, i < numel, LAYOUT, ABSORBS)
 
     if HAS_SCALE:
         g = g * grad_scale
@@ -203,6 +207,7 @@ def _load(
     i: tl.tensor,
     mask: tl.tensor,
     LAYOUT: tl.constexpr,
+    ABSORBS: tl.constexpr,
 ) -> tl.tensor:
     """Load master, gradient and moments as fp32."""
     p = tl.load(weights + i, mask=mask)
@@ -213,12 +218,27 @@ def _load(
         low = tl.where((high & 0x7FFF) == 0, tl.maximum(low, 0), low)  # see `optim.split`
         bits = (high << 16) + low
         p = bits.to(tl.float32, bitcast=True)
+    if ABSORBS:
+        if LAYOUT == "whole, bf16":
+            half = tl.load(extras + i, mask=mask).to(tl.int32)
+            edited = _rounded_bits(p).to(tl.int16) != half.to(tl.int16)
+            p = tl.where(edited, (half << 16).to(tl.float32, bitcast=True), p)
+        elif LAYOUT == "whole, fp16":
+            half = tl.load(extras + i, mask=mask)
+            edited = p.to(tl.float16).to(tl.int16, bitcast=True) != half.to(tl.int16, bitcast=True)
+            p = tl.where(edited, half.to(tl.float32), p)
     g = tl.load(grads + i, mask=mask)
     if g.dtype == tl.int16:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         g = g.to(tl.float32)
     return p, g, tl.load(exp_avgs + i, mask=mask), tl.load(exp_avg_sqs + i, mask=mask)
+
+
+@triton.jit
+def _rounded_bits(p: tl.tensor) -> tl.tensor:
+    """The bits of fp32 values as bf16, half up, see `optim.rounding`; int32."""
+    return tl.where(p != p, _NAN_BITS, (p.to(tl.int32, bitcast=True) + 0x8000) >> 16)
 
 
 @triton.jit
@@ -237,12 +257,11 @@ def _store(
     tl.store(exp_avgs + i, m, mask=mask)
     tl.store(exp_avg_sqs + i, v, mask=mask)
     if LAYOUT == "split" or LAYOUT == "whole, bf16":
-        bits = p.to(tl.int32, bitcast=True)
-        is_nan = p != p
-        high = tl.where(is_nan, _NAN_BITS, (bits + 0x8000) >> 16)  # half up, see `optim.rounding`
+        high = _rounded_bits(p)
         if LAYOUT == "split":
+            low = p.to(tl.int32, bitcast=True) - (high << 16)
             tl.store(weights + i, high.to(tl.int16), mask=mask)
-            tl.store(extras + i, tl.where(is_nan, 0, bits - (high << 16)).to(tl.int16), mask=mask)
+            tl.store(extras + i, tl.where(p != p, 0, low).to(tl.int16), mask=mask)
         else:
             tl.store(weights + i, p, mask=mask)
             tl.store(extras + i, high.to(tl.int16), mask=mask)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optim import AdamPiece, adam_scalars, norm, reference, round_master_, triton_adam, triton_norm
+from optim import AdamPiece, absorb_edits_, adam_scalars, norm, reference, round_master_, triton_adam, triton_norm
 from optim.piece import GRAD_DTYPES
 from optim.split import join_master_, split_master_
 
@@ -72,9 +72,19 @@ def assert_same(found: Tensor, expected: Tensor, what: str) -> None:
 class Trial:
     """A piece in padded memory on a device, and a copy on the CPU that the written order updates."""
 
-    def __init__(self, layout: str, grad_dtype: torch.dtype, numel: int, offsets: tuple[int, ...], seed: int) -> None:
+    def __init__(
+        self,
+        layout: str,
+        grad_dtype: torch.dtype,
+        numel: int,
+        offsets: tuple[int, ...],
+        seed: int,
+        edited: bool = False,
+    ) -> None:
+        """edited: the 16-bit copy is the rounded master, and some elements of it were written to since."""
         self.layout = layout
         self.numel = numel
+        self.edited = edited
         master, grad, exp_avg, exp_avg_sq = (values(numel, 10 * seed + i) for i in range(4))
         fields = {"weight": master, "grad": grad.to(grad_dtype), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.abs()}
         if layout == "split":
@@ -83,6 +93,9 @@ class Trial:
             fields |= {"weight": weight, "remainder": remainder}
         elif layout != "whole":
             fields["half"] = torch.zeros(numel, dtype=torch.bfloat16 if layout == "whole, bf16" else torch.float16)
+            if edited:
+                round_master_(fields["half"], master)
+                fields["half"][::3] = values(numel, 10 * seed + 9)[::3].to(fields["half"].dtype)
         self.spans = {name: slice(PAD + o, PAD + o + numel) for name, o in zip(fields, offsets)}
         self.expected = {name: torch.full((numel + 2 * PAD + 8,), 7, dtype=t.dtype) for name, t in fields.items()}
         for name, tensor in fields.items():
@@ -100,6 +113,8 @@ class Trial:
         if self.layout == "split":
             master = torch.empty(self.numel)
             join_master_(master, field["weight"], field["remainder"])
+        if self.edited and "half" in field:
+            absorb_edits_(master, field["half"])
         plain = AdamPiece(master, field["grad"], field["exp_avg"], field["exp_avg_sq"])
         reference.update([plain], adam_scalars(**options))
         if self.layout == "split":
@@ -141,6 +156,16 @@ def adam(
     assert len(launched) == 1
     for trial in trials:
         trial.check(options)
+
+
+def edited_weights(device: torch.device, *, layout: str) -> None:
+    """Edits of 16-bit weights reach their masters in the same launch."""
+    trials = [Trial(layout, torch.float32, numel, UNALIGNED, seed, edited=True) for seed, numel in enumerate(NUMELS)]
+    with launches(triton_adam.adam_kernel) as launched:
+        triton_adam.update([trial.piece(device) for trial in trials], adam_scalars(**ADAM), absorbs=True)
+    assert len(launched) == 1
+    for trial in trials:
+        trial.check(ADAM)
 
 
 def mixed_list(device: torch.device) -> None:
@@ -234,6 +259,8 @@ def _all_cases() -> dict[str, Case]:
         "nothing to do": nothing_to_do,
         "several devices": several_devices,
     }
+    for layout in LAYOUTS:
+        cases[f"{layout}, edited"] = partial(edited_weights, layout=layout)
     for layout, dtype, (name, options) in product(LAYOUTS, GRAD_DTYPES, OPTIONS.items()):
         cases[f"{layout}, {dtype}, {name}"] = partial(adam, layout=layout, grad_dtype=dtype, options=options)
     for layout, dtype in product(LAYOUTS, GRAD_DTYPES):

@@ -46,7 +46,7 @@ def check(name: str, text: str, *wanted: str) -> None:
 
 def check_adam(layout: str, grad_dtype: Any, aligned: bool, capability: int) -> None:
     types = {"table": "*i64", "num_pieces": "i32", **dict.fromkeys(AdamScalars._fields, "fp32")}
-    flags = dict.fromkeys(("HAS_SCALE", "HAS_CLIP", "HAS_L2", "HAS_ROOT_BIAS", "HAS_DECAY"), True)
+    flags = dict.fromkeys(("HAS_SCALE", "HAS_CLIP", "HAS_L2", "HAS_ROOT_BIAS", "HAS_DECAY", "ABSORBS"), True)
     constants = {"GRAD_DTYPE": grad_dtype, "LAYOUT": layout, "ALIGNED": aligned, "BLOCK": triton_adam.BLOCK_NUMEL}
     text = ptx(triton_adam.adam_kernel, types, {**constants, **flags}, capability, triton_adam.OPTIONS)
     wide = ("ld.global.v4.b32", "st.global.v4.b32") if aligned else ()
