@@ -213,12 +213,10 @@ def _set_bound_data(parameter: BoundParameter, value: Tensor) -> None:
         raise TypeError(f"parameter {link.managed.name!r}: its .data cannot be of type {type(value).__name__}")
     if any_link_of(value) is link or (value.data_ptr() == own.data_ptr() and value.stride() == own.stride()):
         return
-    # Other ranks may have gone on: inside GatheredParameters one rank alone may write.
-    with link.owner.communicator.publishing():
-        link.refuse_sharing(value)
-        if not link.fits(value):
-            link.replace_data(value)
-            return
+    link.refuse_sharing(value)
+    if not link.fits(value):
+        link.replace_data(value)
+        return
     link.before_write()
     # In place, so that the version rises: a graph that has used the old values refuses its backward. In plain PyTorch
     # it keeps them where it holds a view of the old memory, and gets the new ones where it holds the parameter.
