@@ -66,44 +66,6 @@ class ReleasedParameter(nn.Parameter):
         raise AssertionError("unreachable")
 
 
-class BoundParameter(nn.Parameter):
-    """A managed parameter inside its operators: a plain one, of which writes through `.data` are noticed.
-
-    Such a write raises no version counter, and a new `.data` would leave the payload. In a forward both are done to
-    keep weights within a norm, to move an average of them, to quantise them.
-    """
-
-    # Without it torch would call a Python function for every operation.
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    @property
-    def data(self) -> Tensor:
-        link = known_link_of(self)
-        # The user may write to what is returned, now or later in the forward. What is then brought home, and to the
-        # master, is what differs from the weights of now.
-        link.before_write()
-        link.mark_edited()
-        return _plain_data(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _set_bound_data(self, value)
-
-    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        return _set_source(self, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(_plain_data(self).clone(), self.requires_grad)
-        copied: Tensor = memo[id(self)]
-        return copied
-
-
-# Users print it, and look for torch's name.
-BoundParameter.__name__ = BoundParameter.__qualname__ = nn.Parameter.__name__
-_plain_data: Callable[[Tensor], Tensor] = _T.data.__get__
-
-
 class LazyDetach(Tensor):
     """`parameter.detach()`: shares the parameter's data without holding its memory; it is fetched when it is read.
 
@@ -206,33 +168,11 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         _use(_T.copy_, (tensor, value), {})
 
 
-def _set_bound_data(parameter: BoundParameter, value: Tensor) -> None:
-    """Carry out `.data = value` inside an operator: the payload takes the values, and stays the parameter's memory."""
-    link, own = known_link_of(parameter), _plain_data(parameter)
-    if not isinstance(value, Tensor):
-        raise TypeError(f"parameter {link.managed.name!r}: its .data cannot be of type {type(value).__name__}")
-    if any_link_of(value) is link or (value.data_ptr() == own.data_ptr() and value.stride() == own.stride()):
-        return
-    link.refuse_sharing(value)
-    if not link.fits(value):
-        link.replace_data(value)
-        return
-    link.before_write()
-    # In place, so that the version rises: a graph that has used the old values refuses its backward. In plain PyTorch
-    # it keeps them where it holds a view of the old memory, and gets the new ones where it holds the parameter.
-    with torch.no_grad():
-        parameter.copy_(value)
-    link.mark_edited()
-
-
 def _set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -> Tensor:
     """Carry out `set_`, by which a parametrization assigns the values that its inverse has found."""
     if not isinstance(source, Tensor) or rest or kwargs:
         refusal("set_ to a storage", "write to it in place, or assign a tensor to its .data")(tensor)
-    if isinstance(tensor, BoundParameter):
-        tensor.data = source
-    else:
-        _set_data(tensor, source)
+    _set_data(tensor, source)
     return tensor
 
 

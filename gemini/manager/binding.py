@@ -7,9 +7,8 @@ anything reads the home. A write through the parameter raises its version counte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,25 +26,14 @@ from gemini.memory.transfer import wait_on_stream
 from gemini.placement.demand import Kind
 from gemini.script import warn_at_script
 
-# torch's own setter: the bound class has one for users, who write to the payload by it.
-_set_data: Callable[[Tensor, Tensor], None] = cast(Any, Tensor).data.__set__
-
 
 class Binding:
     """Binds and unbinds the parameters of one model's chunks."""
 
-    def __init__(
-        self,
-        chunks: Collection[Chunk],
-        memory: Memory,
-        released_class: type[nn.Parameter],
-        bound_class: type[nn.Parameter] = nn.Parameter,
-    ) -> None:
-        """released_class: of parameters outside their operators. bound_class: of plain ones, in a forward."""
+    def __init__(self, chunks: Collection[Chunk], memory: Memory, released_class: type[nn.Parameter]) -> None:
         self.chunks = chunks
         self.memory = memory
         self.released_class = released_class
-        self.bound_class = bound_class
         self.plain_chunks: list[Chunk] = []
         self.edited: dict[int, set[int]] = {}  # chunk -> positions of edited parameters
         self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions at the last write-back
@@ -54,13 +42,13 @@ class Binding:
         self._edits_when_left: dict[int, list[int]] = {}  # chunk -> its parameters' edits when it was released
 
     def bind(self, chunk: Chunk) -> None:
-        """Make the chunk's parameters plain ones, which are views of its payload."""
+        """Make the chunk's parameters plain `nn.Parameter`s that are views of its payload."""
         if chunk.plain:
             return
         if chunk.bound:
             # The parameters are views of this payload already and only fetch themselves: the class alone changes.
             for parameter in chunk.raw:
-                parameter.__class__ = self.bound_class
+                parameter.__class__ = nn.Parameter
             # The chunk was outdated by an update and has been gathered since, into the same memory.
             if chunk.index in self._edits_when_left:
                 self.rebase_versions(chunk)
@@ -74,8 +62,8 @@ class Binding:
                 try:
                     for parameter, view in zip(chunk.raw, views, strict=True):
                         # Set the class first: assigning `.data` of the released class would fetch.
-                        parameter.__class__ = self.bound_class
-                        _set_data(parameter, view)
+                        parameter.__class__ = nn.Parameter
+                        parameter.data = view
                 finally:
                     set_guard()
             # Whatever raises a version from here on is an edit of the user's, or a bump of ours, after which versions

@@ -64,7 +64,6 @@ class ChunkManager:
         plan: says where states rest, how many slots there are, and how much scratch.
         communicator: of the ranks that share the chunks.
         released_class: of parameters outside their operators.
-        bound_class: of parameters inside them.
         device: whose memory is read from step to step.
 
     Attributes:
@@ -100,7 +99,6 @@ class ChunkManager:
         plan: Plan,
         communicator: Communicator,
         released_class: type[nn.Parameter],
-        bound_class: type[nn.Parameter],
         device: DeviceSource,
     ) -> None:
         placement, demand, stage = plan.placement, plan.demand, plan.settings.stage
@@ -114,7 +112,7 @@ class ChunkManager:
         self.micro_batches = MicroBatches(demand.micro_batches)
         self.optimizer: OptimizerPart | None = None
         self.background = Background()
-        binding = Binding(self.chunks, memory, released_class, bound_class)
+        binding = Binding(self.chunks, memory, released_class)
         max_prefetch = plan.settings.max_prefetch
         self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, max_prefetch)
         # The numbers of slots are set here. Their memory is taken at the first use, see `Payloads.take_room`.

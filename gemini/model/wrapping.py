@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch.distributed as dist
 from torch import nn
 
-from gemini.access.released import BoundParameter, ReleasedParameter
+from gemini.access.released import ReleasedParameter
 from gemini.building.link import built_link_of
 from gemini.errors import BudgetError
 from gemini.launch import ranks_of
@@ -94,7 +94,7 @@ class Wrapping:
             store.release_all()  # brings edits home before anything moves
         move_buffers_in(self._module, communicator, memory.device, back.moves)
         move_in(back.chunks, plan.placement, plan.demand, communicator, memory, back.moves)
-        return ChunkManager(back.chunks, memory, plan, communicator, ReleasedParameter, BoundParameter, self._device)
+        return ChunkManager(back.chunks, memory, plan, communicator, ReleasedParameter, self._device)
 
     def end(self) -> None:
         """The module is wrapped. Collective."""

@@ -115,7 +115,7 @@ def test_gathered_parameters_are_whole_and_the_modifiers_values_stay(
     for seed, (parameter, wanted) in enumerate(pair.both()):
         value = value_like(wanted, seed)
         with GatheredParameters(parameter, modifier_rank=modifier):
-            assert type(parameter).__name__ == "Parameter"
+            assert type(parameter) is nn.Parameter
             assert torch.equal(parameter, wanted)
             with GatheredParameters([parameter]):  # nested, and only to look at
                 assert parameter.shape == wanted.shape
@@ -139,7 +139,7 @@ def test_gathered_parameters_are_whole_and_the_modifiers_values_stay(
     with GatheredParameters(weight), pytest.raises(GeminiError, match=r"step\(\) inside GatheredParameters"):
         pair.optimizer.step()
     with GatheredParameters(weight, modifier_rank=0, enabled=False):
-        assert type(weight).__name__ != "Parameter"
+        assert type(weight) is not nn.Parameter
     for bad in (-1, world_size, True, "0"):
         with pytest.raises(ValueError, match=f"one of the {world_size} ranks"):
             GatheredParameters(weight, modifier_rank=bad)  # type: ignore[arg-type]

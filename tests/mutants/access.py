@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "a parametrization takes its parameter out of the chunk",
         "gemini/access/released.py",
-        "        _set_data(tensor, source)\n    return tensor\n",
-        "        Tensor.set_(tensor, source)\n    return tensor\n",
+        "        return _set_source(self, *args, **kwargs)\n",
+        "        return super().set_(*args, **kwargs)\n",
         "tests/features/test_parametrizations.py::test_a_parametrization_put_on_after_wrapping_trains_as_in_plain_pytorch"
         "[after it-own with inverse-smallest]",
     ),
