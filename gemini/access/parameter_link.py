@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from gemini.access.gradient import own_grad, set_own_grad

@@ -213,8 +213,8 @@ class SavedTensors:
             weight = self.unpack(packed.weight)
             if packed.num_writes != packed.parameter.version - packed.parameter.chunk.num_bumps:
                 raise StaleGraphError(
-                    f"parameter {packed.parameter.name!r}, of which backward needs a cast, was written to through .data "
-                    "after the forward used it. Write to it before its use, or after backward"
+                    f"parameter {packed.parameter.name!r}, of which backward needs a cast, was written to through "
+                    ".data after the forward used it. Write to it before its use, or after backward"
                 )
             with torch.autocast(weight.device.type, enabled=False), torch.no_grad():
                 return torch.as_strided(weight.to(packed.dtype), packed.size, packed.stride, packed.offset)

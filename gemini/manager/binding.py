@@ -207,12 +207,13 @@ class Binding:
     def _adopt(self, managed: ManagedParameter) -> None:
         """Take over the values of other memory that compiled code, or `Tensor.set_`, has given to a plain parameter."""
         parameter, chunk = managed.parameter, managed.chunk
-        if type(parameter) is not nn.Parameter or chunk.payload is None or not chunk.bound:
+        if chunk.payload is None or not chunk.bound:
             return
         view = managed.view(chunk.payload)
-        if parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
-            return
-        with unseen(), untracked():
+        # The parameter may fetch itself again by now.
+        with torch._C.DisableTorchFunctionSubclass(), unseen(), untracked():
+            if parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
+                return
             value = parameter.detach()
             set_own_data(parameter, view)
             if value.shape != view.shape or value.dtype is not view.dtype:
