@@ -28,14 +28,14 @@ class Watch:
     def __enter__(self) -> None:
         with _lock:
             _open.add(self)
-            nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
-            nn.Parameter.set_ = _set_source  # type: ignore[assignment, method-assign]
+            for name, own in _OWN.items():
+                setattr(nn.Parameter, name, own)
 
     def __exit__(self, *error: object) -> None:
         with _lock:
             _open.discard(self)
             if not _open:
-                for name in ("data", "set_"):
+                for name in _OWN:
                     if name in nn.Parameter.__dict__:
                         delattr(nn.Parameter, name)
 
@@ -67,3 +67,7 @@ def _set_source(parameter: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if _plain_link(parameter) is None:
         return torch.Tensor.set_(parameter, *args, **kwargs)
     return set_source(parameter, *args, **kwargs)
+
+
+_OWN: dict[str, Any] = {"data": property(_get, _set), "set_": _set_source}
+"""What `nn.Parameter` has while a call runs."""

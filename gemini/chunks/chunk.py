@@ -62,7 +62,7 @@ class ManagedParameter(ParamPlace):
         """In-place operations on the parameter and on what its `.data` gave. Reading it fetches nothing. Local."""
         with torch._C.DisableTorchFunctionSubclass():
             version = self.parameter._version
-        data = self.chunk.data.get(self.position)
+        data = self.chunk.shown_data.get(self.position)
         return version if data is None else version + data._version
 
     @property
@@ -141,7 +141,7 @@ class Chunk(ChunkHomes, ChunkUse):
     slot: Slot | None = None
     payload: Tensor | None = None  # (layout.numel,) on the device; None if RELEASED or HOLDS_GRAD
     resident_views: tuple[Tensor, ...] = ()  # the parameters' views of the home while the chunk is RESIDENT
-    data: dict[int, Tensor] = field(default_factory=dict)  # what `.data` gave, by position: see `show_data`
+    shown_data: dict[int, Tensor] = field(default_factory=dict)  # what `.data` gave, by position: see `show_data`
     num_bumps: int = 0  # times that `bump_versions` raised the version counters: these are not edits
 
     @cached_property
@@ -193,7 +193,7 @@ class Chunk(ChunkHomes, ChunkUse):
         """`ManagedParameter.version` of all parameters, by position."""
         with torch._C.DisableTorchFunctionSubclass():
             versions = list(map(_version_of, self.raw))
-        for position, data in self.data.items():
+        for position, data in self.shown_data.items():
             versions[position] += data._version
         return versions
 
@@ -201,21 +201,21 @@ class Chunk(ChunkHomes, ChunkUse):
         """The answer of `.data` of the parameter at `position`, which is a view of the payload.
 
         As in plain PyTorch, writes to it raise no counter that autograd looks at: a backward through an earlier use
-        goes on with the new values. They raise that of the tensor in `data`, which all answers share: `versions` counts
-        them, also when the answer and its views are gone.
+        goes on with the new values. They raise that of the tensor in `shown_data`, which all answers share: `versions`
+        counts them, also when the answer and its views are gone.
         """
         assert self.payload is not None
         view = self.parameters[position].view(self.payload)
-        if position not in self.data:
+        if position not in self.shown_data:
             # A counter of its own, as that of every `.data`.
-            self.data[position] = view.data
-        elif self.data[position].data_ptr() != view.data_ptr():
-            set_data(self.data[position], view)  # keeps the counter
-        return self.data[position].detach()
+            self.shown_data[position] = view.data
+        elif self.shown_data[position].data_ptr() != view.data_ptr():
+            set_data(self.shown_data[position], view)  # keeps the counter
+        return self.shown_data[position].detach()
 
     def hide_data(self) -> None:
-        """Let what is in `data` hold no memory of the payload. The counters stay those of answers that live on."""
-        for position, data in self.data.items():
+        """Let `shown_data` hold no memory of the payload. The counters stay those of answers that live on."""
+        for position, data in self.shown_data.items():
             set_data(data, self.parameters[position].placeholder)
 
     def parameter_at(self, element: int) -> ManagedParameter:
