@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gemini import GeminiError, StaleGraphError, ShardedOptimizer
+from gemini import GeminiError, ShardedOptimizer, StaleGraphError
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import PLACES, WIDTH, adam, assert_same, build, loss_of, plain, sharded, train_step, weights_of, wrap
 
