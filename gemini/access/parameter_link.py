@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from gemini.access.gradient import own_grad, set_own_grad
@@ -100,10 +99,13 @@ class ParameterLink(ABC):
         """The parameter was set to `value`. If that is wider, the master takes it before it is rounded. Local."""
         return
 
+    def data(self) -> Tensor:
+        """What `.data` gives of the parameter, which is fetched."""
+        return self.managed.parameter.detach()
+
     def version(self) -> int:
         """How often the parameter, which is fetched, was written to."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.managed.parameter._version
+        return self.managed.version
 
     def before_write_through(self, results: Sequence[Tensor]) -> bool:
         """Whether one of `results`, which the user gets, is a view of the parameter that may be written to."""

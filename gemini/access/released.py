@@ -27,6 +27,7 @@ from gemini.access.parameter_link import ParameterLink, any_link_of, detached_fr
 from gemini.access.refusals import cannot_take
 from gemini.chunks.placeholder import unguarded
 from gemini.errors import ReleasedParameterError, UnsupportedError
+from gemini.manager.snapshots import shares_memory
 
 _T: Any = torch.Tensor
 
@@ -56,7 +57,7 @@ class ReleasedParameter(nn.Parameter):
         return describe(self)
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        return _set_source(self, *args, **kwargs)
+        return set_source(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return deep_copy(self, memo)
@@ -127,7 +128,10 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _materialise(lazy: LazyDetach) -> Tensor:
-    parameter: Tensor = known_link_of(lazy).managed.parameter  # plain inside `fetched`
+    link = known_link_of(lazy)
+    if lazy.__dict__.get("_may_be_written"):
+        return link.data()
+    parameter: Tensor = link.managed.parameter  # plain inside `fetched`
     return parameter.detach()
 
 
@@ -143,13 +147,13 @@ def _chunk_of(value: Any) -> object:
     return None if link is None else (link.owner, link.managed.chunk.index)
 
 
-def _get_data(tensor: Tensor) -> Tensor:
+def get_data(tensor: Tensor) -> Tensor:
     lazy = _detach(tensor)
     lazy._may_be_written = True  # type: ignore[attr-defined]
     return lazy
 
 
-def _set_data(tensor: Tensor, value: Tensor) -> None:
+def set_data(tensor: Tensor, value: Tensor) -> None:
     link = known_link_of(tensor)
     managed = link.managed
     if not isinstance(value, Tensor):
@@ -164,15 +168,19 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         link.replace_data(value)
         return
     # Outside of no_grad() autograd refuses in-place operations on trained leaves; `.data =` is allowed.
+    payload = link.managed.chunk.payload
+    if any_link_of(value) is None and payload is not None and shares_memory(value, payload):
+        value = value.clone()  # such as a transpose of the parameter itself
     with torch.no_grad():
-        _use(_T.copy_, (tensor, value), {})
+        # What is detached is fetched, and pinned, also where the parameter is plain.
+        _use(_T.copy_, (_detach(tensor), value), {})
 
 
-def _set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -> Tensor:
+def set_source(tensor: Tensor, source: Any = None, *rest: Any, **kwargs: Any) -> Tensor:
     """Carry out `set_`, by which a parametrization assigns the values that its inverse has found."""
     if not isinstance(source, Tensor) or rest or kwargs:
         refusal("set_ to a storage", "write to it in place, or assign a tensor to its .data")(tensor)
-    _set_data(tensor, source)
+    set_data(tensor, source)
     return tensor
 
 
@@ -226,8 +234,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **ANSWERS,
     torch.autograd.grad: gradients,
     torch.autograd.backward: backward,
-    _T.data.__get__: _get_data,
-    _T.data.__set__: _set_data,
+    _T.data.__get__: get_data,
+    _T.data.__set__: set_data,
     _T.copy_: _copy,
     _T.detach: _detach,
     torch.detach: _detach,

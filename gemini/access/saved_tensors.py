@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from gemini.access.parameter_link import any_link_of
 from gemini.access.transforms import check_chunks, hooks_are_allowed
-from gemini.chunks.chunk import Chunk
+from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.param_state import ParamState
 from gemini.errors import StaleGraphError, UnsupportedError
 from gemini.manager.step import Step
@@ -68,6 +68,8 @@ class CastHandle(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    num_writes: int  # of the parameter when it was saved, those through `.data` included: the cast has the old values
+    parameter: ManagedParameter
 
 
 class Kept(NamedTuple):
@@ -193,7 +195,11 @@ class SavedTensors:
             return None
         weight = self.handle(parameter)
         offset = int(tensor.storage_offset())
-        return None if weight is None else CastHandle(weight, base.dtype, tensor.size(), tensor.stride(), offset)
+        if weight is None:
+            return None
+        num_writes = link.managed.version - weight.chunk.num_bumps
+        shape = tensor.size(), tensor.stride(), offset
+        return CastHandle(weight, base.dtype, *shape, num_writes, link.managed)
 
     def after_activation(self, handle: Handle | CastHandle, below: _Hooks | None) -> Handle | CastHandle:
         """The handle, with the last activation that was packed by the hooks `below` in the same recomputation."""
@@ -215,6 +221,11 @@ class SavedTensors:
             return packed.unpack()
         if isinstance(packed, CastHandle):
             weight = self.unpack(packed.weight)
+            if packed.num_writes != packed.parameter.version - packed.parameter.chunk.num_bumps:
+                raise StaleGraphError(
+                    f"parameter {packed.parameter.name!r}, of which backward needs a cast, was written to through "
+                    ".data after the forward used it. Write to it before its use, or after backward"
+                )
             with torch.autocast(weight.device.type, enabled=False), torch.no_grad():
                 return torch.as_strided(weight.to(packed.dtype), packed.size, packed.stride, packed.offset)
         handle: Handle = packed

@@ -20,7 +20,7 @@ from gemini.chunks.chunk_homes import ChunkHomes
 from gemini.chunks.chunk_use import ChunkUse
 from gemini.chunks.param_state import NEXT, ParamState
 from gemini.chunks.place import ParamPlace
-from gemini.chunks.placeholder import dense_stride
+from gemini.chunks.placeholder import dense_stride, set_data
 from gemini.memory.region import Region
 from gemini.memory.slot import Slot
 from gemini.placement.demand import Kind, Tier
@@ -56,6 +56,14 @@ class ManagedParameter(ParamPlace):
     @property
     def dtype(self) -> torch.dtype:
         return self.chunk.dtype
+
+    @property
+    def version(self) -> int:
+        """In-place operations on the parameter and on what its `.data` gave. Reading it fetches nothing. Local."""
+        with torch._C.DisableTorchFunctionSubclass():
+            version = self.parameter._version
+        data = self.chunk.shown_data.get(self.position)
+        return version if data is None else version + data._version
 
     @property
     def home_pieces(self) -> tuple[Piece, ...]:
@@ -133,6 +141,7 @@ class Chunk(ChunkHomes, ChunkUse):
     slot: Slot | None = None
     payload: Tensor | None = None  # (layout.numel,) on the device; None if RELEASED or HOLDS_GRAD
     resident_views: tuple[Tensor, ...] = ()  # the parameters' views of the home while the chunk is RESIDENT
+    shown_data: dict[int, Tensor] = field(default_factory=dict)  # what `.data` gave, by position: see `show_data`
     num_bumps: int = 0  # times that `bump_versions` raised the version counters: these are not edits
 
     @cached_property
@@ -181,9 +190,33 @@ class Chunk(ChunkHomes, ChunkUse):
         self.raw.append(parameter)
 
     def versions(self) -> list[int]:
-        """The version counters of all parameters, by position. Reading them fetches nothing."""
+        """`ManagedParameter.version` of all parameters, by position."""
         with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_version_of, self.raw))
+            versions = list(map(_version_of, self.raw))
+        for position, data in self.shown_data.items():
+            versions[position] += data._version
+        return versions
+
+    def show_data(self, position: int) -> Tensor:
+        """The answer of `.data` of the parameter at `position`, which is a view of the payload.
+
+        As in plain PyTorch, writes to it raise no counter that autograd looks at: a backward through an earlier use
+        goes on with the new values. They raise that of the tensor in `shown_data`, which all answers share: `versions`
+        counts them, also when the answer and its views are gone.
+        """
+        assert self.payload is not None
+        view = self.parameters[position].view(self.payload)
+        if position not in self.shown_data:
+            # A counter of its own, as that of every `.data`.
+            self.shown_data[position] = view.data
+        elif self.shown_data[position].data_ptr() != view.data_ptr():
+            set_data(self.shown_data[position], view)  # keeps the counter
+        return self.shown_data[position].detach()
+
+    def hide_data(self) -> None:
+        """Let `shown_data` hold no memory of the payload. The counters stay those of answers that live on."""
+        for position, data in self.shown_data.items():
+            set_data(data, self.parameters[position].placeholder)
 
     def parameter_at(self, element: int) -> ManagedParameter:
         """The parameter that payload element `element` belongs to; for padding, the parameter before it."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gemini.memory.modes import untracked
 from optim import is_dense
@@ -27,6 +27,9 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 # Entering and leaving `unguarded()` as plain calls, in a seventh of its time: for loops over a chunk's parameters.
 lift_guard: Callable[[], None] = partial(torch._C._dispatch_tls_set_dispatch_key_excluded, _KEY, True)
 set_guard: Callable[[], None] = partial(torch._C._dispatch_tls_set_dispatch_key_excluded, _KEY, False)
+
+# torch's own setter. Inside a forward `parameter.data = value` is a write of the user's, see access/plain_data.py.
+set_own_data: Callable[[Tensor, Tensor], None] = cast(Any, Tensor).data.__set__
 
 
 class _Keyed(Tensor):
@@ -47,10 +50,10 @@ def unguarded() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_KEYS)
 
 
-def set_data(parameter: nn.Parameter, value: Tensor) -> None:
+def set_data(parameter: Tensor, value: Tensor) -> None:
     """Assign `parameter.data = value`, where one of the two is, or shows, a placeholder."""
     with unguarded():
-        parameter.data = value
+        set_own_data(parameter, value)
 
 
 def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:

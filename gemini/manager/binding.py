@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.chunks.param_state import ParamState
-from gemini.chunks.placeholder import lift_guard, set_guard, unguarded
+from gemini.chunks.placeholder import lift_guard, set_guard, set_own_data, unguarded
 from gemini.errors import ReleasedParameterError
 from gemini.manager.masters import follow_edits, write_master
 from gemini.manager.snapshots import Snapshots, has_split_master
 from gemini.memory.memory import Memory
-from gemini.memory.modes import untracked
+from gemini.memory.modes import unseen, untracked
 from gemini.memory.region import Region
 from gemini.memory.transfer import wait_on_stream
 from gemini.placement.demand import Kind
@@ -63,7 +63,7 @@ class Binding:
                     for parameter, view in zip(chunk.raw, views, strict=True):
                         # Set the class first: assigning `.data` of the released class would fetch.
                         parameter.__class__ = nn.Parameter
-                        parameter.data = view
+                        set_own_data(parameter, view)
                 finally:
                     set_guard()
             # Whatever raises a version from here on is an edit of the user's, or a bump of ours, after which versions
@@ -132,8 +132,9 @@ class Binding:
                 for managed, parameter in zip(chunk.parameters, chunk.raw, strict=True):
                     # As in `bind`: assigning `.data` of the released class would copy into the payload.
                     parameter.__class__ = nn.Parameter
-                    parameter.data = managed.placeholder
+                    set_own_data(parameter, managed.placeholder)
                     parameter.__class__ = self.released_class
+                chunk.hide_data()
             finally:
                 set_guard()
         chunk.note_unbound()
@@ -152,6 +153,8 @@ class Binding:
         self.snapshots.drop(chunk)
         if chunk.bound:
             self.note_edits_when_left(chunk, self.versions[chunk.index])
+        with untracked():
+            chunk.hide_data()
         chunk.bump_versions()  # see [Note: Version bump]
         self.rebase_versions(chunk)
         chunk.become(ParamState.RELEASED)
@@ -170,8 +173,9 @@ class Binding:
                     # which unbinds them.
                     if not chunk.bound:
                         parameter.__class__ = nn.Parameter
-                        parameter.data = managed.placeholder
+                        set_own_data(parameter, managed.placeholder)
                     parameter.__class__ = self.released_class
+                chunk.hide_data()
                 chunk.note_covered()
         self.plain_chunks.clear()
         # An interrupt may have come between a bump of versions and its count: the numbers would show edits that never
@@ -188,6 +192,38 @@ class Binding:
             self.write_back_one(managed)
         self.snapshots.announce(managed)
 
+    def show_data(self, managed: ManagedParameter) -> Tensor:
+        """What `.data` gives of a parameter that is bound. Whoever gets it may write to it without a trace.
+
+        Functions that run as one kernel, numpy and kernels of the user's raise no counter: the parameter counts as
+        edited at once. Where nothing is written, bringing it home changes no bit.
+        """
+        self._adopt(managed)
+        self.before_write(managed)
+        self.mark_edited(managed)
+        with unseen(), untracked():
+            return managed.chunk.show_data(managed.position)
+
+    def _adopt(self, managed: ManagedParameter) -> None:
+        """Take over the values of other memory that compiled code, or `Tensor.set_`, has given to a plain parameter."""
+        parameter, chunk = managed.parameter, managed.chunk
+        if chunk.payload is None or not chunk.bound:
+            return
+        view = managed.view(chunk.payload)
+        # The parameter may fetch itself again by now.
+        with torch._C.DisableTorchFunctionSubclass(), unseen(), untracked():
+            if parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
+                return
+            value = parameter.detach()
+            set_own_data(parameter, view)
+            if value.shape != view.shape or value.dtype is not view.dtype:
+                raise ReleasedParameterError(
+                    f"parameter {managed.name!r} is {tuple(view.shape)} {view.dtype}; its memory cannot become "
+                    f"{tuple(value.shape)} {value.dtype}. Assign values of its own shape and dtype to its .data"
+                )
+            view.copy_(value)
+            self.mark_edited(managed)
+
     def mark_edited(self, managed: ManagedParameter) -> None:
         """The parameter's payload was written to, or may have been."""
         chunk = managed.chunk
@@ -203,6 +239,9 @@ class Binding:
             if now != recorded:
                 positions.update(i for i, (one, other) in enumerate(zip(recorded, now, strict=True)) if one != other)
                 self.versions[chunk.index] = now
+                for position in sorted(positions):
+                    self._adopt(chunk.parameters[position])
+                self.edited.pop(chunk.index, None)
         if positions and chunk.payload is not None:
             with untracked():
                 # The order is fixed, because a build broadcasts each edited parameter: all ranks must do it in one
@@ -214,10 +253,8 @@ class Binding:
         """Whether the parameter was written to since the last write-back."""
         chunk = managed.chunk
         position = managed.position
-        with torch._C.DisableTorchFunctionSubclass():
-            version = managed.parameter._version
         is_marked = position in self.edited.get(chunk.index, ())
-        return is_marked or (chunk.bound and version != self.versions[chunk.index][position])
+        return is_marked or (chunk.bound and managed.version != self.versions[chunk.index][position])
 
     def write_back_one(self, managed: ManagedParameter) -> None:
         """Write back one parameter, in time that does not depend on the size of its chunk."""
@@ -244,8 +281,7 @@ class Binding:
         chunk = managed.chunk
         self.edited.get(chunk.index, set()).discard(managed.position)
         if chunk.bound:
-            with torch._C.DisableTorchFunctionSubclass():
-                self.versions[chunk.index][managed.position] = managed.parameter._version
+            self.versions[chunk.index][managed.position] = managed.version
 
     def rebase_versions(self, chunk: Chunk) -> None:
         """Take the current versions for those of an unedited chunk."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import get_ident
 from traceback import walk_stack
@@ -47,7 +48,7 @@ class Operator:
 class Call:
     """A call of the model (`operator` is None) or of an operator, and what is in force until it ends."""
 
-    __slots__ = ("caches_autocast", "hooks", "lifted", "module", "operator", "pinned")
+    __slots__ = ("caches_autocast", "hooks", "lifted", "module", "operator", "pinned", "watch")
 
     def __init__(self, module: nn.Module, operator: Operator | None) -> None:
         self.module = module
@@ -56,6 +57,7 @@ class Call:
         self.hooks: _Hooks | None = None  # saved-tensor hooks that were pushed for this call
         self.lifted: OperatorHooks | None = None  # operators' hooks that were lifted for this call
         self.caches_autocast: bool | None = None  # setting of autocast's weight cache to restore
+        self.watch: AbstractContextManager[object] | None = None  # notices writes through `.data`
 
     def note_hooks(self, hooks: _Hooks) -> None:
         """Saved-tensor hooks were pushed for the call: its end takes them off."""
@@ -68,6 +70,10 @@ class Call:
     def note_autocast(self, caches: bool) -> None:
         """Autocast's weight cache is about to be turned off: the call's end makes it `caches` again."""
         self.caches_autocast = caches
+
+    def note_watch(self, watch: AbstractContextManager[object]) -> None:
+        """The context is about to be entered: the call's end leaves it."""
+        self.watch = watch
 
     def lift_pins(self, victims: Victims) -> None:
         """Lift the call's pins. Afterwards it has none."""
@@ -88,6 +94,9 @@ class Call:
                 _remove(hooks)
             else:
                 hooks.__exit__()
+        if self.watch is not None:
+            self.watch.__exit__(None, None, None)
+            self.watch = None
         if self.lifted is not None:
             # Put back before it is forgotten: an interrupt in between would leave the hooks off for good.
             self.lifted.put_back()

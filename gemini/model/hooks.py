@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gemini.access.plain_data import Watch
 from gemini.access.saved_tensors import SavedTensors
 from gemini.access.trainability import Trainability
 from gemini.access.transforms import check_operator, hooks_are_allowed
 from gemini.errors import GeminiError
-from gemini.manager.calls import Operator
+from gemini.manager.calls import Call, Operator
 from gemini.manager.operator_hooks import OperatorHooks
 from gemini.manager.step import Step
 from gemini.memory.modes import unseen, untracked
@@ -136,6 +137,8 @@ class _AroundOperator:
             if self._trainability.flags_raised:
                 self._trainability.apply_outside(module)
             call = self._step.enter_operator(module, operator)
+        if self._step.calls.depth() == 1:
+            _watch(call)
         # From here on the other ranks would wait for this one in a gather: publish a failure to them.
         with self._step.publishing():
             with unseen():
@@ -184,6 +187,8 @@ class _AroundRoot:
         step = self._step
         with unseen():
             call, begins = step.enter_forward(module)
+            if step.calls.depth() == 1:
+                _watch(call)
             # The outermost call begins a forward. Another plan may come into force here, before anything is fetched.
             # Edits go home before it, since homes may move, and slots are taken after it, in the number that it says.
             if begins:
@@ -233,6 +238,14 @@ class _AroundRoot:
     @never_traced(A_HOOK)
     def _on_root_output(self, grad: Tensor) -> None:
         self._step.backward.begin()
+
+
+def _watch(call: Call) -> None:
+    """Notice writes through `.data` until the outermost call of this thread ends."""
+    watch = Watch()
+    # Noted before it is entered: an interrupt in between would leave it entered.
+    call.note_watch(watch)
+    watch.__enter__()
 
 
 def _error_of_call() -> BaseException | None:

@@ -6,6 +6,22 @@ INFERENCE = "tests/features/test_plan_for_inference.py"
 
 MUTANTS = [
     Mutant(
+        "a write through .data in a forward goes unnoticed",
+        "gemini/manager/binding.py",
+        "        self.before_write(managed)\n        self.mark_edited(managed)\n        with unseen()",
+        "        with unseen()",
+        "tests/features/test_data_writes.py::"
+        "test_a_write_before_the_use_gives_what_plain_pytorch_computes[1rank-numpy-before-fp32]",
+    ),
+    Mutant(
+        "another .data in a forward leaves the payload",
+        "gemini/access/plain_data.py",
+        "    if _plain_link(parameter) is None:\n        _DATA",
+        "    if True:\n        _DATA",
+        "tests/features/test_data_writes.py::"
+        "test_a_frozen_average_that_the_forward_moves_is_that_of_plain_pytorch[1rank-data =-fp32]",
+    ),
+    Mutant(
         "the compiler traces what autograd calls for a tensor that it saves",
         "gemini/access/saved_tensors.py",
         "    @never_traced(A_HOOK)\n    def __call__",
@@ -278,7 +294,7 @@ MUTANTS = [
     Mutant(
         "a parametrization takes its parameter out of the chunk",
         "gemini/access/released.py",
-        "        return _set_source(self, *args, **kwargs)\n",
+        "        return set_source(self, *args, **kwargs)\n",
         "        return super().set_(*args, **kwargs)\n",
         "tests/features/test_parametrizations.py::test_a_parametrization_put_on_after_wrapping_trains_as_in_plain_pytorch"
         "[after it-own with inverse-smallest]",
