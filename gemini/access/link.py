@@ -85,8 +85,8 @@ class Link(ParameterLink):
             raise of_one_rank(self, "writes to the weights")
         super().before_write()
 
-    def data(self) -> Tensor:
-        return self.binding.show_data(self.managed)
+    def data(self, writes: bool = True) -> Tensor:
+        return self.binding.show_data(self.managed, writes)
 
     def before_write_through(self, results: Sequence[Tensor]) -> bool:
         is_view = super().before_write_through(results)

@@ -99,8 +99,8 @@ class ParameterLink(ABC):
         """The parameter was set to `value`. If that is wider, the master takes it before it is rounded. Local."""
         return
 
-    def data(self) -> Tensor:
-        """What `.data` gives of the parameter, which is fetched."""
+    def data(self, writes: bool = True) -> Tensor:
+        """What `.data` gives of the parameter, which is fetched. writes: somebody may write to it unseen."""
         return self.managed.parameter.detach()
 
     def version(self) -> int:

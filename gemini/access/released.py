@@ -8,7 +8,7 @@ and in-place edits just work. With several ranks a fetch is a collective: all ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -110,7 +110,8 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         # This comes before lazy tensors are replaced, because what is written to is compared with `found` by identity.
         written = written_by(func, args, kwargs)
         if any(isinstance(t, LazyDetach) for t in found):
-            args, kwargs = pytree.tree_map_only(LazyDetach, _materialise, (args, kwargs))
+            given = partial(_materialise, written)
+            args, kwargs = pytree.tree_map_only(LazyDetach, given, (args, kwargs))
         for tensor, link in zip(found, links, strict=True):
             if any(tensor is each for each in written):
                 link.before_write()
@@ -127,10 +128,12 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return result
 
 
-def _materialise(lazy: LazyDetach) -> Tensor:
+def _materialise(written: Sequence[Tensor], lazy: LazyDetach) -> Tensor:
+    """The memory behind a detached parameter. written: the arguments that the function writes to."""
     link = known_link_of(lazy)
     if lazy.__dict__.get("_may_be_written"):
-        return link.data()
+        # A function that only reads it, such as a norm, keeps no copy of the old weights.
+        return link.data(writes=any(lazy is each for each in written))
     parameter: Tensor = link.managed.parameter  # plain inside `fetched`
     return parameter.detach()
 

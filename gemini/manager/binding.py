@@ -192,15 +192,16 @@ class Binding:
             self.write_back_one(managed)
         self.snapshots.announce(managed)
 
-    def show_data(self, managed: ManagedParameter) -> Tensor:
+    def show_data(self, managed: ManagedParameter, writes: bool = True) -> Tensor:
         """What `.data` gives of a parameter that is bound. Whoever gets it may write to it without a trace.
 
         Functions that run as one kernel, numpy and kernels of the user's raise no counter: the parameter counts as
         edited at once. Where nothing is written, bringing it home changes no bit.
         """
         self._adopt(managed)
-        self.before_write(managed)
-        self.mark_edited(managed)
+        if writes:
+            self.before_write(managed)
+            self.mark_edited(managed)
         with unseen(), untracked():
             return managed.chunk.show_data(managed.position)
 

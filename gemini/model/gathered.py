@@ -82,7 +82,8 @@ class GatheredParameters:
                 stack.enter_context(links[0].gathered(links))
             with torch.no_grad():
                 # The copies are on the CPU: no plan has device memory for whole parameters a second time.
-                self._before = [link.managed.parameter.detach().to("cpu", copy=True) for link in self._links]
+                parameters = [link.managed.parameter for link in self._links]
+                self._before = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
                 self._masters = [link.part_of_master() for link in self._links]
             self._stack = stack.pop_all()
 
