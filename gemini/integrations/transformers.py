@@ -95,7 +95,11 @@ class ShardedTraining(_Trainer):
         if isinstance(model, ShardedModel):
             self._adopt(model, args, has_settings=bool(options) or config is not None)
             model = model.module
-        super().__init__(model, args, *others, **more)
+        # By name, as Trainers of other libraries have other arguments between the two.
+        if others:
+            super().__init__(model, args, *others, **more)
+        else:
+            super().__init__(model=model, args=args, **more)
         if self.sharding.optimizer is not None:
             if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
                 raise ConfigError("an optimizer is given to Trainer(...), and another is in the config: leave one out")

@@ -1,0 +1,97 @@
+"""TRL's Trainers with another import: real tiny runs beside plain TRL."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from gemini.integrations.trl import DPOTrainer, SFTTrainer
+from tests.harness.on_ranks import gathered, on_ranks
+from tests.harness.shared_folder import shared_folder
+
+WHERE: dict[str, Any] = {"device": "emulated", "chunk_size": 2048, "tensor_placement_policy": "cpu"}
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(60))]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, pad_token_id=0, eos_token_id=1, bos_token_id=1))
+
+
+def settings(folder: Path, batch: int) -> dict[str, Any]:
+    how = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", "report_to": []}
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": batch,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "max_grad_norm": 0.0,  # torch's own norm is added up in another order than the exact one
+        "optim": "adamw_torch",  # the fused one rounds the last elements of each tensor otherwise
+        **how,
+    }
+
+
+def sft(kind: Any, folder: Path, batch: int, **more: Any) -> Any:
+    texts = [" ".join(f"w{(number * 7 + word) % 60}" for word in range(8)) for number in range(24)]
+    args = trl.SFTConfig(**settings(folder, batch), max_length=16)
+    data = Dataset.from_dict({"text": texts})
+    return kind(model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **more)
+
+
+def dpo(kind: Any, folder: Path, batch: int, **more: Any) -> Any:
+    pairs = {"prompt": [f"w{n} w{n + 1}" for n in range(24)], "chosen": [f" w{n + 2} w{n + 3}" for n in range(24)]}
+    data = Dataset.from_dict({**pairs, "rejected": [f" w{n + 5} w{n + 9}" for n in range(24)]})
+    args = trl.DPOConfig(**settings(folder, batch))
+    more = {"ref_model": llama(), **more}
+    return kind(model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **more)
+
+
+def train(trainer: Any) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+KINDS: dict[str, Any] = {"sft": (sft, trl.SFTTrainer, SFTTrainer), "dpo": (dpo, trl.DPOTrainer, DPOTrainer)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", KINDS)
+def test_one_rank_has_the_bits_of_plain_trl(tmp_path: Path, what: str) -> None:
+    make, theirs, ours = KINDS[what]
+    # One after the other: a Trainer seeds the generator when it is made, and draws the order of its data from it.
+    plain = make(theirs, tmp_path, 2)
+    expected = train(plain)
+    sharded = make(ours, tmp_path, 2, **WHERE)
+    assert train(sharded) == expected
+    whole = sharded.sharded_model.state_dict()
+    assert all(torch.equal(whole[name], value) for name, value in plain.model.state_dict().items())
+    sharded.save_model(str(tmp_path / "out"))
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in whole.items())
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", KINDS)
+def test_two_ranks_train_one_model(rank: int, world_size: int, what: str) -> None:
+    make, _, ours = KINDS[what]
+    with shared_folder() as folder:
+        trainer = make(ours, folder, 2, **WHERE)
+        losses = train(trainer)
+        assert trainer.sharded_model.world_size == 2 and len(losses) == 3
+        sums = [float(value.double().sum()) for value in trainer.sharded_model.state_dict().values()]
+        assert gathered(sums)[0] == gathered(sums)[1]
