@@ -157,6 +157,10 @@ def get_data(tensor: Tensor) -> Tensor:
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Carry out `.data = value`. May be collective.
+
+    Raises ReleasedParameterError for what the parameter's memory cannot take, and UnsupportedError for no values.
+    """
     link = known_link_of(tensor)
     managed = link.managed
     if not isinstance(value, Tensor):

@@ -8,8 +8,8 @@ MUTANTS = [
     Mutant(
         "a write through .data in a forward goes unnoticed",
         "gemini/manager/binding.py",
-        "        self.before_write(managed)\n        self.mark_edited(managed)\n        with unseen()",
-        "        with unseen()",
+        "            self.before_write(managed)\n            self.mark_edited(managed)\n        with unseen()",
+        "            pass\n        with unseen()",
         "tests/features/test_data_writes.py::"
         "test_a_write_before_the_use_gives_what_plain_pytorch_computes[1rank-numpy-before-fp32]",
     ),
