@@ -17,7 +17,7 @@ from gemini.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_
 from gemini.errors import CheckpointError
 
 LATEST = "latest"
-_PARTIAL = re.compile(r"\..+\.(partial|replaced)")
+_PARTIAL = re.compile(r"\..+\.(partial|replaced|removed)")
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,13 @@ class Directory:
         Called by one rank; no other save of this directory may be under way.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for each in self.path.iterdir():
-            if _PARTIAL.fullmatch(each.name) and not self._replaces_lost(each):
+        for each in list(self.path.iterdir()):
+            if not _PARTIAL.fullmatch(each.name):
+                continue
+            if not self._is_lost(each):
                 shutil.rmtree(each)
+            elif not (final := self._replaced(each)).exists():
+                os.rename(each, final)
         partial = self.partial(tag)
         partial.mkdir()
         return partial
@@ -143,14 +147,18 @@ class Directory:
         for newer, (path, manifest) in enumerate(others, 1):
             is_kept = keep.every is not None and manifest.step is not None and manifest.step % keep.every == 0
             if newer >= keep.last and not is_kept:
-                # Its manifest goes first: whoever looks meanwhile does not find half of a checkpoint.
-                (path / MANIFEST).unlink()
-                shutil.rmtree(path)
+                # Its name goes first: whoever looks meanwhile, or after a crash, does not find half of a checkpoint.
+                removed = self.path / f".{path.name}.removed"
+                os.rename(path, removed)
+                shutil.rmtree(removed)
 
-    def _replaces_lost(self, path: Path) -> bool:
-        """Whether a replaced checkpoint is all that a crash has left of its tag."""
-        name = path.name.removeprefix(".")
-        return name.endswith(".replaced") and not (self.path / name.removesuffix(".replaced") / MANIFEST).is_file()
+    def _replaced(self, path: Path) -> Path:
+        """The folder that had the name of `path` for a moment."""
+        return self.path / path.name.removeprefix(".").removesuffix(".replaced")
+
+    def _is_lost(self, path: Path) -> bool:
+        """Whether it is an older checkpoint of a tag whose newer one a crash kept from getting its name."""
+        return path.name.endswith(".replaced") and not (self._replaced(path) / MANIFEST).is_file()
 
     def _there(self) -> str:
         if not self.path.exists():

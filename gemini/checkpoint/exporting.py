@@ -30,6 +30,7 @@ from gemini.checkpoint.manifest import (
     RankSummary,
     about,
     dump,
+    dump_manifest,
     write_durably,
 )
 from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, StoredTensor, TensorFile, tensors_in
@@ -225,7 +226,7 @@ def import_weights(
             optimizer=None,
             ranks=[RankSummary(file=rank_name(0), num_bytes=len(data), crc32=zlib.crc32(data))],
         )
-        write_durably(folder / MANIFEST, dump(manifest))
+        write_durably(folder / MANIFEST, dump_manifest(manifest))
         return where.commit(tag)
     except BaseException:
         where.abandon(tag)

@@ -161,10 +161,11 @@ class _Load:
         pairs(scheduler, schedule, "scheduler")
         if its is not None:
             pairs(data, position, "data")
-        manager.grads.discard_all()
         with OpenFiles() as files:
             if self._optimizer is not None:
                 self._load_optimizer(self._optimizer, files)
+            # Not before: an optimizer of another kind is refused with all as it was.
+            manager.grads.discard_all()
             self._load_weights(files)
             self._load_plain(files)
             if self._optimizer is not None and manifest.gradients is not None:

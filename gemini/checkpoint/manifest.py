@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 import zlib
@@ -27,6 +28,7 @@ from gemini.errors import CheckpointError
 
 VERSION = 1
 MANIFEST = "checkpoint.json"
+_CHECKSUM = re.compile(rb',"checksum":([0-9]+)}\Z')  # at the end of a manifest, of all before it
 
 WEIGHT = "model."  # the prefixes of keys, as of torch's own `{"model": ..., "optim": ...}` in a flat state dict
 OPTIM = "optim.state."
@@ -146,6 +148,12 @@ def dump(model: BaseModel) -> bytes:
     return json.dumps(model.model_dump(mode="python"), separators=(",", ":"), ensure_ascii=False).encode()
 
 
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The text of `checkpoint.json`: it ends with the checksum of what is before."""
+    body = dump(manifest).removesuffix(b"}")
+    return body + f',"checksum":{zlib.crc32(body)}}}'.encode()
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file, which is on the disk afterwards. Raises OSError."""
     with open(path, "wb") as file:
@@ -168,6 +176,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder} has version {version!r} of the format, this gemini reads up to {VERSION}: use a newer one"
         )
+    checksum = _CHECKSUM.search(data)
+    # The first checkpoints of version 1 have none.
+    if checksum is not None and zlib.crc32(data[: checksum.start()]) != int(checksum[1]):
+        raise CheckpointError(f"{path} is damaged: it is not as it was written")
     return _validated(Manifest, path, found)
 
 

@@ -169,6 +169,8 @@ class PendingCheckpoint:
         self._source = Source()
         self._failure: Exception | None = None
         self._is_told = False
+        self.is_waited_for = False
+        """Whether `wait` was called, which all ranks call alike: a failure is raised no more."""
         self._thread = threading.Thread(target=self._write, name=f"gemini checkpoint {task.tag}")
         self._thread.start()
         self._hand_over(contents, asynchronous)
@@ -189,7 +191,7 @@ class PendingCheckpoint:
         Raises CheckpointError on all ranks if it could not be written.
         """
         self.join()
-        self._is_told = True
+        self._is_told = self.is_waited_for = True
         with together(self._communicator, f"save_checkpoint({str(self._task.directory.path)!r})"):
             if self._failure is not None:
                 raise self._failure

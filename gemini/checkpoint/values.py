@@ -69,7 +69,7 @@ def decode(value: Any) -> Any:
     kind = value[_TAG]
     try:
         return _decode_tagged(kind, value)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"a value of type {kind!r} in a checkpoint is not what this version writes") from error
 
 

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from gemini.checkpoint.contents import ChunkEntry, Plain
 from gemini.checkpoint.directory import Directory, Keep
-from gemini.checkpoint.manifest import MANIFEST, FileSummary, Manifest, RankFile, RankSummary, dump, write_durably
+from gemini.checkpoint.manifest import (
+    MANIFEST,
+    FileSummary,
+    Manifest,
+    RankFile,
+    RankSummary,
+    dump,
+    dump_manifest,
+    write_durably,
+)
 from gemini.checkpoint.tensor_files import SUFFIX, Part, TensorFile
 from gemini.checkpoint.together import reason_of
 from gemini.checkpoint.verifying import verify_files
@@ -175,7 +184,7 @@ def _commit(task: Task, manifest: Manifest, is_lost: Callable[[], bool]) -> None
     """Rank 0: wait for all ranks, and make the folder a checkpoint."""
     try:
         ranks = [_summary(task, rank, is_lost) for rank in range(task.world_size)]
-        write_durably(task.folder / MANIFEST, dump(manifest.model_copy(update={"ranks": ranks})))
+        write_durably(task.folder / MANIFEST, dump_manifest(manifest.model_copy(update={"ranks": ranks})))
         task.directory.commit(task.tag)
     except BaseException:
         task.directory.abandon(task.tag)

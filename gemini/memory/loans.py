@@ -112,6 +112,10 @@ def spare_bytes(capacity_bytes: int | None, taken_bytes: int, free_bytes: int) -
 class BackgroundWork(Protocol):
     """Something that a thread does with loans while training goes on."""
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether `wait` has said how it ended, on all ranks."""
+
     def wait(self) -> object:
         """Wait until it is done. Collective. Raises if it has failed."""
 
@@ -135,7 +139,7 @@ class Background:
     def finish(self) -> None:
         """Wait until nothing is done any more. Collective. Raises if it has failed and nobody was told."""
         work, self._work = self._work, None
-        if work is not None:
+        if work is not None and not work.is_waited_for:
             work.wait()
 
     def join(self) -> None:
