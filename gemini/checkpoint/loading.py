@@ -41,7 +41,7 @@ from gemini.dist_logger import get_dist_logger
 from gemini.errors import CheckpointError
 from gemini.memory.region import Region
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.load_state import load_optimizer_state
+from gemini.optimizer.load_state import CheckedState, check_optimizer_state, load_optimizer_state
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import numbers_of
 from gemini.placement.demand import Tier
@@ -110,8 +110,8 @@ def load_checkpoint(
     manager = model.chunk_manager
     communicator = manager.communicator
     manager.step.check_idle("load_checkpoint()")
-    with communicator.publishing(), torch.no_grad():
-        what = f"load_checkpoint({str(directory)!r})"
+    what = f"load_checkpoint({str(directory)!r})"
+    with torch.no_grad():
         with together(communicator, what):
             source = Source(Directory(directory).find(tag))
         words = f"{source.manifest.tag} of {source.manifest.created}"
@@ -119,7 +119,11 @@ def load_checkpoint(
         if verify:
             with together(communicator, what):
                 source.verify(communicator)
-        return _Load(model, None if weights_only else optimizer, source, strict).run(scheduler, data, weights_only)
+        load = _Load(model, None if weights_only else optimizer, source, strict)
+        with together(communicator, what):
+            fits = load.check(scheduler, data)
+        with communicator.publishing():
+            return load.run(fits, scheduler, data, weights_only)
 
 
 class Source:
@@ -138,6 +142,17 @@ class Source:
             verify_files(self.folder, rank_file)
 
 
+@dataclass(frozen=True)
+class _Fitting:
+    """What a checkpoint has for a training that it fits."""
+
+    extra: Any
+    schedule: Any
+    own: RankFile | None  # of this rank, if one of its number has saved
+    position: Any  # in the data
+    optimizer: tuple[ShardedOptimizer, OptimizerFact, CheckedState] | None
+
+
 class _Load:
     """One load."""
 
@@ -151,32 +166,42 @@ class _Load:
         self._names = self._names_in_file()
         self._strict = strict
 
-    def run(self, scheduler: Any, data: Any, weights_only: bool) -> LoadedCheckpoint:
-        """Check everything, then load it. Collective."""
-        manifest, manager, rank = self._manifest, self._manager, self._manager.communicator.rank
+    def check(self, scheduler: Any, data: Any) -> _Fitting:
+        """See whether everything fits. Local; changes nothing. Raises CheckpointError, ValueError or KeyError."""
+        manifest, rank = self._manifest, self._manager.communicator.rank
         self._check_tensors()
-        extra, schedule = decode(manifest.extra), decode(manifest.scheduler)
         its = self._source.ranks[rank] if rank < manifest.world_size else None
-        position = None if its is None else decode(its.data)
-        pairs(scheduler, schedule, "scheduler")
+        fits = _Fitting(
+            extra=decode(manifest.extra),
+            schedule=decode(manifest.scheduler),
+            own=its,
+            position=None if its is None else decode(its.data),
+            optimizer=None if self._optimizer is None else self._check_optimizer(self._optimizer),
+        )
+        pairs(scheduler, fits.schedule, "scheduler")
         if its is not None:
-            pairs(data, position, "data")
+            pairs(data, fits.position, "data")
+        return fits
+
+    def run(self, fits: _Fitting, scheduler: Any, data: Any, weights_only: bool) -> LoadedCheckpoint:
+        """Load what `check` has found to fit. Collective."""
+        manifest, manager, its = self._manifest, self._manager, fits.own
         with OpenFiles() as files:
-            if self._optimizer is not None:
-                self._load_optimizer(self._optimizer, files)
-            # Not before: an optimizer of another kind is refused with all as it was.
+            if fits.optimizer is not None:
+                self._load_optimizer(*fits.optimizer, files)
+            # Not before: without room for its states nothing has changed.
             manager.grads.discard_all()
             self._load_weights(files)
             self._load_plain(files)
-            if self._optimizer is not None and manifest.gradients is not None:
+            if fits.optimizer is not None and manifest.gradients is not None:
                 manager.grads.resume(manifest.gradients.num_backwards, self._gradients(files))
         for path, module in self._model.module.named_modules():
             name = f"{path}.{_EXTRA}" if path else _EXTRA
             if name in manifest.extra_states:
                 module.set_extra_state(decode(manifest.extra_states[name]))
-        load_into(scheduler, schedule, "scheduler")
+        load_into(scheduler, fits.schedule, "scheduler")
         if its is not None:
-            load_into(data, position, "data")
+            load_into(data, fits.position, "data")
             if not weights_only and its.random is not None:
                 set_random_state(decode(its.random), manager.memory.device.device)
         elif not weights_only:
@@ -184,7 +209,7 @@ class _Load:
                 f"the checkpoint was saved on {manifest.world_size} ranks: this one keeps its own random numbers and "
                 "position in the data"
             )
-        return LoadedCheckpoint(self._source.folder, manifest.tag, manifest.step, extra, manifest.world_size)
+        return LoadedCheckpoint(self._source.folder, manifest.tag, manifest.step, fits.extra, manifest.world_size)
 
     # -- what fits
 
@@ -295,22 +320,27 @@ class _Load:
 
     # -- the optimizer
 
-    def _load_optimizer(self, optimizer: ShardedOptimizer, files: OpenFiles) -> None:
+    def _check_optimizer(self, optimizer: ShardedOptimizer) -> tuple[ShardedOptimizer, OptimizerFact, CheckedState]:
         fact = self._manifest.optimizer
         if fact is None:
             raise CheckpointError(
                 f"{self._source.folder} was saved without an optimizer: load it with weights_only=True"
             )
         chunk_optimizer = optimizer.chunk_optimizer
-        scaling = chunk_optimizer.scaling.active
-        scale = decode(fact.loss_scale)
-        if scaling is not None and scale is not None:
-            scaling.check_state(scale)
+        if chunk_optimizer.scaling.active is not None and (scale := decode(fact.loss_scale)) is not None:
+            chunk_optimizer.scaling.active.check_state(scale)
         saved = self._state_dict(optimizer, fact)
+        checked = check_optimizer_state(self._model, chunk_optimizer.states, optimizer.param_groups, saved)
+        return optimizer, fact, checked
+
+    def _load_optimizer(
+        self, optimizer: ShardedOptimizer, fact: OptimizerFact, checked: CheckedState, files: OpenFiles
+    ) -> None:
+        chunk_optimizer = optimizer.chunk_optimizer
         values = _FromFiles(self._source, self._names, files)
-        load_optimizer_state(self._model, chunk_optimizer.states, optimizer.param_groups, saved, values)
-        if scaling is not None and scale is not None:
-            scaling.load_state_dict(scale)
+        load_optimizer_state(self._model, chunk_optimizer.states, optimizer.param_groups, checked, values)
+        if chunk_optimizer.scaling.active is not None and (scale := decode(fact.loss_scale)) is not None:
+            chunk_optimizer.scaling.active.load_state_dict(scale)
         chunk_optimizer.count_from(fact.num_steps)
 
     def _state_dict(self, optimizer: ShardedOptimizer, fact: OptimizerFact) -> dict[str, Any]:

@@ -110,11 +110,13 @@ def save_checkpoint(
     manager = model.chunk_manager
     communicator = manager.communicator
     manager.step.check_idle("save_checkpoint()")
-    with communicator.publishing(), torch.no_grad():
+    with torch.no_grad():
         # Two saves at once would share the disk, and the second might remove what the first one writes.
         manager.background.finish()
-        _refuse_unsynced(model)
-        contents = Contents(model, optimizer)
+        with together(communicator, "save_checkpoint()"):
+            _refuse_unsynced(model)
+        with communicator.publishing():
+            contents = Contents(model, optimizer)
         rank, step = communicator.rank, contents.step_number()
         where = Directory(directory)
         with together(communicator, "save_checkpoint()"):
@@ -129,11 +131,11 @@ def save_checkpoint(
             manifest = _manifest(contents, name, step, schedule, values, communicator.world_size) if rank == 0 else None
         communicator.agree(f"{name} {keep} {asynchronous}".encode(), "the checkpoint", remedy=_ALIKE)
         _make_folder(where, name, communicator)
-        timeout_s = model.settings.rank_timeout
-        parts = list(contents.parts())
-        task = Task(where, name, rank, communicator.world_size, parts, rank_file, manifest, keep, timeout_s)
-        pending = PendingCheckpoint(task, communicator, contents, _copy_room(model), asynchronous)
-        manager.background.begin(pending)
+        with communicator.publishing():
+            parts, timeout_s = list(contents.parts()), model.settings.rank_timeout
+            task = Task(where, name, rank, communicator.world_size, parts, rank_file, manifest, keep, timeout_s)
+            pending = PendingCheckpoint(task, communicator, contents, _copy_room(model), asynchronous)
+            manager.background.begin(pending)
     if asynchronous:
         return pending
     return pending.wait()
@@ -227,7 +229,7 @@ class PendingCheckpoint:
         watch = self._communicator.watch
         try:
             with torch.inference_mode(False), torch.no_grad():
-                write(self._task, self._source, lambda: watch is not None and watch.failed)
+                write(self._task, self._source, lambda: None if watch is None else watch.reason_lost())
         except Exception as error:  # of a thread: `wait` and the next step raise it
             self._failure = error
 

@@ -14,13 +14,15 @@ def together(communicator: Communicator, what: str) -> Iterator[None]:
     """Around what each rank does on its files alone: if one fails, all raise. Collective at the end of the block.
 
     Raises CheckpointError with the first rank's reason on all ranks. Errors of arguments leave as they are, if all
-    ranks have them.
+    ranks have them. As all ranks raise, their states stay as they are for whoever catches it. Any other exception is
+    published, as one that the others do not expect.
     """
     failure: Exception | None = None
-    try:
-        yield
-    except (OSError, CheckpointError, ValueError, TypeError) as error:
-        failure = error
+    with communicator.publishing():
+        try:
+            yield
+        except (OSError, CheckpointError, ValueError, TypeError, KeyError) as error:
+            failure = error
     words = "" if failure is None else reason_of(failure)
     every = communicator.all_gather_bytes(words.encode(), "files of a checkpoint")
     failed = [(rank, each.decode()) for rank, each in enumerate(every) if each]

@@ -109,10 +109,12 @@ class Source:
                 yield item
 
 
-def write(task: Task, source: Source, is_lost: Callable[[], bool]) -> Path:
+def write(task: Task, source: Source, reason_lost: Callable[[], str | None]) -> Path:
     """Write this rank's files, and have the whole complete. Returns the checkpoint's folder.
 
-    is_lost: whether another rank is known to have failed. Raises OSError and CheckpointError.
+    reason_lost: says why another rank will not come, None if nothing is known against it.
+
+    Raises OSError and CheckpointError.
     """
     try:
         try:
@@ -132,9 +134,9 @@ def write(task: Task, source: Source, is_lost: Callable[[], bool]) -> Path:
                 _publish_failure(task, error)
             raise
         if task.manifest is None:
-            _wait_for_commit(task, data, is_lost)
+            _wait_for_commit(task, data, reason_lost)
         else:
-            _commit(task, task.manifest, is_lost)
+            _commit(task, task.manifest, reason_lost)
     finally:
         source.give_up()
     return task.final
@@ -180,10 +182,10 @@ def _publish_failure(task: Task, error: Exception) -> None:
         _publish(task.folder / _failure_name(task.rank), reason_of(error).encode())
 
 
-def _commit(task: Task, manifest: Manifest, is_lost: Callable[[], bool]) -> None:
+def _commit(task: Task, manifest: Manifest, reason_lost: Callable[[], str | None]) -> None:
     """Rank 0: wait for all ranks, and make the folder a checkpoint."""
     try:
-        ranks = [_summary(task, rank, is_lost) for rank in range(task.world_size)]
+        ranks = [_summary(task, rank, reason_lost) for rank in range(task.world_size)]
         write_durably(task.folder / MANIFEST, dump_manifest(manifest.model_copy(update={"ranks": ranks})))
         task.directory.commit(task.tag)
     except BaseException:
@@ -193,28 +195,30 @@ def _commit(task: Task, manifest: Manifest, is_lost: Callable[[], bool]) -> None
         task.directory.remove_old(task.keep, task.tag)
 
 
-def _summary(task: Task, rank: int, is_lost: Callable[[], bool]) -> RankSummary:
+def _summary(task: Task, rank: int, reason_lost: Callable[[], str | None]) -> RankSummary:
     path, failure = task.folder / rank_name(rank), task.folder / _failure_name(rank)
-    _wait(lambda: path.exists() or failure.exists(), task, is_lost, f"rank {rank} has not written its part")
+    _wait(lambda: path.exists() or failure.exists(), task, reason_lost, f"rank {rank} has not written its part")
     if failure.exists():
         raise CheckpointError(f"rank {rank}: {failure.read_text(errors='replace')}")
     data = path.read_bytes()
     return RankSummary(file=path.name, num_bytes=len(data), crc32=zlib.crc32(data))
 
 
-def _wait_for_commit(task: Task, data: bytes, is_lost: Callable[[], bool]) -> None:
-    _wait(lambda: not task.folder.exists(), task, is_lost, "rank 0 has not completed the checkpoint")
+def _wait_for_commit(task: Task, data: bytes, reason_lost: Callable[[], str | None]) -> None:
+    _wait(lambda: not task.folder.exists(), task, reason_lost, "rank 0 has not completed the checkpoint")
     # A folder that is gone has its own name by now, or was removed by rank 0: an older one may have the same name.
     own = task.final / rank_name(task.rank)
     if not own.is_file() or own.read_bytes() != data:
         raise CheckpointError("rank 0 has given the checkpoint up, and says why itself")
 
 
-def _wait(is_there: Callable[[], bool], task: Task, is_lost: Callable[[], bool], words: str) -> None:
+def _wait(is_there: Callable[[], bool], task: Task, reason_lost: Callable[[], str | None], words: str) -> None:
     deadline, pause = time.monotonic() + task.timeout_s, _POLL_S
     while not is_there():
-        if is_lost():
-            raise CheckpointError(f"{words}: a rank has failed")
+        reason = reason_lost()
+        # A rank that is through may end between the two looks.
+        if reason is not None and not is_there():
+            raise CheckpointError(f"{words}: {reason}")
         if time.monotonic() > deadline:
             raise CheckpointError(f"{words} within {task.timeout_s:.0f} s")
         time.sleep(pause)

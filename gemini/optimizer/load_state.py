@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,25 +46,22 @@ class WholeTensors:
         access.set_whole(managed, managed.laid_out(value, dtype))
 
 
-def load_optimizer_state(
-    model: ShardedModel,
-    states: ChunkStates,
-    groups: list[dict[str, Any]],
-    saved: Mapping[str, Any],
-    values: StateValues | None = None,
-) -> None:
-    """Set all state from `saved`. Frozen parameters in it get memory for their state, as in plain PyTorch. Collective.
+class CheckedState(NamedTuple):
+    """A state dict that fits an optimizer."""
 
-    values: fills states and masters where the tensors of `saved` only stand for them, on the device meta. None: the
-        tensors have the values.
+    saved: Mapping[str, Any]  # with numbers as keys
+    by_number: dict[int, ManagedParameter]
+    names_of: Callable[[ManagedParameter], EntryNames]
+    settings: list[dict[str, Any]]  # of each group, in the words of this optimizer's
 
-    Raises ValueError or KeyError, or BudgetError if there is no room, before anything is changed.
+
+def check_optimizer_state(
+    model: ShardedModel, states: ChunkStates, groups: list[dict[str, Any]], saved: Mapping[str, Any]
+) -> CheckedState:
+    """See whether `saved` is of these groups and this kind of optimizer. Local; changes nothing.
+
+    Raises ValueError or KeyError.
     """
-    values = values or WholeTensors()
-    step, parts = model.chunk_manager.step, States(model.chunk_manager)
-    step.check_idle("optimizer.load_state_dict()")
-    model.trainability.apply_unfrozen()
-    step.binding.write_back_all()  # edits of weights must not overwrite the loaded masters later
     by_number = {number: model.chunk_manager.parameters[index] for index, number in numbers_of(groups).items()}
     saved = _numbered(saved)
     names_of = _names_by_group(states, saved.get("param_groups", ()))
@@ -73,6 +70,29 @@ def load_optimizer_state(
     for group, its in zip(groups, settings, strict=True):
         # A trial update refuses bad hyperparameters while nothing has changed.
         states.check_group({**group, **its})
+    return CheckedState(saved, by_number, names_of, settings)
+
+
+def load_optimizer_state(
+    model: ShardedModel,
+    states: ChunkStates,
+    groups: list[dict[str, Any]],
+    checked: CheckedState,
+    values: StateValues | None = None,
+) -> None:
+    """Set all state. Frozen parameters in it get memory for their state, as in plain PyTorch. Collective.
+
+    checked: of `check_optimizer_state` for this model and these groups.
+    values: fills states and masters where the tensors of the dict only stand for them, on the device meta. None: the
+        tensors have the values.
+
+    Raises BudgetError if there is no room, before anything is changed.
+    """
+    values = values or WholeTensors()
+    saved, by_number, names_of, settings = checked
+    step, parts = model.chunk_manager.step, States(model.chunk_manager)
+    model.trainability.apply_unfrozen()
+    step.binding.write_back_all()  # edits of weights must not overwrite the loaded masters later
     # Every rank sets its own part of each parameter's state: with another step count it would be updated otherwise.
     step.communicator.agree(state_in_words(saved).encode(), "loaded optimizer state", remedy=_LOAD_ALIKE)
     masters = saved.get("masters", {})

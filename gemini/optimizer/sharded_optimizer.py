@@ -20,7 +20,7 @@ from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm,
 from gemini.optimizer.chunk_optimizer import ChunkOptimizer
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import resolve_update
-from gemini.optimizer.load_state import load_optimizer_state
+from gemini.optimizer.load_state import check_optimizer_state, load_optimizer_state
 from gemini.optimizer.loss_scale import LossScale
 from gemini.optimizer.optimizer_step import OptimizerStep
 from gemini.optimizer.param_groups import add_group, agreed_groups
@@ -234,7 +234,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale = self._scaling.active
             if scale is not None and "loss_scale" in state_dict:
                 scale.check_state(state_dict["loss_scale"])
-            load_optimizer_state(self.model, self._chunk_states, self.param_groups, state_dict)
+            self._manager.step.check_idle("optimizer.load_state_dict()")
+            checked = check_optimizer_state(self.model, self._chunk_states, self.param_groups, state_dict)
+            load_optimizer_state(self.model, self._chunk_states, self.param_groups, checked)
             if scale is not None and "loss_scale" in state_dict:
                 scale.load_state_dict(state_dict["loss_scale"])
 

@@ -122,6 +122,23 @@ class Watchdog:
         self._messages.drop_place()
         self._messages.end_meeting(keys)
 
+    def reason_lost(self) -> str | None:
+        """Why the ranks will not come together any more; None if nothing is known against it. Local, from any thread.
+
+        For a thread that waits for other ranks beside the one that trains. That one has to hear of the failure itself:
+        nothing is marked here.
+        """
+        if self.failed:
+            return "a rank has failed"
+        try:
+            failure = self._messages.failure()
+            ended = None if failure else self._ended()
+        except RuntimeError:
+            return "the rank that holds the store is gone"
+        if failure:
+            return f"rank {failure[0]}: {failure[1]}"
+        return None if ended is None else f"rank {ended[0]}: {ended[1] or 'its process is gone'}"
+
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. A failure that another rank caused is not published again."""
         self.failed = True
