@@ -26,6 +26,7 @@ CPU_BENCHMARKS = {
     "tiny_operators": "1,000 tiny operators, nearly all calls: ours beside plain PyTorch and DDP (half a minute)",
     "collective_cost": "what launching a collective costs beside its bytes, on two ranks (a quarter of a minute)",
     "engine_overhead": "a step through the Engine beside the same by hand, for two sizes of GPT-2 (a minute)",
+    "checkpoint": "saving and loading beside the disk's rate, torch.save and DCP; saving beside training (2 minutes)",
     "same_bits": "no bit depends on where the state rests: every policy and budget on 1, 2, 4 ranks (half an hour)",
     "modelled_time": "modelled step times beside measured ones, on one rank and on two (a minute)",
     "step_profile": "where a step of two ranks spends its time (half a minute)",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gemini.checkpoint.boxes import Box, whole
+from gemini.checkpoint.file_io import DiskIO, OutputFile, read_exactly, write_all
 from gemini.errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -28,7 +29,6 @@ _SHARDING_KEY = "DCP_SHARDING_INFO"  # of torch/distributed/checkpoint/_hf_utils
 _OFFSETS_KEY = "saved_offsets"
 _LENGTH_BYTES = 8  # of the header's own size, at the start of a file
 _MOST_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones, as a file that is none has any number there
-_WRITE_BYTES = 2**26  # at once: a signal or an error is noticed between two of these
 
 _NAMES = {
     torch.float64: "F64",
@@ -74,10 +74,11 @@ def can_hold(dtype: torch.dtype) -> bool:
 class TensorFile:
     """A file that is being written: its header says from the start what it will hold."""
 
-    def __init__(self, path: Path, parts: Iterable[Part], is_sharded: bool = True) -> None:
+    def __init__(self, path: Path, parts: Iterable[Part], io: DiskIO | None = None, is_sharded: bool = True) -> None:
         """Makes the file, with room for all parts. Raises OSError, for a full disk before any of them is written.
 
-        is_sharded: the header says which boxes the parts are. False: they are whole tensors.
+        io: writes the parts; None: one of its own. is_sharded: the header says which boxes the parts are. False: they
+            are whole tensors.
         """
         self.path = path
         # Wide elements first: whoever maps the file finds every tensor at a multiple of its element's size.
@@ -97,45 +98,30 @@ class TensorFile:
         self._data_start = len(header)
         self.num_bytes = self._data_start + end
         self.crc32 = {"": zlib.crc32(header)}  # of each tensor's bytes by key; "": of the header
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._io = io or DiskIO()
+        self._file = OutputFile(path, self.num_bytes)
         try:
-            _reserve(self._file, self.num_bytes)
-            _write(self._file, memoryview(header), 0)
+            write_all(self._file.number, memoryview(header), 0)
         except BaseException:
-            os.close(self._file)
+            self._file.close()
             raise
 
     def write(self, key: str, value: Tensor) -> None:
         """Write a part, whose elements `value` holds in order, 1-D and on the CPU. Raises OSError."""
-        data = _bytes_of(value)
-        self.crc32[key] = zlib.crc32(data)
-        _write(self._file, data, self._data_start + self._starts[key])
+        self.crc32[key] = self._io.write(self._file, _bytes_of(value), self._data_start + self._starts[key])
 
     def finish(self) -> None:
         """Have everything on the disk, and close the file. Raises OSError."""
         try:
-            os.fsync(self._file)
+            self._io.finish_writes()
+            self._file.finish()
         finally:
             self.close()
 
     def close(self) -> None:
         """Close the file, complete or not. Closing it again does nothing."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def _reserve(file: int, num_bytes: int) -> None:
-    """Reserve disk space, where the file system can. Raises OSError if there is too little."""
-    if hasattr(os, "posix_fallocate") and num_bytes:
-        os.posix_fallocate(file, 0, num_bytes)
-
-
-def _write(file: int, data: memoryview, position: int) -> None:
-    done = 0
-    while done < len(data):
-        # A write may take less than it was given, as a disk that fills up does; the next one then raises.
-        done += os.pwrite(file, data[done : done + _WRITE_BYTES], position + done)
+        self._io.settle()
+        self._file.close()
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
@@ -192,6 +178,7 @@ class OpenFiles:
     """Files that are being read, each opened once. Use it as a context: it closes them."""
 
     def __init__(self) -> None:
+        self._io = DiskIO()
         self._files: dict[Path, int] = {}
         self.num_bytes = 0  # read so far
 
@@ -199,6 +186,7 @@ class OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._io.__exit__()
         for file in self._files.values():
             os.close(file)
         self._files.clear()
@@ -221,23 +209,13 @@ class OpenFiles:
 
     def _read(self, path: Path, start: int, target: Tensor) -> None:
         self.num_bytes += target.nbytes
-        read_exactly(self.open(path), path, start, _bytes_of(target))
+        self._io.read(self.open(path), path, start, _bytes_of(target))
 
     def open(self, path: Path) -> int:
         """The descriptor of a file. Raises OSError."""
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
         return self._files[path]
-
-
-def read_exactly(file: int, path: Path, start: int, into: memoryview) -> None:
-    """Fill `into` from position `start` of a file. Raises OSError, or CheckpointError if the file ends before."""
-    done = 0
-    while done < len(into):
-        got = os.preadv(file, [into[done : done + _WRITE_BYTES]], start + done)
-        if not got:
-            raise CheckpointError(f"{path} ends after {start + done} bytes, {len(into) - done} more were expected")
-        done += got
 
 
 def _strides_of(sizes: Sequence[int]) -> list[int]:
@@ -311,11 +289,9 @@ def _joined(key: str, parts: Sequence[Stored]) -> StoredTensor:
     return StoredTensor(key, parts[0].part.dtype, shape, parts)
 
 
-def checksum(file: int, path: Path, start: int, num_bytes: int, buffer: memoryview) -> int:
-    """The CRC-32 of bytes of a file. buffer: to read through. Raises as `read_exactly`."""
-    crc, done = 0, 0
-    while done < num_bytes:
-        piece = buffer[: min(len(buffer), num_bytes - done)]
-        read_exactly(file, path, start + done, piece)
-        crc, done = zlib.crc32(piece, crc), done + len(piece)
+def checksum(io: DiskIO, file: int, path: Path, start: int, num_bytes: int) -> int:
+    """The CRC-32 of bytes of a file. Raises OSError, and CheckpointError if it is too short."""
+    crc = 0
+    for piece in io.pieces(file, path, start, num_bytes):
+        crc = zlib.crc32(piece, crc)
     return crc

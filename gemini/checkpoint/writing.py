@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gemini.checkpoint.contents import ChunkEntry, Plain
 from gemini.checkpoint.directory import Directory, Keep
+from gemini.checkpoint.file_io import DiskIO
 from gemini.checkpoint.manifest import (
     MANIFEST,
     FileSummary,
@@ -153,12 +154,13 @@ def _write_tensors(task: Task, source: Source) -> dict[str, FileSummary]:
         by_file[number].append(part)
     files: list[TensorFile] = []
     try:
-        for number, its in by_file.items():
-            files.append(TensorFile(task.folder / f"states-{task.rank:05d}-{number}{SUFFIX}", its))
-        for number, key, value in source.values():
-            files[number].write(key, value.to("cpu"))
-        for file in files:
-            file.finish()
+        with DiskIO() as io:
+            for number, its in by_file.items():
+                files.append(TensorFile(task.folder / f"states-{task.rank:05d}-{number}{SUFFIX}", its, io))
+            for number, key, value in source.values():
+                files[number].write(key, value.to("cpu"))
+            for file in files:
+                file.finish()
     finally:
         for file in files:
             file.close()

@@ -93,7 +93,7 @@ def round_as_master(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
-    """(numel,) a copy of elements of the parameter home, from `start` on."""
+    """(numel,) elements of the parameter home, from `start` on; it may be a view."""
     return weights_in(chunk, ready(chunk.homes[Kind.PARAM]), start, numel)
 
 
@@ -101,7 +101,7 @@ def weights_in(chunk: Chunk, home: Tensor, start: int, numel: int) -> Tensor:
     """The same of a parameter home with the content `home`."""
     runs = [home[piece.in_payload] for piece in pieces_within(chunk.home_slices(), start, numel)]
     # `torch.cat` refuses an empty list, which is what a range without elements gives.
-    return torch.cat(runs) if runs else home[:0].clone()
+    return torch.cat(runs) if len(runs) > 1 else runs[0] if runs else home[:0]
 
 
 def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = True) -> None:

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import gemini
 from gemini import CheckpointError, HybridAdam, ShardedModel, ShardedOptimizer, load_checkpoint, save_checkpoint
-from gemini.checkpoint import saving, tensor_files
+from gemini.checkpoint import saving
+from gemini.checkpoint.file_io import DiskIO
 from tests.harness.on_ranks import gathered, on_ranks, on_ranks_with
 from tests.harness.pairwise import all_pairs
 from tests.harness.ranks import RankPool
@@ -227,14 +228,14 @@ def test_skipped_steps_and_the_loss_scale_go_on(rank: int, world_size: int) -> N
 
 @contextlib.contextmanager
 def _slow_disk(monkeypatch: pytest.MonkeyPatch, room: int | None) -> Iterator[None]:
-    write = tensor_files._write
+    write = DiskIO.write
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any) -> int:
         time.sleep(0.003)
-        write(*arguments)
+        return write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_files, "_write", slowly)
+        patch.setattr(DiskIO, "write", slowly)
         if room is not None:
             patch.setattr(saving, "spare_bytes", lambda *_: room)
         yield
@@ -276,7 +277,7 @@ def test_a_failure_in_the_background_reaches_the_training_loop(rank: int, world_
         patch = pytest.MonkeyPatch()
         with patch.context() as inside:
             if rank == world_size - 1:
-                inside.setattr(tensor_files, "_write", fails)
+                inside.setattr(DiskIO, "write", fails)
             pending = save_checkpoint(folder, *parts[:2], asynchronous=True)
             assert not isinstance(pending, Path)
             with pytest.raises(CheckpointError, match="No space left"):

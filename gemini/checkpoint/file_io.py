@@ -1,0 +1,247 @@
+"""Bytes to files and from files at the disk's rate: several requests are on their way while the next bytes are made.
+
+[Note: Past the page cache] Large pieces are written with O_DIRECT from memory that is aligned for it. Through the page
+cache a save would write at the rate at which the system happens to write back, wait for the rest of it in `fsync`, and
+push out of memory what training uses. Where a file system has no O_DIRECT (a tmpfs, for example), and for the ends of a
+piece, which share blocks with other pieces, the ordinary way is taken: both see the same file.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gemini.errors import CheckpointError
+
+PIECE_BYTES = 2**23
+_NUM_REQUESTS = 2  # on their way at once: more did not read or write faster
+_NUM_BUFFERS = 4
+_BLOCK_BYTES = 4096  # to which O_DIRECT aligns positions, lengths and memory: a multiple of every usual sector
+_WRITE_BYTES = 2**26  # at once: a signal or an error is noticed between two of these
+
+
+class DiskIO:
+    """The threads and buffers of one save or load. Use it as a context: it waits for what is on its way.
+
+    One thread uses it. It holds up to `_NUM_BUFFERS` buffers of `PIECE_BYTES`, from the first large piece on.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._free: list[memoryview] = []
+        self._num_buffers = 0
+        self._under_way: deque[tuple[Future[None], memoryview]] = deque()
+
+    def __enter__(self) -> DiskIO:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.settle()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def settle(self) -> None:
+        """Wait for what is on its way, however it ends, before a file is closed. Raises nothing.
+
+        A thread that still writes must not meet a closed file, nor one that others open under the same number.
+        """
+        while self._under_way:
+            future, buffer = self._under_way.popleft()
+            future.exception()
+            self._give_back(buffer)
+
+    # -- writing
+
+    def write(self, file: OutputFile, data: memoryview, position: int) -> int:
+        """Write bytes to a place in a file. Returns their CRC-32. They are copied or written then.
+
+        Raises OSError, also of an earlier piece.
+        """
+        if len(data) < PIECE_BYTES:
+            write_all(file.number, data, position)
+            return zlib.crc32(data)
+        crc = self._threads().submit(zlib.crc32, data)
+        try:
+            self._write(file, data, position)
+        finally:
+            crc.exception()  # nothing may read `data` any more
+        return crc.result()
+
+    def _write(self, file: OutputFile, data: memoryview, position: int) -> None:
+        start = -position % _BLOCK_BYTES
+        end = len(data) - (position + len(data)) % _BLOCK_BYTES
+        if not file.is_direct or end <= start:
+            write_all(file.number, data, position)
+            return
+        file.keep_edge(data[:start], position)
+        file.keep_edge(data[end:], position + end)
+        for at in range(start, end, PIECE_BYTES):
+            piece = data[at : min(at + PIECE_BYTES, end)]
+            buffer = self._buffer()[: len(piece)]
+            np.copyto(_array(buffer), _array(piece))  # without holding other threads up, unlike a slice's assignment
+            self._submit(buffer, file.write_direct, buffer, position + at)
+
+    def finish_writes(self) -> None:
+        """Wait for all writes. Raises OSError."""
+        while self._under_way:
+            self._wait_for_oldest()
+
+    # -- reading
+
+    def read(self, file: int, path: Path, start: int, into: memoryview) -> None:
+        """Fill `into` from position `start` of a file. Raises OSError, or CheckpointError if the file ends before."""
+        if len(into) < 2 * PIECE_BYTES:
+            read_exactly(file, path, start, into)
+            return
+        pieces = [
+            self._threads().submit(read_exactly, file, path, start + at, into[at : at + PIECE_BYTES])
+            for at in range(0, len(into), PIECE_BYTES)
+        ]
+        try:
+            for piece in pieces:
+                piece.result()
+        finally:
+            for piece in pieces:  # after an error: nothing may be written to `into` any more
+                if not piece.cancel():
+                    piece.exception()
+
+    def pieces(self, file: int, path: Path, start: int, num_bytes: int) -> Iterator[memoryview]:
+        """The bytes of a part of a file, in order, each piece valid until the next. Raises as `read`."""
+        ahead = iter(range(0, num_bytes, PIECE_BYTES))
+        try:
+            while True:
+                while len(self._under_way) < _NUM_REQUESTS + 1 and (at := next(ahead, None)) is not None:
+                    buffer = self._buffer()[: min(PIECE_BYTES, num_bytes - at)]
+                    self._submit(buffer, read_exactly, file, path, start + at, buffer)
+                if not self._under_way:
+                    return
+                future, buffer = self._under_way[0]
+                future.result()
+                yield buffer
+                self._wait_for_oldest()
+        finally:
+            self.settle()
+
+    # -- buffers and threads
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_NUM_REQUESTS + 1, "gemini disk")  # one more for checksums
+        return self._pool
+
+    def _buffer(self) -> memoryview:
+        """Memory that nothing uses. Waits for the oldest request if there is none."""
+        if not self._free and self._num_buffers < _NUM_BUFFERS:
+            self._num_buffers += 1
+            return memoryview(mmap.mmap(-1, PIECE_BYTES))  # aligned to a page
+        while not self._free:
+            self._wait_for_oldest()
+        return self._free.pop()
+
+    def _submit(self, buffer: memoryview, function: Callable[..., None], *arguments: Any) -> None:
+        self._under_way.append((self._threads().submit(function, *arguments), buffer))
+
+    def _wait_for_oldest(self) -> None:
+        future, buffer = self._under_way[0]
+        future.result()
+        self._under_way.popleft()
+        self._give_back(buffer)
+
+    def _give_back(self, buffer: memoryview) -> None:
+        whole: Any = buffer.obj  # a shorter view stands for it
+        self._free.append(memoryview(whole))
+
+
+class OutputFile:
+    """A file that is written in pieces, in any order."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        """Makes the file, with room for all bytes. Raises OSError, for a full disk before any of them is written."""
+        self.number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._direct = -1
+        self._edges: list[tuple[bytes, int]] = []
+        try:
+            if hasattr(os, "posix_fallocate") and num_bytes:
+                os.posix_fallocate(self.number, 0, num_bytes)
+            if num_bytes >= PIECE_BYTES and hasattr(os, "O_DIRECT"):
+                self._direct = _open_direct(path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether large pieces go past the page cache."""
+        return self._direct >= 0
+
+    def write_direct(self, data: memoryview, position: int) -> None:
+        """Write a piece past the page cache; its memory, length and position are aligned. Raises OSError."""
+        try:
+            done = os.pwrite(self._direct, data, position)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # else this file system wants another alignment
+                raise
+            done = 0
+        # A disk that fills up takes less than it was given.
+        write_all(self.number, data[done:], position + done)
+
+    def keep_edge(self, data: memoryview, position: int) -> None:
+        """Take bytes beside a large piece, of less than a block. `finish` writes them.
+
+        A write through the page cache waits for all that are past it in the same file.
+        """
+        if data:
+            self._edges.append((bytes(data), position))
+
+    def finish(self) -> None:
+        """Have everything on the disk, after the large pieces. Raises OSError."""
+        for data, position in self._edges:
+            write_all(self.number, memoryview(data), position)
+        self._edges.clear()
+        os.fsync(self.number)
+
+    def close(self) -> None:
+        """Close the file, complete or not. Closing it again does nothing."""
+        for number in (self.number, self._direct):
+            if number >= 0:
+                os.close(number)
+        self.number = self._direct = -1
+
+
+def _open_direct(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except OSError:  # a file system without it
+        return -1
+
+
+def _array(data: memoryview) -> Any:
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def write_all(file: int, data: memoryview, position: int) -> None:
+    """Write bytes to a place in a file. Raises OSError."""
+    done = 0
+    while done < len(data):
+        # A write may take less than it was given, as a disk that fills up does; the next one then raises.
+        done += os.pwrite(file, data[done : done + _WRITE_BYTES], position + done)
+
+
+def read_exactly(file: int, path: Path, start: int, into: memoryview) -> None:
+    """Fill `into` from position `start` of a file. Raises OSError, or CheckpointError if the file ends before."""
+    done = 0
+    while done < len(into):
+        got = os.preadv(file, [into[done : done + _WRITE_BYTES]], start + done)
+        if not got:
+            raise CheckpointError(f"{path} ends after {start + done} bytes, {len(into) - done} more were expected")
+        done += got

@@ -1,0 +1,94 @@
+"""Large pieces go past the page cache and back with every byte, whatever the disk does to a request."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from gemini.checkpoint import file_io
+from gemini.checkpoint.boxes import whole
+from gemini.checkpoint.file_io import PIECE_BYTES, DiskIO
+from gemini.checkpoint.tensor_files import OpenFiles, Part, TensorFile, tensors_in
+from gemini.errors import CheckpointError
+
+# Two that are divided at odd places, one of a whole piece, and small ones before, between and after.
+SIZES = {"first": 3, "a": 2 * PIECE_BYTES + 12_345, "between": 7, "b": PIECE_BYTES + 4097, "c": PIECE_BYTES, "last": 1}
+
+
+def write(path: Path) -> tuple[dict[str, torch.Tensor], TensorFile]:
+    values = {name: torch.randint(0, 255, (size,), dtype=torch.uint8) for name, size in SIZES.items()}
+    file = TensorFile(path, [Part(name, whole((size,)), torch.uint8) for name, size in SIZES.items()])
+    try:
+        for name in reversed(values):
+            file.write(name, values[name])
+        file.finish()
+    finally:
+        file.close()
+    return values, file
+
+
+@pytest.mark.parametrize("trouble", ["none", "no O_DIRECT", "another alignment", "short writes"])
+def test_every_byte_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    pwrite = os.pwrite
+    if trouble == "no O_DIRECT":
+        monkeypatch.setattr(file_io, "_open_direct", lambda _: -1)
+
+    def troubled(file: int, data: memoryview, position: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            if trouble == "another alignment":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            if trouble == "short writes":
+                data = data[: 4096 * 5]
+        return pwrite(file, data, position)
+
+    monkeypatch.setattr(os, "pwrite", troubled)
+    path = tmp_path / "it.safetensors"
+    values, file = write(path)
+    with safe_open(path, "pt") as theirs:
+        assert all(torch.equal(theirs.get_tensor(name), value) for name, value in values.items())
+    stored = tensors_in([path])
+    with OpenFiles() as files:
+        assert all(torch.equal(stored[name].whole(files), value) for name, value in values.items())
+    assert {name: zlib.crc32(value.numpy().tobytes()) for name, value in values.items()} | {
+        "": file.crc32[""]
+    } == file.crc32
+
+
+def test_a_full_disk_is_an_error_of_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+
+    def full(file: int, data: memoryview, position: int) -> int:
+        if len(data) == PIECE_BYTES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(file, data, position)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "it.safetensors")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize("num_bytes", [1, PIECE_BYTES, 3 * PIECE_BYTES + 5, 6 * PIECE_BYTES])
+def test_pieces_come_in_order_and_a_short_file_is_named(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "it"
+    data = os.urandom(num_bytes)
+    path.write_bytes(b"head" + data)
+    with open(path, "rb") as file, DiskIO() as io:
+        for _ in range(2):  # buffers are used again
+            assert b"".join(bytes(piece) for piece in io.pieces(file.fileno(), path, 4, num_bytes)) == data
+        into = memoryview(bytearray(num_bytes))
+        io.read(file.fileno(), path, 4, into)
+        assert into == data
+        with pytest.raises(CheckpointError, match="it ends after"):
+            list(io.pieces(file.fileno(), path, 5, num_bytes))
+        with pytest.raises(CheckpointError, match="it ends after"):
+            io.read(file.fileno(), path, 5, into)
+        assert b"".join(bytes(piece) for piece in io.pieces(file.fileno(), path, 4, num_bytes)) == data
