@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,9 +201,12 @@ def test_no_further_class_has_the_name_of_another() -> None:
 def test_how_gradients_accumulate_is_chosen_once() -> None:
     """The store makes the way for one rank or for several; no other part of it asks how many ranks there are."""
     asking = re.compile(r"world_size (==|!=|>|>=|<|<=) \d")
-    parts = ("accumulate", "arrivals", "grad_homes", "grad_memory", "grads", "leftovers", "reduce", "unsynced")
-    texts = {part: (ROOT / f"gemini/manager/{part}.py").read_text() for part in parts}
-    assert [part for part, text in texts.items() for _ in asking.findall(text)] == ["grads"]
+    parts = {"Accumulation", "AccumulateInPlace", "AccumulateAndReduce", "Arrivals", "GradHomes", "GradMemory"}
+    parts |= {"GradStore", "Leftovers", "keep_unsynced", "reduce_unsynced"}
+    nodes: list[Any] = [node for path in sources("gemini") for node in ast.parse(path.read_text()).body]
+    texts = {node.name: ast.unparse(node) for node in nodes if getattr(node, "name", None) in parts}
+    assert texts.keys() == parts
+    assert [part for part, text in texts.items() for _ in asking.findall(text)] == ["GradStore"]
 
 
 def test_only_one_file_names_streams_and_events_or_waits_for_a_device() -> None:
@@ -290,7 +294,9 @@ def test_every_mutant_changes_one_place() -> None:
     """Code moves on; `make mutants` takes minutes to find out."""
     code = Code(ROOT)
     found = {mutant.name: code.places(mutant) for mutant in MUTANTS}
-    assert not {name: len(places) for name, places in found.items() if len(places) != 1}
+    stale = [mutant for mutant in MUTANTS if len(found[mutant.name]) != 1]
+    told = [f"{m.name}: {len(found[m.name])} times in {m.where}; see {code.elsewhere(m)}" for m in stale]
+    assert not stale, "\n".join(told)
     for places in found.values():
         ast.parse(places[0].mutated)
 

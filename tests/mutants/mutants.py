@@ -8,5 +8,7 @@ from pathlib import Path
 
 from tests.mutants.mutant import Mutant
 
-_NAMES = sorted({path.stem for path in Path(__file__).parent.glob("[a-z]*.py")} - {"mutant", "mutants", "places", "run"})
+_NAMES = sorted(
+    {path.stem for path in Path(__file__).parent.glob("[a-z]*.py")} - {"mutant", "mutants", "places", "run"}
+)
 MUTANTS: list[Mutant] = [each for name in _NAMES for each in import_module(f"tests.mutants.{name}").MUTANTS]

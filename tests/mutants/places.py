@@ -7,7 +7,7 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -48,6 +48,12 @@ class Code:
             for start, end, new in changes(source, node, mutant.old, mutant.new)
         ]
         return found if mutant.index is None else found[mutant.index : mutant.index + 1]
+
+    def elsewhere(self, mutant: Mutant) -> list[str]:
+        """Methods and functions of the same last name that have `old`: where it may have gone."""
+        last = mutant.where.rpartition(".")[2]
+        names = [name for name in self._defined if name.rpartition(".")[2] == last and name != mutant.where]
+        return [name for name in names if self.places(replace(mutant, where=name, package="", index=None))]
 
 
 def _definitions(scope: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
