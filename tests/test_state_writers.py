@@ -3,17 +3,16 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from textwrap import indent
 
 import pytest
 
 from tests.test_house_rules import PACKAGES, ROOT, sources
 
-CHUNKS = "gemini/chunks/chunk.py"
-GRADIENTS = "gemini/chunks/gradient.py"
 FIRED = {"become", "note_fired", "note_all_fired"}
-# By file: the fields of the state of its class, and the methods that write them.
+# By class: the fields of its state, and the methods that write them.
 STATES = {
-    GRADIENTS: {
+    "ChunkGradient": {
         **{field: {"become"} for field in ("state", "content", "slot", "payload", "views", "spilled")},
         "fired": FIRED,
         "num_fired": FIRED,
@@ -22,12 +21,12 @@ STATES = {
         "first_backward": {"become_reduced", "outlive_step"},
         "unsynced_state": {"become_unsynced"},
     },
-    CHUNKS: {field: {"become"} for field in ("state", "slot", "payload")},
-    "gemini/ranks/position.py": {"now": {"set", "return_to", "reset"}},
-    "gemini/ranks/communicator.py": {"plan_hash": {"follow_plan"}},
-    "gemini/manager/accumulate.py": {"synchronizes": {"__post_init__", "unsynchronized"}},
-    "gemini/manager/payloads.py": {"has_room": {"take_room", "miss_room", "give_room"}},
-    "gemini/manager/grads.py": {
+    "Chunk": {field: {"become"} for field in ("state", "slot", "payload")},
+    "StepPosition": {"now": {"set", "return_to", "reset"}},
+    "Communicator": {"plan_hash": {"follow_plan"}},
+    "Accumulation": {"synchronizes": {"__post_init__", "unsynchronized"}},
+    "Payloads": {"has_room": {"take_room", "miss_room", "give_room"}},
+    "GradStore": {
         "in_backward": {"begin_backward", "end_backward", "abandon_backward"},
         "expects_scaled_loss": {"expect_scaled_losses"},
         "loss_is_scaled": {"begin_scaled_loss", "end_scaled_loss"},
@@ -52,6 +51,7 @@ class Write:
     base: str
     field: str
     function: str
+    owner: str  # the class around it
     text: str
 
 
@@ -115,23 +115,26 @@ def _aliases(scope: ast.AST) -> dict[str, ast.Attribute]:
     return found
 
 
-def writes(node: ast.AST, function: str = "", aliases: dict[str, ast.Attribute] | None = None) -> Iterator[Write]:
-    """Everything below `node` that writes an attribute, with the innermost function that does."""
+def writes(
+    node: ast.AST, function: str = "", owner: str = "", aliases: dict[str, ast.Attribute] | None = None
+) -> Iterator[Write]:
+    """Everything below `node` that writes an attribute, with the innermost function that does, and class."""
+    if isinstance(node, ast.ClassDef):
+        owner = node.name
     if isinstance(node, SCOPES):
         function, aliases = getattr(node, "name", ""), {**(aliases or {}), **_aliases(node)}
     for base, field in _written_by(node, aliases or {}):
-        yield Write(getattr(node, "lineno", 0), base, field, function, ast.unparse(node))
+        yield Write(getattr(node, "lineno", 0), base, field, function, owner, ast.unparse(node))
     for child in ast.iter_child_nodes(node):
-        yield from writes(child, function, aliases)
+        yield from writes(child, function, owner, aliases)
 
 
 def written_states(name: str, text: str) -> list[str]:
     """Writes to fields of a state in the module `text`, the file `name`, by others than the state's own methods."""
-    own = STATES.get(name, {})
     fields = {field for each in STATES.values() for field in each}
     found = []
     for write in writes(ast.parse(text)):
-        is_self = write.base == "self"
+        is_self, own = write.base == "self", STATES.get(write.owner, {})
         if is_self and (write.function == "__init__" or write.function in own.get(write.field, {write.function})):
             continue  # the state's own method, or another class that has an attribute of that name
         is_namesake = name in NAMESAKES or f"{name} {write.base}.{write.field}" in NAMESAKES
@@ -147,6 +150,11 @@ def test_a_state_is_written_by_its_own_methods_only() -> None:
         for each in written_states(path.relative_to(ROOT).as_posix(), path.read_text())
     ]
     assert not found, "\n".join(found)
+
+
+def test_every_class_that_has_a_state_is_there() -> None:
+    nodes = [node for path in sources("gemini") for node in ast.walk(ast.parse(path.read_text()))]
+    assert {node.name for node in nodes if isinstance(node, ast.ClassDef)} >= STATES.keys()
 
 
 def test_every_namesake_is_still_there() -> None:
@@ -199,16 +207,17 @@ def test_the_rule_about_states_passes_over_what_is_none(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "is_wrong"),
+    ("owner", "method", "is_wrong"),
     [
-        (GRADIENTS, "def become_reduced(self):\n    self.state = None\n", True),
-        (GRADIENTS, "def become(self):\n    self.state = None\n", False),
-        (GRADIENTS, "def become(self):\n    self.chunk.slot = None\n", True),
-        (GRADIENTS, "def note_fired(self, i):\n    self.fired[i] = 1\n", False),
-        (GRADIENTS, "def expect(self, i):\n    self.fired[i] = 1\n", True),
-        (CHUNKS, "def end_residence(self):\n    self.payload = None\n", True),
-        (CHUNKS, "def become(self):\n    setattr(self, 'payload', None)\n", False),
+        ("ChunkGradient", "def become_reduced(self):\n    self.state = None\n", True),
+        ("ChunkGradient", "def become(self):\n    self.state = None\n", False),
+        ("ChunkGradient", "def become(self):\n    self.chunk.slot = None\n", True),
+        ("ChunkGradient", "def note_fired(self, i):\n    self.fired[i] = 1\n", False),
+        ("ChunkGradient", "def expect(self, i):\n    self.fired[i] = 1\n", True),
+        ("Chunk", "def end_residence(self):\n    self.payload = None\n", True),
+        ("Chunk", "def become(self):\n    setattr(self, 'payload', None)\n", False),
     ],
 )
-def test_the_rule_about_states_knows_their_methods(name: str, text: str, is_wrong: bool) -> None:
-    assert bool(written_states(name, text)) == is_wrong
+def test_the_rule_about_states_knows_their_methods(owner: str, method: str, is_wrong: bool) -> None:
+    text = f"class {owner}:\n" + indent(method, "    ")
+    assert bool(written_states(ANY, text)) == is_wrong

@@ -5,13 +5,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """Replace `old` by `new` in `file`; `test` must then fail."""
+    """Replace `old` by `new` in `where`; `test` must then fail. `tests/mutants/places.py` finds the place.
+
+    Attributes:
+        where: `Class.method`, a class, a function, or the name of a constant, in whichever file it is.
+        old: an expression, statements, or the line that begins a block, such as `if x:`, for that line alone; an `elif`
+            is written as `if`. Only the syntax counts: line breaks, parentheses and comments may differ.
+        new: of the same kind; nothing for statements that are taken out.
+        package: begin of the module's name, where `old` stands in two places of that name.
+        index: which of several places, from 0.
+    """
 
     name: str
-    file: str
+    where: str
     old: str
     new: str
     test: str
+    package: str = ""
+    index: int | None = None
 
 
 ONE_RANK = "tests/test_parity_one_rank.py::test_a_model_at_its_smallest_budget_has_the_bits_of_the_plain_one"

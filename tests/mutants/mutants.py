@@ -1,41 +1,14 @@
 """One-line faults for the core, each with the test that must notice it. One file for each folder that is mutated.
 
-`old` must occur exactly once in `file`, so that a mutant which the code has outgrown is an error, not a pass.
+A mutant's `old` must be exactly once where it says, so that a mutant which the code has outgrown is an error, no pass.
 """
 
-from tests.mutants import (
-    access,
-    building,
-    cli,
-    engine,
-    integrations,
-    manager,
-    manager_grads,
-    memory,
-    model,
-    monitor,
-    optim,
-    optimizer,
-    optimizer_state,
-    placement,
-    ranks,
-)
+from importlib import import_module
+from pathlib import Path
 
-FILES = (
-    access,
-    building,
-    cli,
-    engine,
-    integrations,
-    manager,
-    manager_grads,
-    memory,
-    model,
-    monitor,
-    optim,
-    optimizer,
-    optimizer_state,
-    placement,
-    ranks,
+from tests.mutants.mutant import Mutant
+
+_NAMES = sorted(
+    {path.stem for path in Path(__file__).parent.glob("[a-z]*.py")} - {"mutant", "mutants", "places", "run"}
 )
-MUTANTS = [mutant for file in FILES for mutant in file.MUTANTS]
+MUTANTS: list[Mutant] = [each for name in _NAMES for each in import_module(f"tests.mutants.{name}").MUTANTS]

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.mutants.mutant import Mutant
 from tests.mutants.mutants import MUTANTS
+from tests.mutants.places import Code
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
@@ -30,12 +31,13 @@ def main() -> int:
     """Exit code 0 if every mutant is noticed. Arguments pick mutants by a part of their name."""
     chosen = [m for m in MUTANTS if not sys.argv[1:] or any(part in m.name for part in sys.argv[1:])]
     survivors = []
+    code = Code(ROOT)
     with tempfile.TemporaryDirectory() as folder:
         copies: Queue[Path] = Queue()
         for number in range(os.cpu_count() or 1):
             copies.put(_copied(Path(folder) / f"copy{number}"))
         with ThreadPoolExecutor(copies.qsize()) as pool:
-            verdicts = pool.map(lambda number: _try(chosen[number], number, copies), range(len(chosen)))
+            verdicts = pool.map(lambda number: _try(chosen[number], number, code, copies), range(len(chosen)))
             for number, (mutant, verdict) in enumerate(zip(chosen, verdicts, strict=True), 1):
                 print(f"[{number}/{len(chosen)}] {verdict:9} {mutant.name} ({mutant.test})", flush=True)
                 if not verdict.startswith("noticed"):
@@ -52,15 +54,16 @@ def _copied(copy: Path) -> Path:
     return copy
 
 
-def _try(mutant: Mutant, number: int, copies: Queue[Path]) -> str:
+def _try(mutant: Mutant, number: int, code: Code, copies: Queue[Path]) -> str:
     """What its test says to the mutant with this number, in one of the copies that nobody uses."""
+    places = code.places(mutant)
+    if len(places) != 1:
+        return "STALE"
     copy = copies.get()
-    path = copy / mutant.file
-    original, times = path.read_text(), path.stat()
+    path = copy / places[0].path
+    original, times = path.read_bytes(), path.stat()
     try:
-        if original.count(mutant.old) != 1:
-            return "STALE"
-        path.write_text(original.replace(mutant.old, mutant.new))
+        path.write_bytes(places[0].mutated)
         os.utime(path, (number, number))  # by which python knows that bytecode of another mutant is not of this one
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPATH"] = str(copy)
@@ -74,7 +77,7 @@ def _try(mutant: Mutant, number: int, copies: Queue[Path]) -> str:
             return f"noticed by no end within {TIMEOUT_S} s"
         return "noticed" if done.returncode == _FAILED else f"SURVIVED ({done.returncode})"
     finally:
-        path.write_text(original)
+        path.write_bytes(original)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         copies.put(copy)
 

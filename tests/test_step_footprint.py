@@ -1,0 +1,80 @@
+"""What a reader of a training step must open: files, lines, calls and depth are counted, and may only go down.
+
+`python -m tests.test_step_footprint` prints the table. Counted are calls of Python functions of this project, in the
+third step of a model of four operators and eight chunks; files are those that a call enters, with all of their lines.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.harness.footprint import FETCH, GRADIENT, OPERATOR, STEP, Footprint, measured
+from tests.harness.on_ranks import on_ranks
+from tests.harness.ranks import Ranks
+
+PLACES: dict[str, dict[str, Any]] = {"tight": {"model_data_memory": 150_000}, "fits": {}}
+
+# Today's figures: files, lines, calls, depth. They only go down: who lowers one writes the lower number here.
+# Targets: a step of 45 files and 11,000 lines, a fetch of 10 files and 40 calls, a gradient of 13 files, 9 deep.
+NOISE = 1.02  # of lines and calls
+BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
+    (1, "tight"): {
+        FETCH: (15, 2275, 37, 7),
+        GRADIENT: (9, 1911, 18, 9),
+        OPERATOR: (25, 4481, 73, 9),
+        "backward's fetch": (12, 1813, 21, 6),
+        "optimizer.step()": (59, 10088, 1540, 12),
+        STEP: (82, 14123, 2480, 15),
+    },
+    (1, "fits"): {
+        GRADIENT: (9, 1911, 18, 9),
+        "optimizer.step()": (58, 10019, 1284, 12),
+        STEP: (83, 14149, 1785, 15),
+    },
+    (2, "tight"): {
+        FETCH: (25, 4161, 104, 9),
+        GRADIENT: (34, 5979, 124, 17),
+        OPERATOR: (34, 5996, 261, 11),
+        "backward's fetch": (38, 6374, 184, 12),
+        "optimizer.step()": (65, 11017, 1359, 13),
+        STEP: (100, 16148, 3958, 17),
+    },
+    (2, "fits"): {
+        FETCH: (23, 3689, 59, 9),
+        GRADIENT: (34, 5979, 124, 17),
+        OPERATOR: (33, 5895, 209, 11),
+        "backward's fetch": (36, 5923, 165, 12),
+        "optimizer.step()": (68, 11616, 1525, 13),
+        STEP: (107, 17108, 3843, 17),
+    },
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(1, 2)
+def test_a_step_enters_no_more_than_it_did(rank: int, world_size: int, place: str) -> None:
+    rows, bounds = measured(rank, world_size, PLACES[place]), BOUNDS[world_size, place]
+    show(world_size, place, rows)
+    assert rows.keys() == bounds.keys(), "what is counted has another name now: see ROWS in tests/harness/footprint.py"
+    for row, (files, lines, calls, depth) in bounds.items():
+        most = Footprint(files, int(lines * NOISE), int(calls * NOISE), depth)
+        assert all(now <= then for now, then in zip(rows[row], most, strict=True)), f"{row}: {rows[row]} above {most}"
+
+
+def show(world_size: int, place: str, rows: dict[str, Footprint]) -> None:
+    print(f"{world_size} rank{'s' * (world_size > 1)}, {place}")
+    for row, (files, lines, calls, depth) in rows.items():
+        print(f"  {row:24}{files:5} files{lines:7} lines{calls:6} calls{depth:4} deep")
+
+
+def main() -> None:
+    """Print the table."""
+    two = Ranks(2)
+    for world_size, place in BOUNDS:
+        arguments = PLACES[place]
+        show(world_size, place, two.run(measured, arguments)[0] if world_size == 2 else measured(0, 1, arguments))
+    two.stop()
+
+
+if __name__ == "__main__":
+    main()
