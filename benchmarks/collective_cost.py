@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.launch import ROOT, RankFailed, run_ranks
 from benchmarks.rounds import turn
-from gemini.placement.chunk_size import BYTES_PER_COLLECTIVE
+from gemini.placement.packing import BYTES_PER_COLLECTIVE
 from sharding import Collectives, ShardLayout, Unit
 from sharding.backend import start_gather
 

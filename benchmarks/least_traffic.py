@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
+from gemini.placement.next_use import Act, Moment, Schedule
 from gemini.placement.plan import Plan
-from gemini.placement.schedule import Act, Moment, Schedule
 
 State = frozenset[int]
 Request = tuple[int, State]

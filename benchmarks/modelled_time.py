@@ -27,8 +27,7 @@ from benchmarks.rounds import turn
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.model.workload import workload_of
 from gemini.monitor.rates import rates_of
-from gemini.placement.cost import Ranks, modelled_step
-from gemini.placement.moves import moves_of
+from gemini.placement.cost import Ranks, modelled_step, moves_of
 from optim import HybridAdam
 
 WARM_UP = 3

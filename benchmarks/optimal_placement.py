@@ -20,15 +20,13 @@ from typing import Annotated
 
 import typer
 
-from gemini.placement.demand import Demand, Kind, Placement, Tier
-from gemini.placement.dtypes import FLOAT32, Dtype
+from gemini.placement.demand import FLOAT32, Demand, Dtype, Kind, ModelSpec, OperatorSpec, Placement, Tier, WeightSpec
 from gemini.placement.plan import Plan
 from gemini.placement.policies import AutoPolicy
 from gemini.placement.policy import PlacementPolicy, slots_for
 from gemini.placement.predict import predict
 from gemini.placement.search import plan_model
-from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
-from gemini.placement.traffic import Purpose
+from gemini.placement.simulate import Purpose
 from gemini.settings import Settings
 
 UNIT = 512  # elements: a shard of each of 2 ranks is a multiple of 256

@@ -19,15 +19,13 @@ import typer
 
 from benchmarks.least_traffic import least_bytes
 from gemini import estimate_memory
-from gemini.placement.demand import Demand, Placement, Tier
-from gemini.placement.dtypes import FLOAT32
+from gemini.placement.demand import FLOAT32, Demand, ModelSpec, OperatorSpec, Placement, Tier, WeightSpec
+from gemini.placement.next_use import Schedule
 from gemini.placement.plan import Plan
 from gemini.placement.policy import slots_for
 from gemini.placement.predict import predict_forwards, predict_steps
-from gemini.placement.schedule import Schedule
 from gemini.placement.search import plan_model
-from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
-from gemini.placement.traffic import Purpose
+from gemini.placement.simulate import Purpose
 from gemini.settings import Settings
 
 UNIT = 256  # elements: every weight is a multiple of it, and a chunk of its own

@@ -20,10 +20,9 @@ from typing import Annotated
 import typer
 
 from gemini import Settings, plan_model
-from gemini.memory.collector import uncollected
-from gemini.placement.dtypes import Dtype
+from gemini.memory.modes import uncollected
+from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec
 from gemini.placement.plan import Plan, replan
-from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
 
 NUMEL = 2**20  # of a weight, and of a chunk where its size is given
 LIMIT_S = 1.0  # for 10,000 chunks

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.fsdp2 import HOW_MEASURED
 from benchmarks.launch import ROOT, RankFailed, run_ranks
 from benchmarks.rounds import PARTS, Spread, StepTime, paired_ratio, part_of, slowest_rank
-from gemini.placement.sizes import format_bytes
+from gemini.placement.demand import format_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"
 TITLES = {

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import ShardedModel
-from gemini.placement.sizes import format_bytes, parse_bytes
+from gemini.placement.demand import format_bytes, parse_bytes
 
 END_OF_FILE = "<|endoffile|>"
 # Tests and installed packages are not the library; the other two are tables and prose, not code.

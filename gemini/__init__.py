@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from gemini import shadowing as shadowing  # stands first: it checks that `optim` and `sharding` below are ours
 
 if TYPE_CHECKING:
-    from gemini.access.external import register_external_parameter, unregister_external_parameter
     from gemini.access.full_access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
+    from gemini.access.link import register_external_parameter, unregister_external_parameter
     from gemini.building.zero_init import ZeroInitContext
     from gemini.checkpoint.directory import Keep
     from gemini.checkpoint.loading import LoadedCheckpoint, load_checkpoint
@@ -51,25 +51,23 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from gemini.launch import launch_from_slurm, launch_from_torch
-    from gemini.manager.chunk_manager import ChunkManager
     from gemini.model.estimate import MemoryEstimate, estimate_memory
-    from gemini.model.gathered import GatheredParameters
-    from gemini.model.leaf_marks import set_leaf_module, unset_leaf_module
+    from gemini.model.operators import set_leaf_module, specs_of, unset_leaf_module
+    from gemini.model.plain import GatheredParameters
     from gemini.model.sharded_model import ShardedModel
-    from gemini.model.specs import specs_of
-    from gemini.monitor.device import EmulatedDevice
-    from gemini.monitor.monitor import MemoryMonitor
-    from gemini.monitor.peaks import PositionPeaks
+    from gemini.monitor.device import EmulatedDevice, PositionPeaks
+    from gemini.monitor.live import MemoryMonitor
     from gemini.monitor.readings import DeviceReading, DiskReading, HostReading, MemoryReading
     from gemini.observe import Move, Observer
-    from gemini.optimizer.hashing import state_hash
     from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+    from gemini.optimizer.state_dict import state_hash
     from gemini.placement.budget import FreeBytes
     from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
     from gemini.placement.plan import Plan
     from gemini.placement.policies import StaticPolicy
     from gemini.placement.policy import PlacementPolicy, check_fits, slots_for, spend_rest
     from gemini.placement.search import plan_model
+    from gemini.runtime.manager import ChunkManager
     from gemini.settings import Settings
     from optim import CPUAdam, HybridAdam, clip_grad_norm_
     from sharding import (
@@ -169,7 +167,6 @@ __all__ = [
 # Where each name is, for `__getattr__`: it is imported when it is asked for. `gemini --help` then takes no second for
 # torch, and a loop none for the engine. tests/test_public_names.py compares it with the imports above.
 _HOMES = {
-    "gemini.access.external": ("register_external_parameter", "unregister_external_parameter"),
     "gemini.access.full_access": (
         "safe_get_full_fp32_param",
         "safe_get_full_grad",
@@ -184,12 +181,25 @@ _HOMES = {
         "safe_set_local_grad",
         "safe_set_local_optimizer_state",
     ),
+    "gemini.access.link": (
+        "register_external_parameter",
+        "unregister_external_parameter",
+    ),
     "gemini.building.zero_init": ("ZeroInitContext",),
     "gemini.checkpoint.directory": ("Keep",),
-    "gemini.checkpoint.loading": ("LoadedCheckpoint", "load_checkpoint"),
-    "gemini.checkpoint.saving": ("PendingCheckpoint", "save_checkpoint"),
+    "gemini.checkpoint.loading": (
+        "LoadedCheckpoint",
+        "load_checkpoint",
+    ),
+    "gemini.checkpoint.saving": (
+        "PendingCheckpoint",
+        "save_checkpoint",
+    ),
     "gemini.device": ("current_device",),
-    "gemini.dist_logger": ("disable_existing_loggers", "get_dist_logger"),
+    "gemini.dist_logger": (
+        "disable_existing_loggers",
+        "get_dist_logger",
+    ),
     "gemini.engine.engine": ("Engine",),
     "gemini.engine.initialize": ("initialize",),
     "gemini.engine.trainer.trainer": ("Trainer",),
@@ -206,28 +216,62 @@ _HOMES = {
         "StaleGraphError",
         "UnsupportedError",
     ),
-    "gemini.launch": ("launch_from_slurm", "launch_from_torch"),
-    "gemini.manager.chunk_manager": ("ChunkManager",),
-    "gemini.model.estimate": ("MemoryEstimate", "estimate_memory"),
-    "gemini.model.gathered": ("GatheredParameters",),
-    "gemini.model.leaf_marks": ("set_leaf_module", "unset_leaf_module"),
+    "gemini.launch": (
+        "launch_from_slurm",
+        "launch_from_torch",
+    ),
+    "gemini.model.estimate": (
+        "MemoryEstimate",
+        "estimate_memory",
+    ),
+    "gemini.model.operators": (
+        "set_leaf_module",
+        "specs_of",
+        "unset_leaf_module",
+    ),
+    "gemini.model.plain": ("GatheredParameters",),
     "gemini.model.sharded_model": ("ShardedModel",),
-    "gemini.model.specs": ("specs_of",),
-    "gemini.monitor.device": ("EmulatedDevice",),
-    "gemini.monitor.monitor": ("MemoryMonitor",),
-    "gemini.monitor.peaks": ("PositionPeaks",),
-    "gemini.monitor.readings": ("DeviceReading", "DiskReading", "HostReading", "MemoryReading"),
-    "gemini.observe": ("Move", "Observer"),
-    "gemini.optimizer.hashing": ("state_hash",),
+    "gemini.monitor.device": (
+        "EmulatedDevice",
+        "PositionPeaks",
+    ),
+    "gemini.monitor.live": ("MemoryMonitor",),
+    "gemini.monitor.readings": (
+        "DeviceReading",
+        "DiskReading",
+        "HostReading",
+        "MemoryReading",
+    ),
+    "gemini.observe": (
+        "Move",
+        "Observer",
+    ),
     "gemini.optimizer.sharded_optimizer": ("ShardedOptimizer",),
+    "gemini.optimizer.state_dict": ("state_hash",),
     "gemini.placement.budget": ("FreeBytes",),
-    "gemini.placement.demand": ("ChunkDemand", "Demand", "Kind", "Placement", "Tier"),
+    "gemini.placement.demand": (
+        "ChunkDemand",
+        "Demand",
+        "Kind",
+        "Placement",
+        "Tier",
+    ),
     "gemini.placement.plan": ("Plan",),
     "gemini.placement.policies": ("StaticPolicy",),
-    "gemini.placement.policy": ("PlacementPolicy", "check_fits", "slots_for", "spend_rest"),
+    "gemini.placement.policy": (
+        "PlacementPolicy",
+        "check_fits",
+        "slots_for",
+        "spend_rest",
+    ),
     "gemini.placement.search": ("plan_model",),
+    "gemini.runtime.manager": ("ChunkManager",),
     "gemini.settings": ("Settings",),
-    "optim": ("CPUAdam", "HybridAdam", "clip_grad_norm_"),
+    "optim": (
+        "CPUAdam",
+        "HybridAdam",
+        "clip_grad_norm_",
+    ),
     "sharding": (
         "BucketTensorShardStrategy",
         "ChunkShardStrategy",

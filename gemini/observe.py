@@ -3,7 +3,7 @@
 The objects that move data ask for a `Moving` and work inside it. What listens is this: `counts`, which
 `memory_report()` prints; a range in a profile of `torch.profiler`, so that a trace reads like the design; one line per
 move on stderr with GEMINI_LOG=1; and what users add with `listen`. Bytes that a tier holds, and bytes on each link, are
-counted elsewhere, where memory is taken and copied (memory/ledger.py): an event says why, a ledger says how much.
+counted elsewhere, where memory is taken and copied (memory/tier.py): an event says why, a ledger says how much.
 """
 
 from __future__ import annotations

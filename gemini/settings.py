@@ -15,10 +15,9 @@ from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 import torch
 from torch import nn
 
-from gemini.placement.dtypes import ChunkDtypes, Dtype
+from gemini.placement.demand import ChunkDtypes, Dtype, parse_bytes
 from gemini.placement.policies import FRACTIONS, MARGIN, check_fraction, resolve_policy
 from gemini.placement.policy import PlacementPolicy
-from gemini.placement.sizes import parse_bytes
 from optim import HALF_DTYPES
 from optim.hyperparameters import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.measured_bytes import resident_bytes
 from gemini import BudgetError, ZeroInitContext
-from gemini.memory.arena import Arena
-from gemini.memory.host import HostTier
-from gemini.memory.pinned import Pinning
+from gemini.memory.arena import Arena, HostTier, Pinning
 from gemini.placement.demand import Kind
 from tests.test_interrupted_lines import Trace
 from tests.zoo import mlp
@@ -156,7 +154,7 @@ def test_a_step_maps_no_memory_once_the_first_ones_are_done(dtype: torch.dtype |
 
 def test_weights_that_moved_into_a_model_that_is_built_on_shards_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of the sizes of a transformer's weights, of which malloc would keep what was freed."""
-    monkeypatch.setattr("gemini.memory.freed._TRIM_BYTES", MIB)
+    monkeypatch.setattr("gemini.memory.arena._TRIM_BYTES", MIB)
 
     def build(num_layers: int) -> nn.Module:
         with ZeroInitContext(target_device="emulated"):

@@ -21,7 +21,7 @@ from benchmarks.measured_bytes import storage_bytes
 from benchmarks.modelled_time import measured_and_modelled
 from benchmarks.rounds import Spread, StepTime, paired_ratio, slowest_rank, turn
 from benchmarks.streams import Mode, Stream, read_stream, update_streams
-from gemini.model.first_batch import most_activations
+from gemini.model.workload import most_activations
 from optim import cpu_adam
 
 TIMEOUT_S = 200

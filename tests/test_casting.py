@@ -12,8 +12,8 @@ from transformers import BatchEncoding
 
 import gemini
 from gemini import ShardedModel
-from gemini.engine.trainer import batches
-from gemini.model.tensors import map_tensors, tensors_in
+from gemini.engine.trainer import hooks
+from gemini.model.operators import map_tensors, tensors_in
 from tests.zoo import mlp
 
 
@@ -183,5 +183,5 @@ def test_reusing_16_bit_memory_of_a_model_that_has_none_is_said_once() -> None:
 
 def test_a_tokenizers_batch_moves_to_the_models_device() -> None:
     batch = BatchEncoding({"input_ids": torch.ones(2, 3, dtype=torch.int64), "n": 1})
-    there = batches.moved(batch, torch.device("meta"))
-    assert there["input_ids"].is_meta and not batch["input_ids"].is_meta and batches.num_samples(there) == 2
+    there = hooks.moved(batch, torch.device("meta"))
+    assert there["input_ids"].is_meta and not batch["input_ids"].is_meta and hooks.num_samples(there) == 2

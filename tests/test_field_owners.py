@@ -1,7 +1,7 @@
 """House rule: what has a lifecycle (states, pins, slots) is written by its own object, by one class of a hierarchy.
 
 A reader who wants to know who changes it looks in one place, where a method says what happens, and when it may. Other
-fields without an underscore may be written anywhere in the package of their class, such as gemini/manager: a method
+fields without an underscore may be written anywhere in the package of their class, such as gemini/runtime: a method
 that does nothing but assign tells a reader no more than the assignment. Other packages call a method.
 """
 
@@ -25,8 +25,8 @@ CONTAINERS = {"list", "dict", "set", "bytearray", "Counter", "defaultdict"}
 CHANGE = {*MUTATORS, "add", "discard"}
 # Writes by others: "FILE EXPRESSION", and the reason.
 BY_OTHERS = {
-    "gemini/optimizer/torch_update.py self._worker.state": "a torch optimizer's dict of states by parameter",
-    "gemini/model/ignored.py parameter.grad": "a tensor's",
+    "gemini/optimizer/elementwise.py self._worker.state": "a torch optimizer's dict of states by parameter",
+    "gemini/model/operators.py parameter.grad": "a tensor's",
     "gemini/engine/config/config.py noted._ignored": "a config's, by the config that copies itself",
     "gemini/integrations/lightning.py module.forward": "of Lightning's module",
     "gemini/integrations/lightning_module.py each._device": "of Lightning's modules",
@@ -101,7 +101,7 @@ def written_by_others(text: str, classes: Iterable[Fields], package: str = "") -
 
 
 def package_of(file: str) -> str:
-    """The folder of the first two levels, such as gemini/manager; files in gemini/ itself have none."""
+    """The folder of the first two levels, such as gemini/runtime; files in gemini/ itself have none."""
     return "/".join(file.split("/")[:2]) if file.count("/") > 1 else ""
 
 
@@ -185,19 +185,19 @@ def test_the_rule_about_owners_sees_a_write_by_others(line: str, is_wrong: bool)
 @pytest.mark.parametrize(
     ("line", "package", "is_wrong"),
     [
-        ("owner.count += 1", "gemini/manager", False),
-        ("owner.items.append(1)", "gemini/manager", False),
+        ("owner.count += 1", "gemini/runtime", False),
+        ("owner.items.append(1)", "gemini/runtime", False),
         ("owner.count += 1", "gemini/model", True),
         ("owner.items.append(1)", "gemini/model", True),
         ("owner.count += 1", "", True),
-        ("owner.pins += 1", "gemini/manager", True),
-        ("self.owner.slot = None", "gemini/manager", True),
-        ("owner._hidden = 1", "gemini/manager", True),
+        ("owner.pins += 1", "gemini/runtime", True),
+        ("self.owner.slot = None", "gemini/runtime", True),
+        ("owner._hidden = 1", "gemini/runtime", True),
     ],
 )
 def test_a_package_may_write_plain_fields_of_its_classes(line: str, package: str, is_wrong: bool) -> None:
     text = _OWNER + "        self.pins = self._hidden = 0\n        self.slot = None\n"
-    classes = _classes(text, "gemini/manager/owner.py").values()
+    classes = _classes(text, "gemini/runtime/owner.py").values()
     assert bool(written_by_others(f"def f(self, owner):\n    {line}\n", classes, package)) == is_wrong
 
 
@@ -209,5 +209,5 @@ def test_the_rule_about_hierarchies_sees_two_writers(method: str, is_wrong: bool
     base = _OWNER + "    def begin(self):\n        self.place = 2\n"
     text = f"{base}\nclass Heir(Owner):\n    {method}\n"
     assert bool(written_twice(_classes(text))) == is_wrong
-    assert not written_twice(_classes(text, "gemini/manager/owner.py")), "in one package"
-    assert bool(written_twice(_classes(text.replace("place", "pins"), "gemini/manager/owner.py"))) == is_wrong
+    assert not written_twice(_classes(text, "gemini/runtime/owner.py")), "in one package"
+    assert bool(written_twice(_classes(text.replace("place", "pins"), "gemini/runtime/owner.py"))) == is_wrong

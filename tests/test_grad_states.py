@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from gemini import ShardedModel, ShardedOptimizer
-from gemini.chunks.grad_state import GradState, ReducedState, UnsyncedState
-from gemini.chunks.gradient import ChunkGradient
-from gemini.memory.host import HostTier
+from gemini.memory.arena import HostTier
 from gemini.memory.slot import Slot
+from gemini.runtime.gradient import ChunkGradient, GradState, ReducedState, UnsyncedState
 from tests.zoo.mlp import CHUNK_NUMEL, adam, build
 
 CLOSED, AT_HOME, IN_SLOT, SPILLED, REDUCING = GradState

@@ -24,8 +24,8 @@ LAYERS = (
     "memory",
     "monitor",
     "ranks",
-    "chunks",
-    "manager",
+    "runtime",
+    "replan",
     "access",
     "building",
     "model",
@@ -39,9 +39,9 @@ LAYERS = (
 MAX_LINES = 700
 SHORT_LINES = 80
 # Today's figures for the three packages, which only get better: who betters one writes the better one here.
-FILES = 368
-SHORT_FILES = 0.392  # share of files under 80 lines, `__init__.py` included; the target is 0.2
-MEDIAN_LINES = 103  # the target is 180
+FILES = 191
+SHORT_FILES = 0.315  # share of files under 80 lines, `__init__.py` included; the target is 0.2
+MEDIAN_LINES = 196  # the target is 180
 NAMED_TWICE = (  # classes whose name another class has; the target is none
     *("Accelerator", "CudaRuntime", "Memory", "Moves", "Moving", "Payloads", "Purpose", "Schedule", "Source", "Step"),
     *("Touch", "Trainer", "Window", "_Part"),
@@ -156,15 +156,15 @@ def test_placement_knows_numbers_and_optim_knows_no_ranks() -> None:
 @pytest.mark.parametrize(
     ("package", "text", "is_wrong"),
     [
-        ("gemini.chunks", "from gemini.memory.slot import Slot", False),
-        ("gemini.chunks", "from gemini.manager import fetch", True),
-        ("gemini.chunks", "from ..model import hooks", True),
-        ("gemini.chunks", "from . import chunk", False),
+        ("gemini.runtime", "from gemini.memory.slot import Slot", False),
+        ("gemini.runtime", "from gemini.model import fetch", True),
+        ("gemini.runtime", "from ..model import hooks", True),
+        ("gemini.runtime", "from . import chunk", False),
         ("gemini.memory", "def f():\n    import gemini.engine.config", True),
         ("gemini.memory", "from gemini import ShardedModel", True),
         ("gemini.memory", "from gemini.errors import BudgetError", False),
         ("gemini.placement", "if TYPE_CHECKING:\n    from gemini.memory import Tier", True),
-        ("gemini.manager", "import sharding, optim", False),
+        ("gemini.runtime", "import sharding, optim", False),
         ("gemini.single", "from gemini.placement import plan", True),
         ("sharding", "import optim", True),
         ("optim", "from gemini.errors import ConfigError", True),

@@ -13,17 +13,16 @@ import pytest
 import torch
 
 from gemini import GatheredParameters, GeminiError, ShardedModel, ShardedOptimizer
-from gemini.manager.chunk_manager import ChunkManager
-from gemini.manager.grads import GradStore
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.ledger import Ledger
+from gemini.memory.memory import EmulatedTier
 from gemini.memory.slot import Slot
-from gemini.memory.tier import MemoryTier
+from gemini.memory.tier import Ledger, MemoryTier
+from gemini.runtime.grads import GradStore
+from gemini.runtime.manager import ChunkManager
 from tests.zoo import mlp
 
 _ROOT = Path(__file__).parents[1]
 _OURS = tuple(str(_ROOT / package) for package in ("gemini", "sharding", "optim"))
-_OF_GRADIENTS = ("chunks/gradient", "manager/gra", "manager/accumulate", "manager/arrivals", "memory/slot")
+_OF_GRADIENTS = ("runtime/gradient", "runtime/grads", "runtime/arrivals", "memory/slot")
 
 Line = tuple[str, int]
 
@@ -94,7 +93,7 @@ _USES: dict[str, Callable[[ShardedModel, ShardedOptimizer], Any]] = {
     "rest": lambda model, _: model.chunk_manager.give_room(),
 }
 _OF_SLOTS = (
-    *("manager/params.py", "manager/payload_slots.py", "manager/underway.py", "manager/step.py"),
+    *("runtime/params.py", "runtime/params.py", "runtime/calls.py", "runtime/step.py"),
     *("memory/slot.py", "memory/modes.py"),
 )
 

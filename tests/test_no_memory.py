@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from gemini import BudgetError, ShardedModel, ShardedOptimizer, SlotError
-from gemini.memory.accelerator import AcceleratorTier
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.host import HostTier
+from gemini.memory.arena import HostTier
+from gemini.memory.memory import AcceleratorTier, EmulatedTier
 from tests.features.test_access import FewSlots
 from tests.zoo.mlp import (
     CHUNK_NUMEL,
@@ -89,7 +88,7 @@ def test_optimizer_state_rests_on_the_host_where_the_device_has_no_memory_left()
         def synchronize(self) -> None:
             return
 
-    with mock.patch("gemini.memory.devices.EmulatedTier", Device):
+    with mock.patch("gemini.memory.memory.EmulatedTier", Device):
         model = ShardedModel(build(), device="emulated", chunk_size=CHUNK_NUMEL, tensor_placement_policy="cuda")
     with mock.patch.object(torch, "zeros", refusing):
         optimizer = ShardedOptimizer(model, adam(model.parameters()))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError
-from gemini.optimizer.runs import Run
-from gemini.optimizer.torch_update import TESTED
+from gemini.optimizer.elementwise import TESTED
+from gemini.optimizer.shards import Run
 from optim import CPUAdam, HybridAdam
 from tests.zoo.mlp import (
     CHUNK_NUMEL,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gemini.chunks.param_state import NEXT, ParamState
+from gemini.runtime.chunk import NEXT, ParamState
 from tests.zoo import mlp
 
 

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.measured_bytes import storage_bytes
 from gemini import BudgetError, ShardedModel, ShardedOptimizer
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.host import HostTier
-from gemini.model import wrapping
+from gemini.memory.arena import HostTier
+from gemini.memory.memory import EmulatedTier
+from gemini.model import wrap
 from tests.zoo import mlp
 from tests.zoo.registrar import Runtime
 
@@ -26,7 +26,7 @@ from tests.zoo.registrar import Runtime
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     """Every model's host memory is pinned with it."""
     found = Runtime()
-    monkeypatch.setattr(wrapping, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=found)))
+    monkeypatch.setattr(wrap, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=found)))
     yield found
     gc.collect()
     assert not found.ranges, "memory was kept after its model"
@@ -171,14 +171,14 @@ def test_an_optimizer_whose_state_does_not_fit_registers_nothing(runtime: Runtim
 
 _FORKS = """
 import gc, os, sys
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.host import HostTier
-from gemini.model import wrapping
+from gemini.memory.memory import EmulatedTier
+from gemini.memory.arena import HostTier
+from gemini.model import wrap
 from tests.zoo import mlp
 from tests.zoo.registrar import Runtime
 
 runtime = Runtime()
-wrapping.choose_tiers = lambda device: (EmulatedTier(), HostTier(runtime=runtime))
+wrap.choose_tiers = lambda device: (EmulatedTier(), HostTier(runtime=runtime))
 model, optimizer = mlp.sharded("cpu")
 mlp.train_step(model, optimizer)
 wanted, ranges = mlp.weights_of(model), dict(runtime.ranges)

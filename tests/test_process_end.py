@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from gemini.ranks import gloo_threads
+from gemini.ranks.exit_report import wait_until_gloo_is_idle
 
 SCRIPT = """
 import hashlib, sys, threading, time
@@ -46,5 +46,5 @@ def test_a_script_ends_when_the_threads_of_collectives_have_let_go() -> None:
 
 def test_threads_that_are_idle_are_not_waited_for() -> None:
     started = time.monotonic()
-    gloo_threads.wait_until_idle(60.0)
+    wait_until_gloo_is_idle(60.0)
     assert time.monotonic() - started < 20.0

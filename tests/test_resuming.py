@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gemini import ShardedOptimizer, state_hash
-from gemini.optimizer.torch_update import TESTED
+from gemini.optimizer.elementwise import TESTED
 from optim import HybridAdam
 from tests.zoo.mlp import (
     CHUNK_NUMEL,

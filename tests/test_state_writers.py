@@ -36,8 +36,8 @@ CONTAINERS = {"fired", "expects"}  # an item that is written through a local nam
 # Attributes of other classes that are called the same: "FILE" or "FILE EXPRESSION", and why it is no state of ours.
 NAMESAKES = {
     "gemini/placement/simulated_gradients.py": "a simulated gradient: placement/ knows numbers and imports no chunk",
-    "gemini/placement/simulated_homes.py": "a simulated gradient, too",
-    "gemini/optimizer/torch_update.py self._worker.state": "a torch optimizer's dict of states by parameter",
+    "gemini/placement/simulate.py": "a simulated gradient, too",
+    "gemini/optimizer/elementwise.py self._worker.state": "a torch optimizer's dict of states by parameter",
 }
 SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)
 MUTATORS = {"append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update", "__setitem__"}
@@ -165,7 +165,7 @@ def test_every_namesake_is_still_there() -> None:
         assert expression in found if expression else found, f"{each} writes nothing of that name: take it off"
 
 
-ANY = "gemini/manager/any.py"
+ANY = "gemini/runtime/any.py"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from gemini import ShardedModel, ShardedOptimizer, state_hash
 from gemini.memory import transfer
-from gemini.optimizer import chunk_update, elementwise
+from gemini.optimizer import elementwise, update
 from optim import update_pieces
 from tests.harness.streams import CountingLane
 from tests.zoo import mlp
@@ -88,8 +88,8 @@ def test_torch_optimizers_wait_once_too(
 @pytest.mark.parametrize("place", mlp.PLACES)
 def test_batches_change_no_bit(place: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = set()
-    for numel in (1, 3 * mlp.CHUNK_NUMEL, chunk_update.BATCH_NUMEL):
-        monkeypatch.setattr(chunk_update, "BATCH_NUMEL", numel)
+    for numel in (1, 3 * mlp.CHUNK_NUMEL, update.BATCH_NUMEL):
+        monkeypatch.setattr(update, "BATCH_NUMEL", numel)
         model = mlp.wrap(place, dtype=dtype)
         optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), initial_scale=8.0)
         for step in range(3):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gemini.memory import transfer
-from gemini.memory.region import Region
-from gemini.memory.transfer import Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
+from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Tier
 from tests.harness import late_copies
 from tests.harness.streams import CountingLane, Stream

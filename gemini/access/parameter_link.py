@@ -1,8 +1,4 @@
-"""Parameter links: what a parameter that fetches itself knows of the memory behind it.
-
-A parameter carries its link as `_gemini`, the only thing that `released.py` asks. A `ShardedModel` (link.py) and a
-model that is still being built (building/link.py) have a kind of link each, which says how to reach their parameters.
-"""
+"""How operations outside operators find the chunk of a parameter."""
 
 from __future__ import annotations
 
@@ -11,16 +7,21 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from gemini.access.gradient import own_grad, set_own_grad
-from gemini.chunks.chunk import ManagedParameter
+from gemini.access.grad import own_grad, set_own_grad
 from gemini.errors import ReleasedParameterError
-from gemini.manager.binding import Binding
-from gemini.manager.snapshots import shares_memory
 from gemini.memory.modes import untracked
-from gemini.placement.trace import Phase
+from gemini.placement.next_use import Phase
 from gemini.ranks.communicator import Communicator
+from gemini.runtime.binding import Binding, shares_memory
+from gemini.runtime.chunk import ManagedParameter
+
+# -- Parameter links: what a parameter that fetches itself knows of the memory behind it.
+#
+# A parameter carries its link as `_gemini`, the only thing that `released.py` asks. A `ShardedModel` (link.py) and
+# a model that is still being built (building/store.py) have a kind of link each, which says how to reach their parameters.
 
 
 class Owner(Protocol):
@@ -210,3 +211,48 @@ def assign_grad(tensor: Tensor, value: Tensor | None) -> None:
     """Carry out `.grad = value`, of a parameter or of what was detached. May be collective, and raise."""
     link: ParameterLink | None = tensor.__dict__.get("_gemini")
     set_own_grad(tensor, value) if link is None else link.set_gradient(value)
+
+
+# -- `torch.autograd.grad` and `backward(inputs=)` with respect to parameters that fetch themselves.
+#
+# Both need the parameters' places in the graph only: being an input fetches nothing, and backward fetches what it
+# reads.
+
+
+def gradients(
+    outputs: Any, inputs: Any, *, materialize_grads: bool = False, allow_unused: bool | None = None, **options: Any
+) -> tuple[Tensor | None, ...]:
+    """The result of `torch.autograd.grad`."""
+    edges = tuple(map(_edge, outputs)), tuple(map(_edge, inputs))
+    # As in torch, `materialize_grads=True` allows unused inputs; `found` has None for them.
+    found = torch.autograd.grad(*edges, allow_unused=materialize_grads or allow_unused, **options)
+    # torch would make the zeros from the inputs; here these are edges, which have no shape.
+    if not materialize_grads:
+        return found
+    return tuple(
+        torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if grad is None else grad
+        for tensor, grad in zip(inputs, found, strict=True)
+    )
+
+
+def backward(tensors: Any, *, inputs: Any = None, **options: Any) -> None:
+    """Do what `torch.autograd.backward` does. As an input a parameter is not fetched.
+
+    Held from the first node of backward to the last, it would need a slot that backward may not have.
+    """
+    # A parameter that backward starts from is followed by a tensor of its own, which is no input of ours any more.
+    roots = [
+        tensor if not isinstance(tensor, Tensor) or any_link_of(tensor) is None else tensor.clone()
+        for tensor in tensors
+    ]
+    torch.autograd.backward(roots, inputs=None if inputs is None else tuple(map(_edge, inputs)), **options)
+
+
+def _edge(tensor: Any) -> Any:
+    """The gradient edge of a parameter that fetches itself; any other tensor as it is."""
+    if not isinstance(tensor, Tensor) or any_link_of(tensor) is None:
+        return tensor
+    if not tensor.requires_grad:
+        raise RuntimeError("One of the differentiated Tensors does not require grad")  # torch's own message
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(tensor)

@@ -1,14 +1,9 @@
-"""Released parameters: they look like the parameters they are, and fetch themselves when something reads them.
-
-A parameter is a plain `nn.Parameter` only while an operator of its chunk runs inside a step. Otherwise its class is
-`ReleasedParameter`. Its `__torch_function__` answers questions about shape, dtype and device from metadata and fetches
-the chunk before any function that needs data. Hence `F.linear(x, other.weight)`, `weight.norm()` in a loss, `nn.init`
-and in-place edits just work. With several ranks a fetch is a collective: all ranks must run the same function.
-"""
+"""What an operation on a released parameter does: shows metadata, fetches, or refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -17,19 +12,287 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemini.access.answers import ANSWERS, deep_copy, describe, refusal, refuse_pickling
-from gemini.access.conversion import CONVERSION, is_unwritten, unwritten
-from gemini.access.edges import backward, gradients
-from gemini.access.foreach import for_each_run
-from gemini.access.in_place import OVERWRITES, name_of, written_by
-from gemini.access.metadata import METADATA
-from gemini.access.parameter_link import ParameterLink, any_link_of, detached_from, known_link_of
-from gemini.access.refusals import cannot_take
-from gemini.chunks.placeholder import unguarded
+from gemini.access.grad import METADATA, ReducedGradient, for_each_run
+from gemini.access.parameter_link import (
+    ParameterLink,
+    any_link_of,
+    assign_grad,
+    backward,
+    detached_from,
+    gradients,
+    known_link_of,
+    shown_grad,
+)
 from gemini.errors import ReleasedParameterError, UnsupportedError
-from gemini.manager.snapshots import shares_memory
+from gemini.runtime.binding import shares_memory
+from gemini.runtime.chunk import GUARD, unguarded
+
+# -- The result of `data_ptr()` on a released parameter, whose memory moves.
+
+
+class MovingAddress:
+    """Equal to the addresses of the same parameter, under any of its names, and to no other.
+
+    Libraries compare `data_ptr()`s to find tied weights. It is no number: memory that moves may hold something else by
+    the time that a number is used as an address.
+    """
+
+    __slots__ = ("_name", "_parameter")
+
+    def __init__(self, parameter: nn.Parameter, name: str) -> None:
+        self._parameter = parameter
+        self._name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MovingAddress) and other._parameter is self._parameter
+
+    def __hash__(self) -> int:
+        return hash(self._parameter)
+
+    def __repr__(self) -> str:
+        return f"<address of parameter {self._name!r} of a ShardedModel, which moves>"
+
+    def _no_number(self, *args: Any) -> NoReturn:
+        raise ReleasedParameterError(
+            f"data_ptr of parameter {self._name!r} is no number: its memory moves. It can be compared with other "
+            "data_ptrs. Read the parameter (clone(), item(), numpy()) instead, or use model.state_dict(). "
+            "copy.deepcopy(model) of the ShardedModel is a plain module"
+        )
+
+    # Every use as a number raises: a kernel that is given the address would read other memory.
+    __index__ = __int__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _no_number
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __and__ = _no_number
+
+
+# -- Which functions write to the tensors that they are given, told by their names.
+#
+# writes.py asks the operations that a function is made of instead: that takes a run of it.
+
+
+OVERWRITES = frozenset(
+    (
+        *("normal_", "uniform_", "fill_", "zero_", "copy_", "constant_", "random_", "exponential_", "cauchy_"),
+        *("log_normal_", "geometric_", "bernoulli_", "kaiming_uniform_", "kaiming_normal_", "zeros_", "ones_"),
+    )
+)
+"""Functions that set every element of their first argument and read none of it: nothing is gathered for them."""
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The function's name; "" if it has none."""
+    return getattr(func, "__name__", "")
+
+
+def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that `func` may write to, or whose memory it gives away for writing."""
+    name = name_of(func)
+    in_place = name in ("__setitem__", "__iter__", "numpy", "__array__", "__dlpack__") or kwargs.get("inplace") is True
+    in_place = in_place or (name.endswith("_") and not name.endswith("__"))
+    # In-place operators are named like `__iadd__`.
+    in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    first = (args[0] if args else kwargs) if in_place else ()
+    return pytree.tree_leaves((first, kwargs.get("out")))
+
+
+# -- Error messages for operations that sharded parameters do not support.
+
+
+def cannot_take(wrapper: str, name: str) -> UnsupportedError:
+    """The error for `wrapper`, which would take over a parameter that is sharded already."""
+    return UnsupportedError(
+        f"{wrapper} cannot take over parameter {name!r}, which a ShardedModel shards and whose gradient it reduces "
+        "between ranks itself: use the ShardedModel as it is, with its own no_sync(), and wrap only modules beside it"
+    )
+
+
+def refuse_traced(parameter: str) -> None:
+    """Raises ReleasedParameterError if the compiler is tracing a function that uses the parameter of this name."""
+    if torch._guards.CompileContext.try_get() is not None:
+        raise _class_of_refusals()(
+            f"a compiled function uses parameter {parameter!r}, which is not fetched for it: compile the module that "
+            "owns the parameter instead of a function that uses it, call that module through the ShardedModel, and "
+            "before wrapping declare what it borrows with gemini.register_external_parameter(module, parameter)"
+        )
+
+
+@functools.cache
+def _class_of_refusals() -> type[ReleasedParameterError]:
+    """A `ReleasedParameterError` that reaches the user: the compiler wraps errors of any class but a few of its own.
+
+    For most of those it would break the graph and go on to compile our functions, but not for `ShortenTraceback`.
+    """
+    from torch._dynamo.exc import ShortenTraceback  # slow to import, but a compiler that traces has done so
+
+    class RefusedWhileTraced(ReleasedParameterError, ShortenTraceback):
+        def __init__(self, message: str) -> None:
+            ShortenTraceback.__init__(self, message, first_useful_frame=None)
+
+    return RefusedWhileTraced
+
+
+# -- Conversions of a module: those that change nothing (`.float()` of an fp32 module) are allowed, others are refused.
+
+
+CONVERSION = (
+    ".to(), .cuda(), .half(), .to_empty() and the like cannot change a ShardedModel: give device= and dtype= to "
+    "ShardedModel(...). copy.deepcopy(model) is a plain module in host memory, which can be converted"
+)
+
+
+def unwritten(tensor: Tensor) -> Tensor:
+    """Mark `tensor` as allocated but not written to since, and return it."""
+    # Inference tensors have no version counter.
+    if not tensor.is_inference():
+        tensor._gemini_unwritten = tensor._version  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_unwritten(tensor: Tensor) -> bool:
+    """Whether a marked tensor still has no values. A tensor on the meta device never has any."""
+    known: int | None = getattr(tensor, "_gemini_unwritten", None)
+    return tensor.is_meta or (known is not None and known == tensor._version)
+
+
+def changes_nothing(convert: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> bool:
+    """Whether `convert` would return every tensor itself. It is tried on small tensors of the same kinds."""
+    for dtype, device, dim in sorted({(t.dtype, t.device, t.dim()) for t in tensors}, key=str):
+        # Two elements in each dimension: with one, a tensor would be contiguous in every memory format.
+        probe = torch.empty((2,) * dim, dtype=dtype, device=device)
+        try:
+            if convert(probe) is not probe and not _only_copies(convert, probe):
+                return False
+        # The conversion is to a device that this machine does not have.
+        except (RuntimeError, AssertionError):
+            return False
+    return True
+
+
+def _only_copies(convert: Callable[[Tensor], Tensor], probe: Tensor) -> bool:
+    """Whether `convert` copies within one device: `.to("cpu:0")` copies a tensor on "cpu", which is the same device."""
+    # Two values: memory that the conversion allocates without copying does not follow both.
+    for value in (0, 1):
+        result = convert(probe.fill_(value))
+        same = result.dtype is probe.dtype and result.device == probe.device and result.stride() == probe.stride()
+        if not same or not torch.equal(result, probe):
+            return False
+    return probe.device.type == "cpu"
+
+
+# -- Functions of a released parameter that its link answers, or refuses, in torch's place.
+#
+# Functions that run on the parameter's data, and those that write to it, are in released.py.
+
 
 _T: Any = torch.Tensor
+_NEW_PARAMETER = (
+    "clone() it first, which gives a tensor of its own. weight_norm, or another parametrization that makes new "
+    "parameters of this one, is put onto the module before ShardedModel(...)"
+)
+_ADDRESS = (
+    "its memory moves. Read it (clone(), item(), numpy()) instead, or use model.state_dict(). copy.deepcopy(model) of "
+    "the ShardedModel is a plain module"
+)
+
+
+def _is_detached(tensor: Tensor) -> bool:
+    """Whether the tensor is a lazy detach of a parameter, and not the parameter."""
+    return detached_from(tensor) is not tensor
+
+
+def refusal(what: str, remedy: str) -> Callable[..., Any]:
+    """A function that raises ReleasedParameterError for the parameter that it is given."""
+
+    def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = known_link_of(tensor).managed.name
+        # In a function that is being compiled another remedy helps, so that error comes first.
+        refuse_traced(name)
+        raise ReleasedParameterError(f"{what} of parameter {name!r} is not possible: {remedy}")
+
+    return refuse
+
+
+def _set_requires_grad(tensor: Tensor, value: bool = True) -> Tensor:
+    if value and not _is_detached(tensor):
+        known_link_of(tensor).raise_flag()
+    # Each use takes the parameter's data again, so a detached tensor would get no gradient.
+    elif value:
+        refusal("requires_grad of what was detached", _NEW_PARAMETER)(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.requires_grad_(value)
+    return tensor
+
+
+def _address(tensor: Tensor) -> MovingAddress:
+    managed = known_link_of(tensor).managed
+    return MovingAddress(managed.parameter, managed.name)
+
+
+def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Carry out `copy.deepcopy()`. Collective."""
+    link = known_link_of(tensor)
+    # `copy.deepcopy` knows objects by their id: with the parameter's, a lazy detach of it shares its copy.
+    key = id(link.managed.parameter)
+    if key not in memo:
+        memo[key] = link.copy()
+    copied: nn.Parameter = memo[key]
+    return copied.detach() if _is_detached(tensor) else copied
+
+
+def describe(tensor: Tensor, **kwargs: Any) -> str:
+    """The text of the parameter, which shows no values: reading them would be a collective."""
+    link = known_link_of(tensor)
+    kind = "detached Parameter" if _is_detached(tensor) else "Parameter"
+    return f"{kind} {link.managed.name!r}: {link.describe}"
+
+
+def _stride(tensor: Tensor, dim: int | None = None) -> Any:
+    stride = known_link_of(tensor).managed.stride
+    return stride if dim is None else stride[dim]
+
+
+def _is_same_size(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape
+
+
+def _is_contiguous(tensor: Tensor, **kwargs: Any) -> bool:
+    managed = known_link_of(tensor).managed
+    return torch.empty_strided(managed.shape, managed.stride, device="meta").is_contiguous(**kwargs)
+
+
+refuse_pickling = refusal("pickling", "save the state_dict() of the ShardedModel instead")
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    _T.grad.__get__: shown_grad,
+    _T.grad.__set__: assign_grad,
+    _T.requires_grad.__set__: _set_requires_grad,
+    _T.requires_grad_: _set_requires_grad,
+    _T.__repr__: describe,
+    _T.__str__: describe,
+    _T.__format__: lambda tensor, spec="": describe(tensor),
+    _T.stride: _stride,
+    _T.is_same_size: _is_same_size,
+    torch.is_same_size: _is_same_size,
+    _T.is_contiguous: _is_contiguous,
+    _T.data_ptr: _address,
+    _T.untyped_storage: refusal("untyped_storage", _ADDRESS),
+    _T.storage: refusal("storage", _ADDRESS),
+    _T.storage_offset: refusal("storage_offset", _ADDRESS),
+    _T.share_memory_: refusal("share_memory_", _ADDRESS),
+    _T.__deepcopy__: deep_copy,
+    _T.__reduce_ex__: refuse_pickling,
+    # The weights stay in their chunks: CuDNN accepts them unflattened.
+    torch._cudnn_rnn_flatten_weight: lambda *args: None,
+}
+"""What torch would run, and what is run in its place."""
+
+
+# -- Released parameters: they look like the parameters they are, and fetch themselves when something reads them.
+#
+# A parameter is a plain `nn.Parameter` only while an operator of its chunk runs inside a step. Otherwise its class is
+# `ReleasedParameter`. Its `__torch_function__` answers questions about shape, dtype and device from metadata and
+# fetches the chunk before any function that needs data. Hence `F.linear(x, other.weight)`, `weight.norm()` in a loss,
+# `nn.init` and in-place edits just work. With several ranks a fetch is a collective: all ranks must run the same
+# function.
 
 
 class ReleasedParameter(nn.Parameter):
@@ -252,3 +515,47 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 for _name_of_conversion in ("to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"):
     _SPECIAL[getattr(_T, _name_of_conversion)] = _convert(getattr(_T, _name_of_conversion))
+
+
+# -- Operations on released parameters for which torch calls no `__torch_function__`; see [Note: Guarded placeholders].
+#
+# C++ functions that take a tensor as a number or as data reach the dispatcher with the parameter itself. It is fetched
+# for them as for any other function. If torch would pass its memory on instead, the operation is refused.
+
+
+_COMPARES_TYPES = torch.ops.aten._has_compatible_shallow_copy_type.default  # what `.data =` calls first
+
+
+def _answer(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces `operation`, one of whose tensors shows a placeholder."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    released = [tensor for tensor in tensors if isinstance(tensor, (ReleasedParameter, LazyDetach, ReducedGradient))]
+    if operation is _COMPARES_TYPES:
+        raise ReleasedParameterError(
+            f"the memory of {_names(released)} cannot become the .data of another tensor: it moves. Copy the values: "
+            "plain.weight.data = wrapped.weight.clone(). To tie two parameters, assign the parameter itself "
+            "(a.weight = b.weight) before the model is wrapped"
+        )
+    # A write would go to the placeholder, which parameters share.
+    if not released or operation._schema.is_mutable:
+        raise ReleasedParameterError(
+            f"{operation} reached the memory of {_names(released)}, which is not here, by a way that cannot fetch it. "
+            "Use the parameter itself, through torch's functions, or model.state_dict()"
+        )
+    # This goes the way of all functions: the parameter is fetched, and the operation is called with plain tensors.
+    return type(released[0]).__torch_function__(operation, (), args, kwargs)
+
+
+def _names(released: Sequence[Tensor]) -> str:
+    links = [any_link_of(tensor) for tensor in released]
+    names = [f"{link.managed.name!r}" for link in links if link is not None]
+    return f"parameter {', '.join(names)}" if names else "a parameter of a ShardedModel"
+
+
+@functools.cache
+def guard_placeholders() -> torch.library.Library:
+    """Register `_answer` with torch, once in this process, for the first model: it takes 10 ms."""
+    # torch takes a fallback for the namespace `_` only, which stands for all of them.
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_answer, GUARD)
+    return library  # the registration ends with this object

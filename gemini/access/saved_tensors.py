@@ -1,25 +1,4 @@
-"""Saved tensors are handles: autograd keeps where a parameter's data lies, not the memory.
-
-`pack` turns a view of a slot into (chunk, size, stride, offset, updates). `unpack` fetches the chunk, wherever it now
-lies, and returns the view there. Backward therefore fetches exactly what it reads, when it reads it. A cast of a
-parameter by autocast is a handle too, and is cast again. Hooks that were on the stack before ours (checkpointing's,
-offloading's) get all other tensors.
-
-[Note: Packed objects] Autograd keeps a packed object in a node of the graph. The cycle collector does not see through
-nodes, so a packed object that refers to its own graph keeps graph and activations alive until backward runs. `pack`
-therefore returns tensors without their graph. Autograd also leaves the check of the version counter to the hooks;
-`Kept` does it.
-
-[Note: Checkpoints] Non-reentrant checkpointing counts the tensors that its hooks meet in forward and in the
-recomputation, and pairs them by that count. A weight can come to our hooks in one pass and to checkpointing's alone in
-the other: whether the parameter is plain depends on what ran before. So checkpointing is shown every tensor, even one
-that we have a handle of. If its hooks were alone in forward, it keeps what it is shown in the recomputation until
-backward reads it. It is then shown a copy: a view would keep the chunk's slot.
-
-[Note: Recomputed first] A node that unpacks its weight and then an activation would hold the weight's slot while the
-activation is recomputed, which fetches other chunks: at the smallest budget there may be no slot left for them. So a
-handle remembers an activation of the same recomputation, and unpacks that one before it fetches.
-"""
+"""What autograd and functorch keep of parameters, and get back when they ask."""
 
 from __future__ import annotations
 
@@ -32,13 +11,66 @@ import torch
 from torch import Tensor, nn
 
 from gemini.access.parameter_link import any_link_of
-from gemini.access.transforms import check_chunks, hooks_are_allowed
-from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.param_state import ParamState
 from gemini.errors import StaleGraphError, UnsupportedError
-from gemini.manager.step import Step
-from gemini.memory.modes import unseen, untracked
-from gemini.memory.untraced import A_HOOK, never_traced
+from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked, unwrapped
+from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState
+from gemini.runtime.step import Step
+
+# -- Gradient transforms of torch.func, and which models they are refused for.
+#
+# [Note: Transforms] `grad`, `vjp`, `jacrev` and `hessian` refuse saved-tensor hooks, so their graph keeps views of the
+# weights themselves. That is right for weights that stay where they are until a step, and refused for others.
+
+
+hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+"""False inside torch.func's gradient transforms."""
+
+
+def check_operator(module: nn.Module, chunks: Iterable[Chunk]) -> None:
+    """Raises UnsupportedError if a graph that `module` builds now could lose its weights, which are in `chunks`.
+
+    `functional_call` may have put other tensors in the parameters' place; these are the user's own.
+    """
+    if torch.is_grad_enabled() and not hooks_are_allowed():
+        links = (any_link_of(unwrapped(parameter)) for parameter in module.parameters())
+        used = {link.managed.chunk for link in links if link is not None}
+        check_chunks(chunk for chunk in chunks if chunk in used)
+
+
+def check_chunks(chunks: Iterable[Chunk]) -> None:
+    """Raises UnsupportedError if a graph that is built now could lose the weights of `chunks`."""
+    if torch.is_grad_enabled() and not hooks_are_allowed():
+        for chunk in chunks:
+            if chunk.state is not ParamState.RESIDENT and chunk.own_slot is None:
+                raise UnsupportedError(
+                    f"torch.func.grad (vjp, jacrev, hessian) through {chunk.names()} is not possible while it can "
+                    "leave the device, as these transforms allow no saved-tensor hooks. Keep everything resident with "
+                    "tensor_placement_policy='cuda' or a larger device_memory=, or use torch.autograd.grad"
+                )
+
+
+# -- Saved tensors are handles: autograd keeps where a parameter's data lies, not the memory.
+#
+# `pack` turns a view of a slot into (chunk, size, stride, offset, updates). `unpack` fetches the chunk, wherever it now
+# lies, and returns the view there. Backward therefore fetches exactly what it reads, when it reads it. A cast of a
+# parameter by autocast is a handle too, and is cast again. Hooks that were on the stack before ours (checkpointing's,
+# offloading's) get all other tensors.
+#
+# [Note: Packed objects] Autograd keeps a packed object in a node of the graph. The cycle collector does not see through
+# nodes, so a packed object that refers to its own graph keeps graph and activations alive until backward runs. `pack`
+# therefore returns tensors without their graph. Autograd also leaves the check of the version counter to the hooks;
+# `Kept` does it.
+#
+# [Note: Checkpoints] Non-reentrant checkpointing counts the tensors that its hooks meet in forward and in the
+# recomputation, and pairs them by that count. A weight can come to our hooks in one pass and to checkpointing's alone
+# in the other: whether the parameter is plain depends on what ran before. So checkpointing is shown every tensor, even
+# one that we have a handle of. If its hooks were alone in forward, it keeps what it is shown in the recomputation until
+# backward reads it. It is then shown a copy: a view would keep the chunk's slot.
+#
+# [Note: Recomputed first] A node that unpacks its weight and then an activation would hold the weight's slot while the
+# activation is recomputed, which fetches other chunks: at the smallest budget there may be no slot left for them. So a
+# handle remembers an activation of the same recomputation, and unpacks that one before it fetches.
+
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _graph_task = torch._C._current_graph_task_id

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.gradient import ChunkGradient
-from gemini.manager.chunk_manager import ChunkManager, OptimizerPart
-from gemini.manager.masters import (
+from gemini.memory.transfer import Region, ready
+from gemini.placement.demand import Kind
+from gemini.runtime.binding import (
     follow_edits,
     master_in,
     regions_of_master,
@@ -31,11 +30,11 @@ from gemini.manager.masters import (
     weights_of,
     write_master,
 )
-from gemini.manager.migrate import StateStore
-from gemini.manager.step import Step
-from gemini.memory.region import Region
-from gemini.memory.transfer import ready
-from gemini.placement.demand import Kind
+from gemini.runtime.chunk import Chunk, ManagedParameter
+from gemini.runtime.gradient import ChunkGradient
+from gemini.runtime.manager import ChunkManager, OptimizerPart
+from gemini.runtime.migrate import StateStore
+from gemini.runtime.step import Step
 from sharding import ALIGNMENT, ShardLayout, Unit, round_up
 
 

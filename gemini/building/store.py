@@ -1,35 +1,318 @@
-"""The store of a model under construction: its parameters rest on shards over the ranks, one chunk per operator.
-
-A chunk is gathered when something uses one of its parameters. When another chunk is used, rank 0 broadcasts what was
-written, because random numbers differ between ranks, and the values go back to the shards.
-"""
+"""Where parameters go while a model is being built, and the chunks that they fill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.building.binding import BuildBinding
-from gemini.building.built_chunks import BuiltChunks
-from gemini.building.link import BuiltLink
-from gemini.chunks.chunk import Chunk, ManagedParameter
-from gemini.chunks.placeholder import set_data
-from gemini.errors import GeminiError
-from gemini.memory.freed import Freed
-from gemini.memory.host import HostTier
+from gemini.access.grad import set_own_grad
+from gemini.access.link import hook_last
+from gemini.access.parameter_link import ParameterLink, any_link_of
+from gemini.access.released import ReleasedParameter
+from gemini.errors import GeminiError, UnsupportedError
+from gemini.memory.arena import Freed, HostTier
 from gemini.memory.memory import Memory
 from gemini.memory.modes import untracked
 from gemini.memory.tier import MemoryTier
+from gemini.memory.transfer import Region, wait_on_tier
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.next_use import Phase
 from gemini.placement.packing import PackingInput, pack
-from gemini.placement.trace import Phase
-from gemini.ranks.communicator import Communicator
-from gemini.ranks.position import StepPosition
-from sharding import ParameterSpec, ShardStrategy, backends
+from gemini.ranks.communicator import Communicator, StepPosition
+from gemini.runtime.binding import Binding, set_weights
+from gemini.runtime.chunk import Chunk, ManagedParameter, dense_stride, have_one_order, placeholder, set_data
+from optim import round_master_
+from sharding import ParameterSpec, ShardLayout, ShardStrategy, backends
+
+# -- Links of parameters whose model is under construction in a `ZeroInitContext`.
+
+
+class BuiltLink(ParameterLink):
+    """The link of a parameter whose model is under construction."""
+
+    may_be_emptied = True  # `.data` may be set to memory without values, which are initialised later
+
+    def __init__(self, managed: ManagedParameter, store: BuildStore) -> None:
+        super().__init__(managed, store)
+        self.store = store
+        # On frozen parameters, too: they may be unfrozen at any time.
+        self.guard = hook_last(managed.parameter, partial(_refuse_gradient, managed.name), None)
+
+    def follow(self, managed: ManagedParameter) -> None:
+        """The parameter has moved to another chunk, in which it is `managed`."""
+        self.managed = managed
+
+    def fetched(self, links: Sequence[BuiltLink], overwrites: bool, detached: bool) -> AbstractContextManager[None]:
+        # `detached` changes nothing here: no memory follows the flags of a model that is built.
+        return self.store.fetched([link.managed for link in links], overwrites)
+
+    def fits(self, value: Tensor) -> bool:
+        # In other strides, random numbers that are drawn later, and sums, would have another order.
+        managed = self.managed
+        return super().fits(value) and have_one_order(dense_stride(value), managed.stride, value.shape)
+
+    def replace_data(self, value: Tensor) -> None:
+        self.store.replace(self, value)
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Raises UnsupportedError for any gradient but None."""
+        if value is not None:
+            name = self.managed.name
+            raise UnsupportedError(f"{name!r} cannot be given a gradient before its model is a ShardedModel")
+
+    def copy(self) -> nn.Parameter:
+        return self.store.copy(self.managed)
+
+
+def _refuse_gradient(name: str, parameter: Tensor) -> NoReturn:
+    """Raises GeminiError: nothing takes the gradient of a parameter that no `ShardedModel` has."""
+    set_own_grad(parameter, None)  # the first gradient of a wrapped model would be added to it
+    raise GeminiError(
+        f"backward() reaches parameter {name!r}, which was built in a ZeroInitContext and is sharded: wrap the "
+        "model in ShardedModel(...) and train that"
+    )
+
+
+def built_link_of(parameter: Tensor) -> BuiltLink | None:
+    """The link of a parameter that was built in a `ZeroInitContext` and not wrapped yet; None for any other tensor."""
+    link = any_link_of(parameter)
+    return link if isinstance(link, BuiltLink) else None
+
+
+# -- Binds the parameters of a model under construction to payloads, and brings writes to them to the shards.
+#
+# Random numbers differ between ranks, so only rank 0's writes count: its values are broadcast before they go home.
+
+
+_SMALL_BYTES = 2**20  # an operator of at most this size is copied into one payload, to broadcast it at once
+
+
+class BuildBinding(Binding):
+    """The binding of one context.
+
+    Each payload has memory of its own, so a view that the user keeps beyond the chunk's use keeps its values.
+    """
+
+    def __init__(self, memory: Memory, communicator: Communicator) -> None:
+        # Chunks with a payload -> positions of the parameters whose values are in it. A parameter that is only
+        # overwritten gathers nothing, so its neighbours' values may be missing.
+        self.valid: dict[Chunk, set[int]] = {}
+        super().__init__(self.valid, memory, ReleasedParameter)
+        self.communicator = communicator
+
+    def go_over(self, communicator: Communicator) -> None:
+        """Use this communicator for what is brought home. Nothing is on its way."""
+        self.communicator = communicator
+
+    def show_placeholder(self, managed: ManagedParameter) -> None:
+        """Let the parameter show a placeholder.
+
+        The version is raised, so that autograd refuses a backward that would read the placeholder as a saved weight.
+        """
+        parameter = managed.parameter
+        torch.autograd.graph.increment_version(parameter)
+        # Assigning `.data` of the released class would fetch the parameter first.
+        parameter.__class__ = nn.Parameter
+        set_data(parameter, managed.placeholder)
+        parameter.__class__ = self.released_class
+
+    def note_left(self, chunk: Chunk) -> None:
+        """Record the versions at which the parameters began to show placeholders.
+
+        A higher version later means that the user wrote to a view of the old memory, and that write would be lost.
+        """
+        # Only `versions()` needs `raw` here: it would keep parameters alive that the user drops.
+        chunk.hold_parameters([(managed, managed.parameter) for managed in chunk.parameters])
+        self.note_edits_when_left(chunk, chunk.versions())
+        chunk.let_parameters_die()
+
+    def take_rank_0s(self, chunk: Chunk, flats: list[Tensor]) -> None:
+        """Write rank 0's values of all parameters to the home. Empties `flats`, to free tensors early. Collective."""
+        communicator = self.communicator
+        # Small operators: one broadcast. Large ones: parameter by parameter, so that no second copy of all is needed.
+        if chunk.payload_bytes <= _SMALL_BYTES:
+            payload = torch.zeros(chunk.numel, dtype=chunk.dtype, device=communicator.device)
+            for managed in chunk.parameters:
+                self.show_placeholder(managed)
+                payload[managed.in_payload].copy_(flats.pop(0))
+            # Ranks have just agreed on what they build, so the broadcasts need no tag.
+            communicator.broadcast_(payload, None)
+            home = chunk.homes[Kind.PARAM].flat
+            for piece in chunk.layout.slices(chunk.rank):
+                home[piece.in_shard].copy_(payload[piece.in_payload])
+        else:
+            for managed in chunk.parameters:
+                self.show_placeholder(managed)
+                flat = flats.pop(0)
+                # On other ranks receive into new memory: the parameter's own may be shared with a tensor of the user's.
+                if communicator.rank:
+                    del flat
+                    flat = torch.empty(managed.numel, dtype=chunk.dtype, device=communicator.device)
+                communicator.broadcast_(flat, None)
+                set_weights(managed, flat)
+        self.note_left(chunk)
+
+    def open(self, chunk: Chunk, payload: Tensor) -> None:
+        """Give the chunk a payload without content, and hold its parameters alive until `close`. Local."""
+        here = alive(chunk)
+        # Register it first: if an interrupt comes in the middle, the chunk is closed with the others.
+        self.valid[chunk] = set()
+        chunk.hold_parameters(here)
+        is_home = payload is chunk.homes[Kind.PARAM].flat
+        # What is written to a view of the home is never lost.
+        self.renumber_edits(chunk, None if is_home else [each.position for each in chunk.parameters])
+        # The user may have dropped parameters since the last use: number the remaining ones.
+        for position, each in enumerate(chunk.parameters):
+            each.number(position)
+        chunk.reside_in(payload)
+        if is_home:
+            self.fill(chunk)
+
+    def fill(self, chunk: Chunk) -> None:
+        """Record that the payload has the values of all parameters."""
+        self.valid[chunk] = set(range(len(chunk.parameters)))
+
+    def close(self, chunk: Chunk) -> None:
+        """Let the parameters show placeholders and drop the payload, which lives on if the user has a view. Local.
+
+        Works from any state that an interrupt in the middle of `open`, `bind` or this method may have left.
+        """
+        if chunk.payload is not None:
+            if not chunk.bound:
+                self.note_versions(chunk)
+                chunk.note_bound()
+            self.unbind(chunk)
+            chunk.bump_versions()
+            chunk.end_residence()
+        chunk.let_parameters_die()
+        self.drop_chunk(chunk)
+        self.valid.pop(chunk, None)
+
+    def part_with(self, chunk: Chunk, gone: Collection[ManagedParameter]) -> None:
+        """Remove parameters from the chunk, which has no edits. Local; may be interrupted and called again."""
+        # Positions change, so close the chunk and open it again with the same payload.
+        payload, is_full = chunk.payload, len(self.valid.get(chunk, ())) == len(chunk.raw)
+        if payload is not None:
+            self.close(chunk)
+        chunk.drop_parameters(gone)
+        if payload is not None and is_full and chunk.parameters:
+            self.open(chunk, payload)
+            self.fill(chunk)
+
+    def write_parameter(self, managed: ManagedParameter, payload: Region) -> None:
+        """Bring rank 0's edits to all ranks and to the shards. Collective.
+
+        A write that failed half way left the values invalid, and is ignored.
+        """
+        if managed.position in self.valid[managed.chunk]:
+            self.communicator.broadcast_(payload.flat[managed.in_payload], f"values of {managed.name}")
+            self.write_home(managed, payload)
+
+    def write_home(self, managed: ManagedParameter, payload: Region) -> None:
+        super().write_home(managed, payload)
+        # The home is freed when the user drops its parameters, which may be before the copy has ended.
+        wait_on_tier(managed.chunk.homes[Kind.PARAM])
+
+
+def alive(chunk: Chunk) -> list[tuple[ManagedParameter, nn.Parameter]]:
+    """The parameters of a chunk that still exist: the user may drop some while the model is built."""
+    return [(each, parameter) for each in chunk.parameters if (parameter := each.reference()) is not None]
+
+
+# -- The chunks of a model under construction: one per operator, dtype and device, each with a home and no other state.
+
+
+class BuiltChunks:
+    """The chunks of one context on this rank. A chunk lives as long as one of its parameters.
+
+    home_of: maps a number of bytes to the tier where a shard of that size rests.
+    """
+
+    def __init__(self, memory: Memory, home_of: Callable[[int], Tier], binding: BuildBinding) -> None:
+        self.placeholder = functools.cache(placeholder)
+        self._memory = memory
+        self._home_of = home_of
+        self._binding = binding
+        self._chunks: weakref.WeakSet[Chunk] = weakref.WeakSet()
+        self._num_chunks = 0
+
+    def make(self, dtype: torch.dtype, layout: ShardLayout) -> Chunk:
+        """A chunk with a home for its shard. Nothing is trained yet, so it has no other state."""
+        chunk = Chunk(
+            index=self._num_chunks,
+            dtype=dtype,
+            trainable=False,
+            layout=layout,
+            oversize=False,
+            rank=self._binding.communicator.rank,
+            home_layout=layout,
+            optim_layout=layout,
+            travel_dtype=dtype,
+            gradient_dtype=dtype,
+            sum_dtype=dtype,
+        )
+        num_bytes = layout.shard_numel * dtype.itemsize
+        tier = self._home_of(num_bytes)
+        chunk.allocate_home(Kind.PARAM, tier, self._memory, num_bytes)
+        ledger = self._memory.tier(tier).ledger
+        # A chunk ends with the last of its parameters, which the user may drop at any time: then its home is uncounted.
+        weakref.finalize(chunk, ledger.count_freed, Kind.PARAM, num_bytes).atexit = False
+        self._num_chunks += 1
+        self._chunks.add(chunk)
+        return chunk
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Round every fp32, fp16 and bf16 weight to `dtype`, shard by shard. Local; nothing is fetched."""
+        kinds = (torch.float32, torch.float16, torch.bfloat16)
+        with untracked():
+            waiting = [c for c in self.in_order() if c.dtype in kinds and c.dtype is not dtype][::-1]
+            # Taken out of the list one by one: in it, all old shards would stay beside all rounded ones.
+            while waiting:
+                self._round(waiting.pop(), dtype)
+
+    def _round(self, chunk: Chunk, dtype: torch.dtype) -> None:
+        """Move the chunk's parameters into a new chunk of another dtype, with rounded values."""
+        # The layout counts elements, so it serves for another dtype as well.
+        rounded = self.make(dtype, chunk.layout)
+        round_master_(rounded.homes[Kind.PARAM].flat, chunk.homes[Kind.PARAM].flat.float())
+        for link in _links_of(chunk):
+            managed = link.managed
+            shown = self.placeholder(dtype, managed.placeholder.device, managed.shape)
+            link.follow(
+                rounded.manage(managed.parameter, managed.name, managed.index, managed.offset, managed.operator, shown)
+            )
+            self._binding.show_placeholder(link.managed)
+        chunk.drop_parameters(list(chunk.parameters))
+        self._binding.note_left(rounded)
+
+    def in_order(self) -> list[Chunk]:
+        """The chunks of which a parameter still exists, in order of construction."""
+        # A WeakSet has no order, and all ranks must go through their chunks in the same one.
+        return sorted(self._chunks, key=lambda chunk: chunk.index)
+
+    def links(self) -> list[BuiltLink]:
+        """The links of all parameters that still exist on this rank, in order of construction."""
+        return [link for chunk in self.in_order() for link in _links_of(chunk)]
+
+
+def _links_of(chunk: Chunk) -> list[BuiltLink]:
+    links = (built_link_of(parameter) for _, parameter in alive(chunk))
+    return [link for link in links if link is not None]
+
+
+# -- The store of a model under construction: its parameters rest on shards over the ranks, one chunk per operator.
+#
+# A chunk is gathered when something uses one of its parameters. When another chunk is used, rank 0 broadcasts what was
+# written, because random numbers differ between ranks, and the values go back to the shards.
+
 
 _WHOLE = 2**62  # bytes: an operator is one chunk, however large
 _EXTENT_BYTES = 2**26  # of address space for shards; untouched pages take no memory
@@ -98,7 +381,7 @@ class BuildStore:
             parameter._gemini = BuiltLink(managed, self)  # type: ignore[attr-defined]
             flats.append(managed.laid_out(parameter.data))
         self.binding.take_rank_0s(chunk, flats)
-        # The plain weights are freed by now, but malloc may keep their memory (memory/freed.py).
+        # The plain weights are freed by now, but malloc may keep their memory (memory/arena.py).
         self._freed.note(chunk.payload_bytes)
 
     # -- use

@@ -1,17 +1,12 @@
-"""`ZeroInitContext`: a model is sharded while it is built, so that no rank ever holds it whole.
-
-torch calls a hook for every parameter and every child that a module registers. The parameters of an operator stay
-plain while it initialises itself. They go onto shards when the first parameter of the next operator arrives, or when
-the context ends. From then on they fetch themselves when something reads or writes them (`released.py`), and rank 0's
-values win. The context removes its hooks at its end and leaves torch unchanged.
-"""
+"""`ZeroInitContext` builds models sharded; `ColoInitContext` is Colossal-AI's name for it."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -25,20 +20,109 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from gemini.access.parameter_link import any_link_of
-from gemini.access.released import LazyDetach, ReleasedParameter
-from gemini.access.unasked import guard_placeholders
-from gemini.building.colossal import NAMES, ColossalArguments
+from gemini.access.released import LazyDetach, ReleasedParameter, guard_placeholders
 from gemini.building.store import BuildStore
 from gemini.errors import UnsupportedError
 from gemini.launch import ranks_of
-from gemini.memory.devices import choose_tiers, resolve_device
-from gemini.monitor.monitor import MemoryMonitor
+from gemini.memory.memory import choose_tiers, resolve_device
+from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import Tier
 from gemini.ranks.exit_report import publish_exit
+from gemini.script import warn_at_script
 from gemini.settings import check_dtype
 from optim import in_memory_order, round_master_
 from optim.hyperparameters import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy
+
+# -- Arguments of Colossal-AI's `ZeroInitContext`, of any release, which ours has under another name or not at all.
+#
+# with ZeroInitContext(convert_fp16=True, target_device=0, shard_strategy=TensorShardStrategy(), seed=42): ...
+
+
+_WITHOUT_EFFECT = {
+    "convert_cuda": "target_device says where the model runs",
+    "rm_torch_payload_on_the_fly": "the whole weights of an operator are freed when the next operator is built",
+    "shard_grad": "ShardedModel(stage=) says whether gradients are sharded",
+}
+_FLAGS = ("convert_fp16", "bf16", *_WITHOUT_EFFECT)
+NAMES = (*_FLAGS, "model_numel_tensor", "seed", "default_dtype", "dp_process_group")
+
+
+@dataclass(frozen=True)
+class ColossalArguments:
+    """The values of these arguments, merged with those of our own."""
+
+    dtype: torch.dtype | None
+    process_group: dist.ProcessGroup | None
+    default_dtype: torch.dtype | None = None
+    seed: int | None = None
+    num_elements: Tensor | None = None  # one integer, to which the number of elements of all parameters is added
+
+    @staticmethod
+    def of(
+        given: Mapping[str, Any], dtype: torch.dtype | None, process_group: dist.ProcessGroup | None
+    ) -> ColossalArguments:
+        """Merge `given`, arguments by a name of `NAMES`, with those that were given under our own names.
+
+        Warns of arguments without effect. Raises TypeError or ValueError for values that are invalid or contradict each
+        other.
+        """
+        for name in _FLAGS:
+            if not isinstance(given.get(name, False), bool):
+                raise TypeError(f"{name} must be True or False, found {given[name]!r}")
+        for name, half in (("convert_fp16", torch.float16), ("bf16", torch.bfloat16)):
+            if given.get(name):
+                # Both flags together end here, too, because the first one has set `dtype`.
+                if dtype not in (None, half):
+                    raise ValueError("dtype, convert_fp16 and bf16 ask for different dtypes: give one of them")
+                dtype = half
+        group = given.get("dp_process_group")
+        if None not in (group, process_group) and group is not process_group:
+            raise ValueError("process_group and dp_process_group are different groups: give one of them")
+        seed, count = given.get("seed"), given.get("model_numel_tensor")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"seed must be an integer or None, found {seed!r}")
+        if count is not None and not (
+            isinstance(count, Tensor) and count.numel() == 1 and not count.is_floating_point()
+        ):
+            raise TypeError(f"model_numel_tensor must be a tensor of one integer, found {count!r}")
+        check_dtype("default_dtype", given.get("default_dtype"))
+        for name, instead in _WITHOUT_EFFECT.items():
+            if given.get(name):
+                warn_at_script(f"ZeroInitContext({name}=True) has no effect: {instead}")
+        return ColossalArguments(
+            dtype, group if process_group is None else process_group, given.get("default_dtype"), seed, count
+        )
+
+    @contextmanager
+    def in_force(self, device: torch.device) -> Iterator[None]:
+        """A context with the requested default dtype and random seed. It restores both of torch's. Local."""
+        # `fork_rng` restores the CPU's generator as well, and asks for a device type even without accelerators.
+        before, accelerators = torch.get_default_dtype(), [] if device.type == "cpu" else [device]
+        kind = device.type if accelerators else "cuda"
+        # Without a seed the build draws from the script's own generators, as a build without the context does.
+        with torch.random.fork_rng(accelerators, enabled=self.seed is not None, device_type=kind):
+            if self.seed is not None:
+                torch.manual_seed(self.seed)
+            torch.set_default_dtype(self.default_dtype or before)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+
+    def count(self, num_elements: int) -> None:
+        """Add `num_elements` to the user's tensor, if there is one. Local."""
+        if self.num_elements is not None:
+            self.num_elements.add_(num_elements)
+
+
+# -- `ZeroInitContext`: a model is sharded while it is built, so that no rank ever holds it whole.
+#
+# torch calls a hook for every parameter and every child that a module registers. The parameters of an operator stay
+# plain while it initialises itself. They go onto shards when the first parameter of the next operator arrives, or when
+# the context ends. From then on they fetch themselves when something reads or writes them (`released.py`), and rank 0's
+# values win. The context removes its hooks at its end and leaves torch unchanged.
+
 
 _HOMES = ("auto", "host", "device")
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"

@@ -21,12 +21,12 @@ from gemini.checkpoint.boxes import Order, whole
 from gemini.checkpoint.manifest import GRADIENT, WEIGHT, GradientFact, OptimizerFact, ParameterFact, rank_key, state_key
 from gemini.checkpoint.tensor_files import Part, can_hold
 from gemini.checkpoint.values import encode, name_of
-from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.errors import CheckpointError
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import names_by_chunk, numbers_of
 from gemini.placement.demand import Kind, Tier
+from gemini.runtime.chunk import Chunk, ManagedParameter
 
 
 class Share(NamedTuple):

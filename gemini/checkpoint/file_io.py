@@ -45,12 +45,12 @@ class DiskIO:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.settle()
+        self.await_requests()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
-    def settle(self) -> None:
+    def await_requests(self) -> None:
         """Wait for what is on its way, however it ends, before a file is closed. Raises nothing.
 
         A thread that still writes must not meet a closed file, nor one that others open under the same number.
@@ -130,7 +130,7 @@ class DiskIO:
                 yield buffer
                 self._wait_for_oldest()
         finally:
-            self.settle()
+            self.await_requests()
 
     # -- buffers and threads
 

@@ -36,16 +36,15 @@ from gemini.checkpoint.tensor_files import OpenFiles, StoredTensor, tensors_in
 from gemini.checkpoint.together import together
 from gemini.checkpoint.values import decode
 from gemini.checkpoint.verifying import rank_files, verify_files
-from gemini.chunks.chunk import Chunk, ManagedParameter
 from gemini.dist_logger import get_dist_logger
 from gemini.errors import CheckpointError
-from gemini.memory.region import Region
+from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.load_state import CheckedState, check_optimizer_state, load_optimizer_state
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
-from gemini.optimizer.state_dict import numbers_of
+from gemini.optimizer.state_dict import CheckedState, check_optimizer_state, load_optimizer_state, numbers_of
 from gemini.placement.demand import Tier
 from gemini.ranks.communicator import Communicator
+from gemini.runtime.chunk import Chunk, ManagedParameter
 from optim import HALF_DTYPES
 
 _SHOWN = 5  # names in an error

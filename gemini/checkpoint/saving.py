@@ -2,7 +2,7 @@
 
 [Note: In the background] A thread writes the states while training goes on. It reads them where they rest: an update
 that comes before the thread has read its chunk copies the chunk's state first, or waits for the thread if there is no
-room for the copy (memory/loans.py). What may be written to without notice, such as weights that rest on the device, is
+room for the copy (memory/transfer.py). What may be written to without notice, such as weights on the device, is
 copied before `save_checkpoint` returns. Torch's own asynchronous save reads tensors on the CPU while they are updated
 (pytorch/pytorch#144657).
 """
@@ -25,9 +25,9 @@ from gemini.checkpoint.together import reason_of, together
 from gemini.checkpoint.values import encode
 from gemini.checkpoint.writing import Source, Task, write
 from gemini.errors import CheckpointError
-from gemini.memory.loans import CopyRoom, Loan, spare_bytes
+from gemini.memory.transfer import CopyRoom, Loan, spare_bytes
 from gemini.model.sharded_model import ShardedModel
-from gemini.monitor.host import HostSource, share_of_host
+from gemini.monitor.readings import HostSource, share_of_host
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.ranks.communicator import Communicator
 

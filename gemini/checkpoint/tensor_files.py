@@ -120,7 +120,7 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file, complete or not. Closing it again does nothing."""
-        self._io.settle()
+        self._io.await_requests()
         self._file.close()
 
 

@@ -37,7 +37,7 @@ from gemini.checkpoint.tensor_files import SUFFIX, Part, TensorFile
 from gemini.checkpoint.together import reason_of
 from gemini.checkpoint.verifying import verify_files
 from gemini.errors import CheckpointError
-from gemini.memory.loans import Loan
+from gemini.memory.transfer import Loan
 
 _POLL_S = 0.01
 _SLOWEST_POLL_S = 0.5

@@ -82,7 +82,7 @@ def export(
     Example: gemini checkpoint export checkpoints my-model --config base-model --dtype bf16
     """
     from gemini.checkpoint.exporting import export_weights, num_bytes
-    from gemini.placement.sizes import parse_bytes
+    from gemini.placement.demand import parse_bytes
 
     with _said():
         total = num_bytes(directory, tag, dtype)

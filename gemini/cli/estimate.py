@@ -39,8 +39,7 @@ def estimate(
     from rich.console import Console
     from rich.text import Text
 
-    from gemini.cli.dtypes import dtype_option
-    from gemini.cli.model import NotAModel, model_named
+    from gemini.cli.model import NotAModel, dtype_option, model_named
     from gemini.errors import BudgetError
     from gemini.model.estimate import MemoryEstimate, estimate_memory
 

@@ -1,10 +1,11 @@
-"""From what a user names on the command line to a model of which only shapes exist."""
+"""The model that a command is about, and options that commands share."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import operator
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,8 +13,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+# -- Dtypes as they are written on the command line.
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_option(name: str) -> torch.dtype | None:
+    """The dtype that `--dtype` names; None for "own". Raises typer.BadParameter."""
+    if name not in (*DTYPES, "own"):
+        raise typer.BadParameter(f"must be one of own, {', '.join(DTYPES)}, found {name!r}", param_hint="--dtype")
+    return DTYPES.get(name)
+
+
+# -- Settings by the names that they have on the command line, in texts that the library writes for Python.
+
+
+# The order matters: the first text ends with the second one.
+_OPTIONS = (
+    ("model_data_memory= or device_memory=", "--device-memory"),  # model data has no option: it gets what is left
+    ("device_memory=", "--device-memory"),
+    ("host_memory=", "--host-memory"),
+    ("chunk_size=", "--chunk-size"),
+)
+_POLICY = re.compile(r"\btensor_placement_policy='(\w+)(?:\([^']*\))?'")  # "static" names its fractions
+
+
+def with_options(text: str) -> str:
+    """`text` with each setting under the name of its option."""
+    for setting, option in _OPTIONS:
+        text = text.replace(setting, option)
+    return _POLICY.sub(r"--policy \1", text)
+
+
+# -- From what a user names on the command line to a model of which only shapes exist.
 
 
 class NotAModel(ValueError):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gemini.placement.cost import THIS
 from gemini.placement.demand import OPTIM_STATES
-from gemini.placement.machines import THIS
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
 
-    from gemini.cli.answer import Answer
+    from gemini.cli.report import Answer
 
 _LENGTH = 4096  # of sequences, where the model takes as many
 
@@ -76,12 +76,9 @@ def plan(
     from rich.console import Console
     from rich.text import Text
 
-    from gemini.cli.answer import answer
-    from gemini.cli.cluster import described
-    from gemini.cli.dtypes import dtype_option
-    from gemini.cli.model import NotAModel, check_name, model_named
-    from gemini.cli.plan_report import as_json, show
-    from gemini.cli.question import Batch
+    from gemini.cli.model import NotAModel, check_name, dtype_option, model_named
+    from gemini.cli.question import Batch, described
+    from gemini.cli.report import answer, as_json, show
     from gemini.model.estimate import module_of
     from gemini.settings import Settings
 
@@ -129,7 +126,7 @@ def plan(
 def _refuse(found: Answer, console: Console) -> None:
     from rich.text import Text
 
-    from gemini.cli.options import with_options
+    from gemini.cli.model import with_options
 
     # The library words its refusals by the names of Python's settings, which this command does not have.
     console.print(Text(with_options(str(found.refusal)), "red"), soft_wrap=True)

@@ -1,25 +1,155 @@
-"""What `gemini plan` is asked: a model on a cluster, with settings and a batch. An answer tries others by `replace`."""
+"""What `gemini plan` is asked: a cluster, a model, and which knobs may be turned."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+import typer
 from torch import nn
 
-from gemini.cli.cluster import Cluster
 from gemini.errors import BudgetError
 from gemini.model.estimate import packed_of
+from gemini.monitor.live import MemoryMonitor
+from gemini.monitor.rates import rates_of
+from gemini.monitor.readings import HOST_RESERVE
 from gemini.placement.budget import ACTIVATION_FRACTION, MORE_ACTIVATIONS, RESERVE, FreeBytes
-from gemini.placement.demand import OPTIM_STATES
-from gemini.placement.dtypes import Dtype
-from gemini.placement.inference import plan_training
-from gemini.placement.packed import Packed
+from gemini.placement.cost import MACHINES, THIS, Machine, Ranks, Rates
+from gemini.placement.demand import (
+    OPTIM_STATES,
+    Dtype,
+    ModelSpec,
+    OperatorSpec,
+    WeightSpec,
+    Workload,
+    format_bytes,
+    parse_bytes,
+)
+from gemini.placement.needs import Packed
 from gemini.placement.plan import Plan
 from gemini.placement.policy import PlacementPolicy
-from gemini.placement.sizes import format_bytes
-from gemini.placement.workload import Workload
+from gemini.placement.search import plan_training
 from gemini.settings import Settings
+
+# -- What a plan is for: this machine, or a cluster that is described on the command line.
+
+
+_PER_NODE = 8  # at most, of a cluster that is described by its memory alone
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks and what each of them has.
+
+    Args:
+        name: in words.
+        ranks: how many, and where.
+        device_bytes: of the device, activations included. None: no bound.
+        host_bytes: of host memory. None: no bound was given.
+        is_emulated: the device is host memory too.
+        rates: None: nothing is known of them.
+    """
+
+    name: str
+    ranks: Ranks
+    device_bytes: int | None
+    host_bytes: int | None
+    is_emulated: bool
+    rates: Rates | None
+
+
+def described(
+    ranks: int | None,
+    ranks_per_node: int | None,
+    machine: str,
+    device_memory: str | None,
+    host_memory: str | None,
+    rates: str | None,
+) -> Cluster:
+    """The cluster that the options describe. Local; reads this machine's memory and rates if they are asked for.
+
+    Raises typer.BadParameter.
+    """
+    if machine != THIS and machine not in MACHINES:
+        raise typer.BadParameter(
+            f"must be {THIS!r} or one of {', '.join(MACHINES)}, found {machine!r}", param_hint="--machine"
+        )
+    published = MACHINES.get(machine)
+    device_bytes, host_bytes = _bytes(device_memory, "--device-memory"), _bytes(host_memory, "--host-memory")
+    # Whoever names a device's memory describes another machine than this one.
+    is_here = published is None and device_bytes is None
+    # Without `--ranks` this machine has a rank for each accelerator, at least one; another machine is one full node.
+    count = ranks or (max(1, torch.accelerator.device_count()) if is_here else _PER_NODE)
+    per_node = ranks_per_node or (published.ranks_per_node if published else count if is_here else _filled_by(count))
+    try:
+        layout = Ranks(count, per_node)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}, or another --ranks-per-node", param_hint="--ranks") from None
+    # Without an accelerator `ShardedModel` emulates the device in host memory, and `Question.plan` adds up both tiers.
+    is_emulated = is_here and not torch.accelerator.is_available()
+    if published is not None:
+        device_bytes = published.device_bytes if device_bytes is None else device_bytes
+        host_bytes = _share(published.host_bytes, layout) if host_bytes is None else host_bytes
+    elif is_here:
+        # What other processes hold is not available to a training either, so free memory counts, not capacity. A
+        # cluster of which only device memory was told gets no bound on its host, and the answer says so.
+        reading = MemoryMonitor().read()
+        device_bytes = reading.device.available_bytes
+        host_bytes = _share(reading.host.available_bytes, layout) if host_bytes is None else host_bytes
+    if published is not None:
+        name = published.name
+    else:
+        name = "this machine" if is_here else "as described"
+    # Measuring takes a second, so whatever else may be refused was refused before.
+    found = _rates(rates, published, is_here)
+    return Cluster(name, layout, device_bytes, host_bytes, is_emulated, found)
+
+
+def _filled_by(count: int) -> int:
+    """Ranks on each node, as many as may be: nobody said how large the nodes are that `count` ranks fill."""
+    return next(per_node for per_node in range(_PER_NODE, 0, -1) if count % per_node == 0)
+
+
+def _share(host_bytes: int, ranks: Ranks) -> int:
+    """One rank's part of a node's host memory, less what is left to the rest of the machine."""
+    # `share_of_host` of the monitor divides by LOCAL_WORLD_SIZE, which no launcher has set for this command.
+    return int(host_bytes * (1 - HOST_RESERVE)) // ranks.on_a_node
+
+
+def _bytes(value: str | None, option: str) -> int | None:
+    try:
+        return parse_bytes(value, option)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _rates(wanted: str | None, published: Machine | None, is_here: bool) -> Rates | None:
+    """Measured or published rates. None for a machine of which only the memory is told, unless `wanted` names some."""
+    if wanted is None:
+        wanted = published.name if published else "measured" if is_here else "none"
+    if wanted == "none":
+        return None
+    if wanted == "measured":
+        # Here is no process group, so the rates between ranks stay unknown, and the answer names the parts without one.
+        return rates_of()
+    if wanted in MACHINES:
+        return MACHINES[wanted].rates
+    if not wanted.endswith(".json"):
+        raise typer.BadParameter(
+            f"must be measured, none, one of {', '.join(MACHINES)}, or a .json file, found {wanted!r}",
+            param_hint="--rates",
+        )
+    try:
+        return Rates.from_json(json.loads(Path(wanted).read_text()))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{wanted}: {error}", param_hint="--rates") from None
+
+
+# -- What `gemini plan` is asked: a model on a cluster, with settings and a batch. An answer tries others by `replace`.
 
 
 @dataclass(frozen=True)
@@ -170,3 +300,199 @@ class Question:
 
     def _settings_with(self, host_bytes: int | None) -> Settings:
         return replace(self.settings, device_memory=self.cluster.device_bytes, host_memory=host_bytes)
+
+
+# -- What `gemini plan` advises: each change is tried by planning with it, so that who takes the advice has a plan.
+
+
+_MOST_RANKS = 2**16
+# Each try makes a plan, which takes seconds for a large model.
+_TRIES = 3
+_DIMENSIONS_OF_EXPERTS = 3  # of their weights in one parameter
+_LEAST_PART = 4
+"""Of a sequence that was asked for: to train on a shorter one is another training."""
+_WHOLE = 0.9
+"""Of what the device needs: where twice as many ranks need more than this, it is slots, which ranks do not share."""
+
+
+def that_would_be_enough(question: Question, error: BudgetError) -> Iterator[str]:
+    """Changes of `question`, which was refused with `error`, one at a time, in words."""
+    needed, budget = error.needed_bytes, error.budget_bytes
+    if needed is None or budget is None:
+        return
+    yield from _policy(question)
+    too_large = _too_large(question, error, budget)
+    if too_large:  # ranks share no slot
+        yield from _smaller_operator(too_large, question.packed.spec, budget)
+    else:
+        yield from _more_ranks(question, error)
+    if error.tier == "host":
+        yield from _more_host_memory(question, needed, budget)
+    elif question.cluster.device_bytes is not None:
+        yield from _more_device_memory(question, needed, question.cluster.device_bytes)
+        yield from _fewer_activations(question, needed, question.cluster.device_bytes)
+
+
+def larger_batch(question: Question, plan: Plan) -> Iterator[str]:
+    """The largest batch that the chunks of `plan` leave room for; where the host is short, some that is larger."""
+    least = plan.packed_minimum_bytes  # of all chunk sizes it would take longer to find than the plan
+    tokens = None if least is None else question.tokens_beside(least)
+    if least is None or tokens is None:
+        return
+    fits, max_sequences = question.batch.sequences, tokens // question.batch.length
+    # The device has room for the first number of sequences if the chunks hold their least there. Every further try is
+    # the middle between the last one and the batch that fits.
+    for _ in range(2 * _TRIES):
+        if max_sequences <= fits:
+            return
+        if question.with_sequences(max_sequences).refusal() is None:
+            yield f"--batch {max_sequences} has a plan, too."
+            return
+        max_sequences = (fits + max_sequences) // 2  # states that would leave the device have no room on the host
+
+
+def _policy(question: Question) -> Iterator[str]:
+    if question.settings.policy.name == "auto":
+        return
+    if question.with_policy("auto").refusal() is None:
+        yield "--policy auto would be enough."
+
+
+def _too_large(question: Question, error: BudgetError, budget: int) -> list[OperatorSpec]:
+    """The operators that no packing gives room to, however many ranks there are."""
+    if error.tier != "device" or question.settings.stage < 3 or question.cluster.ranks.count == 1:
+        return []  # weights that are whole at home need no slots
+    spec = question.packed.spec
+    return [operator for operator in spec.operators if _least_bytes(operator, spec) > budget]
+
+
+def _least_bytes(operator: OperatorSpec, spec: ModelSpec) -> int:
+    """What an operator in use takes on the device: its weights' slots and a gradient slot for the largest."""
+    weights = [spec.weights[place] for place in operator.weights]
+    gradient = max((_bytes_of(weight) for weight in weights if weight.trainable), default=0)
+    return sum(map(_bytes_of, weights)) + gradient
+
+
+def _smaller_operator(operators: list[OperatorSpec], spec: ModelSpec, budget: int) -> Iterator[str]:
+    """Name the operator if it, or several that are alike, are all that does not fit."""
+    shapes = {tuple(spec.weights[place].shape for place in operator.weights) for operator in operators}
+    # Where operators of several shapes are too large, a smaller one of a single shape would not be enough.
+    if len(shapes) != 1 or not budget:  # activations have taken the room
+        return
+    operator = operators[0]
+    weight = max((spec.weights[place] for place in operator.weights), key=_bytes_of)
+    is_of_experts = len(weight.shape) == _DIMENSIONS_OF_EXPERTS and "expert" in weight.name
+    smaller = "experts in modules of their own, or a smaller operator," if is_of_experts else "a smaller operator"
+    yield (
+        f"{operator.name or 'The model'} alone needs more than the budget: its largest weight, "
+        f"{weight.name.removeprefix(f'{operator.name}.')}, has {_bytes_of(weight)} bytes "
+        f"({format_bytes(_bytes_of(weight))}), and slots and gradient slot each hold it whole; "
+        f"{smaller} would need less."
+    )
+
+
+def _bytes_of(weight: WeightSpec) -> int:
+    return weight.numel * weight.dtype.itemsize
+
+
+def _more_ranks(question: Question, error: BudgetError) -> Iterator[str]:
+    """The fewest ranks, in doublings, that share what does not fit."""
+    cluster, tries = question.cluster, 0
+    # At stage 0 ranks share nothing, and ranks on this machine share one host memory, which does not grow with them.
+    if question.settings.stage == 0 or cluster.is_emulated:
+        return
+    needed, count, per_rank = (
+        error.needed_bytes or 0,
+        cluster.ranks.count,
+        (cluster.device_bytes or 0) + (cluster.host_bytes or 0),
+    )
+    # Tries are few, so those are saved that must fail: ranks whose whole memory is less than what rests there.
+    least = 0.0 if cluster.host_bytes is None else _least_bytes_at_rest(question) / max(1, per_rank)
+    while count < _MOST_RANKS and tries < _TRIES:
+        count *= 2
+        if count < least:
+            continue
+        # The command refuses ranks that leave places of a node empty.
+        if not cluster.ranks.fill_nodes(count):
+            continue
+        tries += 1
+        refused = question.with_ranks(count).refusal()
+        if refused is None:
+            yield f"--ranks {count} with as much memory each would be enough."
+            return
+        if refused.tier == "device" and (refused.needed_bytes or 0) > _WHOLE * needed:
+            return
+        needed = refused.needed_bytes or 0
+
+
+def _least_bytes_at_rest(question: Question) -> int:
+    """What all ranks hold together of weights, gradients and optimizer state, at least: without masters and padding."""
+    # This must never be too much: ranks that would be enough would not be tried, and more of them be advised.
+    weights = question.packed.spec.weights
+    trained = [weight for weight in weights if weight.trainable]
+    # States have fp32 where weights have 16 bits: see `_chunk_demand` in gemini/placement/needs.py.
+    states = sum(question.optim_states * weight.numel * max(4, weight.dtype.itemsize) for weight in trained)
+    return sum(map(_bytes_of, weights)) + sum(map(_bytes_of, trained)) + states
+
+
+def _more_host_memory(question: Question, needed: int, budget: int) -> Iterator[str]:
+    more = f"{format_bytes(needed)} for each rank, {format_bytes(needed - budget)} more"
+    if question.cluster.is_emulated:
+        yield f"Host memory ({more}) would be enough."
+    else:  # that the plan which asks for it has a place there needs no try
+        yield f"--host-memory {needed}B ({more}) would be enough."
+
+
+def _more_device_memory(question: Question, needed: int, device: int) -> Iterator[str]:
+    """Advise what the chunks need on the device, together with what the host then lacks."""
+    enough, host = question.device_bytes_for(needed), question.cluster.host_bytes
+    more = f"{format_bytes(enough)}, {format_bytes(enough - device)} more on each device"
+    more = f"--device-memory {enough}B ({more})"
+    try:
+        # The host has no bound here, so that the plan shows how much it would have to hold.
+        plan = question.with_memory(enough, None).plan()
+    except BudgetError:
+        return
+    on_host = plan.predicted.host_peak
+    if host is None or on_host <= host:
+        yield f"{more} would be enough."
+    else:  # of two figures that are short neither is enough alone
+        yield f"{more} and --host-memory {on_host}B together would be enough."
+
+
+def _fewer_activations(question: Question, needed: int, device: int) -> Iterator[str]:
+    words, activations = "", question.activations
+    if activations is None:
+        return
+    # A model without a list of blocks has nothing that checkpointing could compute again.
+    if not question.batch.is_checkpointed and question.workload.block_bytes:
+        checkpointed = replace(question, batch=replace(question.batch, is_checkpointed=True))
+        fewer = checkpointed.activations or 0
+        # `needed` is model data alone. `there` is what the device has left beside it and activations, or lacks below 0.
+        there = device - checkpointed.device_bytes_for(needed)
+        if there >= 0:
+            does = "would be enough" if checkpointed.refusal() is None else "would leave too little on the host"
+        else:
+            does = f"would leave {format_bytes(-there)} missing"
+        yield (
+            f"--activation-checkpointing, with at most {format_bytes(fewer)} of activations instead of "
+            f"{format_bytes(activations)}, {does}."
+        )
+        # What follows advises smaller batches together with checkpointing, as the words "with it" tell.
+        question, words = checkpointed, " with it"
+    tokens, length = question.tokens_beside(needed), question.batch.length
+    if tokens is None:
+        return
+    if tokens <= 0:
+        yield "No smaller batch would be enough: chunks alone need more."
+        return
+    if tokens * _LEAST_PART < length:
+        return
+    # Whole sequences where one fits, else one shorter sequence.
+    batch = replace(question.batch, sequences=max(1, tokens // length), length=min(length, tokens))
+    if replace(question, batch=batch).refusal() is not None:
+        return  # the host is short, too
+    if tokens >= length:
+        yield f"Batches of up to {batch.sequences} sequences fit{words}: --batch {batch.sequences}."
+    else:
+        yield f"One sequence of up to {tokens} tokens fits{words}: --batch 1 --sequence-length {tokens}."

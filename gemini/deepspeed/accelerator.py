@@ -9,7 +9,7 @@ import torch
 
 from gemini.deepspeed.elsewhere import missing
 from gemini.device import current_device
-from gemini.monitor.monitor import MemoryMonitor
+from gemini.monitor.live import MemoryMonitor
 
 _RANDOM = ("manual_seed", "initial_seed", "get_rng_state", "set_rng_state", "default_generator")
 

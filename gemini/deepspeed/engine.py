@@ -18,11 +18,10 @@ from gemini.checkpoint.directory import Directory
 from gemini.deepspeed.elsewhere import instead_of, missing
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum, kinds_of
 from gemini.deepspeed.utils import RepeatingLoader
-from gemini.engine.engine import Engine
-from gemini.engine.loaders import loader_of
-from gemini.engine.saving import save_weights
+from gemini.engine.engine import Engine, save_weights
+from gemini.engine.initialize import loader_of
 from gemini.engine.step_log import StepLog
-from gemini.engine.trainer.batches import forward, loss_in, moved
+from gemini.engine.trainer.hooks import forward, loss_in, moved
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.script import warn_at_script
 

@@ -11,10 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from gemini.deepspeed.engine import DeepSpeedEngine
-from gemini.engine.agreement import Source, agreed
-from gemini.engine.assemble import OptimizerLike, SchedulerLike, assemble
 from gemini.engine.config import load_config
-from gemini.engine.said import say
+from gemini.engine.initialize import OptimizerLike, SchedulerLike, Source, agreed, assemble, say
 from gemini.errors import ConfigError
 from gemini.launch import launch_from_torch
 

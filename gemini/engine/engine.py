@@ -13,23 +13,178 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gemini.checkpoint.directory import Keep
 from gemini.checkpoint.loading import load_checkpoint
 from gemini.checkpoint.saving import PendingCheckpoint, save_checkpoint
 from gemini.engine.config import Config
-from gemini.engine.config.batch import BatchSizes
-from gemini.engine.moving import MovedByEngine, MovedByScript, Moving
-from gemini.engine.open_window import OpenWindow
+from gemini.engine.config.config import BatchSizes
+from gemini.engine.schedules import MovedByEngine, MovedByScript, Moving
 from gemini.engine.step_log import StepLog
 from gemini.errors import GeminiError, UnsupportedError
-from gemini.memory.untraced import methods_never_traced
-from gemini.model.gathered import GatheredParameters
-from gemini.model.precision import cast_tensors
+from gemini.memory.modes import methods_never_traced
+from gemini.model.operators import cast_tensors
+from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+from gemini.runtime.manager import ChunkManager
 from gemini.settings import CASTABLE_DTYPES
+
+# -- Saves whole weights as one file, atomically: the file is complete or does not exist.
+
+
+def save_weights(model: ShardedModel, path: Path) -> None:
+    """Write `model.state_dict()` on rank 0. Collective, between steps.
+
+    path: the file, in the safetensors format if it ends in .safetensors, else in torch's. Its folder is created. Raises
+    OSError on rank 0 and RemoteRankError on the others if it cannot be written; an existing file is unchanged then.
+    """
+    communicator = model.chunk_manager.communicator
+    # Every rank takes part, as parameters may have to be gathered. Only rank 0 keeps the result, in host memory.
+    state = model.state_dict(rank0_only=True)
+    with communicator.publishing():
+        if communicator.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # It lies beside the file, since `os.replace` is atomic inside one file system only.
+            partial = path.with_name(f"{path.name}.partial")
+            try:
+                if path.suffix == ".safetensors":
+                    # safetensors refuses tensors that share memory, as tied weights do, or that are not contiguous.
+                    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, partial)
+                else:
+                    torch.save(state, partial)
+                os.replace(partial, path)
+            finally:
+                # After a success it has become the file. After a failure, such as a full disk, it would take space for
+                # nothing.
+                partial.unlink(missing_ok=True)
+    # Another rank may read the file as soon as this function has returned there.
+    communicator.wait_for_all("weights are saved")
+
+
+# -- The window of an engine that is open: how many backwards no optimizer step has used yet.
+#
+# [Note: Windows] A window is the `gradient_accumulation_steps` micro-batches of one optimizer step. `Engine.backward`
+# divides the loss by their number and counts them. `Engine.step` updates only when the window is full, so a loop calls
+# it after every backward, like loops for Colossal-AI and DeepSpeed. A window that is open at the end of an epoch
+# continues in the next one, unless `step(last=True)` closes it.
+#
+# A micro-batch is a backward that reaches the model and that an engine has called, this one or another whose model
+# comes behind it in the graph, as in `B(A(x))` with `B.backward(loss)`. The loss is divided once, by the engine that is
+# called, so both must have windows of one size: else A's gradients would not be the mean over A's window.
+
+
+class OpenWindow:
+    """The micro-batches since the last update. They are void when their gradients are dropped."""
+
+    def __init__(self, manager: ChunkManager, log: StepLog) -> None:
+        self.num_backwards = 0  # since the last optimizer step
+        self.is_complete = False  # the script has said that no other micro-batch belongs to it
+        self._num_asked = 0  # of them, those that had come at the last call of `step()`
+        self._other_divisors: set[int] = set()  # by which other engines have divided losses of this window
+        self.begins = 0  # number of backwards before the window
+        self._manager = manager
+        self._log = log
+        # A model that was wrapped before may have failed already: only later failures end a window of this engine.
+        self._num_failed = manager.grads.num_failed
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """What a checkpoint has of the window, for `resume`."""
+        return self.num_backwards, self.begins
+
+    def resume(self, num_backwards: int, begins: int) -> None:
+        """Go on with a window that another process has begun, whose gradients are loaded."""
+        self.num_backwards, self.begins = num_backwards, begins
+        self._num_failed = self._manager.grads.num_failed
+
+    def begin_at(self, num_backwards: int) -> None:
+        """A micro-batch is about to come, after this number of backwards in all: the window begins if it is empty."""
+        if not self.num_backwards:
+            self.begins = num_backwards
+
+    def count(self, other_divisor: int | None = None) -> None:
+        """One more micro-batch has ended its backward.
+
+        other_divisor: by which another engine has divided its loss. None: it was this one, or the script divides.
+        """
+        self.num_backwards += 1
+        if other_divisor is not None:
+            self._other_divisors.add(other_divisor)
+
+    def is_full(self, size: int) -> bool:
+        """Whether a step may use the window: it has `size` micro-batches, or the script wants no others in it."""
+        # More backwards than a window has may have come: a script need not call `step()` after each of them.
+        return self.is_complete or self.num_backwards >= size
+
+    def complete(self) -> None:
+        """No other micro-batch belongs to the window, if it has one."""
+        self.is_complete = self.num_backwards > 0
+
+    def note_step(self) -> None:
+        """`step()` was called and updated nothing: the next micro-batch begins."""
+        self._num_asked = self.num_backwards
+
+    @property
+    def current(self) -> int:
+        """The number, from 1, of the micro-batch that a loop is at: it ends with a call of `step()`."""
+        return self.num_backwards + (self.num_backwards == self._num_asked)
+
+    def end(self, num_backwards: int) -> None:
+        """An optimizer step has used the window, after this number of backwards in all."""
+        self._begin_anew()
+        self.begins = num_backwards
+
+    def empty(self) -> None:
+        """The micro-batches so far are in no step: their gradients are dropped, and their losses must not be logged."""
+        self._begin_anew()
+        self._log.discard()
+
+    def _begin_anew(self) -> None:
+        self.num_backwards = self._num_asked = 0
+        self.is_complete = False
+        self._other_divisors.clear()
+
+    def follow_failures(self) -> None:
+        """Begin another window if a forward or backward has failed, which dropped the gradients of the present one."""
+        # The model counts, not the engine: a script may also call the model itself, as `generate` does, and fail in
+        # there.
+        failed = self._manager.grads.num_failed
+        if failed != self._num_failed:
+            self._num_failed = failed
+            self.empty()
+
+    def refuse_foreign_gradients(self, size: int) -> None:
+        """Raises GeminiError for gradients that are no mean over a window of `size` micro-batches.
+
+        Gradients of `loss.backward()` can be told from those of `Engine.backward` only while no window is open: the
+        model counts both alike. A step would silently ignore them. Those that come through another engine count as
+        micro-batches, but the other one has divided its loss by the size of its own window.
+        """
+        others = self._other_divisors - {size}
+        if others:
+            raise GeminiError(
+                f"step() has gradients of another engine's backward(), whose loss was divided by {min(others)}, for a "
+                f"window of {size}: give both engines the same gradient_accumulation_steps. discard_window() drops them"
+            )
+        if self.num_backwards:
+            return
+        if self._manager.grads.num_backwards:
+            # A backward that failed may have left its count: the check recovers from it, and drops what came of it.
+            self._manager.step.check_idle("step()")
+        if self._manager.grads.num_backwards:
+            raise GeminiError(
+                "step() has gradients that engine.backward(loss) did not make: call it in place of loss.backward(), as "
+                "it counts micro-batches, or engine.optimizer.step() in place of engine.step()"
+            )
+
+
+# -- `Engine`: a sharded model, its optimizer, criterion and learning rate schedule, stepped together.
+#
+# Which backwards make an optimizer step: [Note: Windows] in open_window.py.
+
 
 # All engines of this process that train: the backward of one may go on into the models of others, as in `B(A(x))`.
 _ENGINES: WeakSet[Engine] = WeakSet()
@@ -96,7 +251,7 @@ class Engine:
         self._is_closed = False
         self._reached: WeakSet[Engine] = WeakSet()  # other engines, by backwards of the window
         weights = model.settings.dtype  # not the config's: the model may have been wrapped with another one
-        # Where the config gives dtypes by module, the modules cast their own inputs: see gemini/model/precision.py.
+        # Where the config gives dtypes by module, the modules cast their own inputs: see gemini/model/operators.py.
         self._input_dtype = weights if self.config.cast_inputs and isinstance(weights, torch.dtype) else None
         if optimizer is not None:
             _ENGINES.add(self)

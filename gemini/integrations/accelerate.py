@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gemini.dist_logger import get_dist_logger
-from gemini.engine.agreement import Source, agreed_config
 from gemini.engine.config import Config
+from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.accelerate_plugins import PLAIN, refuse_plugins
 from gemini.integrations.batches import window_of, without_effect

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from gemini.building.zero_init import ZeroInitContext
 from gemini.dist_logger import get_dist_logger
-from gemini.engine.agreement import Source, agreed_config
 from gemini.engine.config import load_config
+from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.lightning_module import is_sharded, tell_device

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gemini.engine.config import Config
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.precision import mixed_weights
-from gemini.model.precision import cast_tensors
+from gemini.model.operators import cast_tensors
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import CASTABLE_DTYPES, Weights
 

@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import nn
 
 from gemini.engine.config import Config
-from gemini.engine.config.named import OptimizerConfig
+from gemini.engine.config.config import OptimizerConfig
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.ranks import refuse_unknown_ranks
 from optim import HybridAdam

@@ -20,10 +20,9 @@ from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from gemini.dist_logger import get_dist_logger
-from gemini.engine.agreement import Source, agreed_config
-from gemini.engine.assemble import scheduler_of
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS
+from gemini.engine.initialize import Source, agreed_config, scheduler_of
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError
 from gemini.integrations.adapters import adapter_weights, is_adapted
@@ -40,7 +39,7 @@ from gemini.integrations.training_arguments import (
     without_effect,
 )
 from gemini.launch import launched_config
-from gemini.model.gathered import GatheredParameters
+from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import Settings

@@ -1,32 +1,162 @@
-"""Host memory in a few mappings of exactly known size, from which buffers are cut and to which they return.
-
-`malloc` keeps freed blocks, and torch's pinned allocator rounds blocks up to powers of two: resident memory then
-exceeds the buffers in it. An arena maps what a plan puts on the host in one piece, an *extent*. When more is needed
-later, another extent is mapped beside it, so nothing is copied.
-
-[Note: Returned ranges] A range of an extent becomes free when the last tensor in it dies, and not before: a view that
-someone still holds never shows another buffer's content. Each buffer is a storage of its own over a memoryview of the
-mapping, and a weak reference to that memoryview tells of its death. Python runs such callbacks in any thread and,
-through the cycle collector, in the middle of any function, even while the lock is held. So the callback is
-`deque.append`, which waits for no lock and is no Python code that Ctrl-C could interrupt; whoever looks for a free
-range next empties the queue. Pages go back to the system at once, by a second callback that a range may miss.
-"""
+"""One block of host memory, pinned where that pays, divided into regions."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import weakref
 from bisect import bisect
 from collections import deque
 from functools import partial
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gemini.memory.pinned import Pinning
+from gemini.memory.tier import MemoryTier
+from gemini.placement.demand import Kind
+from gemini.script import warn_at_script
+
+# -- Host memory that a GPU's driver copies from and to directly: registered exactly, and unregistered before it is
+# freed.
+#
+# [Note: Registered memory] The driver identifies memory by address. If memory were unmapped while it is registered, the
+# next block at that address could not be registered or, worse, would pass for pinned while copies still used the old
+# pages. So the registration belongs to the extent (arena.py) that holds the mapping. It ends when the last tensor in
+# the extent dies, whoever holds that tensor, and right before the memory is unmapped.
+
+
+# address: (process, bytes). Each change is one dict operation, so threads need no lock.
+_registered: dict[int, tuple[int, int]] = {}
+
+
+def registered_bytes() -> int:
+    """Registered bytes of all models of this process whose tensors are alive."""
+    # The sum goes over a copy, as another thread may change the dict meanwhile.
+    return sum(num_bytes for process, num_bytes in _registered.copy().values() if process == os.getpid())
+
+
+class Registrar(Protocol):
+    """The calls of a GPU's runtime that pinning needs. Return values are the runtime's error codes, 0 is success."""
+
+    def register(self, address: int, num_bytes: int) -> int: ...
+
+    def unregister(self, address: int) -> int: ...
+
+    def launch(self) -> None:
+        """Launch a kernel. Raises RuntimeError for this thread's last error, and thereby clears it."""
+
+
+class CudaRuntime:
+    """The CUDA runtime that torch uses, for one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, num_bytes: int) -> int:
+        # The runtime would otherwise act on the thread's current device, and create a context there: on GPU 0, if the
+        # script or the thread has chosen none.
+        with torch.cuda.device(self._device):
+            return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+
+    def unregister(self, address: int) -> int:
+        # This runs in a finalizer, so in any thread: the current device is a setting of each thread.
+        with torch.cuda.device(self._device):
+            return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def launch(self) -> None:
+        # torch reads and clears the runtime's last error after each kernel that it launches.
+        torch.ones(1, device=self._device).neg_()
+
+
+class Pinning:
+    """Registers memory. After the first failure it stops, and training goes on with unpinned memory."""
+
+    def __init__(self, runtime: Registrar) -> None:
+        self._runtime = runtime
+        self.works = True
+
+    def register(self, owner: object, address: int, num_bytes: int) -> bool:
+        """Register memory until `owner`, which keeps it mapped, dies. False, with one warning, if that is refused."""
+        if not self.works:
+            return False
+        error = self._runtime.register(address, num_bytes)
+        if error == 0:
+            # A forked child inherits this dict but no registration: the process number tells such entries apart.
+            _registered[address] = os.getpid(), num_bytes
+            ending = weakref.finalize(owner, _unregister, self._runtime, address, os.getpid())
+            # The process's registrations end with it.
+            ending.atexit = False
+            return True
+        self.works = False
+        _clear_error(self._runtime)
+        warn_at_script(
+            f"host memory of {num_bytes} bytes could not be pinned (cudaHostRegister error {error}). Training goes on "
+            "with unpinned memory, and copies to and from the device will be slower. Raise the locked-memory limit "
+            "(ulimit -l), or give host_memory= less than the machine can lock",
+        )
+        return False
+
+
+def _unregister(runtime: Registrar, address: int, process: int) -> None:
+    """Runs in the finalizer of an extent, so it must not raise. A forked child has no registrations to end."""
+    _registered.pop(address, None)
+    if os.getpid() == process and runtime.unregister(address) != 0:
+        _clear_error(runtime)
+
+
+def _clear_error(runtime: Registrar) -> None:
+    """Clear the runtime's last error: torch returns its code, but the next launch of any kernel would raise it."""
+    try:
+        runtime.launch()
+    except RuntimeError:
+        # An error that persists is another one, and must be seen.
+        runtime.launch()
+
+
+# -- Makes malloc return the memory of weights that have moved into chunks.
+#
+# Once some blocks were freed, glibc serves blocks of up to 32 MiB from its heap, and an aligned block, as torch
+# allocates, does not fit into the hole that an equal one has left. Weights that are freed one by one therefore stay
+# resident: 3 bytes a parameter were measured for a model built on shards (`benchmarks/resident_memory.py`).
+
+
+# Trimming takes milliseconds, so it waits for this many freed bytes.
+_TRIM_BYTES = 2**25
+# glibc has it, other C libraries do not.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+class Freed:
+    """Counts freed bytes and trims malloc's heap now and then."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def note(self, num_bytes: int) -> None:
+        """Tensors of about `num_bytes` were freed, on whatever device."""
+        self._num_bytes += num_bytes
+        if self._num_bytes >= _TRIM_BYTES and _malloc_trim is not None:
+            self._num_bytes = 0
+            _malloc_trim(0)
+
+
+# -- Host memory in a few mappings of exactly known size, from which buffers are cut and to which they return.
+#
+# `malloc` keeps freed blocks, and torch's pinned allocator rounds blocks up to powers of two: resident memory then
+# exceeds the buffers in it. An arena maps what a plan puts on the host in one piece, an *extent*. When more is needed
+# later, another extent is mapped beside it, so nothing is copied.
+#
+# [Note: Returned ranges] A range of an extent becomes free when the last tensor in it dies, and not before: a view that
+# someone still holds never shows another buffer's content. Each buffer is a storage of its own over a memoryview of the
+# mapping, and a weak reference to that memoryview tells of its death. Python runs such callbacks in any thread and,
+# through the cycle collector, in the middle of any function, even while the lock is held. So the callback is
+# `deque.append`, which waits for no lock and is no Python code that Ctrl-C could interrupt; whoever looks for a free
+# range next empties the queue. Pages go back to the system at once, by a second callback that a range may miss.
+
 
 ALIGNMENT = 64
 """In bytes; every buffer begins on a multiple of it: a cache line, and the widest vector register of a CPU."""
@@ -232,3 +362,56 @@ def _return_pages(of: weakref.ref[Extent], start: int, end: int, part: object) -
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+# -- The host tier: plain memory, or memory pinned for an accelerator.
+#
+# What a plan puts on the host is reserved before it is taken: one mapping of exactly that size when a model is wrapped,
+# and one when its optimizer comes. Each is registered once, since registering costs milliseconds and waits for the
+# device. Temporaries (spilled gradients, sums under `no_sync()`, weights from before an edit) come from staging memory.
+# It grows in the first steps, is kept for later ones, and is never registered: that would happen in the middle of a
+# backward.
+
+
+EXTENT_BYTES = 2**20
+"""Default for the least that is mapped for a buffer that was not reserved."""
+# These kinds have homes that a plan reserves. Every other kind is a temporary and comes from staging memory.
+_STATES = frozenset(Kind)
+
+
+class HostTier(MemoryTier):
+    """Host memory of this rank."""
+
+    def __init__(
+        self, capacity_bytes: int | None = None, runtime: Registrar | None = None, extent_bytes: int = EXTENT_BYTES
+    ) -> None:
+        """runtime: of the GPU that memory is pinned for; None: plain memory.
+
+        extent_bytes: the least that is mapped for states that were not reserved.
+        """
+        super().__init__("host", torch.device("cpu"), capacity_bytes, "host_memory=")
+        self.homes = Arena(None if runtime is None else Pinning(runtime), extent_bytes)
+        self.staging = Arena(extent_bytes=EXTENT_BYTES, keeps_pages=True)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Mapped bytes of homes, registered or not: the ledger's bytes of all states, if nothing was freed."""
+        return self.homes.mapped_bytes
+
+    def reserve(self, num_bytes: int, kind: str) -> None:
+        """Map room for states of `num_bytes` that are about to be taken. Raises BudgetError."""
+        # Free extents go first: the budget counts what the arenas hold, not only what is in use.
+        self.trim()
+        growth = self.homes.growth_of(num_bytes)
+        self._check_capacity(growth, kind, self.homes.held_bytes + self.staging.held_bytes)
+        with self._allocating(growth, kind):
+            self.homes.reserve(num_bytes)
+
+    def _allocate(self, num_bytes: int, kind: str) -> Tensor:
+        """Take the buffer from the arena of its kind. Its range becomes free when the last tensor in it dies."""
+        return (self.homes if kind in _STATES else self.staging).allocate(num_bytes)
+
+    def trim(self) -> None:
+        """Unmap extents that are not in use."""
+        self.homes.trim()
+        self.staging.trim()

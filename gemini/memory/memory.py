@@ -1,17 +1,68 @@
-"""All memory of one model on this rank: its tiers, its slots, and the copies between tiers."""
+"""The memory of one rank: its device, real or emulated, and its host."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from gemini.device import current_device
 from gemini.errors import BudgetError
-from gemini.memory.host import HostTier
-from gemini.memory.region import Region
+from gemini.memory.arena import CudaRuntime, HostTier
 from gemini.memory.slot import SlotPools
 from gemini.memory.tier import MemoryTier
-from gemini.memory.transfer import Transfer, wait_on_tier
+from gemini.memory.transfer import Region, Transfer, wait_on_tier
 from gemini.placement.budget import Budget
 from gemini.placement.demand import Tier
+from gemini.settings import Device, Emulation, check_device
+
+# -- The device tier on a real accelerator. It uses `torch.accelerator`, so nothing here is specific to CUDA.
+#
+# Memory that is given back goes to torch's allocator, which reuses it in the order of the current stream. Copies to and
+# from it are made, and waited for, in transfer.py.
+
+
+class AcceleratorTier(MemoryTier):
+    """Memory of one GPU. It is never poisoned: that would cost a pass over device memory for each eviction."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
+        super().__init__("device", device, capacity_bytes, "model_data_memory= or device_memory=")
+
+    def trim(self) -> None:
+        """Return torch's unused cached blocks to the driver, for other processes. Waits for the device."""
+        torch.accelerator.empty_cache()
+
+    def _allocate(self, num_bytes: int, kind: str) -> Tensor:
+        # Not `torch.empty`: no parameter fills the paddings of a home, and norms and updates read homes whole.
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+# -- The emulated device: the device tier on CPU memory, for machines without an accelerator.
+#
+# It has a hard byte capacity and poisons memory: what was given back reads as NaN, so that a forgotten fetch is a wrong
+# number in every test instead of luck.
+
+
+_POISON = 0xFF  # 0xFFFF... is a NaN in every float dtype
+
+
+class EmulatedTier(AcceleratorTier):
+    """Device memory that is really host memory."""
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__(torch.device("cpu"), capacity_bytes)
+
+    def trim(self) -> None:
+        """Does nothing: there is no device allocator with cached blocks."""
+
+    def free(self, buffer: Tensor, kind: str) -> None:
+        super().free(buffer, kind)
+        self.poison(buffer)
+
+    def poison(self, buffer: Tensor) -> None:
+        buffer.fill_(_POISON)
+
+
+# -- All memory of one model on this rank: its tiers, its slots, and the copies between tiers.
 
 
 class Memory:
@@ -53,3 +104,46 @@ class Memory:
         # A copy that is still running would write into memory that belongs to another tensor by then.
         wait_on_tier(region)
         self.tier(region.tier).free(region.flat.view(torch.uint8), kind)
+
+
+# -- The tiers for the device that a user names.
+
+
+def choose_tiers(device: Device) -> tuple[MemoryTier, HostTier]:
+    """(device tier, host tier), both without a budget. "emulated" and "cpu" mean the emulated device."""
+    resolved = resolve_device(device, "device")
+    if resolved.type == "cpu":
+        tier = EmulatedTier()
+        if isinstance(device, Emulation):
+            # Without this the device's next reading would call the bytes of this model free.
+            device.hold(tier.ledger)
+        return tier, HostTier()
+    return AcceleratorTier(resolved), HostTier(runtime=CudaRuntime(resolved) if resolved.type == "cuda" else None)
+
+
+def resolve_device(device: Device, argument: str) -> torch.device:
+    """The device that a user's `device` means: with its index; the CPU for the emulated one; the current one for None.
+
+    argument: the argument's name, for errors. Raises ValueError for a device that this machine does not have.
+    """
+    if device is None:
+        device = current_device()
+    check_device(argument, device)
+    if device == "emulated" or isinstance(device, Emulation):
+        return torch.device("cpu")
+    if isinstance(device, int):
+        # As in torch, a number is the index of a device of the machine's one kind of accelerator.
+        kind = torch.accelerator.current_accelerator()
+        if kind is None:
+            raise ValueError(f"{argument}={device} needs an accelerator; this machine has none: use 'emulated'")
+        device = torch.device(kind.type, device)
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{argument}={device!r} is not a device: {error}") from None
+    if resolved.type == "cpu":
+        return resolved
+    # `torch.device` accepts any kind that torch knows, such as "xpu" on a machine with CUDA or with none.
+    if resolved.type != current_device().type:
+        raise ValueError(f"{argument}={str(device)!r} is not here: use 'emulated'")
+    return torch.empty(0, device=resolved).device  # "cuda" with its index

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from gemini.memory.modes import unseen
-from gemini.memory.region import Region
 from gemini.memory.tier import MemoryTier
-from gemini.memory.transfer import ready, wait_on_stream
+from gemini.memory.transfer import Region, ready, wait_on_stream
 from gemini.placement.demand import Kind, Tier
 
 _use_count = torch._C._storage_Use_Count

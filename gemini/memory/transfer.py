@@ -1,27 +1,120 @@
-"""Copies between tiers, and all waiting for them. No other file names a stream or an event.
-
-`Transfer.copy` starts a copy and leaves its ticket with both regions. Nothing waits for a device as a whole:
-
-- The host reads or writes a region after `wait_on_host(region)`.
-- Kernels and collectives read or write a device region that copies fill or empty after `wait_on_stream(region)`.
-- A copy itself starts after the tickets of both of its regions, so copies need nothing from their callers.
-
-Today a copy runs on the stream that is current at the call, so `wait_on_stream` does nothing unless the user has
-changed streams meanwhile. Callers keep the contract of many streams nevertheless: if copies get streams of their own,
-no other file changes. `tests/harness/late_copies.py` has a device on which every copy is as late as its ticket allows.
-"""
+"""Regions, and copies between them that tickets order; loans of them; scratch."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gemini.memory.region import Region, Ticket
+from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Tier
+from gemini.placement.needs import round_to_alignment
+
+# -- A region: flat memory on one tier, with the tickets that tell when the copies from and to it are done.
+#
+# Copies between host and device run while the host goes on. The next reader or writer of a region finds in it the
+# tickets to wait for, and waits for nothing else. `transfer.py` makes the copies and does the waiting.
+
+
+class Ticket(Protocol):
+    """Proof that a copy is done."""
+
+    number: int  # a later copy has a larger number
+
+    def wait(self) -> None:
+        """Block the host until the copy is done."""
+
+    def order(self) -> None:
+        """Make kernels and copies that are launched on the current stream from now on start after the copy."""
+
+    def implies(self, earlier: Ticket) -> bool:
+        """Whether `earlier` is done whenever this ticket is."""
+
+
+class Tickets:
+    """The tickets of the last write of some memory and of the reads since then."""
+
+    __slots__ = ("reads", "write")
+
+    def __init__(self) -> None:
+        self.write: Ticket | None = None
+        self.reads: list[Ticket] = []
+
+    def pending(self) -> list[Ticket]:
+        """The tickets that must be done before the memory is written."""
+        return self.reads if self.write is None else [self.write, *self.reads]
+
+    def note_read(self, ticket: Ticket) -> None:
+        """A copy out of the memory was started, after its last write."""
+        # Tickets that the new one implies are dropped: a region that is read in every step would collect them for ever.
+        self.reads = [*(each for each in self.reads if not ticket.implies(each)), ticket]
+
+    def note_write(self, ticket: Ticket) -> None:
+        """A copy into the memory was started, after everything that was pending."""
+        # Whoever waits for this write has waited for the earlier tickets too, because the copy began behind them.
+        self.write, self.reads = ticket, []
+
+    def clear(self) -> None:
+        """Drop all tickets: the host has waited for them."""
+        self.write, self.reads = None, []
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """Flat memory on a tier. Slices and casts of a region share its tickets.
+
+    A slice that every step needs is made once and kept with its region: see `cut` and `Slot.views`.
+    """
+
+    tier: Tier
+    flat: Tensor  # 1-D, contiguous
+    tickets: Tickets = field(default_factory=Tickets)
+    parts: tuple[Region, ...] = ()  # made by `cut`
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.flat.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes
+
+    def __getitem__(self, part: slice) -> Region:
+        return Region(self.tier, self.flat[part], self.tickets)
+
+    def cut(self, parts: Iterable[slice]) -> tuple[Region, ...]:
+        """Slices of the region, made at the first call. Every call must ask for the same `parts`."""
+        if not self.parts:
+            self.parts = tuple(self[part] for part in parts)
+        return self.parts
+
+    def view(self, dtype: torch.dtype) -> Region:
+        """The same bytes in another dtype."""
+        return Region(self.tier, self.flat.view(dtype), self.tickets)
+
+
+# -- Copies between tiers, and all waiting for them. No other file names a stream or an event.
+#
+# `Transfer.copy` starts a copy and leaves its ticket with both regions. Nothing waits for a device as a whole:
+#
+# - The host reads or writes a region after `wait_on_host(region)`.
+# - Kernels and collectives read or write a device region that copies fill or empty after `wait_on_stream(region)`.
+# - A copy itself starts after the tickets of both of its regions, so copies need nothing from their callers.
+#
+# Today a copy runs on the stream that is current at the call, so `wait_on_stream` does nothing unless the user has
+# changed streams meanwhile. Callers keep the contract of many streams nevertheless: if copies get streams of their own,
+# no other file changes. `tests/harness/late_copies.py` has a device on which every copy is as late as its ticket
+# allows.
 
 
 class OnStream:
@@ -161,3 +254,203 @@ def ready(region: Region) -> Tensor:
     """The region's memory after the wait that its tier needs."""
     (wait_on_host if region.tier is Tier.HOST else wait_on_stream)(region)
     return region.flat
+
+
+# -- Loans: the content of regions for a reader in another thread, as it is now, while training goes on.
+#
+# A checkpoint that is written in the background reads states where they rest. A loan is a ticket of its regions:
+# whoever writes to one next waits for it, as for a copy. Then the content is copied, if there is room for the copy, and
+# the writer goes on; without room it waits until the reader is done with this one loan.
+
+
+class CopyRoom:
+    """Bytes that copies of one save may take at once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.most_taken = 0
+        self._taken = 0
+        self.changed = threading.Condition()  # guards everything of this object and of its loans
+
+    def try_take(self, num_bytes: int) -> bool:
+        """Take room. False if there is not enough. Called with `changed` held."""
+        # A copy that is larger than all of the room is made alone: otherwise it would never be made.
+        if self._taken and self._taken + num_bytes > self.num_bytes:
+            return False
+        self._taken += num_bytes
+        self.most_taken = max(self.most_taken, self._taken)
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Give room back. Called with `changed` held."""
+        self._taken -= num_bytes
+        self.changed.notify_all()
+
+
+class Loan:
+    """The content of some regions, lent to one reader in another thread. It is their `Ticket`."""
+
+    number = -1  # it is no copy of a stream's, and done before the next one of these begins
+
+    def __init__(self, regions: Sequence[Region], room: CopyRoom) -> None:
+        """Ordered after all writes to the regions. The host waits for them."""
+        self._room = room
+        self._contents: Sequence[Tensor] = [written(region) for region in regions]
+        self._copied_bytes = 0
+        self._is_read = False  # the reader has begun
+        self._is_over = False
+        for region in regions:
+            region.tickets.note_read(self)
+
+    # -- of whoever writes to a region next
+
+    def wait(self) -> None:
+        """The regions are about to be written: copy their content, or wait until it is read."""
+        with self._room.changed:
+            if self._is_over or self._copied_bytes or (not self._is_read and self._try_copy()):
+                return
+            self._room.changed.wait_for(lambda: self._is_over)
+
+    def order(self) -> None:
+        """Do what `wait` does: the reader is a thread, for which no stream can wait."""
+        self.wait()
+
+    def implies(self, earlier: Ticket) -> bool:
+        """Whether an earlier loan is over. A ticket of a copy never is implied."""
+        return isinstance(earlier, Loan) and earlier._is_over
+
+    def copy(self) -> None:
+        """Copy the content now: the regions may be written in ways that ask for no ticket. Waits for room."""
+        with self._room.changed:
+            self._room.changed.wait_for(lambda: self._is_over or self._try_copy())
+
+    def _try_copy(self) -> bool:
+        num_bytes = sum(content.nbytes for content in self._contents)
+        if not self._room.try_take(num_bytes):
+            return False
+        self._contents = [content.to("cpu", copy=True) for content in self._contents]
+        self._copied_bytes = num_bytes
+        return True
+
+    # -- of the reader
+
+    def read(self) -> Sequence[Tensor]:
+        """The content of the regions, which stays as it is until `end`."""
+        with self._room.changed:
+            self._is_read = True
+            return self._contents
+
+    def end(self) -> None:
+        """The reader needs the content no more, read or not. Ending a loan again does nothing."""
+        with self._room.changed:
+            if not self._is_over:
+                self._is_over, self._contents = True, ()
+                self._room.give_back(self._copied_bytes)
+                self._room.changed.notify_all()
+
+
+def spare_bytes(capacity_bytes: int | None, taken_bytes: int, free_bytes: int) -> int:
+    """How much room for copies a tier has without being asked: half of what its budget, or the machine, leaves."""
+    left = free_bytes if capacity_bytes is None else min(free_bytes, capacity_bytes - taken_bytes)
+    return max(0, left // 2)
+
+
+class BackgroundWork(Protocol):
+    """Something that a thread does with loans while training goes on."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether `wait` has said how it ended, on all ranks."""
+
+    def wait(self) -> object:
+        """Wait until it is done. Collective. Raises if it has failed."""
+
+    def join(self) -> None:
+        """Wait until this rank's part is over, done or failed. Local."""
+
+    def raise_failure(self) -> None:
+        """Raise why it has failed, once. Local."""
+
+
+class Background:
+    """What is done in the background of one model: one thing at a time."""
+
+    def __init__(self) -> None:
+        self._work: BackgroundWork | None = None
+
+    def begin(self, work: BackgroundWork) -> None:
+        """Something begins, after `finish`."""
+        self._work = work
+
+    def finish(self) -> None:
+        """Wait until nothing is done any more. Collective. Raises if it has failed and nobody was told."""
+        work, self._work = self._work, None
+        if work is not None and not work.is_waited_for:
+            work.wait()
+
+    def join(self) -> None:
+        """Wait until this rank's part is over, done or failed. Local."""
+        if self._work is not None:
+            self._work.join()
+
+    def raise_failure(self) -> None:
+        """Raise what has failed meanwhile, once. Local; a step calls it, so it costs next to nothing."""
+        if self._work is not None:
+            self._work.raise_failure()
+
+
+# -- Scratch: one piece of device memory for the temporaries of a collective, taken at the first use and counted.
+
+
+class Scratch:
+    """Hands out flat tensors front to back; `reset` takes them all back."""
+
+    def __init__(self, tier: MemoryTier, num_bytes: int) -> None:
+        self._tier = tier
+        self.num_bytes = num_bytes
+        self._memory: Region | None = None  # (num_bytes,) uint8
+        self._used_bytes = 0
+        self._regions: dict[tuple[int, int, torch.dtype], Region] = {}  # by first byte and numel: the same in each step
+
+    def fill(self) -> Region:
+        """Take the memory if it is not taken yet. Raises BudgetError."""
+        if self._memory is None:
+            self._memory = Region(Tier.DEVICE, self._tier.allocate(self.num_bytes, "scratch"))
+        return self._memory
+
+    def idle(self) -> Region | None:
+        """All of it, between two collectives. None: it has no memory."""
+        return self._memory
+
+    def reset(self) -> None:
+        """Reuse the memory from the start: nothing that was handed out is needed any more."""
+        self._used_bytes = 0
+        if self._memory is not None:
+            # A copy of the last use may still read the memory: what is launched next must come after it.
+            wait_on_stream(self._memory)
+
+    def resize(self, num_bytes: int) -> None:
+        """Give the memory back and take other memory at the next use, even for the same `num_bytes`.
+
+        A collective that failed may still write to the old memory.
+        """
+        self._regions.clear()
+        memory, self._memory = self._memory, None  # first: memory that an interrupt left here would be given twice
+        self.num_bytes, self._used_bytes = num_bytes, 0
+        if memory is not None:
+            self._tier.free(ready(memory), "scratch")
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of `dtype`; the content is undefined."""
+        return self.region(numel, dtype).flat
+
+    def region(self, numel: int, dtype: torch.dtype) -> Region:
+        """Do what `allocate` does, but return a region, for data that is copied to another tier."""
+        num_bytes = numel * dtype.itemsize
+        start = self._used_bytes
+        assert start + num_bytes <= self.num_bytes, "scratch is smaller than the placement's scratch_bytes"
+        self._used_bytes += round_to_alignment(num_bytes)
+        region = self._regions.get((start, numel, dtype))
+        if region is None:
+            region = self._regions[start, numel, dtype] = self.fill()[start : start + num_bytes].view(dtype)
+        return region

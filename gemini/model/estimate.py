@@ -16,13 +16,13 @@ from torch import nn
 
 from gemini.access.link import link_of
 from gemini.errors import UnsupportedError
-from gemini.model.aliases import tie_aliases
-from gemini.model.specs import specs_of
+from gemini.model.operators import specs_of
+from gemini.model.sharded_model import tie_aliases
 from gemini.placement.budget import FreeBytes
 from gemini.placement.demand import OPTIM_STATES, Kind, Tier
-from gemini.placement.inference import plan_training
-from gemini.placement.packed import Packed
+from gemini.placement.needs import Packed
 from gemini.placement.plan import Plan
+from gemini.placement.search import plan_training
 from gemini.settings import Options, Settings, Strategy
 
 

@@ -1,50 +1,234 @@
-"""`ShardedModel`: wraps a module so that its parameters live in chunks, and is used like the module."""
+"""`ShardedModel`, its report, and names that are one parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from gemini.access.gradient_hooks import watch_gradients
-from gemini.access.link import Link
-from gemini.access.released import ReleasedParameter
+from gemini.access.link import Link, watch_gradients
+from gemini.access.released import ReleasedParameter, guard_placeholders
 from gemini.access.saved_tensors import SavedTensors
-from gemini.access.state_hooks import StateHooks
 from gemini.access.states import States
-from gemini.access.trainability import Trainability
-from gemini.access.unasked import guard_placeholders
-from gemini.manager.calls import Operator
-from gemini.manager.chunk_manager import ChunkManager
-from gemini.manager.leftovers import Becomes
-from gemini.memory.collector import uncollected
-from gemini.memory.untraced import never_traced
-from gemini.model.aliases import tied_aliases, warn_of_ties
-from gemini.model.arguments import check_module, check_wrapped
-from gemini.model.budgets import read_free
-from gemini.model.first_batch import most_activations
-from gemini.model.hooks import Handles, Hooks
-from gemini.model.ignored import ignored_in, zero_ignored
-from gemini.model.operator_table import OperatorTable
-from gemini.model.operators import parameter_places
-from gemini.model.plain_copy import PlainCopies
-from gemini.model.plain_view import PlainView
-from gemini.model.report import memory_table
-from gemini.model.tensors import tensors_in
-from gemini.model.wrappers import refuse_ddp
-from gemini.model.wrapping import Wrapping
+from gemini.access.weights import StateHooks
+from gemini.building.store import built_link_of
+from gemini.errors import UnsupportedError
+from gemini.memory.memory import Memory
+from gemini.memory.modes import never_traced, uncollected
+from gemini.model.hooks import Handles, Hooks, OperatorTable
+from gemini.model.operators import ignored_in, parameter_places, tensors_in, zero_ignored
+from gemini.model.plain import PlainCopies, PlainView, check_module, check_wrapped, refuse_ddp
+from gemini.model.workload import most_activations
+from gemini.model.wrap import LOST, Wrapping, read_free
 from gemini.monitor.device import source_of
 from gemini.observe import Observer
-from gemini.placement.demand import Kind, kind_named
+from gemini.placement.demand import Kind, format_bytes, kind_named
 from gemini.placement.plan import Plan
 from gemini.ranks.exit_report import publish_exit
+from gemini.replan.trainability import Trainability
+from gemini.runtime.calls import Operator
+from gemini.runtime.grads import Becomes
+from gemini.runtime.manager import ChunkManager
+from gemini.runtime.step import Step
+from gemini.script import warn_at_script
 from gemini.settings import BUDGETS, Budgets, Options, Settings, Strategy
 from optim.hyperparameters import refuse_unknown_arguments
+
+# -- Parameters and buffers of a module that share memory without being the same object.
+#
+# After `a.weight.data = b.weight.data` two parameters share one memory. In chunks each would have its own copy, and
+# their values would diverge at the first step. If both have the same extent, they become one parameter under two names,
+# as `a.weight = b.weight` makes them. Any other overlap is refused, because no chunk can represent it.
+
+
+class _Extent(NamedTuple):
+    """The bytes [start, end) of its storage that a tensor spans."""
+
+    name: str
+    tensor: Tensor
+    start: int
+    end: int
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+    def __str__(self) -> str:
+        return f"{'parameter' if self.is_parameter else 'buffer'} {self.name!r}"
+
+    def is_that_of(self, other: _Extent) -> bool:
+        mine, theirs = self.tensor, other.tensor
+        # Both lie in one storage, by which `_shared` groups, so an equal start is an equal address.
+        same = mine.shape == theirs.shape and mine.stride() == theirs.stride() and mine.dtype is theirs.dtype
+        return same and self.is_parameter and other.is_parameter and self.start == other.start
+
+    def overlaps(self, other: _Extent) -> bool:
+        """Whether some element belongs to both. Spans may interlock without sharing one, as columns of a matrix do."""
+        # Elements of different sizes may overlap in part: treat any shared span as an overlap.
+        if self.tensor.dtype is not other.tensor.dtype:
+            return True
+        # Mark the elements of one tensor in a mask of the common span, and look for marks at those of the other.
+        itemsize, first = self.tensor.dtype.itemsize, min(self.start, other.start)
+        # On the CPU whatever torch's default device is: on "meta" the mask would hold no marks.
+        marks = torch.zeros((max(self.end, other.end) - first) // itemsize, dtype=torch.bool, device="cpu")
+
+        def of(extent: _Extent) -> Tensor:
+            tensor = extent.tensor
+            return torch.as_strided(marks, tensor.shape, tensor.stride(), (extent.start - first) // itemsize)
+
+        of(self).fill_(True)
+        return bool(of(other).any())
+
+
+class Tie(NamedTuple):
+    """A parameter that was replaced by another one with the same memory."""
+
+    owner: nn.Module
+    leaf: str  # its name in its owner
+    parameter: nn.Parameter
+    names: tuple[str, str]  # names in the model of the parameter that stayed and of the replaced one
+
+    def undo(self) -> None:
+        """Give the owner its own parameter back, which shares its memory with the one that stayed."""
+        kept = self.owner._parameters[self.leaf]
+        # A wrapping that failed has given the one that stayed other memory, or has lost its values.
+        if kept is not None and not hasattr(kept, LOST):
+            self.parameter.data = kept.data
+        setattr(self.owner, self.leaf, self.parameter)
+
+
+@contextmanager
+def tied_aliases(module: nn.Module) -> Iterator[list[Tie]]:
+    """`tie_aliases` for good, unless the block ends with an exception: the module then has its own parameters again."""
+    ties = tie_aliases(module)
+    try:
+        yield ties
+    except BaseException:
+        for tie in ties:
+            tie.undo()
+        raise
+
+
+def tie_aliases(module: nn.Module) -> list[Tie]:
+    """Merge parameters that have the same memory into one parameter.
+
+    Raises UnsupportedError with both names for any other overlap. Nothing has changed then.
+    """
+    ties: dict[Tensor, _Extent] = {}  # by the parameter that gives way
+    for extents in _shared(module):
+        reaching: list[_Extent] = []
+        # Sweep over the storage: only extents that reach beyond the current start can overlap.
+        for extent in sorted(extents, key=lambda each: each.start):
+            reaching = [each for each in reaching if each.end > extent.start]
+            for other in reaching:
+                if other.is_that_of(extent):
+                    _check_flags(other, extent)
+                    # `extent` does not join `reaching`: `other` stands for it there, with the same bytes.
+                    ties[extent.tensor] = other
+                    break
+                if (extent.is_parameter or other.is_parameter) and other.overlaps(extent):
+                    raise UnsupportedError(
+                        f"{other} and {extent} share memory, but not as one parameter under two names: a "
+                        "chunk holds each by itself. Give one memory of its own (clone()), or compute it in forward"
+                    )
+            else:
+                reaching.append(extent)
+    # No overlap was refused: replace parameters now, at every place in the module that has them.
+    made: list[Tie] = []
+    for path, owner in module.named_modules() if ties else ():
+        for leaf, parameter in list(owner._parameters.items()):
+            if parameter is not None and parameter in ties:
+                kept = ties[parameter]
+                # Not through `_parameters`: `nn.RNNBase` has a second list of its weights, which its `__setattr__`
+                # updates.
+                setattr(owner, leaf, kept.tensor)
+                made.append(Tie(owner, leaf, parameter, (kept.name, f"{path}.{leaf}" if path else leaf)))
+    return made
+
+
+def warn_of_ties(ties: Sequence[Tie]) -> None:
+    """Warn about trained parameters that became one."""
+    trained = [tie.names for tie in ties if tie.parameter.requires_grad]
+    if trained:
+        pairs = ", ".join(f"{one!r} and {other!r}" for one, other in trained)
+        warn_at_script(
+            f"{pairs} share their memory: each pair is one parameter under two names from now on, whose gradients are "
+            "added up and stepped once. Two parameters of plain PyTorch would step that memory twice",
+        )
+
+
+def _shared(module: nn.Module) -> list[list[_Extent]]:
+    """The tensors that share a storage with another one, by storage, in the module's order."""
+    found: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        # These have no strided memory of their own that another tensor could share.
+        if built_link_of(tensor) is not None or tensor.layout is not torch.strided:
+            continue
+        # Tensors without elements share nothing, and all have the same null pointer.
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            # On "meta" all pointers are null: an estimate goes by the storage itself.
+            place = tensor.device, storage._cdata if tensor.is_meta else storage.data_ptr()
+            found.setdefault(place, []).append((name, tensor))
+    several = [[_extent(*each) for each in its] for its in found.values() if len(its) > 1]
+    # Buffers may share memory among themselves: no chunk holds them.
+    return [extents for extents in several if any(each.is_parameter for each in extents)]
+
+
+def _extent(name: str, tensor: Tensor) -> _Extent:
+    # In bytes, because tensors of several dtypes may view one storage.
+    start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Extent(name, tensor, start, start + span * tensor.dtype.itemsize)
+
+
+def _check_flags(one: _Extent, other: _Extent) -> None:
+    if one.tensor.requires_grad is not other.tensor.requires_grad:
+        trained, frozen = (one, other) if one.tensor.requires_grad else (other, one)
+        raise UnsupportedError(
+            f"parameters {trained.name!r} and {frozen.name!r} share their memory, and only the first is trained. Give "
+            "both the same requires_grad, or one of them memory of its own (clone())"
+        )
+
+
+# -- `memory_report()`: a table of all bytes that a model holds.
+
+
+def memory_table(memory: Memory, plan: Plan, step: Step) -> str:
+    """Bytes by tier and kind, now and at the peak; the plan; traffic over links and between ranks."""
+    rows = [("tier", "kind", "now", "peak")]
+    for tier in (memory.device, memory.host):
+        ledger = tier.ledger
+        kinds = sorted(kind for kind, peak in ledger.peak_by_kind.items() if peak)
+        counts = [(kind, ledger.bytes_by_kind[kind], ledger.peak_by_kind[kind]) for kind in kinds]
+        counts.append(("total", ledger.total_bytes, ledger.peak_bytes))
+        rows += [(tier.name, kind, format_bytes(now), format_bytes(peak)) for kind, now, peak in counts]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    host, observer = memory.host, step.params.observer
+    budget = "unlimited" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    lines += [
+        f"host memory mapped: {format_bytes(host.mapped_bytes)}, {format_bytes(host.homes.registered_bytes)} of it "
+        f"pinned; {format_bytes(host.staging.mapped_bytes)} for temporaries",
+        f"policy {plan.policy}, plan for {'inference' if plan.infers else 'training'}, model data budget {budget}, "
+        f"{len(plan.packing.chunks)} chunks of up to {format_bytes(plan.packing.chunk_bytes)}",
+        f"{observer.num_fetches} fetches, {observer.counts['prefetch']} of them ahead, {observer.counts['evict']} "
+        f"evictions, {observer.counts['spill']} gradients moved to the host unreduced",
+    ]
+    links = sorted(memory.transfer.bytes_by_link.items())
+    lines += [f"{link}: {format_bytes(num_bytes)}" for link, num_bytes in links]
+    if step.communicator.world_size > 1:
+        lines.append(f"to other ranks: {format_bytes(step.communicator.collectives.bytes_sent)}")
+    return "\n".join(lines)
+
+
+# -- `ShardedModel`: wraps a module so that its parameters live in chunks, and is used like the module.
 
 
 class ShardedModel(PlainView):

@@ -1,26 +1,338 @@
-"""Readings of one device's memory: of a CUDA device from driver, runtime and allocator, or of an emulated one.
-
-Nothing here waits for the device: allocators count on the host when tensors are made, and the driver only returns
-numbers.
-"""
+"""Bytes that are free and used on the device, and the peaks between two positions of a step."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from gemini.memory.devices import resolve_device
-from gemini.memory.ledger import Ledger
-from gemini.monitor.nvml import DriverReading, Nvml, driver_of_process
-from gemini.monitor.peaks import BoundedMeter, PartMeter, PeakMeter, StorageMeter
+from gemini.memory.memory import resolve_device
+from gemini.memory.tier import Ledger
 from gemini.monitor.readings import DeviceReading
+from gemini.script import warn_at_script
 from gemini.settings import Device
+
+# -- Readings of a device from NVIDIA's driver, through NVML: without a CUDA context, and by process.
+#
+# NVML numbers the devices of the machine. CUDA numbers those that CUDA_VISIBLE_DEVICES names (by index, UUID or the
+# beginning of one), in an order of its own. So devices are looked up by UUID. NVML often does not work in containers
+# (no library, a library of another version than the driver, no permission); the caller then does without it.
+
+
+_SAME_PART = 16
+"""Driver and runtime report totals that differ by the driver's own memory: less than the total divided by this."""
+
+
+@dataclass(frozen=True)
+class DriverReading:
+    """The driver's reading of one device, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int | None  # held by this process, its CUDA context included. None: the driver does not say
+
+
+class Nvml:
+    """NVML, as long as it works. The first failure warns once; from then on all answers are None."""
+
+    def __init__(self, library: Any) -> None:
+        """library: the module `pynvml`, or None if there is none."""
+        self._library = library
+        self._works = True
+        try:
+            if library is None:
+                raise RuntimeError("the package nvidia-ml-py is not installed")
+            library.nvmlInit()
+        # Not only NVMLError: without the package there is no such class.
+        except Exception as error:
+            self._give_up(error)
+
+    def find(self, uuids: Sequence[str], total_bytes: int) -> Any | None:
+        """The handle of the first device with one of `uuids` and about `total_bytes`. None: there is none.
+
+        The bytes distinguish a MIG instance from its GPU, if CUDA names the instance by the GPU's UUID.
+        """
+        # The order counts: a MIG instance's own UUID comes before that of its GPU, which has the memory of all
+        # instances.
+        for uuid in uuids if self._works else ():
+            try:
+                handle = self._library.nvmlDeviceGetHandleByUUID(uuid)
+                total = int(self._library.nvmlDeviceGetMemoryInfo(handle).total)
+            except self._library.NVMLError:
+                # The driver does not know the device by this UUID.
+                continue
+            if abs(total - total_bytes) <= total_bytes // _SAME_PART:
+                return handle
+        if self._works:
+            self._give_up(f"it knows no device of {total_bytes} bytes as {' or '.join(uuids)}")
+        return None
+
+    def read(self, handle: Any, least_own_bytes: int) -> DriverReading | None:
+        """The present reading of a device from `find`. None once NVML has failed.
+
+        least_own_bytes: bytes that this process certainly holds. The driver uses process ids of the machine, so another
+        process may have the id that this one has inside a container. Smaller figures of it are not believed.
+        """
+        if not self._works:
+            return None
+        try:
+            memory = self._library.nvmlDeviceGetMemoryInfo(handle)
+        except self._library.NVMLError as error:
+            self._give_up(error)
+            return None
+        own_bytes = self._own_bytes(handle)
+        if own_bytes is not None and own_bytes < least_own_bytes:
+            own_bytes = None
+        return DriverReading(int(memory.total), int(memory.free), own_bytes)
+
+    def _own_bytes(self, handle: Any) -> int | None:
+        try:
+            processes = self._library.nvmlDeviceGetComputeRunningProcesses(handle)
+        except self._library.NVMLError:
+            return None  # the driver hides processes here, but free memory is known all the same
+        own = [each.usedGpuMemory for each in processes if each.pid == os.getpid()]
+        # The figure is None where the driver cannot attribute memory to processes.
+        return int(own[0]) if own and own[0] is not None else None
+
+    def _give_up(self, why: object) -> None:
+        self._works = False
+        warn_at_script(
+            f"NVML does not work here ({why}). Free device memory is read from the CUDA runtime instead; what other "
+            "processes hold is known less exactly",
+        )
+
+
+@functools.cache
+def driver_of_process() -> Nvml:
+    """The process's only `Nvml`, so that a failure warns once. Loaded at the first call."""
+    try:
+        import pynvml
+    except ImportError:
+        return Nvml(None)
+    return Nvml(pynvml)
+
+
+# -- The peak of non-model bytes (activations, workspace) at each position of a run.
+#
+# The run reports its positions, and the peak until the next report belongs to the position. On CUDA it is the allocated
+# bytes less the model data. On the emulated device it is the live storages that the user's operations have made;
+# operations on chunks do not count, see [Note: Modes] in memory/modes.py. Nothing waits for the device.
+
+
+class PeakMeter(Protocol):
+    """Measures peaks of memory while it is entered."""
+
+    counts_model_data: bool
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def pop_peak(self) -> int:
+        """The peak since the last call, or since the meter was entered, in bytes."""
+
+
+class PositionPeaks(AbstractContextManager["PositionPeaks"]):
+    """A context manager that finds the peak of non-model bytes at each position of the code inside.
+
+    `MemoryMonitor.record_peaks` makes it. `by_position` has the bytes by the positions that were passed to `at`.
+    Local; raises nothing.
+
+    Args:
+        meter: measures the device.
+
+    Example:
+        >>> with MemoryMonitor("emulated").record_peaks() as peaks:
+        ...     peaks.at("forward")
+        ...     output = torch.zeros(1000).sum()
+        >>> peaks.by_position["forward"] >= 4000
+        True
+    """
+
+    def __init__(self, meter: PeakMeter) -> None:
+        self.by_position: dict[Hashable, int] = {}
+        self._meter = meter
+        self._position: Hashable = None
+        self._model_bytes = 0
+        self._is_somewhere = False
+
+    def at(self, position: Hashable, model_bytes: int = 0) -> None:
+        """Begin `position`. The peak up to the next call belongs to it. Local; raises nothing.
+
+        position: any key. A repeated position keeps its greatest peak.
+        model_bytes: bytes of model data on the device now. Between two calls the smaller of both figures counts, so
+            that a peak is never too small. It is exact if positions are reported around each allocation of model data.
+        """
+        peak, least = self._meter.pop_peak(), min(self._model_bytes, model_bytes)
+        # What came before the first position, or after the block, belongs to none.
+        if self._is_somewhere:
+            bytes_here = max(0, peak - least if self._meter.counts_model_data else peak)
+            self.by_position[self._position] = max(bytes_here, self.by_position.get(self._position, 0))
+        self._position, self._model_bytes, self._is_somewhere = position, model_bytes, True
+
+    def __enter__(self) -> PositionPeaks:
+        self._meter.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_somewhere:
+            self.at(None, self._model_bytes)
+            # The call of `at` has begun another position, to which nothing belongs.
+            self._is_somewhere = False
+        self._meter.__exit__(*error)
+
+
+class Emulated(Protocol):
+    """A device whose activations are measured and not bounded."""
+
+    activation_bytes: int | None
+
+
+class StorageMeter(TorchDispatchMode):
+    """Measures the live storages that the user's operations have made since the meter was entered.
+
+    Views of older memory, such as weights in a slot, are no new storage. Copies and collectives on chunks are not seen,
+    because this mode follows only the user's operations.
+    """
+
+    counts_model_data = False
+
+    def __init__(self, device: Emulated | None) -> None:
+        """device: receives the overall peak as `activation_bytes` when this mode is left. None: no device does."""
+        super().__init__()
+        self._device = device
+        self._most = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's address in C++
+        self._now = self._peak = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Follow only the user's operations, see [Note: Modes] in memory/modes.py."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Results alone are counted: memory that an operation takes and gives back inside, such as a workspace, is not
+        # seen.
+        result = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
+        for storage in _storages(result):
+            known = self._alive.get(storage._cdata)
+            num_bytes = storage.nbytes()
+            if known is not None:
+                # It may have been resized. It is noted first, for the same reason as below.
+                self._alive[storage._cdata] = known[0], num_bytes
+                self._count(num_bytes - known[1])
+                continue
+            # A storage of an argument is not new: the operation returned a view, or wrote in place.
+            if given is None:
+                given = {each._cdata for each in _storages((args, kwargs))}
+            if storage._cdata not in given:
+                # torch keeps the Python object of a storage while its memory lives, so the reference ends with the
+                # memory.
+                self._alive[storage._cdata] = (
+                    weakref.ref(storage, partial(self._remove_dead, storage._cdata)),
+                    num_bytes,
+                )
+                # The storage is counted last, because a `BoundedMeter` may raise here: a refused storage is then known,
+                # and is uncounted when it dies.
+                self._count(num_bytes)
+        return result
+
+    def pop_peak(self) -> int:
+        """The peak since the last call, in bytes."""
+        # The next peak starts from what is alive now, and not from 0.
+        peak, self._peak = self._peak, self._now
+        self._most = max(self._most, peak)
+        return peak
+
+    def __exit__(self, *error: Any) -> None:
+        self.pop_peak()
+        if self._device is not None:
+            self._device.activation_bytes = self._most
+        super().__exit__(*error)
+
+    def _count(self, num_bytes: int) -> None:
+        self._now += num_bytes
+        self._peak = max(self._peak, self._now)
+
+    def _remove_dead(self, key: int, dead: weakref.ref[Any]) -> None:
+        """Uncount a storage that was freed, unless its address belongs to another one by now."""
+        known = self._alive.get(key)
+        if known is not None and known[0] is dead:
+            del self._alive[key]
+            self._now -= known[1]
+
+
+class BoundedMeter(StorageMeter):
+    """A `StorageMeter` that raises when live storages exceed a bound."""
+
+    def __init__(self, refuse: Callable[[int], None]) -> None:
+        """refuse: a function of the live bytes that raises if they do not fit."""
+        super().__init__(None)
+        self._refuse = refuse
+        self._peak_of_part = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak since the last `pop_peak`, in bytes, including a refused storage."""
+        return self._peak
+
+    def pop_part_peak(self) -> int:
+        """The peak since the last call of this method, in bytes. It leaves `peak_bytes` as it is."""
+        peak, self._peak_of_part = self._peak_of_part, self._now
+        return peak
+
+    def _count(self, num_bytes: int) -> None:
+        super()._count(num_bytes)
+        self._peak_of_part = max(self._peak_of_part, self._now)
+        # A storage that shrinks is never refused, although others may have taken the device's room meanwhile.
+        if num_bytes > 0:
+            self._refuse(self._now)
+
+
+class PartMeter:
+    """Measures peaks between calls, on top of a `BoundedMeter` that is entered already."""
+
+    counts_model_data = False
+
+    def __init__(self, whole: BoundedMeter) -> None:
+        self._whole = whole
+
+    def __enter__(self) -> PartMeter:
+        self._whole.pop_part_peak()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def pop_peak(self) -> int:
+        """The peak since the last call, in bytes."""
+        return self._whole.pop_part_peak()
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(values):
+        # A sparse tensor raises when it is asked for its storage, and a meta tensor has no memory.
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+            yield leaf.untyped_storage()
+
+
+# -- Readings of one device's memory: of a CUDA device from driver, runtime and allocator, or of an emulated one.
+#
+# Nothing here waits for the device: allocators count on the host when tensors are made, and the driver only returns
+# numbers.
+
 
 # Its type is Any, because torch's stubs do not declare the private function that is read from it.
 _cuda_bindings: Any = torch._C

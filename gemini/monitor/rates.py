@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.memory.devices import resolve_device
-from gemini.placement.rates import Rates
+from gemini.memory.memory import resolve_device
+from gemini.placement.cost import Rates
 from gemini.settings import Device
 from optim import AdamPiece, adam_scalars, update_pieces
 from sharding import Collectives, ShardLayout, Unit

@@ -1,20 +1,281 @@
-"""The update of a run of elements: by our Adam, or by a torch optimizer that works element by element.
-
-A run is a piece of a flat shard whose parameters share group, step count and scalars. An elementwise optimizer gives
-the same bits on a run as on its parameters one by one, so one call updates hundreds of parameters.
-"""
+"""Which optimizers update each element by itself, torch's and ours, and their settings in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gemini.errors import UnsupportedError
-from gemini.optimizer.runs import EntryNames, GradientFactors, RunUpdate
-from gemini.optimizer.torch_update import TESTED, TorchUpdate
+from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate
+from gemini.runtime.chunk import ManagedParameter
 from optim import AdamPiece, AdamScalars, CPUAdam, HybridAdam, adam_scalars, hyperparameters, update_pieces
+
+# -- What all ranks must have alike in an optimizer, as text that they compare.
+#
+# The text is exact: torch prints four digits of a tensor, so that learning rates of two ranks could differ unseen.
+
+
+def in_words(value: Any) -> str:
+    """`repr(value)`, with all digits of tensors in it."""
+    if isinstance(value, Tensor):
+        if value.is_meta:  # of a state that is read from a file later
+            return f"tensor of {tuple(value.shape)}, {value.dtype}"
+        # Every step comes here: for a learning rate that is a tensor on the device the host waits.
+        return f"tensor({value.tolist()}, {value.dtype})"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(in_words, value))})"
+    return repr(value)
+
+
+def settings_in_words(group: Mapping[str, Any]) -> str:
+    """The hyperparameters of a param group."""
+    return ", ".join(
+        f"{name}={in_words(value)}" for name, value in group.items() if name not in ("params", "param_names")
+    )
+
+
+def group_in_words(number: int, members: Sequence[ManagedParameter], group: Mapping[str, Any]) -> str:
+    """A param group with the names of its members."""
+    return f"param group {number} of {', '.join(each.name for each in members)} with {settings_in_words(group)}"
+
+
+def state_in_words(saved: Mapping[str, Any]) -> str:
+    """Which entries an optimizer's state dict has, with everything but the values of whole tensors."""
+    return "\n".join(_lines_of(saved))
+
+
+def _lines_of(saved: Mapping[str, Any]) -> Iterator[str]:
+    for number, group in enumerate(saved["param_groups"]):
+        yield f"param group {number} with {settings_in_words(group)}"
+    for number, entry in sorted(saved["state"].items()):
+        # Step counts and other tensors without dimensions are shown with their values, by which updates would differ.
+        names = (
+            name if isinstance(its, Tensor) and its.dim() else f"{name}={in_words(its)}" for name, its in entry.items()
+        )
+        yield f"state of parameter {number}: {', '.join(names)}"
+    yield f"masters of parameters {sorted(saved.get('masters', {}))}"
+
+
+# -- The update of runs by a torch optimizer that works element by element.
+#
+# [Note: Tiles] A torch optimizer makes temporaries as large as what it updates, which no plan counts. So it is given
+# tiles of at most `TILE_NUMEL` elements, one after another: temporaries are of that size whatever the size of a chunk,
+# and a step finds room for them before anything has changed (`ChunkUpdates.room`). No bit depends on where tiles end,
+# as every element is updated by itself.
+
+
+TILE_NUMEL = {"cpu": 2**20, "cuda": 2**22}
+"""Elements that are updated at once, by the type of their device. On the CPU temporaries stay in its caches then, which
+takes half of the time that 16 times as many take. On a fast GPU launches would take more time than kernels."""
+MOST_TEMPORARIES = 8
+"""Tensors of its tile's size that an update by one of `TESTED` has at once at most, fp32 gradients included."""
+_SCALARS = 2**12
+"""Bytes for tensors of one element."""
+
+TESTED: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers whose updates of flat runs are tested to equal those of separate parameters."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Elements [start, start + numel) of a run."""
+
+    each: RunUpdate
+    start: int
+    numel: int
+    after: dict[str, Any]  # scalars after the update, of the whole run
+
+    def note_scalar(self, name: str, value: Any) -> None:
+        """The tile's update has left this scalar: every tile of a run leaves the same."""
+        self.after[name] = value
+
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == self.each.run.numel
+
+    def of(self, tensor: Tensor, first: int = 0) -> Tensor:
+        """The tile's elements of a tensor whose element `first` is the first of the run."""
+        return tensor[first + self.start : first + self.start + self.numel]
+
+
+def _most(device: torch.device) -> int:
+    return TILE_NUMEL.get(device.type, TILE_NUMEL["cuda"])
+
+
+def _in_tiles(updates: Sequence[RunUpdate], after: Sequence[dict[str, Any]]) -> Iterator[list[_Tile]]:
+    """All elements of the runs in groups of tiles, each group of at most `TILE_NUMEL` elements."""
+    group: list[_Tile] = []
+    # In a chunk without states, a run without elements has its gradient on the CPU, though the chunk may be updated on
+    # the device: the largest size is that of the chunk's device.
+    most = room = max((_most(each.grad.device) for each in updates), default=1)
+    for each, its in zip(updates, after, strict=True):
+        start = 0
+        # A run without elements makes a tile too, because its step must be counted.
+        while True:
+            numel = min(room, each.run.numel - start)
+            group.append(_Tile(each, start, numel, its))
+            start, room = start + numel, room - numel
+            # A group may have tiles of several runs, so that many small runs share one call of the optimizer.
+            if not room:
+                yield group
+                group, room = [], most
+            if start == each.run.numel:
+                break
+    if group:
+        yield group
+
+
+class TorchUpdate:
+    """A `torch.optim` optimizer to which the runs of one chunk are passed as its parameters, in tiles.
+
+    It uses the optimizer's loop over parameters, not its `foreach` and `fused` forms, whose bits differ and would
+    depend on how parameters are cut into runs.
+    """
+
+    is_fused = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        accepted = inspect.signature(type(optimizer).__init__).parameters
+        # AdamW has a default that its constructor does not take: `decoupled_weight_decay`.
+        settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        self._make = lambda parameter: type(optimizer)([parameter], **settings)
+        self._worker = self._make(torch.zeros(1, device="cpu"))
+        self._starts_with_state = bool(self._worker.state)  # Adagrad creates its state in the constructor
+
+    def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """See `AdamUpdate.flat_names`."""
+        return tuple(self._probe(group).made)
+
+    def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
+        """See `AdamUpdate.entry_names`."""
+        if type(self._worker) not in TESTED:
+            return EntryNames((), (), None)
+        # SGD creates a missing momentum buffer in any step, so none is needed.
+        if isinstance(self._worker, torch.optim.SGD):
+            return EntryNames((), ("momentum_buffer",), ("momentum_buffer",))
+        probe = self._probe(group)
+        names = (*probe.scalars, *probe.made)
+        return EntryNames(names, tuple(probe.made), names)
+
+    def _probe(self, group: Mapping[str, Any]) -> RunUpdate:
+        """A first update of no elements, which shows the states and scalars that the optimizer creates."""
+        first = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
+        # An optimizer that is not on the tested list may draw random numbers, which must not change the user's.
+        with torch.random.fork_rng(devices=[]):
+            self.update([first], [group], GradientFactors())
+        return first
+
+    def temporary_bytes(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
+        """See `AdamUpdate.temporary_bytes`. Of an optimizer that is not in `TESTED` a guess."""
+        return MOST_TEMPORARIES * min(numel, _most(device)) * dtype.itemsize + _SCALARS
+
+    def update(
+        self, updates: Sequence[RunUpdate], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
+    ) -> None:
+        """See `AdamUpdate.update`, for the runs of one chunk. Raises what the optimizer raises."""
+        # A run that is cut into several tiles starts each of them with the scalars from before the update.
+        after: list[dict[str, Any]] = [{} for _ in updates]
+        for tiles in _in_tiles(updates, after):
+            self._update_tiles(tiles, groups, factors)
+        for each, scalars in zip(updates, after, strict=True):
+            each.note_scalars(scalars)
+
+    def _update_tiles(
+        self, tiles: Sequence[_Tile], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
+    ) -> None:
+        worker = self._worker
+        worker.state.clear()
+        worker.param_groups.clear()
+        parameters = [self._parameter_of(tile, factors) for tile in tiles]
+        for number, group in enumerate(groups):
+            pairs = zip(tiles, parameters, strict=True)
+            members = [parameter for tile, parameter in pairs if tile.each.run.group == number]
+            if members:
+                # The value is not None, because torch then chooses `foreach` by itself for parameters on a GPU.
+                options = {name: False if name in ("foreach", "fused") else value for name, value in group.items()}
+                worker.param_groups.append({**options, "params": members})
+        worker.step()
+        for tile, parameter in zip(tiles, parameters, strict=True):
+            for name, value in worker.state.get(parameter, {}).items():
+                # Per-element states have the tile's shape. Everything else, such as a step count of shape (), belongs
+                # to the whole run.
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() == 1:
+                    _store(tile, name, value)
+                else:
+                    tile.note_scalar(name, _copy(value))
+        # The worker has views of the chunk's states, and of a slot where the update found its staging memory there.
+        # The worker must not keep that memory alive, nor the slot from its next payload.
+        worker.state.clear()
+        worker.param_groups.clear()
+
+    def _parameter_of(self, tile: _Tile, factors: GradientFactors) -> Tensor:
+        """The tile's weights as a parameter of the worker, with their gradient and state."""
+        each = tile.each
+        # A run without weights gets a parameter without elements: the optimizer then counts a step and writes nothing.
+        parameter = (
+            torch.zeros_like(each.grad) if each.weights is None else tile.of(each.weights.load(), first=each.run.start)
+        )
+        parameter = parameter.detach()
+        # The gradient is widened before it is unscaled, because small values times 1 / loss scale underflow in 16 bits.
+        grad = tile.of(each.grad).to(parameter.dtype)
+        for factor in factors:
+            if factor != 1.0:
+                # Multiplied as a number: a tensor of it on a GPU takes a copy for which the host waits. It is rounded
+                # before, so that the product has the bits of a product of two tensors.
+                grad = grad * torch.tensor(factor, dtype=parameter.dtype, device="cpu").item()
+        parameter.grad = grad
+        if not each.is_new:
+            # Flat states are views, which the optimizer updates in place. Scalars are copies, because it also adds to
+            # `step` in place, and the run's next tile needs the count from before.
+            flat = {name: tile.of(state) for name, state in each.flat.items()}
+            self._worker.state[parameter] = flat | {name: _copy(value) for name, value in each.scalars.items()}
+        elif self._starts_with_state:
+            self._worker.state[parameter] = self._make(parameter).state[parameter]
+        return parameter
+
+
+def _store(tile: _Tile, name: str, value: Tensor) -> None:
+    """Store a state that the optimizer updated in place, created or replaced."""
+    each = tile.each
+    if name in each.flat:
+        its = tile.of(each.flat[name])
+        # An optimizer may put a new tensor in the place of the view that it was given.
+        if its.data_ptr() != value.data_ptr():
+            its.copy_(value)
+    elif name in each.room:
+        tile.of(each.create(name, each.room[name])).copy_(value)
+    # The chunk has no memory for this state. `ChunkOptimizerState.store_updates` allocates it and copies what was made.
+    elif tile.is_whole:
+        each.create(name, value)
+    else:
+        tile.of(each.create(name, value.new_empty(each.run.numel))).copy_(value)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+# -- The update of a run of elements: by our Adam, or by a torch optimizer that works element by element.
+#
+# A run is a piece of a flat shard whose parameters share group, step count and scalars. An elementwise optimizer gives
+# the same bits on a run as on its parameters one by one, so one call updates hundreds of parameters.
 
 
 class AdamUpdate:

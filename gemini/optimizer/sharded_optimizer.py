@@ -1,38 +1,163 @@
-"""`ShardedOptimizer`: a torch optimizer over a `ShardedModel`'s chunks.
-
-It is what users call. A step is in optimizer_step.py: one all-reduce summarises all gradients (norm, non-finite
-elements, which parameters have one), then each chunk is updated where its state rests, in order of first use.
-"""
+"""`ShardedOptimizer`, the states that it shows, and what it refuses."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gemini.access.full_access import kept_optimizer_state
 from gemini.errors import GeminiError, UnsupportedError
-from gemini.manager.leftovers import Becomes
-from gemini.memory.untraced import methods_never_traced
-from gemini.optimizer.checks import check_clipping, check_inner, check_max_norm, checked_model
-from gemini.optimizer.chunk_optimizer import ChunkOptimizer
-from gemini.optimizer.chunk_states import ChunkStates
+from gemini.memory.modes import methods_never_traced
+from gemini.model.operators import original_of
+from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.chunk_states import ChunkStates, making_optimizer, take_states
 from gemini.optimizer.elementwise import resolve_update
-from gemini.optimizer.load_state import check_optimizer_state, load_optimizer_state
-from gemini.optimizer.loss_scale import LossScale
-from gemini.optimizer.optimizer_step import OptimizerStep
-from gemini.optimizer.param_groups import add_group, agreed_groups
-from gemini.optimizer.scaling import Scaling
-from gemini.optimizer.state_dict import whole_optimizer_state
-from gemini.optimizer.state_hooks import loads_with_hooks, saves_with_hooks
-from gemini.optimizer.state_view import StateView
-from gemini.optimizer.step_report import StepReport
-from gemini.optimizer.taking import making_optimizer, take_states
-from gemini.optimizer.untrained import frozen_among
+from gemini.optimizer.state_dict import (
+    check_optimizer_state,
+    load_optimizer_state,
+    loads_with_hooks,
+    saves_with_hooks,
+    scalar_of,
+    whole_optimizer_state,
+)
+from gemini.optimizer.step import (
+    ChunkOptimizer,
+    LossScale,
+    OptimizerStep,
+    Scaling,
+    StepReport,
+    add_group,
+    agreed_groups,
+    frozen_among,
+    managed_of,
+)
+from gemini.runtime.chunk import ManagedParameter
+from gemini.runtime.grads import Becomes
+from gemini.runtime.step import Step
 from optim import prepare
 from optim.hyperparameters import refuse_unknown_arguments
+
+# -- Checks of the arguments of `ShardedOptimizer` and of its clipping, before anything has changed.
+
+
+def checked_model(model: nn.Module) -> ShardedModel:
+    """The sharded model: `model` itself, or the one inside `torch.compile(model)`. Raises TypeError for others."""
+    if not isinstance(model := original_of(model), ShardedModel):
+        raise TypeError(f"model must be a ShardedModel, found {type(model).__name__}")
+    return model
+
+
+def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Optimizer], model: ShardedModel) -> None:
+    """Check that `optimizer` is a plain torch optimizer that has not stepped, and is the model's first.
+
+    sharded: the type that is not plain. Raises TypeError or UnsupportedError.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, sharded):
+        raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")
+    model.chunk_manager.refuse_second()
+    # State of a stepped optimizer would be lost. Adagrad has state with step 0 from the start. An entry without a step
+    # count, such as that of SGD with momentum, comes from a step.
+    if any(int(entry.get("step", 1)) for entry in optimizer.state.values()):
+        raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
+
+
+def check_max_norm(name: str, value: float | None) -> float | None:
+    """`value` as a float, None for None. Raises ValueError for anything that is not above 0."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name} must be a number above 0 or None, found {value!r}")
+    return float(value)
+
+
+def check_clipping(max_norm: float, norm_type: float) -> float:
+    """`max_norm` as a float. Raises ValueError for one that is not above 0, and for a norm other than 2 or inf."""
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"norm_type must be 2 or inf, found {norm_type!r}")
+    checked = check_max_norm("max_norm", max_norm)
+    if checked is None:
+        raise ValueError("max_norm must be a number, found None")
+    return checked
+
+
+# -- `optimizer.state`: the parameters with state, and the names of their states. Reading a tensor gathers it.
+
+
+class StateView(Mapping[Tensor, Mapping[str, Any]]):
+    """The states by parameter. Only parameters that were updated or loaded count: torch looks at the length.
+
+    Of optimizers that keep nothing of a parameter, such as SGD without momentum, none counts, as in plain PyTorch.
+    """
+
+    def __init__(self, step: Step, states: ChunkStates) -> None:
+        self._step = step
+        self._states = states
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        for state in self._states.by_chunk.values():
+            for managed in state.chunk.parameters:
+                if self._state_of(managed) is not None:
+                    yield managed.parameter
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, parameter: Tensor) -> Mapping[str, Any]:
+        """A view of one parameter's state, empty without state. Raises KeyError if it is not the model's."""
+        managed = managed_of(self._step, parameter)
+        if managed is None:
+            raise KeyError("not a parameter of this optimizer's ShardedModel")
+        # In plain PyTorch `optimizer.state` is a defaultdict of dicts, so a parameter without state reads as an empty
+        # one.
+        return self._state_of(managed) or {}
+
+    def __contains__(self, parameter: object) -> bool:
+        # `Mapping` would ask `__getitem__`, which also answers for parameters without state.
+        managed = managed_of(self._step, parameter)
+        return managed is not None and self._state_of(managed) is not None
+
+    def _state_of(self, managed: ManagedParameter) -> _ParameterState | None:
+        """A view of one parameter's state. None if it has none."""
+        state = self._states.by_chunk.get(managed.chunk.index)
+        scalars = None if state is None else state.scalars[managed.position]
+        if state is None or scalars is None:
+            return None
+        # As a mapping it is False if it is empty.
+        return _ParameterState(managed.parameter, scalars, state.names(managed.position)) or None
+
+
+class _ParameterState(Mapping[str, Any]):
+    """One parameter's scalars and whole tensors by name. Reading a tensor is collective and returns a copy."""
+
+    def __init__(self, parameter: nn.Parameter, scalars: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        self._parameter = parameter
+        self._scalars = scalars
+        self._names = names
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._scalars
+        yield from self._names
+
+    def __len__(self) -> int:
+        return len(self._scalars) + len(self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._scalars:
+            return scalar_of(name, self._scalars[name])
+        if name not in self._names:
+            raise KeyError(name)
+        return kept_optimizer_state(self._parameter, name)
+
+
+# -- `ShardedOptimizer`: a torch optimizer over a `ShardedModel`'s chunks.
+#
+# It is what users call. A step is in optimizer_step.py: one all-reduce summarises all gradients (norm, non-finite
+# elements, which parameters have one), then each chunk is updated where its state rests, in order of first use.
 
 
 @methods_never_traced("gradients and states move in it", "backward", "scale", "clip_grad_norm_", "step", "zero_grad")

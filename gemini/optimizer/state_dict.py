@@ -1,29 +1,224 @@
-"""The optimizer's state as whole tensors, in torch.optim's format plus fp32 masters.
-
-{"state": {number: {"step": ..., "exp_avg": whole tensor, ...}}, "param_groups": [...], "masters": {number: tensor}}
-
-Numbers count parameters through the param groups, as torch does, so a plain optimizer's state dict loads here
-(load_state.py) and this one's (without "masters") loads there.
-"""
+"""State dicts, saved and loaded, and hashes of states."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from functools import wraps
 from itertools import count, islice
-from typing import Any
+from numbers import Real
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gemini.access.link import link_of
-from gemini.access.states import States
-from gemini.chunks.chunk import ManagedParameter
+from gemini.access.states import FlatAccess, FullPrecisionAccess, States
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.chunk_state import ChunkOptimizerState
-from gemini.optimizer.chunk_states import ChunkStates
+from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
+from gemini.optimizer.elementwise import state_in_words
+from gemini.optimizer.shards import EntryNames
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
+from gemini.runtime.chunk import ManagedParameter
+from optim import HALF_DTYPES
+
+# -- `state_hash`: one hash of all training state, to compare runs bit by bit.
+
+
+def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """SHA-256, in hexadecimal, of all parameters and buffers, and of the optimizer's state if one is given.
+
+    A `ShardedModel` on any number of ranks has the hash of the plain module with the same bits, so two runs can be
+    compared by one line of their logs. Collective for a sharded model.
+
+    Args:
+        model: a `ShardedModel` or a plain module.
+        optimizer: its states and fp32 masters are part of the hash, its hyperparameters are not.
+
+    Raises what `state_dict()` of the two raises, such as GeminiError inside a forward.
+
+    Example:
+        >>> plain = state_hash(module)
+        >>> state_hash(ShardedModel(module)) == plain
+        True
+    """
+    digest = hashlib.sha256()
+    _add(digest, "model", model.state_dict())
+    if optimizer is not None:
+        saved = optimizer.state_dict()
+        _add(digest, "state", saved["state"])
+        masters = saved.get("masters")
+        if masters:
+            _add(digest, "masters", masters)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        # Keys are sorted, because the hash must not depend on the order in which entries were added.
+        for key in sorted(value, key=str):
+            _add(digest, f"{name}.{key}", value[key])
+        return
+    digest.update(name.encode())
+    if isinstance(value, Tensor):
+        # Dtype and shape are hashed too: tensors with equal bytes may still differ.
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        # numpy has no bfloat16, so the elements are taken as bytes.
+        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    else:
+        digest.update(repr(value).encode())
+
+
+# -- The user's hooks on the state dicts of an optimizer, which run as in `torch.optim.Optimizer`'s own methods.
+
+
+Its = TypeVar("Its", bound=Optimizer)
+Arguments = ParamSpec("Arguments")
+State = dict[str, Any]
+
+
+def saves_with_hooks(
+    state_dict: Callable[Concatenate[Its, Arguments], State],
+) -> Callable[Concatenate[Its, Arguments], State]:
+    """Run the hooks before and after `state_dict`. The latter may return another dict.
+
+    On a rank that keeps nothing of the state there is nothing for them to see.
+    """
+
+    @wraps(state_dict)
+    def hooked(self: Its, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> State:
+        # torch runs these hooks inside its own `state_dict` and `load_state_dict`, which a `ShardedOptimizer`
+        # overrides.
+        with _publishing(self):
+            for before in self._optimizer_state_dict_pre_hooks.values():
+                before(self)
+        state = state_dict(self, *args, **kwargs)
+        for after in self._optimizer_state_dict_post_hooks.values() if state else ():
+            replaced = after(self, state)
+            state = state if replaced is None else replaced
+        return state
+
+    return hooked
+
+
+def loads_with_hooks(load_state_dict: Callable[[Its, State], None]) -> Callable[[Its, State], None]:
+    """Run the hooks before and after `load_state_dict`. The former may return another dict to load."""
+
+    @wraps(load_state_dict)
+    def hooked(self: Its, state_dict: State) -> None:
+        state = dict(state_dict)  # hooks may change it, and it is the user's
+        with _publishing(self):
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                replaced = before(self, state)
+                state = state if replaced is None else replaced
+        load_state_dict(self, state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    return hooked
+
+
+def _publishing(optimizer: Any) -> AbstractContextManager[None]:
+    """Around hooks that run before a collective, in which the other ranks would wait for one that failed here.
+
+    For those behind it nobody waits: ranks that have none of them, or none that fails, may go on.
+    """
+    communicator: Communicator = optimizer.model.chunk_manager.communicator
+    return communicator.publishing()
+
+
+# -- What an optimizer's state dict must have to be this optimizer's: checked before anything is changed.
+
+
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho", "etas")
+"""Hyperparameters by which optimizers are told apart: a param group that lacks one of this optimizer's is foreign."""
+
+
+def check_state(
+    groups: list[dict[str, Any]],
+    saved: Mapping[str, Any],
+    by_number: Mapping[int, ManagedParameter],
+    names_of: Callable[[ManagedParameter], EntryNames],
+) -> None:
+    """Raises ValueError unless `saved` fits the param groups and parameters of this optimizer, and names what is wrong.
+
+    by_number: the parameters by their number in the state dict. names_of: what an entry of a parameter has.
+    """
+    for key in ("state", "param_groups"):
+        if key not in saved:
+            raise ValueError(
+                f"this is not an optimizer state dict: it has no {key!r} (found {sorted(map(str, saved))})"
+            )
+    sizes, loaded = ([len(group["params"]) for group in each] for each in (groups, saved["param_groups"]))
+    if sizes != loaded:
+        raise ValueError(f"the state dict has param groups of {loaded} parameters, this optimizer of {sizes}")
+    for group, loaded_group in zip(groups, saved["param_groups"], strict=True):
+        missing = [name for name in _HYPERPARAMETERS if name in group and name not in loaded_group]
+        if missing:
+            raise ValueError(
+                f"a param group of the state dict has no {', '.join(missing)}, found "
+                f"{sorted(name for name in loaded_group if name != 'params')}: it is another optimizer's"
+            )
+    for part in ("state", "masters"):
+        if not isinstance(saved.get(part, {}), Mapping):
+            raise ValueError(f"{part!r} of an optimizer state dict must be a dict, found {type(saved[part]).__name__}")
+        for number, entry in saved.get(part, {}).items():
+            if number not in by_number:
+                raise ValueError(f"{part} of parameter {number}: this optimizer has no such parameter")
+            who = f"parameter {number} ({by_number[number].name})"
+            if part == "masters":
+                _check_tensor("master", entry, who, by_number[number])
+            elif not isinstance(entry, Mapping):
+                raise ValueError(f"state of {who} is a {type(entry).__name__}, not a dict")
+            else:
+                _check_entry(entry, who, by_number[number], names_of(by_number[number]))
+
+
+def _check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, names: EntryNames) -> None:
+    """Raises ValueError unless the entry has the keys and shapes of this optimizer's for a stepped parameter."""
+    for name, value in entry.items():
+        if name == "step" and not (_is_number(value) and 0 <= float(value) < math.inf):
+            raise ValueError(f"step of {who} is not a number of steps: {value!r}")
+        is_flat = name in names.flat or (isinstance(value, Tensor) and value.dim() > 0 and name != "step")
+        if is_flat and value is not None:
+            _check_tensor(name, value, who, managed)
+    missing = [name for name in names.needed if entry.get(name) is None]
+    foreign = [str(name) for name in entry if names.known is not None and name not in names.known]
+    if missing or foreign:
+        keeps = ", ".join(names.known or names.needed)
+        raise ValueError(
+            f"state of {who} has {', '.join(map(str, entry)) or 'nothing'}; of a parameter that was stepped this "
+            f"optimizer keeps {keeps}. Either the state dict is another optimizer's, or a part of it is missing. To "
+            "start a parameter from fresh state, leave it out of 'state'"
+        )
+
+
+def _check_tensor(name: str, value: Any, who: str, managed: ManagedParameter) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} of {who} is a {type(value).__name__}, not a tensor")
+    if value.shape != managed.shape:
+        raise ValueError(f"{name} of {who} has shape {tuple(value.shape)}, expected {tuple(managed.shape)}")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
+
+
+# -- The optimizer's state as whole tensors, in torch.optim's format plus fp32 masters.
+#
+# {"state": {number: {"step": ..., "exp_avg": whole tensor, ...}}, "param_groups": [...], "masters": {number: tensor}}
+#
+# Numbers count parameters through the param groups, as torch does, so a plain optimizer's state dict loads here
+# (load_state.py) and this one's (without "masters") loads there.
 
 
 def whole_optimizer_state(
@@ -98,4 +293,227 @@ def scalar_of(name: str, value: Any) -> Any:
     """`step` as torch writes it: a 0-dim fp32 tensor."""
     if name == "step" and not isinstance(value, Tensor):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+# -- Loads an optimizer's state dict: a whole state of this optimizer, or of the plain one, becomes this rank's parts.
+
+
+_LOAD_ALIKE = "All ranks must load the same state dict"
+
+
+class StateValues(Protocol):
+    """Where the values of states come from."""
+
+    def fill_state(self, access: FlatAccess, managed: ManagedParameter, name: str, value: Tensor) -> None:
+        """Set one state of a parameter, for which a state dict has `value`. Collective."""
+
+    def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
+        """Set the master of a parameter, or its weights if it has none, for which a state dict has `value`."""
+
+
+class WholeTensors:
+    """The values are in the state dict."""
+
+    def fill_state(self, access: FlatAccess, managed: ManagedParameter, name: str, value: Tensor) -> None:
+        access.set_whole(managed, managed.laid_out(value))
+
+    def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
+        dtype = torch.float64 if managed.dtype is torch.float64 else torch.float32
+        access.set_whole(managed, managed.laid_out(value, dtype))
+
+
+class CheckedState(NamedTuple):
+    """A state dict that fits an optimizer."""
+
+    saved: Mapping[str, Any]  # with numbers as keys
+    by_number: dict[int, ManagedParameter]
+    names_of: Callable[[ManagedParameter], EntryNames]
+    settings: list[dict[str, Any]]  # of each group, in the words of this optimizer's
+
+
+def check_optimizer_state(
+    model: ShardedModel, states: ChunkStates, groups: list[dict[str, Any]], saved: Mapping[str, Any]
+) -> CheckedState:
+    """See whether `saved` is of these groups and this kind of optimizer. Local; changes nothing.
+
+    Raises ValueError or KeyError.
+    """
+    by_number = {number: model.chunk_manager.parameters[index] for index, number in numbers_of(groups).items()}
+    saved = _numbered(saved)
+    names_of = _names_by_group(states, saved.get("param_groups", ()))
+    check_state(groups, saved, by_number, names_of)
+    settings = [_hyperparameters_for(*pair) for pair in zip(groups, saved["param_groups"], strict=True)]
+    for group, its in zip(groups, settings, strict=True):
+        # A trial update refuses bad hyperparameters while nothing has changed.
+        states.check_group({**group, **its})
+    return CheckedState(saved, by_number, names_of, settings)
+
+
+def load_optimizer_state(
+    model: ShardedModel,
+    states: ChunkStates,
+    groups: list[dict[str, Any]],
+    checked: CheckedState,
+    values: StateValues | None = None,
+) -> None:
+    """Set all state. Frozen parameters in it get memory for their state, as in plain PyTorch. Collective.
+
+    checked: of `check_optimizer_state` for this model and these groups.
+    values: fills states and masters where the tensors of the dict only stand for them, on the device meta. None: the
+        tensors have the values.
+
+    Raises BudgetError if there is no room, before anything is changed.
+    """
+    values = values or WholeTensors()
+    saved, by_number, names_of, settings = checked
+    step, parts = model.chunk_manager.step, States(model.chunk_manager)
+    model.trainability.apply_unfrozen()
+    step.binding.write_back_all()  # edits of weights must not overwrite the loaded masters later
+    # Every rank sets its own part of each parameter's state: with another step count it would be updated otherwise.
+    step.communicator.agree(state_in_words(saved).encode(), "loaded optimizer state", remedy=_LOAD_ALIKE)
+    masters = saved.get("masters", {})
+    # The groups still have their old hyperparameters, which may need fewer states than are loaded.
+    with states.expecting(_flat_names(by_number, saved, names_of)):
+        model.trainability.take_state(_wanted(by_number, saved, states))
+    for group, its in zip(groups, settings, strict=True):
+        group.update(deepcopy(its))  # a scheduler writes to a learning rate that is a tensor
+    for chunk_state in states.by_chunk.values():
+        # The parameters are recreated from the present masters, which are about to be replaced.
+        if chunk_state.chunk.holds_grad:
+            step.payloads.restore_parameters(chunk_state.chunk)
+    with torch.no_grad():
+        for number, managed in by_number.items():
+            its_state = states.by_chunk.get(managed.chunk.index)
+            if its_state is not None:
+                _load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed), values)
+            if number in masters:
+                _load_master(parts, managed, masters[number], values)
+
+
+def _wanted(
+    by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any], states: ChunkStates
+) -> dict[int, frozenset[Kind]]:
+    """The states, by chunk index, that `saved` has of frozen parameters and their chunks have no memory for."""
+    wanted: dict[int, frozenset[Kind]] = {}
+    for number, managed in by_number.items():
+        chunk = managed.chunk
+        if chunk.trainable:
+            continue
+        kinds = set()
+        if number in saved["state"] and not states.has(chunk):
+            kinds.add(Kind.OPTIM)
+        if number in saved.get("masters", {}) and chunk.dtype in HALF_DTYPES and Kind.MASTER not in chunk.homes:
+            kinds.add(Kind.MASTER)
+        if kinds:
+            wanted[chunk.index] = wanted.get(chunk.index, frozenset()) | kinds
+    return wanted
+
+
+def _hyperparameters_for(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a loaded param group, in the words of this optimizer's `group`."""
+    found = {name: value for name, value in loaded.items() if name != "params"}
+    if "adamw_mode" in group:
+        # A group of torch's Adam or AdamW says so by this key alone.
+        found.setdefault("adamw_mode", found.get("decoupled_weight_decay", group["adamw_mode"]))
+        found.pop("decoupled_weight_decay", None)
+    return found
+
+
+def _names_by_group(
+    states: ChunkStates, groups: Sequence[Mapping[str, Any]]
+) -> Callable[[ManagedParameter], EntryNames]:
+    """`states.entry_names`, asked once for each param group: for a torch optimizer the answer takes a trial update."""
+    found: dict[int | None, EntryNames] = {}
+
+    def names_of(managed: ManagedParameter) -> EntryNames:
+        group = states.group(managed)
+        if group not in found:
+            found[group] = states.entry_names(managed, groups)
+        return found[group]
+
+    return names_of
+
+
+def _flat_names(
+    by_number: Mapping[int, ManagedParameter],
+    saved: Mapping[str, Any],
+    names_of: Callable[[ManagedParameter], EntryNames],
+) -> dict[int, set[str]]:
+    """The flat states that the dict has of some of its parameters, by chunk index. The sets are only counted."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for number, entry in saved["state"].items():
+        managed = by_number[number]
+        names = names_of(managed)
+        found[managed.chunk.index].update(
+            name for name, value in entry.items() if _is_flat(name, value, managed, names)
+        )
+    return found
+
+
+def _is_flat(name: str, value: Any, managed: ManagedParameter, names: EntryNames) -> bool:
+    if not isinstance(value, Tensor) or value.shape != managed.shape:
+        return False
+    # A parameter without dimensions has the shape of its step count and other scalars.
+    return name in names.flat if names.known is not None else name != "step"
+
+
+def _load_entry(
+    states: States,
+    chunk_state: ChunkOptimizerState,
+    managed: ManagedParameter,
+    entry: Mapping[str, Any] | None,
+    names: EntryNames,
+    values: StateValues,
+) -> None:
+    """Set one parameter's state to `entry`. None: to that before its first step. Collective."""
+    position = managed.position
+    # States that the entry lacks are reset, not kept.
+    chunk_state.discard(managed)
+    if entry is None:
+        return
+    scalars: dict[str, Any] = {}
+    chunk_state.set_scalars(position, scalars)
+    for name, value in entry.items():
+        # torch's SGD wrote None for a momentum buffer that the next step creates.
+        if value is None:
+            continue
+        if _is_flat(name, value, managed, names):
+            # A torch optimizer creates its states at the first step, and this one may not have stepped.
+            if name not in chunk_state.flats:
+                chunk_state.allocate([name], states.step.params)
+            values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
+            chunk_state.note_made(position, [name])
+        else:
+            scalars[name] = _unscalar(name, value, chunk_state)
+
+
+def _load_master(states: States, managed: ManagedParameter, value: Tensor, values: StateValues) -> None:
+    """Set one parameter's fp32 master, and the parameter to its rounding.
+
+    Otherwise a parameter that the next step passes over would have its old value or the new one, as its chunk happens
+    to be updated. A weight that is not 16 bits is its own master.
+    """
+    chunk = managed.chunk
+    has_master = chunk.splits_master or Kind.MASTER in chunk.homes
+    if has_master:
+        managed.note_fractions()
+    if has_master or chunk.dtype not in HALF_DTYPES:
+        values.fill_master(states.full_precision(chunk), managed, value)
+
+
+def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict with numbers as keys. torch.distributed.checkpoint has names, in the same order."""
+    names = [name for group in saved.get("param_groups", ()) for name in group.get("params", ())]
+    if not any(isinstance(name, str) for name in names):
+        return saved
+    number_of = {name: number for number, name in enumerate(names)}
+    parts = {key: saved[key] for key in ("state", "masters") if key in saved}
+    return {**saved, **{key: {number_of.get(n, n): e for n, e in part.items()} for key, part in parts.items()}}
+
+
+def _unscalar(name: str, value: Any, state: ChunkOptimizerState) -> Any:
+    """A scalar in the form that this optimizer's update keeps: `step` as an int for our Adam, else as given."""
+    if name == "step" and state.counts_steps:
+        return int(value)
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,10 +1,21 @@
-"""Budgets: the bytes that a model's chunks may take on each tier of one rank, given by the user or read live."""
+"""Budgets, and refusals of what cannot fit in them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from gemini.errors import BudgetError
+from gemini.placement.demand import FLOAT32, Kind, ModelSpec
 from gemini.settings import Settings
+
+if TYPE_CHECKING:
+    from gemini.placement.plan import Plan
+
+
+# -- Budgets: the bytes that a model's chunks may take on each tier of one rank, given by the user or read live.
+
 
 ACTIVATION_FRACTION = 0.3
 """Fraction of `device_memory` left to activations and workspace until a step has measured them."""
@@ -116,3 +127,134 @@ def _smaller(one: int | None, other: int | None) -> int | None:
 def _greater(one: int | None, other: int | None) -> int | None:
     # None is no bound, which is more than any number.
     return None if one is None or other is None else max(one, other)
+
+
+# -- Refusals of a plan: which one is raised if no chunk size fits, and what its message advises besides a budget.
+
+
+def advised(error: BudgetError, spec: ModelSpec, settings: Settings, is_by_default: bool) -> BudgetError:
+    """The refusal, with what would help on the device besides `model_data_memory`.
+
+    is_by_default: activations are not known, so that the budget leaves them `ACTIVATION_FRACTION` of the device.
+    """
+    # All of the advice is about device memory.
+    if error.tier != "device":
+        return error
+    enough_bytes = None
+    if is_by_default and settings.model_data_memory is None and error.needed_bytes is not None:
+        enough_bytes = device_memory_for(error.needed_bytes)
+    words = ". ".join([str(error), *_advice(error, spec, settings, enough_bytes)])
+    return error.reworded(words, enough_bytes=enough_bytes)
+
+
+def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, enough_bytes: int | None) -> Iterator[str]:
+    if enough_bytes is not None:
+        yield (
+            f"Model data gets {1 - ACTIVATION_FRACTION:.0%} of device_memory= until a step has shown its activations: "
+            f"{enough_bytes} bytes of it are enough"
+        )
+    # The name of a static policy goes on with its fractions, hence the prefix.
+    if settings.policy.name.startswith(("cuda", "static")):
+        yield "tensor_placement_policy='auto' needs least"
+    if settings.param_persistence_threshold:
+        yield "Weights that param_persistence_threshold= keeps on the device are in these bytes"
+    # A compiled module is one operator, whose chunks are in slots all at once. Its parts, compiled one by one, need
+    # fewer slots.
+    compiled = [operator for operator in spec.operators if operator.is_compiled]
+    if compiled:
+        largest = max(compiled, key=lambda operator: sum(spec.weights[place].numel for place in operator.weights))
+        yield (
+            f"{largest.name or 'The model'} is compiled, so that all of its chunks are needed at once: compile smaller "
+            "modules inside it, such as its blocks, one by one"
+        )
+
+
+def least_of(refused: list[BudgetError], is_searched: bool) -> BudgetError:
+    """The refusal of the chunk size that needs the least. Refusals by the host come before those by the device."""
+    known = [(error.needed_bytes, error) for error in refused if error.needed_bytes is not None]
+    live = [(error.needed_numel, error) for error in refused if error.needed_numel is not None]
+    # Sizes within the budgets that exceed only `max_live_parameters`: more memory would not help.
+    if live:
+        return _smaller_chunks(min(live, key=lambda one: one[0])[1], len(refused), is_searched)
+    # A user's policy that does not say what it needs: pass its own message on.
+    if not known:
+        return refused[0]
+    # A refusal by the host means that this size fits the device, so more host memory is all that is missing.
+    on_host = [(needed, error) for needed, error in known if error.tier == "host"]
+    _, error = min(on_host or known, key=lambda one: one[0])
+    return error if on_host else _smaller_chunks(error, len(refused), is_searched)
+
+
+def _smaller_chunks(error: BudgetError, num_tried: int, is_searched: bool) -> BudgetError:
+    """The refusal with a sentence about the chunk size."""
+    tried = f". {num_tried} chunk sizes were tried: none needs less"
+    advice = tried if is_searched else ", or make chunk_size= smaller"
+    return error.reworded(f"{error}{advice}")
+
+
+def has_host_room(plan: Plan, kinds: Collection[Kind]) -> bool:
+    """Whether the plan's bytes of these states on the host fit into the host's budget. Local; raises nothing."""
+    return plan.budget.host is None or plan.placement.host_bytes(plan.demand, kinds) <= plan.budget.host
+
+
+def passing_host_bytes(plan: Plan) -> int:
+    """The most bytes that a training step has on the host beside what rests there. Local; raises nothing.
+
+    These are open gradients that find no gradient slot, and sums of micro-batches that find no room on the device. A
+    step is simulated only where all gradients at once might not fit: otherwise the answer is 0, and changes nothing.
+    """
+    # Inference has no gradients, and without a budget any number of bytes fits.
+    if plan.infers or plan.budget.host is None:
+        return 0
+    trained = [chunk for chunk in plan.demand.chunks if Kind.GRAD in chunk.home_bytes]
+    # A trained chunk may have a spilled payload there, a gradient home and an fp32 sum: at most 4 bytes per element for
+    # each of the last two.
+    most = sum(chunk.payload_bytes + 2 * FLOAT32.itemsize * chunk.numel for chunk in trained)
+    if plan.host_bytes + most <= plan.budget.host:
+        return 0
+    # The peak of the prediction includes what rests there.
+    return plan.predicted.host_peak - plan.host_bytes
+
+
+def has_host_room_for_steps(plan: Plan) -> bool:
+    """`has_host_room` of all states, and of what passes through the host in a step. Local; raises nothing."""
+    if not has_host_room(plan, tuple(Kind)):
+        return False
+    return plan.budget.host is None or plan.host_bytes + passing_host_bytes(plan) <= plan.budget.host
+
+
+def check_host_room_for_steps(plan: Plan, held_bytes: int | None = None) -> None:
+    """Raises BudgetError if a training step would find no room on the host for what passes through it.
+
+    held_bytes: what rests there by now. None: as the plan has it.
+    """
+    passing, there = passing_host_bytes(plan), plan.budget.host
+    held = plan.host_bytes if held_bytes is None else held_bytes
+    # Without bytes that pass through, what rests there is checked by `check_host_room`.
+    if there is not None and passing and held + passing > there:
+        raise BudgetError(
+            f"host: {held + passing} bytes of model data do not fit into the budget of {there} bytes: {held} at rest, "
+            f"and {passing} of gradients that find no gradient slot on the device in a step. Allow more with "
+            "host_memory=, or more of the device with model_data_memory= or device_memory=",
+            tier="host",
+            needed_bytes=held + passing,
+            budget_bytes=there,
+        )
+
+
+def check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
+    """Raises BudgetError if the plan's bytes of these states on the host do not fit into the host's budget."""
+    if not has_host_room(plan, kinds):
+        needed = plan.placement.host_bytes(plan.demand, kinds)
+        # A host with room for so many bytes wraps the model, and may refuse its optimizer later. So the words name
+        # both.
+        in_all = "" if plan.infers else f", and training needs {plan.host_bytes} bytes there in all"
+        held, more = ("model data", "") if set(kinds) == set(Kind) else ("parameters", in_all)
+        raise BudgetError(
+            f"host: {needed} bytes of {held} do not fit into the budget of "
+            f"{plan.budget.host} bytes{more}. Allow more with host_memory=, or let more rest on the device or on other "
+            "ranks",
+            tier="host",
+            needed_bytes=needed,
+            budget_bytes=plan.budget.host,
+        )

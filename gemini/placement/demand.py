@@ -1,12 +1,91 @@
-"""A model's demand for memory, in numbers: the input of every placement policy. No tensor, no device, no rank."""
+"""What plans are about: tiers, kinds of states, dtypes, specs, workloads, and sizes in words."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import prod
 from typing import NamedTuple
+
+# -- Byte sizes in text: "2GB" is 2 * 10**9, "2GiB" is 2 * 2**30, and a bare "2G" is refused as ambiguous.
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: int | float | str | None, name: str) -> int | None:
+    """Bytes of `value`; None stays None. `name` is the argument named in errors.
+
+    Raises TypeError for what is neither a number nor a string, ValueError for no size, a negative or an infinite one.
+    """
+    if value is None:
+        return None
+    # For Python a bool is an int, so True would be one byte.
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"{name} must be bytes (int) or a string such as '8GiB', found {type(value).__name__}")
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            valid = "B, KB, MB, GB, TB (powers of 10) or KiB, MiB, GiB, TiB (powers of 2)"
+            raise ValueError(f"{name}={value!r} is not a size: write a number and one of {valid}")
+        value = float(match[1]) * _UNITS[match[2].upper()]
+    # Only NaN is unequal to itself.
+    if value < 0 or value != value or value == float("inf"):
+        raise ValueError(f"{name} must be a finite number of bytes >= 0, found {value}")
+    return int(value)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` for display: exact below 10 KiB, else four significant digits and a binary unit."""
+    if abs(num_bytes) < 10 * 2**10:
+        return f"{num_bytes} B"
+    # At this point the number is at least 10 KiB, so one of the units fits.
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if abs(num_bytes) >= 2**power:
+            return f"{num_bytes / 2**power:.4g} {unit}"
+    raise AssertionError("unreachable")
+
+
+# -- Dtypes for planning: a name and a number of bytes. No tensor and no torch.
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A dtype by its name in torch."""
+
+    name: str  # "bfloat16"
+    itemsize: int  # bytes per element
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights of this dtype have fp32 masters."""
+        return self.name in ("float16", "bfloat16")
+
+
+FLOAT32 = Dtype("float32", 4)
+
+
+@dataclass(frozen=True)
+class ChunkDtypes:
+    """The dtypes of one chunk's weights and of their gradients."""
+
+    weight: Dtype
+    travel: Dtype  # a gradient on its way between ranks
+    rest: Dtype  # the reduced gradient
+    sums: Dtype  # on its way between ranks: the sum of several gradients that a rank has not reduced yet
+    widens: bool  # the reduced gradient becomes fp32 when a second micro-batch is added
+
+    @property
+    def narrows(self) -> bool:
+        """Whether a gradient is rounded when it comes to rest."""
+        return self.rest.is_half and self.rest != self.weight
+
+
+# -- A model's demand for memory, in numbers: the input of every placement policy. No tensor, no device, no rank.
 
 
 class Tier(StrEnum):
@@ -207,3 +286,127 @@ class Placement:
 def _total(counts: tuple[int, int], sizes: tuple[int, int]) -> int:
     """Bytes of so many slots of both sizes."""
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+
+# -- Specs: the description of a model for planning. Names, shapes, dtypes and operators; no module and no tensor.
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One distinct parameter. Tied parameters are one `WeightSpec`."""
+
+    name: str  # the first of its names
+    shape: tuple[int, ...]
+    dtype: Dtype  # in its chunk
+    trainable: bool  # its `requires_grad` when the model is wrapped
+    is_rounded: bool = False  # given in another dtype than its chunk's 16 bits: the fp32 master holds more than it
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class OperatorSpec:
+    """A module whose weights are fetched and released together."""
+
+    name: str
+    weights: tuple[int, ...]  # places in `ModelSpec.weights`; a tied weight is in every operator that uses it
+    ancestors: tuple[int, ...]  # places in `ModelSpec.operators` of those on the call stack around this one
+    is_chosen: bool = False  # each rank's data decides whether that rank uses it
+    edits_weights: bool = False  # its forward may write to its weights
+    routes: bool = False  # ranks may use different parts of it
+    is_compiled: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All operators, parents before children, and all weights in order of their first operator."""
+
+    weights: tuple[WeightSpec, ...]
+    operators: tuple[OperatorSpec, ...]
+
+    def first_uses(self) -> list[list[WeightSpec]]:
+        """The weights that each operator is the first to use, by operator. Every weight is in one row only."""
+        taken: set[int] = set()  # membership only
+        rows = []
+        for operator in self.operators:
+            # A tied weight is packed with the first operator that uses it: it is one parameter and has one home.
+            own = [place for place in dict.fromkeys(operator.weights) if place not in taken]
+            taken.update(own)
+            rows.append([self.weights[place] for place in own])
+        return rows
+
+
+# -- The workload of a batch of tokens besides model data: FLOPs, and the activations that autograd keeps. Pure.
+#
+# Both follow from the sizes of the modules' weights, for models of tokens such as transformers:
+#
+# - FLOPs of a forward: 2 for each element of a weight that a token is multiplied with, and 2 x length x (width of keys
+# +   width of values) for the products of attention in each layer (Chowdhery et al. 2022, PaLM, appendix B, where
+# forward   and backward together are 6 N + 12 L H Q T for each token). Only the experts that a token is routed to
+# count. - Activations: an upper bound. A matrix (in, out) keeps its input, and what follows keeps at most two tensors
+# of the   size of its output: 1 x in + 2 x out elements for each token, and 4 x out more if an activation function is
+# written   as several operations (GPT-2's GELU). A norm keeps its input in fp32 and two outputs. Scores of attention
+# are not   kept (fused kernels). The last matrix makes logits, of which a loss keeps three copies in fp32.   This is
+# Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, for any   module:
+# their 34 s b h bytes of a GPT layer are at most 66 s b h by this rule, where norms keep fp32. - With activation
+# checkpointing each block keeps only its input, and one block at a time keeps all that it recomputes.
+
+
+LOSS_BYTES = 12
+"""Bytes that a loss keeps for each logit: the value, the log-probability and the gradient, each in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The workload of one token through one model, in elements unless the name says bytes.
+
+    Args:
+        product_elements: elements of weights that the token is multiplied with.
+        block_product_elements: those in blocks, which activation checkpointing computes again.
+        attention_width: width of keys and values that the token is compared with at each position, over all layers.
+        block_bytes: bytes of the activations that each block keeps, block by block.
+        block_input_bytes: bytes of the input of one block.
+        outer_bytes: bytes of the activations that modules outside of blocks keep.
+        logit_bytes: bytes of the logits and of what the loss keeps of them.
+        notes: sentences about parts of the model that these formulas do not know.
+        covers_activations: whether the formulas cover the activations of this model.
+    """
+
+    product_elements: float
+    block_product_elements: float
+    attention_width: int
+    block_bytes: tuple[int, ...]
+    block_input_bytes: int
+    outer_bytes: int
+    logit_bytes: int
+    notes: tuple[str, ...] = ()
+    covers_activations: bool = True
+
+    def forward_flops(self, tokens: int, length: int) -> float:
+        """FLOPs of the forward of a batch of `tokens`, in sequences of `length`."""
+        return 2.0 * tokens * (self.product_elements + length * self.attention_width)
+
+    def computed_again_flops(self, tokens: int, length: int) -> float:
+        """FLOPs that activation checkpointing of every block adds to that."""
+        return 2.0 * tokens * (self.block_product_elements + length * self.attention_width)
+
+    def activation_bytes(
+        self, tokens: int, *, is_checkpointed: bool | Sequence[bool], num_without_graph: int = 0
+    ) -> int:
+        """An upper bound of the bytes that a batch of `tokens` keeps at once.
+
+        Without checkpointing the peak is at the start of the backward: all blocks and the logits. With checkpointing it
+        is the inputs of all blocks plus the larger of the logits and one block, because the logits are freed before the
+        first block is recomputed.
+
+        is_checkpointed: whether all blocks are checkpointed, or one flag for each. num_without_graph: the number of
+            blocks before everything that is trained. They keep nothing; one at a time needs its activations.
+        """
+        flags = [is_checkpointed] * len(self.block_bytes) if isinstance(is_checkpointed, bool) else is_checkpointed
+        pairs = list(zip(self.block_bytes, flags, strict=True))
+        kept = sum(self.block_input_bytes if flag else each for each, flag in pairs[num_without_graph:])
+        again = (each for place, (each, flag) in enumerate(pairs) if flag or place < num_without_graph)
+        return tokens * (kept + self.outer_bytes + max(self.logit_bytes, max(again, default=0)))

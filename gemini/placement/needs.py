@@ -1,16 +1,146 @@
-"""The memory that chunks need on one rank: bytes of each state, slots, scratch. Turns facts into a `Demand`."""
+"""What chunks need of each tier, with scratch, and what that allows."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from gemini.placement.chunk_facts import ChunkFacts
-from gemini.placement.demand import OPTIM_STATES, ChunkDemand, Demand, Kind, LinkBytes
-from gemini.placement.dtypes import FLOAT32
-from gemini.placement.scratch import scratch_bytes, tiled_scratch_bytes
-from gemini.placement.specs import ModelSpec, OperatorSpec
+from gemini.placement.demand import (
+    FLOAT32,
+    OPTIM_STATES,
+    ChunkDemand,
+    Demand,
+    Dtype,
+    Kind,
+    LinkBytes,
+    ModelSpec,
+    OperatorSpec,
+)
+from gemini.placement.packing import ChunkFacts, Packing, packings
+from gemini.settings import Settings
+from sharding import ALIGNMENT, SUM_TILE_NUMEL
+
+# -- Scratch: device memory for the temporaries of one reduction, reused by the next. Bytes only.
+#
+# [Note: Tiles] A reduction sends the payload and receives as much from the other ranks, which is then added up: it
+# takes the memory of a second payload. Of a chunk of the chosen size that is little. Of one weight that is larger than
+# a chunk, such as the stacked experts of a mixture, it may be more than a device has left. Where no placement fits
+# otherwise, such payloads are exchanged in tiles: as many elements of every rank's shard at a time as scratch of
+# `TILED_BYTES` has room for. A sum is made element by element, so tiles change no bit. But each tile is a collective
+# that waits for the one before it, so that none of them runs beside the backward: exchanges at once are preferred
+# wherever they fit.
+
+
+TILED_BYTES = 512 * 2**20
+"""Scratch that tiles have at least. About half of it is received: of 512 ranks half a MiB each, so that a tile takes
+much longer than its launch."""
+
+_ALIGNMENT_BYTES = 256
+
+
+def round_to_alignment(num_bytes: int) -> int:
+    """The bytes that a scratch tensor of `num_bytes` occupies."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def scratch_bytes(trainable: Sequence[ChunkFacts], stage: int, world_size: int) -> int:
+    """The scratch bytes of the largest reduction of these chunks, each reduced at once."""
+    if world_size == 1:
+        return max((_rounding_bytes(chunk) for chunk in trainable), default=0)
+    return max((_reduction_bytes(chunk, stage) for chunk in trainable), default=0)
+
+
+def tiled_scratch_bytes(trainable: Sequence[ChunkFacts], stage: int, world_size: int) -> int:
+    """The scratch bytes of the largest reduction if weights larger than a chunk are reduced in tiles.
+
+    Other chunks are reduced at once: the chunk size bounds what they need.
+    """
+    if world_size == 1:
+        return scratch_bytes(trainable, stage, world_size)
+    return max((_tiled_bytes(chunk, stage) for chunk in trainable), default=0)
+
+
+def tile_bytes(travel: Dtype, rest: Dtype, rests_whole: bool, world_size: int, numel: int) -> int:
+    """The scratch bytes to exchange `numel` elements of every rank's shard as a tile.
+
+    They hold the send and the receive buffer, the mean, the fp32 sum that is rounded to it, and the means of all ranks
+    if every rank keeps the whole gradient.
+    """
+    summed = FLOAT32 if travel.is_half else travel
+    pieces = [world_size * numel * travel.itemsize] * 2 + [numel * rest.itemsize]
+    if rest != summed:
+        pieces.append(numel * summed.itemsize)
+    if rests_whole:
+        pieces.append(world_size * numel * rest.itemsize)
+    return sum(round_to_alignment(piece) for piece in pieces)
+
+
+def largest_tile(travel: Dtype, rest: Dtype, rests_whole: bool, world_size: int, num_bytes: int) -> int:
+    """The most elements of every rank's shard that scratch of `num_bytes` has room to exchange at once."""
+    # Shards and tiles have a multiple of `ALIGNMENT` elements, as a `ShardLayout` demands.
+    smallest, next_one = (tile_bytes(travel, rest, rests_whole, world_size, tiles * ALIGNMENT) for tiles in (1, 2))
+    # Bytes grow linearly with the tile, in steps of `ALIGNMENT` elements.
+    return (1 + (num_bytes - smallest) // (next_one - smallest)) * ALIGNMENT
+
+
+def num_tiles(chunk: ChunkFacts, stage: int, num_bytes: int) -> int:
+    """The exchanges that a reduction of this chunk takes with scratch of `num_bytes`: 1 if it is made at once."""
+    if whole_exchange_bytes(chunk, stage) <= num_bytes:
+        return 1
+    dtypes, layout = chunk.dtypes, chunk.layout
+    tile = largest_tile(dtypes.travel, dtypes.rest, stage == 0, layout.world_size, num_bytes)
+    return -(-layout.shard_numel // tile)
+
+
+def whole_exchange_bytes(chunk: ChunkFacts, stage: int) -> int:
+    """The scratch bytes with which the chunk's gradient is exchanged at once, on several ranks."""
+    # The receive buffer, the packed units if there are several, and the reduced shard.
+    dtypes, layout = chunk.dtypes, chunk.layout
+    traveling = layout.numel * dtypes.travel.itemsize
+    pieces = [traveling, traveling if len(layout.units) > 1 else 0, layout.shard_numel * dtypes.rest.itemsize]
+    # The gradient cast to the dtype in which it travels.
+    if dtypes.travel != dtypes.weight:
+        pieces.append(traveling)
+    # At stage 0 the whole reduced gradient, if its dtype is not the one of the payload.
+    if dtypes.rest != dtypes.weight and stage == 0:
+        pieces.append(layout.numel * dtypes.rest.itemsize)
+    # One tile of the sum, if the result is rounded from it.
+    summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
+    if dtypes.rest != summed:
+        pieces.append(summed.itemsize * min(layout.shard_numel, SUM_TILE_NUMEL))
+    # Every piece begins at an aligned address, for which at most one alignment is lost.
+    return sum(pieces) + _ALIGNMENT_BYTES * len(pieces)
+
+
+def _reduction_bytes(chunk: ChunkFacts, stage: int) -> int:
+    """The scratch bytes of one chunk's reduction at once, on several ranks."""
+    return max(whole_exchange_bytes(chunk, stage), _least_for_sums(chunk, stage))
+
+
+def _tiled_bytes(chunk: ChunkFacts, stage: int) -> int:
+    """The scratch bytes of one chunk's reduction on several ranks, in tiles if that needs less."""
+    whole = _reduction_bytes(chunk, stage)
+    if not chunk.oversize:
+        return whole
+    dtypes, world_size = chunk.dtypes, chunk.layout.world_size
+    least = tile_bytes(dtypes.travel, dtypes.rest, stage == 0, world_size, ALIGNMENT)
+    return min(whole, max(TILED_BYTES, least, _least_for_sums(chunk, stage)))
+
+
+def _least_for_sums(chunk: ChunkFacts, stage: int) -> int:
+    """A sum that no_sync() left is always exchanged in tiles, as large as scratch allows: room for the smallest."""
+    dtypes = chunk.dtypes
+    rest = FLOAT32 if dtypes.widens else dtypes.rest
+    return tile_bytes(dtypes.sums, rest, stage == 0, chunk.layout.world_size, ALIGNMENT)
+
+
+def _rounding_bytes(chunk: ChunkFacts) -> int:
+    """The scratch bytes of one rank: the gradient in its resting dtype, if it has to be rounded to that."""
+    return chunk.layout.numel * chunk.dtypes.rest.itemsize if chunk.dtypes.narrows else 0
+
+
+# -- The memory that chunks need on one rank: bytes of each state, slots, scratch. Turns facts into a `Demand`.
 
 
 def uses_of(chunks: Sequence[ChunkFacts], spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
@@ -211,3 +341,89 @@ def min_slots(
             need = [max(pair) for pair in zip(need, now, strict=True)]
     totals = is_oversize.count(False), is_oversize.count(True)
     return min(need[0] + 1, totals[0]), min(need[1], totals[1])
+
+
+# -- All packings of one model with what each asks of memory, made once for plans under any budgets and policy.
+#
+# Neither a packing nor its demand depends on budgets or on the policy, and both take most of the time of a plan.
+# Whoever plans one model several times (`gemini plan` tries each change before it advises it) passes the same `Packed`
+# along.
+
+
+class Packed:
+    """The packings of `spec`, each with its demand for training on an unbounded host, the cheapest first.
+
+    A packing is made when an iteration first comes to it, and kept for the iterations after.
+    """
+
+    def __init__(self, spec: ModelSpec, settings: Settings, world_size: int) -> None:
+        """settings: all count but for the budgets and the policy."""
+        self.spec = spec
+        self.world_size = world_size
+        self._settings = settings
+        # A generator: sizes that no search comes to are never packed.
+        self._unmade = packings(spec, settings, world_size)
+        self._made: list[Packing] = []
+        self._demanded: dict[int, list[tuple[Packing, Demand]]] = {}  # by states per element
+
+    def __iter__(self) -> Iterator[tuple[Packing, Demand]]:
+        """Iterate over `with_states` of Adam. Raises ValueError if the shard strategy loses or repeats a weight."""
+        return self.with_states(OPTIM_STATES)
+
+    def with_states(self, optim_states: int) -> Iterator[tuple[Packing, Demand]]:
+        """The packings with their demands for an optimizer that keeps so many states per element. Raises likewise."""
+        demanded = self._demanded.setdefault(optim_states, [])
+        place = 0
+        # Several iterations share these lists, and another one may have gone further, so nothing is made twice.
+        while place < len(self._made) or self._makes_one_more():
+            if place == len(demanded):
+                packing = self._made[place]
+                demanded.append((packing, self._demand_of(packing, optim_states)))
+            yield demanded[place]
+            place += 1
+
+    def _makes_one_more(self) -> bool:
+        packing = next(self._unmade, None)
+        if packing is not None:
+            self._made.append(packing)
+        return packing is not None
+
+    def _demand_of(self, packing: Packing, optim_states: int) -> Demand:
+        trained, states = trained_at_first(self.spec, packing), [optim_states] * len(packing.chunks)
+        # The host's budget is left out, because it is in no byte of the demand: `find_plans` adds it.
+        return packing_demand(packing, self.spec, trained, {}, self._settings, self.world_size, optim_states=states)
+
+
+def packing_demand(
+    packing: Packing,
+    spec: ModelSpec,
+    trained: Sequence[bool],
+    kept: Mapping[int, frozenset[Kind]],
+    settings: Settings,
+    world_size: int,
+    max_host_bytes: int | None = None,
+    micro_batches: int = 1,
+    optim_states: Sequence[int] | None = None,
+) -> Demand:
+    """`demand_of` the chunks of `packing`. settings: all count but for the budgets and the policy."""
+    # A number in the settings holds for all steps. Without one the plan counts as many micro-batches as steps have
+    # shown.
+    return demand_of(
+        packing.chunks,
+        spec,
+        trained,
+        kept,
+        settings.stage,
+        world_size,
+        settings.max_live_parameters,
+        micro_batches=settings.gradient_accumulation_steps or micro_batches,
+        max_host_bytes=max_host_bytes,
+        optim_states=optim_states,
+    )
+
+
+def trained_at_first(spec: ModelSpec, packing: Packing) -> list[bool]:
+    """Whether each weight is trained when the model is wrapped, in the order of the chunks."""
+    # `demand_of` takes the flags chunk by chunk, and packing may put weights in another order than the spec has.
+    trainable = {weight.name: weight.trainable for weight in spec.weights}
+    return [trainable[name] for chunk in packing.chunks for name in chunk.names]

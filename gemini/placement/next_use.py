@@ -1,19 +1,162 @@
-"""Which chunk is used at which moment, and which chunk should leave: eviction by next use (Belady, 1966).
-
-A pass is the sequence of chunk touches of one forward and its backward, or of a forward alone. The trace of earlier
-passes of the same kind predicts it. Touches are found in the trace by their event (see trace.py), so a pass may leave
-some out: the prediction continues behind them. When the pass ends, touches that were new are added to the trace, and
-touches that the last eight passes all left out are dropped. If a pass has little in common with the trace, the rest of
-it evicts the least recently used chunk; if much of it came in another order, it becomes the new trace. All of this
-follows from the sequence of touches alone, which is equal on all ranks, so all ranks evict the same chunk.
-"""
+"""Which chunk is used next, by the trace of earlier passes: so which one leaves, and who reduces when."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
-from gemini.placement.trace import Counts, Events, PassKind, Touch, merged
+from gemini.placement.demand import ModelSpec
+
+# -- The trace of a pass over a model, in numbers: which chunks it touches at which event, in which order.
+#
+# An event names an operator, the phase that it begins, and its *occurrence*: how often this operator began this phase
+# before in the running pass. A backward goes through the forwards in reverse, so it counts down from their number, and
+# both events of one call have the same occurrence. Events have no running index: what a pass leaves out or adds shifts
+# no other event. Therefore the trace of one pass predicts passes with other lengths, idle experts and frozen parts.
+
+
+class Phase(IntEnum):
+    """What an operator does at a position."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    TOUCH = 2  # a released parameter was used outside its operator
+    STEP = 3
+    BUILD = 4
+    RECOMPUTE = 5  # a forward inside a backward
+
+
+# A checkpointed region is recomputed where its backward begins, so recomputations come in reverse too.
+_IN_REVERSE = Phase.BACKWARD, Phase.RECOMPUTE
+
+
+class PassKind(IntEnum):
+    """The kinds of passes. Each has a trace of its own, because one kind says nothing about the order of another."""
+
+    TRAINING = 0  # a forward with gradients, or several, and the backward
+    EVALUATION = 1  # a forward without gradients
+    BACKWARD = 2  # a backward that follows no forward of the model, such as the second one through a graph
+
+
+class StepEvent(NamedTuple):
+    """An operator begins a phase. `operator` is its place in the table of positions."""
+
+    operator: int
+    phase: Phase
+    occurrence: int  # of this event in the running pass, from 0; negative for backwards beyond the pass's forwards
+
+
+class Touch(NamedTuple):
+    """A chunk is used at an event."""
+
+    event: StepEvent
+    chunk: int
+
+
+Counts = dict[tuple[int, Phase], int]
+"""The number of events of a pass so far, by operator and phase."""
+
+
+class Events:
+    """Counts the events of the running pass. `now` is the latest event. Outside of passes every occurrence is 0."""
+
+    def __init__(self) -> None:
+        self.now = StepEvent(0, Phase.FORWARD, 0)
+        self._counts: Counts | None = None
+
+    def reach(self, operator: int, phase: Phase) -> None:
+        """The operator begins the phase."""
+        # Events outside of passes are in no trace, so nothing has to tell two of them apart.
+        if self._counts is None:
+            self.now = StepEvent(operator, phase, 0)
+            return
+        count = self._counts.get((operator, phase), 0)
+        self._counts[operator, phase] = count + 1
+        if phase in _IN_REVERSE:
+            # After forwards 0, 1 and 2 of an operator its backwards are 2, 1 and 0: each has the number of the forward
+            # that it belongs to.
+            count = self._counts.get((operator, Phase.FORWARD), 0) - 1 - count
+        self.now = StepEvent(operator, phase, count)
+
+    def begin(self) -> Counts | None:
+        """Begin a pass. Returns the counts of the pass around it, for `resume`."""
+        # An evaluation inside a training pass must not raise the numbers of that pass's events.
+        outside, self._counts = self._counts, {}
+        return outside
+
+    def resume(self, outside: Counts | None) -> None:
+        """End the pass and continue with the counts of the one around it. None: there is none."""
+        self._counts = outside
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The trace of a model's training passes on this rank: `model.chunk_manager.trace`.
+
+    Args:
+        operators: names of the operators, in the numbering of events; number 0 is the model itself.
+        touches: which chunk is used at which event, in order. Several ranks do not record chunks that stay.
+        non_model_bytes: the peak of activations and workspace between each event and the next. Empty if it was not
+            recorded, see `ChunkManager.recorder`.
+    """
+
+    operators: tuple[str, ...]
+    touches: tuple[Touch, ...]
+    non_model_bytes: Mapping[StepEvent, int]
+
+    @property
+    def peak(self) -> tuple[StepEvent, int] | None:
+        """The event with the most non-model bytes, and that number. None if nothing was recorded."""
+        return max(self.non_model_bytes.items(), key=lambda pair: pair[1], default=None)
+
+    def describe(self, event: StepEvent) -> str:
+        """The event in words. Local; raises nothing."""
+        name = self.operators[event.operator] or "the model"
+        # A backward beyond the pass's forwards belongs to no call that a number could name.
+        number = f" {event.occurrence}" if event.occurrence >= 0 else ""
+        return f"{event.phase.name.lower()}{number} of {name}"
+
+
+def merged(expected: Sequence[Touch], passed: Sequence[Touch]) -> list[Touch]:
+    """Merge two sequences: `passed` is a subsequence of the result, and touches that it lacks stay where they were.
+
+    A touch of `passed` that `expected` lacks comes right after the touch before it. A touch at another place in
+    `passed` than in `expected` moves to where `passed` has it. Neither sequence has a touch twice.
+    """
+    # Find the touches that both sequences have in the same order. They anchor the merge.
+    place = {touch: at for at, touch in enumerate(expected)}
+    at = 0
+    in_order = set()  # membership only
+    for touch in passed:
+        if place.get(touch, -1) >= at:
+            at = place[touch] + 1
+            in_order.add(touch)
+    others = set(passed) - in_order  # membership only
+    # Before each anchor insert what `expected` has there, except for touches that move.
+    at = 0
+    merged_touches: list[Touch] = []
+    for touch in passed:
+        if touch in in_order:
+            # Touches that `passed` has elsewhere are left out here, and come where `passed` has them.
+            merged_touches += [each for each in expected[at : place[touch]] if each not in others]
+            at = place[touch] + 1
+        merged_touches.append(touch)
+    return merged_touches + [each for each in expected[at:] if each not in others]
+
+
+# -- Which chunk is used at which moment, and which chunk should leave: eviction by next use (Belady, 1966).
+#
+# A pass is the sequence of chunk touches of one forward and its backward, or of a forward alone. The trace of earlier
+# passes of the same kind predicts it. Touches are found in the trace by their event (see trace.py), so a pass may leave
+# some out: the prediction continues behind them. When the pass ends, touches that were new are added to the trace, and
+# touches that the last eight passes all left out are dropped. If a pass has little in common with the trace, the rest
+# of it evicts the least recently used chunk; if much of it came in another order, it becomes the new trace. All of this
+# follows from the sequence of touches alone, which is equal on all ranks, so all ranks evict the same chunk.
+
 
 _MISSES = 8
 """A touch is dropped from the trace after so many passes in a row without it. Experts may be idle for some batches."""
@@ -270,3 +413,267 @@ class NextUse:
         # A chunk without a touch was only gathered ahead. Its rank of -1 lets it leave before all chunks that were
         # used.
         return -self.next_use(chunk) if self.follows else self._last_touch.get(chunk, -1)
+
+
+# -- Which chunk leaves when another needs its slot: the first in the order of `NextUse` that is not in use.
+#
+# Each size of slots has a heap of (rank, chunk) with lazy deletion: a chunk is pushed when its rank or its pins have
+# changed, and outdated entries are dropped when they reach the top. A fetch then costs the logarithm of the number of
+# slots instead of their number. The run and the prediction of a run use the same queue.
+
+
+class EvictionQueue:
+    """The chunks in slots of one size, by index. Its answers follow from touches and pins alone, alike on all ranks."""
+
+    def __init__(self, next_use: NextUse, may_leave: Callable[[int], bool]) -> None:
+        """may_leave: whether a chunk is in a slot of this size and not in use."""
+        self._next_use = next_use
+        self._may_leave = may_leave
+        self._heap: list[tuple[int, int]] = []  # (rank, chunk)
+        self._epoch = -1  # the epoch of `NextUse` in which the heap's ranks hold
+        self._changed: dict[int, None] = {}  # touched, unpinned or arrived since the heap was last used
+
+    def note(self, chunk: int) -> None:
+        """The chunk was touched or unpinned, or has arrived in its slot."""
+        self._changed[chunk] = None
+
+    def first(self, num_slots: int, inside: Callable[[], Iterable[int]]) -> int | None:
+        """The chunk to evict; None while all are in use. The same chunk is returned until it has left.
+
+        num_slots: slots of this size. inside: the chunks in them, some of which may be in use.
+        """
+        heap, next_use, may_leave = self._heap, self._next_use, self._may_leave
+        # Another epoch may change every rank, so rebuild. Rebuild as well when outdated entries outnumber the slots:
+        # otherwise the heap would grow with every touch.
+        if self._epoch != next_use.epoch or len(heap) + len(self._changed) > 16 + 2 * num_slots:
+            heap[:] = [(next_use.rank(chunk), chunk) for chunk in inside() if may_leave(chunk)]
+            heapify(heap)
+            self._epoch = next_use.epoch
+        else:
+            for chunk in self._changed:
+                if may_leave(chunk):
+                    # An older entry of the chunk stays in the heap. Its rank is outdated, by which it is recognised at
+                    # the top.
+                    heappush(heap, (next_use.rank(chunk), chunk))
+        self._changed.clear()
+        # Drop entries of chunks that have left, are in use, or were touched since they were pushed.
+        while heap:
+            rank, chunk = heap[0]
+            if may_leave(chunk) and rank == next_use.rank(chunk):
+                # The entry is not popped: a gather ahead leaves this chunk in its slot if it is used before the
+                # gathered one.
+                return chunk
+            heappop(heap)
+        return None
+
+
+# -- The schedule of one micro-batch: which operators run, which weights backward reads, and when gradients are made.
+#
+# A schedule refers to weights and operators by their places in `ModelSpec` and knows neither chunks nor ranks, so one
+# schedule serves every plan of a model. `Schedule.expected` derives it from the module tree, before anything has run. A
+# dry run of the plain module records the true one, with recomputations, tied weights and skipped operators.
+
+
+class Act(Enum):
+    """The kind of a moment.
+
+    BEGIN: the model is called once more before the backward of its earlier calls.
+    ENTER, LEAVE: an operator's forward begins and ends, recomputed forwards included.
+    READ: an autograd node reads a weight that it has saved.
+    GRADIENT: autograd has made a weight's gradient.
+    """
+
+    BEGIN = "begin"
+    ENTER = "enter"
+    LEAVE = "leave"
+    READ = "read"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One moment of a schedule.
+
+    Args:
+        act: the kind.
+        which: place in `ModelSpec` of an operator for BEGIN, ENTER and LEAVE, of a weight for READ and GRADIENT.
+        task: nesting depth of the running backward, from 0; -1 in a forward.
+        node: a number that identifies the autograd node of that backward.
+        operator: for READ, the operator in whose forward the weight was saved.
+    """
+
+    act: Act
+    which: int
+    task: int = -1
+    node: int = -1
+    operator: int = -1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One forward and its backward, the same on all ranks and in every micro-batch."""
+
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+
+    @staticmethod
+    def expected(spec: ModelSpec, recomputed: Sequence[str] = ()) -> Schedule:
+        """The schedule of a model whose operators run in the order of the module tree, and backward in reverse.
+
+        Backward reads what operators have behind the first one that is trained: its input, and that of all before it,
+        needs no gradient. An operator with several weights uses them in their order, as fused experts do, so that the
+        gradient of the last one comes before the one before is read. A tied weight's gradient comes with the first of
+        its operators.
+
+        recomputed: names of modules whose forward runs again before their backward (activation checkpointing).
+        """
+        first_user: dict[int, int] = {}
+        for index, operator in enumerate(spec.operators):
+            for weight in operator.weights:
+                first_user.setdefault(weight, index)
+        trained = (any(spec.weights[weight].trainable for weight in operator.weights) for operator in spec.operators)
+        first_trained = next((index for index, is_trained in enumerate(trained) if is_trained), len(spec.operators))
+        inside = _operators_inside(spec, recomputed)
+        backward: list[Moment] = []
+        for index, operator in reversed(list(enumerate(spec.operators))):
+            # Backward reaches the last operator of a checkpointed module first, and runs the module's forward again.
+            block = inside.get(index, [])
+            # A block in front of everything that is trained has no backward, so it is not recomputed.
+            if block and index == block[-1] >= first_trained:
+                backward += _forward(spec, block, task=0, node=index)
+            for weight in reversed(dict.fromkeys(operator.weights)):
+                # A weight is read for the gradient of its operator's input, which nobody asks for at the first trained
+                # operator.
+                if index > first_trained:
+                    backward.append(Moment(Act.READ, weight, 0, index, index))
+                # A tied weight's gradient is there once autograd has added those of all its uses. Backward reaches the
+                # first user last.
+                if spec.weights[weight].trainable and first_user[weight] == index:
+                    backward.append(Moment(Act.GRADIENT, weight, 0, index))
+        return Schedule(tuple(_forward(spec, range(len(spec.operators)))), tuple(backward))
+
+
+def _forward(spec: ModelSpec, indices: Iterable[int], task: int = -1, node: int = -1) -> list[Moment]:
+    """The ENTER and LEAVE moments of these operators, parents first. An operator leaves after those inside it."""
+    moments: list[Moment] = []
+    path: list[int] = []
+    for index in indices:
+        # An operator that is not around the next one has returned before that one begins.
+        while path and path[-1] not in spec.operators[index].ancestors:
+            moments.append(Moment(Act.LEAVE, path.pop(), task, node))
+        moments.append(Moment(Act.ENTER, index, task, node))
+        path.append(index)
+    return moments + [Moment(Act.LEAVE, index, task, node) for index in reversed(path)]
+
+
+def _operators_inside(spec: ModelSpec, names: Sequence[str]) -> dict[int, list[int]]:
+    """All operators in the same module, for each operator in one of the named modules."""
+    wanted, groups = frozenset(names), dict[str, list[int]]()
+    found: dict[int, list[int]] = {}
+    for index, operator in enumerate(spec.operators):
+        parts = operator.name.split(".")
+        # From the outermost module inwards: where named modules are nested, the outermost one recomputes all operators
+        # inside.
+        above = (".".join(parts[: count + 1]) for count in range(len(parts)))
+        block = next((name for name in above if name in wanted), None)
+        if block is not None:
+            # All operators of a block share one list, which is complete once the loop has ended.
+            found[index] = groups.setdefault(block, [])
+            found[index].append(index)
+    return found
+
+
+# -- When each chunk's gradient is reduced, so that every rank does it at the same point of the backward.
+#
+# Which gradients a rank gets, and when, may depend on its data (an expert without a token). Collectives may not. So the
+# first backward of a kind is *recorded*: ranks agree step by step on the chunks that are complete. From then on all
+# ranks reduce a chunk at the point where the slowest rank had its last gradient. A rank without a gradient by then
+# contributes zeros, and a gradient that arrives later is reduced at the end of the backward.
+#
+# There are two kinds of points. If backward gathers parameters, points are touches: a chunk is reduced right before its
+# touch, or before the next later one in the trace that the pass has. A touch is named by its event (see trace.py), so
+# touches that a pass leaves out shift no point. If backward gathers nothing, only the order of the reductions matters:
+# `order` has the chunks that every rank completed, and in every backward all ranks reduce all of them in this order
+# before they agree on the remaining ones.
+
+
+class ReductionOrder:
+    """The points at which one model's trainable chunks are reduced, by chunk index."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        self.chunks = tuple(chunks)
+        self.order = tuple(reversed(self.chunks))  # a first guess: backward reaches the last operator first
+        self.points: dict[int, Touch] | None = None  # chunk -> touch before which it is reduced; None: not recorded yet
+        self.last_fire = dict.fromkeys(self.chunks, -1)  # this backward: touches before the chunk's last gradient
+        self._places: Mapping[Touch, int] = {}  # the trace that `_in_turn` was made from
+        self._in_turn: list[tuple[int, int]] = []  # (place of the point, -chunk), sorted
+        self._next = 0  # index in `_in_turn` of the first chunk that is not due yet
+        self.fired: list[int] = []  # this backward: chunks in order of completion
+
+    def begin(self, places: Mapping[Touch, int] | None) -> None:
+        """Begin a backward. places: the place of each touch in the trace. None: this kind of backward has no points."""
+        # A trace that has changed is another object (`NextUse.places`): only then the points are looked up again.
+        if places is not None and places is not self._places:
+            self._place_points(places)
+        self._next = 0
+        self.last_fire = dict.fromkeys(self.chunks, -1)
+        self.fired = []
+
+    def note_complete(self, chunk: int) -> None:
+        """All expected gradients of the chunk have come in this backward."""
+        self.fired.append(chunk)
+
+    def note_unsynced(self, *, as_expected: bool) -> None:
+        """Follow a backward under no_sync(), which reduced nothing. The next one is expected to touch the same chunks.
+
+        If this one had unexpected touches, a chunk may get its last gradient after its point. That gradient would be
+        reduced apart from the sum that no_sync() left, with other bits than a sum that each rank makes before the
+        exchange. So the next backward is recorded.
+        """
+        if not as_expected:
+            self.points = None
+
+    def due(self, position: int) -> list[int]:
+        """The chunks whose points are before `position` in the trace and that were not due earlier."""
+        first = self._next
+        # Points are sorted, so each is passed once in a backward, however many touches ask.
+        while self._next < len(self._in_turn) and self._in_turn[self._next][0] < position:
+            self._next += 1
+        return [-chunk for _, chunk in self._in_turn[first : self._next]]
+
+    def adopt(self, points: Sequence[int], ranking: Sequence[int], touches: Collection[Touch]) -> None:
+        """Adopt the points and the order that the ranks agreed on.
+
+        points: for each chunk the number of touches before its last gradient on the slowest rank, -1 for none anywhere.
+        ranking: for each chunk its place in the order of completion on the slowest rank.
+        touches: the touches of the pass that ends, in order. A gradient that comes after all of them has no point.
+
+        A chunk without a gradient on any rank, such as an idle expert's, keeps its earlier point.
+        """
+        named = list(touches)
+        pairs = zip(self.chunks, points, strict=True)
+        points_by_chunk = dict(pairs)
+        kept = {chunk: touch for chunk, touch in (self.points or {}).items() if points_by_chunk[chunk] < 0}
+        found = {chunk: named[point] for chunk, point in points_by_chunk.items() if 0 <= point < len(named)}
+        self.points = kept | found
+        self._places = {}  # makes the next `begin` look up the new points
+        # Chunks that some rank did not complete are left out of the order: ranks agree on them at the end.
+        places = dict(zip(self.chunks, ranking, strict=True))
+        complete = [chunk for chunk in self.chunks if places[chunk] < len(self.chunks)]
+        # Of equal places the later chunk comes first: backward reaches it first.
+        self.order = tuple(sorted(complete, key=lambda chunk: (places[chunk], -chunk)))
+
+    def ranking(self) -> list[int]:
+        """This rank's contribution to the `ranking` of `adopt`. Chunks that did not complete come last."""
+        places = {chunk: place for place, chunk in enumerate(self.fired)}
+        # A place beyond all others survives the maximum over ranks, so one rank without the chunk keeps it out of the
+        # order.
+        return [places.get(chunk, len(self.chunks)) for chunk in self.chunks]
+
+    def _place_points(self, places: Mapping[Touch, int]) -> None:
+        """Look up the points in another trace. If it lacks one of them, the next backward records all points again."""
+        self._places, self._in_turn = places, []
+        if self.points is not None and all(touch in places for touch in self.points.values()):
+            self._in_turn = sorted((places[touch], -chunk) for chunk, touch in self.points.items())
+        else:
+            self.points = None

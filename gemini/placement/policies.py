@@ -1,21 +1,154 @@
-"""The built-in placement policies: from a model's demand and a budget to every state's home. Pure functions of numbers.
+"""The policies there are, bought step by step within budgets, and what other budgets would give."""
 
-`cpu`     all states rest on the host; the device holds only slots.
-`cuda`    all states rest on the device, with as many slots as the budget allows.
-`auto`    spends the budget on chunks, parts of them and slots in several orders, and takes the result that moves the
-          fewest bytes over the link in a step.
-`static`  the user chooses the fractions of bytes that rest on the host.
-
-Masters and optimizer state of frozen chunks, which no step reads, stay on the device only if everything fits there.
-"""
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
 
+from gemini.errors import BudgetError
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
-from gemini.placement.link_bytes import link_bytes
-from gemini.placement.policy import PlacementPolicy, check_fits, fill_slots, keepable, slots_for, spend_rest
-from gemini.placement.spending import OF_OPTIMIZER, Step, spend
+from gemini.placement.policy import (
+    Addition,
+    PlacementPolicy,
+    at_rest_bytes,
+    check_fits,
+    fill_slots,
+    keep_slots,
+    keepable,
+    link_bytes,
+    more_slots,
+    place,
+    place_unbounded,
+    slots_for,
+    spend_rest,
+    that_fit,
+)
+
+# -- Spends a device budget step by step: states move onto the device, chunks keep their slots, slots are added.
+#
+# The order of steps decides how many bytes cross the link. An update reads and writes parameters, gradient, master and
+# moments. A chunk with all of them on the device moves nothing; one with only its parameters there moves them to the
+# update and back, which is as much as two fetches. Numbers only.
+
+
+OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
+"""States that move together: an update needs both, so one of them alone on the device would travel in every step."""
+
+
+class Step(Enum):
+    """One kind of purchase. It is made for chunks in order of first use, for each one that still fits."""
+
+    FROZEN = "parameters of chunks that are not trained, which no update takes to the host"
+    PARAMS = "parameters"
+    GRADS = "gradients"
+    STATE = "master and moments"
+    UPDATED = "gradients, master and moments"
+    WHOLE = "all that a chunk has"
+    KEPT = "slots that chunks keep around their parameters on the device"
+    SLOTS = "slots for all chunks"
+
+
+_KINDS = {
+    Step.FROZEN: (Kind.PARAM,),
+    Step.PARAMS: (Kind.PARAM,),
+    Step.GRADS: (Kind.GRAD,),
+    Step.STATE: OF_OPTIMIZER,
+    Step.UPDATED: (Kind.GRAD, *OF_OPTIMIZER),
+    Step.WHOLE: (Kind.PARAM, Kind.GRAD, *OF_OPTIMIZER),
+}
+
+
+def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps: Sequence[Step]) -> Placement:
+    """`placement` with more on the device: these steps in order, each as far as the budget lasts."""
+    for step in steps:
+        if step is Step.SLOTS:
+            placement = fill_slots(demand, placement, budget_bytes)
+        elif step is Step.KEPT:
+            placement = keep_slots(demand, placement, budget_bytes)
+        else:
+            placement = _move_in(demand, placement, step, budget_bytes)
+    # Last, because the best tier for an update depends on where the other states have come to rest.
+    return _updated_where_least_moves(demand, placement)
+
+
+def _updated_where_least_moves(demand: Demand, placement: Placement) -> Placement:
+    """`placement`, with the updates of chunks without optimizer state on the tier where they move the fewest bytes.
+
+    SGD without momentum keeps no state, so that either tier costs no memory.
+    """
+    if all(chunk.optim_states for chunk in demand.chunks):
+        return placement
+    found: dict[tuple[int, int], dict[Kind, Tier]] = {}  # by chunk and homes, which thousands of chunks share
+    keys = list(zip(map(id, demand.chunks), map(id, placement.homes), strict=True))
+    for key, chunk, homes in zip(keys, demand.chunks, placement.homes, strict=True):
+        if key not in found:
+            found[key] = homes
+            if not chunk.optim_states and Kind.OPTIM in homes and Kind.GRAD in homes:
+                # The homes as they are come first, so that a chunk stays where it is at equal bytes.
+                ways = [homes, *({**homes, Kind.OPTIM: tier} for tier in Tier)]
+                found[key] = min(ways, key=partial(at_rest_bytes, chunk))  # the first of equal ones
+    return replace(placement, homes=tuple(found[key] for key in keys))
+
+
+def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int | None) -> Placement:
+    """Move this step's kinds of states onto the device, all of a chunk together, for the chunks that fit."""
+    kinds = frozenset(_KINDS[step])
+    # The result depends on the pair (chunk, homes) alone: compute it once per distinct pair of objects.
+    found: dict[tuple[int, int], Addition | None] = {}  # by chunk and homes, which thousands of chunks share
+    then: dict[tuple[int, int], dict[Kind, Tier]] = {}
+    for chunk, homes, _ in placement.alike(demand):
+        # Earlier steps may have moved some of the kinds: only what is still on the host costs anything.
+        moving = [kind for kind, tier in homes.items() if kind in kinds and tier is Tier.HOST]
+        if chunk.is_frozen:  # no step reads what it has of a master and optimizer state
+            moving = [kind for kind in moving if kind not in OF_OPTIMIZER]
+        # This step is for frozen chunks only: an update on the host would take the parameters of trained ones there and
+        # back.
+        elif step is Step.FROZEN:
+            moving = []
+        key = id(chunk), id(homes)
+        found[key] = _addition(chunk, moving) if moving else None
+        then[key] = {kind: Tier.DEVICE if kind in moving else tier for kind, tier in homes.items()}
+    if not any(found.values()):
+        return placement
+    # Every chunk is tried by itself, in order of first use, though equal ones share what was found above.
+    keys = list(zip(map(id, demand.chunks), map(id, placement.homes), strict=True))
+    owners = [(index, addition) for index, key in enumerate(keys) if (addition := found[key]) is not None]
+    fitting = that_fit(demand, placement, [addition for _, addition in owners], budget_bytes)
+    if not fitting:
+        return placement
+    # Write only to the copies in `then`: `placement` shares its homes among chunks.
+    after = list(placement.homes)
+    for number in fitting:
+        index, _ = owners[number]
+        after[index] = then[keys[index]]
+    # A chunk that moved in may have been the last user of a slot, so the fewest slots are computed again.
+    return more_slots(demand, placement, slots_for(demand, tuple(after), placement.kept))
+
+
+def _addition(chunk: ChunkDemand, kinds: Sequence[Kind]) -> Addition:
+    # A shard at home on the device is gathered into a slot all the same, so it frees none. Likewise a gradient that
+    # cannot be accumulated at home.
+    return Addition(
+        sum(chunk.home_bytes[kind] for kind in kinds),
+        chunk.oversize,
+        frees_slot=Kind.PARAM in kinds and not chunk.needs_slot,
+        frees_gradient_slot=Kind.GRAD in kinds and not chunk.needs_gradient_slot,
+    )
+
+
+# -- The built-in placement policies: from a model's demand and a budget to every state's home. Pure functions of
+# numbers.
+#
+# `cpu`     all states rest on the host; the device holds only slots.
+# `cuda`    all states rest on the device, with as many slots as the budget allows.
+# `auto`    spends the budget on chunks, parts of them and slots in several orders, and takes the result that moves the
+#           fewest bytes over the link in a step.
+# `static`  the user chooses the fractions of bytes that rest on the host.
+#
+# Masters and optimizer state of frozen chunks, which no step reads, stay on the device only if everything fits there.
+
 
 _WAYS = (
     (Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS, Step.GRADS),
@@ -288,3 +421,213 @@ def resolve_policy(policy: str | PlacementPolicy, **arguments: float) -> Placeme
             f"place(demand, budget_bytes) method, found {policy!r}"
         )
     return policy
+
+
+# -- How well a policy uses a budget: the least that it needs, and whether it leaves much of a short budget empty.
+#
+# A budget is *short* if states rest on the host and a larger budget would change the placement. Functions of numbers.
+
+
+IN_USE = 0.95
+"""If the budget cannot hold all states, prefer chunk sizes that use at least this fraction of it."""
+
+
+def least_device_bytes(demand: Demand, policy: PlacementPolicy) -> int | None:
+    """The smallest device budget, in bytes, with which the policy places these chunks.
+
+    None if there is none to name: a user's policy refuses without a number, or the fewest slots hold more elements
+    than `max_live_parameters` allows, whatever the budget.
+    """
+    # A plan that does not fit otherwise is made with reductions in tiles.
+    demand = demand.in_tiles()
+    # A budget of 0 bytes makes the policy refuse. Its error carries the number of bytes that it needs.
+    try:
+        return policy.place(demand, 0).device_bytes(demand)
+    except BudgetError as error:
+        needed = error.needed_bytes
+    # Policies need not look at `max_live_parameters`, which `place` checks. Its refusal has no number of bytes, because
+    # no budget would help.
+    if demand.max_live_numel is not None:
+        try:
+            place(demand, needed, policy)
+        except BudgetError:
+            return None
+    return needed
+
+
+def is_short(demand: Demand, placement: Placement, policy: PlacementPolicy, budget_bytes: int | None) -> bool:
+    """Whether a larger budget would change `placement`, which the policy made for `budget_bytes`."""
+    # More slots alone do not make a budget short: with all states on the device no chunk size is worth looking for.
+    if budget_bytes is None or not placement.host_bytes(demand):
+        return False
+    try:
+        return place_unbounded(demand, policy) != placement
+    except BudgetError:  # of a policy of the user's that refuses without a number
+        return True
+
+
+def would_leave_much(demand: Demand, policy: PlacementPolicy, budget_bytes: int) -> bool:
+    """Whether the policy would leave much of this budget empty, or would refuse it."""
+    try:
+        placement = policy.place(demand, budget_bytes)
+    except BudgetError:
+        return True
+    return leaves_much(demand, placement, policy, budget_bytes)
+
+
+def leaves_much(demand: Demand, placement: Placement, policy: PlacementPolicy, budget_bytes: int) -> bool:
+    """Whether `placement`, made for a short budget, uses less than `IN_USE` of it."""
+    # Only another placement tells whether the budget is short, so that is asked last.
+    is_used = placement.device_bytes(demand) >= IN_USE * budget_bytes
+    return not is_used and is_short(demand, placement, policy, budget_bytes)
+
+
+# -- How another device budget would change a placement: the next larger and the next smaller one that do, and no bound.
+#
+# The policy is treated as a black box that is deterministic in the budget. Each reported budget is exact: the policy's
+# answer for one byte less differs.
+
+
+KINDS_IN_WORDS = {
+    Kind.PARAM: "weights",
+    Kind.GRAD: "gradients",
+    Kind.MASTER: "fp32 masters",
+    Kind.OPTIM: "optimizer state",
+}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another device budget, in bytes, and the placement that the policy makes for it."""
+
+    budget_bytes: int
+    demand: Demand
+    placement: Placement
+
+
+def all_on_device(demand: Demand, policy: PlacementPolicy) -> Alternative | None:
+    """The least budget beyond which more changes nothing. None: the policy refuses to place without a budget."""
+    demand = demand.at_once()
+    try:
+        placement = place_unbounded(demand, policy)
+    except BudgetError:
+        return None
+    return Alternative(placement.device_bytes(demand), demand, placement)
+
+
+def all_at_rest_on_device(demand: Demand, policy: PlacementPolicy) -> int | None:
+    """The least budget, in bytes, with which no state rests on the host. None: the policy never does that."""
+    demand = demand.at_once()
+    homes = tuple(dict.fromkeys(chunk.home_bytes, Tier.DEVICE) for chunk in demand.chunks)
+    # The fewest slots beside all homes: with a smaller budget some state has to leave.
+    budget_bytes = slots_for(demand, homes).device_bytes(demand)
+    there = _at(budget_bytes, demand, policy)
+    # A policy such as "cpu" has other homes, whatever the budget.
+    return budget_bytes if there is not None and there.placement.homes == homes else None
+
+
+def next_better(demand: Demand, now: Placement, budget_bytes: int, policy: PlacementPolicy) -> Alternative | None:
+    """The placement at the smallest larger budget that changes the placement. None: no larger budget changes it.
+
+    A budget at which the policy returns to `now` between two changes may hide the first of them.
+    """
+    everything = all_on_device(demand, policy)
+    if everything is None or budget_bytes >= everything.budget_bytes:
+        return None
+    most = everything.budget_bytes
+
+    def is_same(budget_bytes: int) -> bool:
+        there = _at(budget_bytes, demand, policy)
+        return there is not None and _is_as(there, demand, now)
+
+    # Invariant: the placement at `same` equals `now`, and the one at `other` differs, unless none below `most` does.
+    same, other = budget_bytes, most
+    # Start with the size of the smallest state, so that a step seldom passes two changes.
+    step = min((size for chunk in demand.chunks for size in chunk.home_bytes.values() if size), default=1)
+    # Gallop from the current budget: the next change is near, and each placement of a model of many chunks takes time.
+    while same + step < most:
+        if not is_same(same + step):
+            other = same + step
+            break
+        same, step = same + step, 2 * step
+    # Bisect down to the byte.
+    while other - same > 1:
+        middle = (same + other) // 2
+        if is_same(middle):
+            same = middle
+        else:
+            other = middle
+    # If no step found a change, `other` is `most`, whose placement was not compared with `now` so far.
+    changed = _at(other, demand, policy)
+    return None if changed is None or _is_as(changed, demand, now) else changed
+
+
+def next_worse(demand: Demand, now: Placement, policy: PlacementPolicy) -> Alternative | None:
+    """The placement with one byte less than `now` takes. None: `now` is the least that the policy accepts."""
+    return _at(now.device_bytes(demand) - 1, demand, policy)
+
+
+def difference_in_words(demand: Demand, before: Placement, other: Alternative) -> str:
+    """The states that rest elsewhere and the change in the number of slots, in words. Bytes are of one rank.
+
+    demand: the one that `before` meets.
+    """
+    after, found = other.placement, []
+    for tier in Tier:
+        moves = []
+        for kind, words in KINDS_IN_WORDS.items():
+            moved = [
+                chunk.home_bytes[kind]
+                for chunk, had, has in zip(demand.chunks, before.homes, after.homes, strict=True)
+                if kind in chunk.home_bytes and has[kind] is tier and had[kind] is not tier
+            ]
+            # A chunk without optimizer state has a tier for its update nevertheless, and no bytes there.
+            if any(moved):
+                moves.append(f"{words} of {_chunks(len(moved))} ({sum(moved)} bytes)")
+        if moves:
+            found.append(f"{' and '.join(moves)} would rest on the {tier}")
+    kept = len(after.kept) - len(before.kept)
+    if kept:
+        found.append(f"{_chunks(abs(kept))} {_direction(kept)} would keep a slot")
+    for name, had, has in (
+        ("slot", before.num_slots, after.num_slots),
+        ("gradient slot", before.num_gradient_slots, after.num_gradient_slots),
+    ):
+        more = sum(has) - sum(had)
+        if more:
+            found.append(f"there would be {_count(abs(more), name)} {_direction(more)}")
+    if other.demand.scratch_bytes != demand.scratch_bytes:
+        how = "in tiles" if other.demand.scratch_bytes < demand.scratch_bytes else "at once"
+        found.append(f"gradients of the largest weights would be exchanged {how}")
+    return ", ".join(found) or "nothing would change"
+
+
+def _at(budget_bytes: int, demand: Demand, policy: PlacementPolicy) -> Alternative | None:
+    """What is planned for this budget. None: the policy refuses, or a user's policy gave more than the budget."""
+    whole = demand.at_once()
+    tiled = whole.in_tiles()
+    # In the order of `place_in_budget`, whose checks would take too long here: many budgets are tried.
+    for its in (whole,) if tiled is whole else (whole, tiled):
+        try:
+            placement = policy.place(its, budget_bytes)
+        except BudgetError:
+            continue
+        if placement.device_bytes(its) <= budget_bytes:
+            return Alternative(budget_bytes, its, placement)
+    return None
+
+
+def _is_as(other: Alternative, demand: Demand, placement: Placement) -> bool:
+    return other.placement == placement and other.demand.scratch_bytes == demand.scratch_bytes
+
+
+def _chunks(count: int) -> str:
+    return _count(count, "chunk")
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}"
+
+
+def _direction(more: int) -> str:
+    return "more" if more > 0 else "fewer"

@@ -1,16 +1,70 @@
-"""The interface of placement policies, and the functions that they share: the slots for given homes, the budget check.
+"""A placement policy, and the placing of states by the bytes that a link carries."""
 
-A policy decides on which tier every state of every chunk rests. `policies.py` has the built-in ones; a user's own is
-any object with a `name` and a `place` method. Pure functions of numbers.
-"""
+from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import Demand, Kind, Placement, Tier
-from gemini.placement.sizes import format_bytes
+from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier, format_bytes
+
+# -- Bytes over the link between the tiers in a step, in closed form: fast enough to compare placements.
+#
+# `predict.py` counts the same bytes exactly, by following every fetch. Here each pass fetches all payloads whose
+# parameters rest on the host, except those still in a slot at a turn: a backward begins with the last users of the pool
+# in their slots, and the next micro-batch with the first ones. Every backward is assumed to read all weights.
+
+
+def link_bytes(demand: Demand, placement: Placement) -> int:
+    """Bytes in both directions together, on one rank. A pure function: local."""
+    # A chunk that is gathered from device shards moves no byte over the link, but occupies a slot: count it as 0.
+    fetched: tuple[list[int], list[int]] = [], []  # by size of slots: what a fetch of each user of the pool moves
+    for index, (chunk, homes) in enumerate(zip(demand.chunks, placement.homes, strict=True)):
+        if homes[Kind.PARAM] is Tier.HOST:
+            fetched[chunk.oversize].append(chunk.home_bytes[Kind.PARAM])
+        elif chunk.needs_slot and index not in placement.kept:
+            fetched[chunk.oversize].append(0)
+    num_bytes = sum(
+        count * at_rest_bytes(chunk, homes) for chunk, homes, count in placement.alike(demand) if Kind.GRAD in homes
+    )
+    passes = 2 * demand.micro_batches
+    for users, count in zip(fetched, placement.num_slots, strict=True):
+        held_for_backward = sum(users[max(0, len(users) - count) :])
+        held_for_forward = sum(users[:count])
+        # Every backward finds the last users of its forward in the slots. The first forward of a step finds none,
+        # because the update before it has outdated all payloads.
+        turns = demand.micro_batches
+        num_bytes += passes * sum(users) - turns * held_for_backward - (turns - 1) * held_for_forward
+    return num_bytes
+
+
+def at_rest_bytes(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
+    """The bytes that gradients and the update move for a trained chunk."""
+    link, param, at = chunk.link, homes[Kind.PARAM], homes.get(Kind.OPTIM, homes[Kind.PARAM])
+    grad = homes[Kind.GRAD] if chunk.home_bytes[Kind.GRAD] else param  # without a home it rests in the parameters'
+    num_bytes = 0
+    if param is not at:
+        num_bytes += link.read + link.written
+    if grad is not at:
+        num_bytes += link.summed
+    if grad is Tier.HOST:
+        num_bytes += link.reduced
+    # Every rank updates its part of weights that it holds whole, and copies the parts of the others to the host.
+    if param is Tier.HOST:
+        num_bytes += link.made_whole
+    # The update reads and writes the master, so it travels both ways.
+    if homes.get(Kind.MASTER, at) is not at:
+        num_bytes += 2 * chunk.home_bytes[Kind.MASTER]
+    return num_bytes
+
+
+# -- The interface of placement policies, and the functions that they share: the slots for given homes, the budget
+# check.
+#
+# A policy decides on which tier every state of every chunk rests. `policies.py` has the built-in ones; a user's own is
+# any object with a `name` and a `place` method. Pure functions of numbers.
 
 
 @runtime_checkable
@@ -307,3 +361,147 @@ def _slots_in_words(demand: Demand, placement: Placement) -> str:
     if demand.scratch_bytes:
         words.append(f"{format_bytes(demand.scratch_bytes)} of receive buffers")
     return ", ".join(words)
+
+
+# -- Checks of a policy's answer, so that a mistake in a user's policy raises before any state moves.
+#
+# The checks look at numbers only and run in the same order on all ranks. A policy whose answers differ between ranks is
+# detected when ranks compare the hashes of their plans.
+
+
+PLACE_ALIKE = (
+    "All ranks must build the same model with the same arguments, and a policy's place(demand, budget_bytes) must "
+    "follow from its arguments alone"
+)
+_MAX_RUNS = 20
+"""At most this many runs of chunks are listed per kind, because every rank sends the text to all others."""
+
+
+def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> Placement:
+    """The policy's placement, checked to be one that training can use.
+
+    Raises TypeError or ValueError if the answer is not a placement of these chunks, and BudgetError if it exceeds the
+    device budget or `max_live_parameters`.
+    """
+    placement = policy.place(demand, budget_bytes)
+    if not isinstance(placement, Placement):
+        raise TypeError(f"{_named(policy)} must return a Placement, found {type(placement).__name__}")
+    # The first problem is raised and the others are not looked for: later checks rely on what the earlier ones have
+    # shown.
+    for problem in _problems(demand, placement):
+        raise ValueError(f"{_named(policy)} {problem}")
+    # A user's policy may return a placement beyond the budget instead of raising.
+    check_fits(demand, placement, budget_bytes, policy.name)
+    _check_live(demand, placement, policy.name)
+    return placement
+
+
+def place_in_budget(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> tuple[Demand, Placement]:
+    """The policy's placement, and the demand that it meets: with exchanges at once, or in tiles if only that fits.
+
+    Raises what `place` does.
+    """
+    whole = demand.at_once()
+    try:
+        return whole, place(whole, budget_bytes, policy)
+    except BudgetError:
+        tiled = whole.in_tiles()
+        if tiled is whole:
+            raise
+        return tiled, place(tiled, budget_bytes, policy)
+
+
+def place_unbounded(demand: Demand, policy: PlacementPolicy) -> Placement:
+    """Return the policy's placement without a bound, which shows what more memory would change.
+
+    Raises what the policy raises, with a note where that is no BudgetError: the user may have given a budget, and be
+    surprised that the policy is asked without one.
+    """
+    try:
+        return policy.place(demand, None)
+    # Callers take a refusal for an answer, so it needs no note.
+    except BudgetError:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"{_named(policy)} was asked with budget_bytes=None, which means that there is no bound: gemini asks so to "
+            "see what more memory would change. A policy that needs a bound may raise BudgetError there"
+        )
+        raise
+
+
+def placement_in_words(placement: Placement, budget_bytes: int | None) -> str:
+    """Budget, slots and homes, one line per kind. Ranks compare this text to show how their placements differ."""
+    lines = [
+        f"model data budget of {budget_bytes} bytes",
+        f"{placement.num_slots} slots, {placement.num_gradient_slots} gradient slots",
+    ]
+    for kind in Kind:
+        # Chunks are many and placements regular: list runs of chunks on one tier.
+        runs, end = [], 0
+        # A chunk without this kind has no tier: it ends a run and begins none.
+        for tier, its in groupby(homes.get(kind) for homes in placement.homes):
+            start, end = end, end + len(list(its))
+            if tier is not None:
+                runs.append(f"chunks {start} to {end - 1} on the {tier}")
+        lines.append(f"{kind}: {', '.join(runs[:_MAX_RUNS])}{' and more' if len(runs) > _MAX_RUNS else ''}")
+    kept = sorted(placement.kept)
+    lines.append(f"{len(kept)} chunks keep their slots, the last one is {max(kept, default='none')}")
+    return "\n".join(lines)
+
+
+def _named(policy: PlacementPolicy) -> str:
+    return f"tensor_placement_policy={policy.name!r}: place(demand, budget_bytes)"
+
+
+def _problems(demand: Demand, placement: Placement) -> Iterator[str]:
+    """Everything that is wrong with the placement, as ends of sentences whose subject is the policy."""
+    homes, num_chunks = placement.homes, len(demand.chunks)
+    if len(homes) != num_chunks:
+        yield f"gave homes of {len(homes)} chunks, and the model has {num_chunks}: one for each of demand.chunks"
+        return  # the checks below pair homes with chunks
+    for index, (chunk, chunk_homes) in enumerate(zip(demand.chunks, homes, strict=True)):
+        yield from _problems_of(index, chunk, chunk_homes)
+    for index in sorted(placement.kept):
+        # A negative index would name a chunk from the end.
+        if not 0 <= index < num_chunks:
+            yield f"keeps a slot for chunk {index}, and there are {num_chunks}"
+        elif not demand.chunks[index].may_keep_slot:
+            yield f"keeps a slot for chunk {index}, whose may_keep_slot is False"
+        elif homes[index][Kind.PARAM] is not Tier.DEVICE:
+            yield f"keeps a slot for chunk {index}, whose parameters are not at home on the device"
+    # `place` raises at the first problem, so homes and kept slots are valid from here on.
+    least = slots_for(demand, homes, placement.kept)
+    for name, counts, wanted in (
+        ("num_slots", placement.num_slots, least.num_slots),
+        ("num_gradient_slots", placement.num_gradient_slots, least.num_gradient_slots),
+    ):
+        if len(counts) != 2 or any(has < needs for has, needs in zip(counts, wanted, strict=True)):
+            yield f"gave {name}={counts}, and training needs {wanted}: slots_for() has the fewest that work"
+
+
+def _problems_of(index: int, chunk: ChunkDemand, homes: dict[Kind, Tier]) -> Iterator[str]:
+    if homes.keys() != chunk.home_bytes.keys():
+        found, wanted = (", ".join(sorted(map(str, keys))) or "nothing" for keys in (homes, chunk.home_bytes))
+        yield f"gave chunk {index} homes for {found}, and it has {wanted}"
+        return
+    # The text "device" equals `Tier.DEVICE`, but plans compare tiers by identity: it would count as neither tier.
+    other = next((tier for tier in homes.values() if not isinstance(tier, Tier)), None)
+    if other is not None:
+        yield f"gave chunk {index} the home {other!r}, which is no Tier: choose one of {', '.join(map(str, Tier))}"
+    elif chunk.persists and homes[Kind.PARAM] is not Tier.DEVICE:
+        yield (
+            f"puts the parameters of chunk {index} onto the {homes[Kind.PARAM]}, and they persist on the device: see "
+            "param_persistence_threshold="
+        )
+
+
+def _check_live(demand: Demand, placement: Placement, policy: str) -> None:
+    most, needed = demand.max_live_numel, placement.live_numel(demand)
+    if most is not None and needed > most:
+        # No `needed_bytes`: more memory would not help, only a larger bound or smaller chunks.
+        raise BudgetError(
+            f"max_live_parameters={most} is less than the {needed} elements, paddings included, that the fewest slots "
+            f"of tensor_placement_policy={policy!r} hold: allow {needed}",
+            needed_numel=needed,
+        )

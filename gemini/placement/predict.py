@@ -1,18 +1,251 @@
-"""Predictions: the exact bytes that a step of a plan moves and holds, before anything has run."""
+"""A simulated step, what it predicts, and that in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gemini.placement.demand import Tier
-from gemini.placement.schedule import Schedule
-from gemini.placement.simulate import Simulation
-from gemini.placement.traffic import Exchange, Purpose
+from gemini.placement.budget import Budget
+from gemini.placement.demand import Demand, Kind, Placement, Tier, format_bytes
+from gemini.placement.next_use import Act, Moment, PassKind, Phase, Schedule
+from gemini.placement.packing import BYTES_PER_COLLECTIVE, ChunkFacts, Packing
+from gemini.placement.policies import (
+    KINDS_IN_WORDS,
+    all_at_rest_on_device,
+    all_on_device,
+    difference_in_words,
+    next_better,
+    next_worse,
+)
+from gemini.placement.policy import PlacementPolicy
+from gemini.placement.simulate import Exchange, Payloads, Purpose, Traffic
+from gemini.placement.simulated_gradients import Gradients
+from gemini.settings import Settings
 
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
+
+
+# -- The simulation of a model's steps from its plan: every fetch, eviction, reduction and update, in numbers. Pure.
+#
+# `Simulation` follows a schedule as `runtime/step.py` follows the hooks. It evicts by the same `NextUse` and
+# `EvictionQueue`, gathers equally far ahead, opens and spills gradients by the same rules, and updates each chunk where
+# its state rests. `tests/features/test_plan_is_the_run.py` compares both, byte by byte, in many random cases.
+
+
+class Simulation:
+    """One model on one rank, from the moment when it was wrapped.
+
+    Args:
+        plan: the plan of all simulated steps.
+        schedule: the schedule of every micro-batch.
+        rank: the simulated rank. Ranks differ where a chunk is updated only in part.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule, rank: int = 0) -> None:
+        self.traffic = Traffic()
+        self.payloads = Payloads(plan, self.traffic)
+        self.gradients = Gradients(plan, self.payloads, self.traffic)
+        self.homes = self.gradients.homes
+        self._plan = plan
+        self._schedule = schedule
+        self._rank = rank
+        self._facts: Sequence[ChunkFacts] = plan.packing.chunks
+        self._uses = plan.use_order
+        chunk_of = {name: chunk.index for chunk in self._facts for name in chunk.names}
+        self._chunk_of = [chunk_of[weight.name] for weight in plan.spec.weights]
+        self._num_updates = 0
+        self._in_backward = False
+        self._nodes: dict[int, tuple[int, list[int]]] = {}  # by task: the running node, and the chunks that it pins
+
+    @property
+    def state(self) -> tuple[Hashable, ...]:
+        """Everything that the next step depends on: steps that begin in equal states are equal."""
+        # The flag stands for the traces and the order of reductions. The first step leaves them to all later ones,
+        # because all follow one schedule.
+        return self._num_updates > 0, self.payloads.state, self.homes.state
+
+    def micro_batch(self, backward: int) -> None:
+        """Simulate a forward and its backward. backward: the number of that backward since the last step, from 1."""
+        self._begin_forward()
+        self.payloads.next_use.begin_pass(PassKind.TRAINING)
+        # The pass has begun: its trace includes the touches of what is gathered here.
+        self._enter()
+        for moment in self._schedule.forward:
+            self._do(moment)
+        self._in_backward = True
+        self.gradients.begin_backward(backward)
+        for moment in self._schedule.backward:
+            self._do(moment)
+        # The pins of the last node end before the rest is reduced, because a home is not lent while its chunk is
+        # pinned.
+        self._lift(0)
+        self._in_backward = False
+        self.gradients.end_backward()
+        self.payloads.finish_ahead()
+        self.payloads.next_use.end_pass(PassKind.TRAINING)
+
+    def infer(self) -> None:
+        """Simulate a forward without gradients."""
+        self._begin_forward()
+        self.payloads.next_use.begin_pass(PassKind.EVALUATION)
+        self._enter()
+        for moment in self._schedule.forward:
+            self._do(moment)
+        self.payloads.next_use.end_pass(PassKind.EVALUATION)
+
+    def update(self) -> None:
+        """Simulate a step of Adam."""
+        self._num_updates += 1
+        self.payloads.next_use.note_update()
+        self.payloads.finish_ahead()
+        # Every payload is stale after the update, so all slots are free while it runs.
+        for chunk in self.gradients.of:
+            self.payloads.release(chunk)
+        for chunk, gradient in self.gradients.of.items():
+            if not gradient.got:
+                continue
+            self.payloads.release(chunk)
+            # A rank may hold no element of the weights that have a gradient. It updates nothing and restores a lent
+            # home.
+            if self._num_updated(chunk, gradient.got):
+                # The update writes the new weights into their home, so nothing is left to restore there.
+                self._update(chunk)
+                self.homes.lent.discard(chunk)
+            self.homes.restore(chunk)
+            # Each rank holds the weights whole and has updated only its part.
+            if self._facts[chunk].home_layout.world_size < self._facts[chunk].optim_layout.world_size:
+                self._make_whole(chunk)
+        # A chunk that was reduced without any gradient is not updated, but its home may be lent all the same.
+        for chunk in self.gradients.of:
+            self.homes.restore(chunk)
+        self.gradients.end_step()
+
+    # -- moments
+
+    def _begin_forward(self) -> None:
+        self.payloads.finish_ahead()
+
+    def _enter(self) -> None:
+        if self.payloads.is_resident:
+            self.payloads.gather_stale()
+
+    def _do(self, moment: Moment) -> None:
+        payloads = self.payloads
+        # Gradients arrive in any case. If everything is resident, nothing else happens inside a pass.
+        if moment.act is Act.GRADIENT:
+            self.gradients.arrive(self._chunk_of[moment.which], moment.which)
+        elif payloads.is_resident:
+            return
+        elif moment.act is Act.BEGIN:
+            payloads.finish_ahead()
+        elif moment.act is Act.READ:
+            self._read(moment)
+        elif moment.act is Act.ENTER:
+            payloads.events.reach(moment.which, Phase.RECOMPUTE if self._in_backward else Phase.FORWARD)
+            self._follow(moment)
+            # Each chunk is pinned before the next one is fetched, which could evict it otherwise.
+            for chunk in self._uses[moment.which]:
+                self._fetch(chunk)
+                payloads.pin(chunk)
+            self._gather_ahead()
+        else:
+            payloads.unpin(self._uses[moment.which])
+
+    def _read(self, moment: Moment) -> None:
+        chunk = self._chunk_of[moment.which]
+        # A payload whose home is the device is there already, unless the home holds the chunk's gradient.
+        if self.payloads.at_home[chunk] and chunk not in self.homes.lent:
+            return
+        # As in a run, where a handle names the operator in whose forward the weight was saved.
+        self.payloads.events.reach(moment.operator, Phase.BACKWARD)
+        self._follow(moment)
+        self._fetch(chunk)
+        # Pinned before gathers are started ahead, which look for slots too.
+        self._nodes.setdefault(moment.task, (moment.node, []))[1].append(chunk)
+        self.payloads.pin(chunk)
+        self._gather_ahead()
+
+    def _follow(self, moment: Moment) -> None:
+        """Unpin the chunks of the node that ran before this moment's node, and of tasks nested in it."""
+        # A task of -1 is a forward, which runs no node.
+        if moment.task < 0 or not self._nodes:
+            return
+        if moment.task not in self._nodes or self._nodes[moment.task][0] != moment.node:
+            self._lift(moment.task)
+
+    def _lift(self, task: int) -> None:
+        # Tasks are numbered by depth, so those from `task` on are the ones that were started inside its node.
+        for inner in [each for each in self._nodes if each >= task]:
+            self.payloads.unpin(self._nodes.pop(inner)[1])
+
+    def _fetch(self, chunk: int) -> None:
+        payloads, homes = self.payloads, self.homes
+        # A payload in a slot can be read while its home is lent. Without one the gradient has to leave the home.
+        if not payloads.is_there(chunk):
+            homes.reclaim(chunk)
+        if payloads.at_home[chunk]:
+            return
+        payloads.next_use.touch(chunk)
+        # Reductions that are due may take the home of this chunk's parameters for a gradient.
+        if self._in_backward:
+            self.gradients.before_touch()
+            if not payloads.is_there(chunk):
+                homes.reclaim(chunk)
+        payloads.fetch(chunk)
+
+    def _gather_ahead(self) -> None:
+        for chunk in self.payloads.to_gather():
+            self.homes.reclaim(chunk)
+            self.payloads.gather_ahead(chunk)
+
+    # -- an update
+
+    def _num_updated(self, chunk: int, weights: set[int]) -> int:
+        """The number of elements of the chunk that this rank updates: those of weights with a gradient."""
+        facts = self._facts[chunk]
+        if len(weights) == len(facts.names):
+            return facts.optim_layout.shard_numel
+        # A layout of one rank, as at stage 0, is that of every rank and knows rank 0 only.
+        rank = self._rank if facts.optim_layout.world_size > 1 else 0
+        rows = dict(zip(facts.names, facts.offsets, strict=True))
+        specs = [self._plan.spec.weights[weight] for weight in weights]
+        pieces = (facts.optim_layout.pieces(rank, rows[spec.name], spec.numel) for spec in specs)
+        return sum(piece.numel for its in pieces for piece in its)
+
+    def _update(self, chunk: int) -> None:
+        """Copy what the update reads to the tier of the optimizer state, and what it writes back home."""
+        facts, homes, traffic = self._facts[chunk], self._plan.placement.homes[chunk], self.traffic
+        at, numel = homes[Kind.OPTIM], facts.optim_layout.shard_numel
+        has_master = Kind.MASTER in homes
+        if has_master:
+            num_bytes = facts.master_itemsize * numel
+            # The update reads and writes the master, so it travels both ways.
+            traffic.copy(homes[Kind.MASTER], at, num_bytes, Purpose.UPDATE)
+            traffic.copy(at, homes[Kind.MASTER], num_bytes, Purpose.UPDATE)
+        num_bytes = facts.dtypes.weight.itemsize * numel
+        # The update reads a weight only where that is the master, or the upper half of a split one. From a whole master
+        # it writes the 16-bit weight without reading it.
+        if not has_master or facts.splits_master:
+            traffic.copy(homes[Kind.PARAM], at, num_bytes, Purpose.UPDATE)
+        traffic.copy(at, homes[Kind.PARAM], num_bytes, Purpose.UPDATE)
+        traffic.copy(self.homes.tier_of(chunk), at, self.homes.num_bytes(chunk), Purpose.UPDATE)
+
+    def _make_whole(self, chunk: int) -> None:
+        """Gather the updated parts of weights that every rank holds whole."""
+        facts, home = self._facts[chunk], self._plan.placement.homes[chunk][Kind.PARAM]
+        if home is Tier.HOST:
+            # The gather needs memory on the device: a slot takes the place of the home.
+            self.payloads.open_own_part(chunk)
+        self.traffic.exchange(Exchange.WHOLE_WEIGHT, facts.payload_bytes)
+        if home is Tier.HOST:
+            # This rank's part is at home already, so only the parts of the other ranks are copied there.
+            of_others = facts.layout.numel - facts.layout.shard_numel
+            self.traffic.copy(Tier.DEVICE, home, of_others * facts.dtypes.weight.itemsize, Purpose.UPDATE)
+
+
+# -- Predictions: the exact bytes that a step of a plan moves and holds, before anything has run.
 
 
 @dataclass(frozen=True)
@@ -136,3 +369,219 @@ def _taken(simulation: Simulation, plan: Plan) -> Predicted:
     )
     traffic.clear()
     return found
+
+
+# -- A plan in words: what was chosen and why, what moves in a step, the minimum and what would lower it.
+#
+# Each function takes numbers and yields sentences, one per line. Byte counts are exact and of one rank.
+
+
+_NAMES = {
+    Exchange.GATHER: "shards of weights",
+    Exchange.REDUCE: "gradients",
+    Exchange.WHOLE_GRADIENT: "reduced gradients",
+    Exchange.WHOLE_WEIGHT: "updated weights",
+}
+
+
+def chunks_in_words(
+    packing: Packing, stage: int, world_size: int, policy: str, infers: bool, is_first: bool
+) -> Iterator[str]:
+    """The number of chunks, their size, and the reason for that size.
+
+    is_first: the size was searched for the budgets of this plan, not for earlier ones.
+    """
+    num_weights = sum(len(chunk.names) for chunk in packing.chunks)
+    num_oversize = sum(chunk.oversize for chunk in packing.chunks)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    yield f"{num_weights} weights are planned for {ranks} at stage {stage} with tensor_placement_policy={policy!r}."
+    if infers:
+        yield (
+            "This plan is for inference: nothing that only training needs has a place in it. Another plan comes in "
+            "force when an optimizer is made, or with the first forward that builds a graph."
+        )
+    else:
+        yield "This plan is for training."
+    alone = f"; {num_oversize} of them are larger and hold one unit each" if num_oversize else ""
+    yield f"They lie in {len(packing.chunks)} chunks of up to {_bytes(packing.chunk_bytes)}{alone}."
+    found = packing.searched
+    if found is None:
+        yield "This chunk size was given with chunk_size=."
+        return
+    # The size is fixed at wrapping, so a later plan has the one that was best under the budgets of that time.
+    budgets = "these budgets" if is_first else "those of wrapping"
+    yield (
+        f"The search took this chunk size as the cheapest under {budgets}: "
+        f"{_bytes(found.padding_bytes)} of padding, {_bytes(found.gathered_bytes)} in slots at the busiest moment, and "
+        f"{found.num_collectives} collectives in a step, each counted as {_bytes(BYTES_PER_COLLECTIVE)}."
+    )
+
+
+def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Iterator[str]:
+    """The bytes at rest on each tier, the slots, and the totals beside the budgets."""
+    for tier in Tier:
+        rest = {kind: _at_rest(demand, placement, kind, tier) for kind in Kind}
+        found = [f"{words} {_bytes(rest[kind])}" for kind, words in KINDS_IN_WORDS.items() if rest[kind]]
+        yield f"At rest on the {tier}: {', '.join(found) or 'nothing'}."
+    if placement.kept:
+        # The parameter home inside the slot is among the weights at rest, in the lines above.
+        around = sum(demand.chunks[i].payload_bytes - demand.chunks[i].home_bytes[Kind.PARAM] for i in placement.kept)
+        yield f"{len(placement.kept)} chunks keep a slot around their weights on the device: {_bytes(around)} more."
+    for words, counts, sizes in (
+        ("slot", placement.num_slots, demand.slot_bytes),
+        ("gradient slot", placement.num_gradient_slots, demand.gradient_slot_bytes),
+    ):
+        pairs = zip(counts, sizes, strict=True)
+        found = [f"{count} {words}{'s' * (count > 1)} of {_bytes(size)}" for count, size in pairs if count]
+        if found:
+            yield f"The device has {' and '.join(found)}."
+    if demand.scratch_bytes:
+        yield f"Temporaries of reductions take {_bytes(demand.scratch_bytes)} of the device."
+        if demand.whole_scratch_bytes is not None:
+            yield (
+                "Gradients of the largest weights are exchanged in tiles, because the device has no room for the "
+                f"{_bytes(demand.whole_scratch_bytes)} that it takes to exchange them at once."
+            )
+    for tier, held, limit in (
+        (Tier.DEVICE, placement.device_bytes(demand), budget.device),
+        (Tier.HOST, placement.host_bytes(demand), budget.host),
+    ):
+        bound = "no budget was set" if limit is None else f"the budget is {_bytes(limit)}"
+        yield f"In all, the {tier} holds {_bytes(held)}; {bound}."
+
+
+def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers: bool) -> Iterator[str]:
+    """The bytes that travel in each micro-batch and once in a step, or in each forward without gradients."""
+    chunks = list(zip(demand.chunks, placement.homes, strict=True))
+    from_host = [chunk for chunk, homes in chunks if homes[Kind.PARAM] is Tier.HOST]
+    # `needs_slot` means that this rank has only a shard of the parameters.
+    gathered = [chunk for chunk, _ in chunks if chunk.needs_slot]
+    trained = [chunk for chunk, homes in chunks if Kind.GRAD in homes]
+    grads = _at_rest(demand, placement, Kind.GRAD, Tier.HOST)
+    # Weights travel to the update and back where they rest on another tier than the optimizer state.
+    apart = [homes for _, homes in chunks if homes.get(Kind.OPTIM, homes[Kind.PARAM]) is not homes[Kind.PARAM]]
+    found = []
+    if from_host:
+        num_bytes = sum(chunk.home_bytes[Kind.PARAM] for chunk in from_host)
+        found.append(f"Weights of {len(from_host)} chunks come from the host when they are used: {_bytes(num_bytes)}.")
+    if gathered:
+        num_bytes = sum(chunk.payload_bytes for chunk in gathered)
+        found.append(f"{len(gathered)} chunks are gathered from all ranks when they are used: {_bytes(num_bytes)}.")
+    if found and not infers:
+        found.append("Backward fetches again what has left its slot since forward.")
+    if world_size > 1 and trained:
+        num_bytes = sum(chunk.payload_bytes for chunk in trained)
+        found.append(f"Gradients of {len(trained)} chunks are exchanged with all ranks: {_bytes(num_bytes)}.")
+    if grads:
+        found.append(f"Reduced gradients go to the host: {_bytes(grads)}.")
+    if apart:
+        found.append(f"Of {len(apart)} chunks the update runs on the other tier: weights go there and back.")
+    yield from found or [f"Nothing moves in a {'forward' if infers else 'step'}."]
+
+
+def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -> Iterator[str]:
+    """The exact bytes of a predicted step. `Plan.predicted` says which assumptions make it exact.
+
+    micro_batches: the number that the step was predicted with. infers: `predicted` is a forward without gradients.
+    """
+    step = f"a step of {micro_batches} micro-batches" if micro_batches > 1 else "a step"
+    # A plan for inference predicts a forward without gradients, which has no micro-batches.
+    step = "a forward" if infers else step
+    links = predicted.bytes_by_link
+    both = (("host->device", "from the host to the device"), ("device->host", "from the device to the host"))
+    found = [f"{_bytes(links[link])} {words}" for link, words in both if links.get(link)]
+    if found:
+        yield f"In all, {step} copies {' and '.join(found)}."
+    launches = [
+        f"{count} times {_NAMES[what]}, {_bytes(num_bytes)} in all"
+        for what, (count, num_bytes) in sorted(predicted.exchanged.items())
+    ]
+    if launches:
+        yield f"Ranks exchange in {step}: {'; '.join(launches)}."
+
+
+def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy) -> Iterator[str]:
+    """The changes that a larger and a smaller device budget would bring, with these chunks."""
+    held, there = placement.device_bytes(demand), budget.device
+    # From this budget on the policy uses no more.
+    everything = all_on_device(demand, policy)
+    most = None if everything is None else everything.budget_bytes
+    if most is None:
+        yield "The policy does not say what it would do without a budget."
+    elif there is None or there >= most:
+        yield "More room on the device would change nothing."
+    else:
+        # States at rest need less than that: what is left then buys slots.
+        at_rest = all_at_rest_on_device(demand, policy)
+        better = next_better(demand, placement, there, policy)
+        if better is not None:
+            changes = difference_in_words(demand, placement, better)
+            yield f"With {_bytes(better.budget_bytes - there)} more on the device, {changes}."
+        # With exchanges in tiles everything may rest there already, on less than it takes with exchanges at once.
+        if at_rest is not None and at_rest > there and placement.host_bytes(demand):
+            yield f"With {_bytes(at_rest - there)} more, everything would rest on the device."
+        yield f"With {_bytes(most - there)} more, nothing would have to leave a slot; still more would change nothing."
+    # The first change comes one byte below what the placement takes, not below the budget: what is not used can go
+    # first.
+    worse = next_worse(demand, placement, policy)
+    spare = 0 if there is None else there - held
+    less = f"{_bytes(spare)} of the budget are not used. With one byte less than the others" if spare else ""
+    less = less or "With one byte less on the device than it holds"
+    changes = "there would be no placement" if worse is None else difference_in_words(demand, placement, worse)
+    yield f"{less}, {changes}."
+
+
+def other_choices(settings: Settings, is_first: bool) -> Iterator[tuple[str, Settings]]:
+    """Changes of settings that may lower the minimum: each in words, with the settings that result.
+
+    Existing chunks keep their size, so after wrapping each change means to wrap the model again.
+    """
+    # The words begin a sentence, which `minimum_in_words` ends.
+    again = "" if is_first else "Wrapping again with "
+    if not is_first:
+        yield "Wrapping again", settings
+    if settings.chunk_size is not None:
+        yield f"{again}chunk_size=None", replace(settings, chunk_size=None)
+    if settings.policy.name != "auto":
+        yield f"{again}tensor_placement_policy='auto'", settings.with_policy("auto")
+
+
+def minimum_in_words(
+    minimum: int | None, others: Mapping[str, int | None], largest: tuple[str, int], infers: bool, is_first: bool
+) -> Iterator[str]:
+    """The least model data that the device must hold, in bytes, and what would lower it.
+
+    others: the minimum after each change of `other_choices`. largest: the operator with the most bytes in slots, and
+    these bytes. is_first: the chunk size can still change.
+    """
+    if minimum is None:
+        yield "The policy does not say what its minimum is."
+        return
+    cannot = f"with a smaller budget the model cannot {'infer' if infers else 'train'}"
+    the = "The" if is_first else "With these chunks the"
+    yield f"{the} minimum of model data on the device is {_bytes(minimum)}: {cannot}."
+    # A user's policy may not say its minimum: then it cannot be compared.
+    lower = {words: least for words, least in others.items() if least is not None and least < minimum}
+    for words, least in lower.items():
+        yield f"{words} would lower it to {_bytes(least)}."
+    if not lower:
+        choices = "No other chunk size and no other policy" if is_first else "No wrapping with other chunks or policy"
+        yield (
+            f"{choices} lowers it. Smaller operators do: the largest is {largest[0]!r}, with {_bytes(largest[1])} in "
+            "slots."
+        )
+
+
+def _at_rest(demand: Demand, placement: Placement, kind: Kind, tier: Tier) -> int:
+    return sum(
+        chunk.home_bytes[kind]
+        for chunk, homes in zip(demand.chunks, placement.homes, strict=True)
+        if homes.get(kind) is tier
+    )
+
+
+def _bytes(num_bytes: int) -> str:
+    """The exact number of bytes, with a rounded one in brackets where the exact one is hard to read."""
+    # Below 10 KiB the rounded number is the exact one, and is not said twice.
+    short = format_bytes(num_bytes)
+    return f"{num_bytes} bytes" if short == f"{num_bytes} B" else f"{num_bytes} bytes ({short})"

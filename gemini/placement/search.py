@@ -1,31 +1,88 @@
-"""The search for the chunk size: the first plan of a model, over all packings that its settings allow.
-
-If the user names no chunk size, the candidate sizes are placed in the order of `chunk_size.py`, and the size with the
-cheapest step is chosen (`choosing.py`). A model is refused only if no size fits.
-
-[Note: Optimizers to come] Chunks keep their size, and the optimizer comes after them. A first plan counts Adam's two
-states per element. Under a short budget the best size for Adam may be too large for Adam with amsgrad, which keeps
-three, although a smaller one would do: then a size is taken that has room for both, if there is one. Where no size has
-room for Adam, the size is taken with which momentum fits, else plain SGD (`inference.py`). A size with room for some
-number of states has room for fewer, so that no optimizer is refused for which a chunk size could be found. With more
-than three states it may be.
-"""
+"""The search for a plan within budgets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gemini.errors import BudgetError
-from gemini.placement.budget import Budget, FreeBytes, later_device_bytes
-from gemini.placement.choosing import best_of, is_short
-from gemini.placement.chunk_facts import Packing, packings
-from gemini.placement.chunk_size import CHUNKS_PLACED
-from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Kind
-from gemini.placement.packed import Packed, trained_at_first
-from gemini.placement.plan import Plan, kept_at_first, plan_demand, plan_packing
-from gemini.placement.refusals import advised, check_host_room, has_host_room, has_host_room_for_steps, least_of
-from gemini.placement.specs import ModelSpec
+from gemini.placement.budget import (
+    Budget,
+    FreeBytes,
+    advised,
+    check_host_room,
+    check_host_room_for_steps,
+    has_host_room,
+    has_host_room_for_steps,
+    later_device_bytes,
+    least_of,
+)
+from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Kind, ModelSpec, Tier
+from gemini.placement.needs import Packed, trained_at_first
+from gemini.placement.packing import CHUNKS_PLACED, Packing, packings, step_cost
+from gemini.placement.plan import Plan, kept_at_first, least_of_all_packings, plan_demand, plan_packing, replan
+from gemini.placement.policies import is_short, leaves_much, would_leave_much
 from gemini.settings import Settings
+
+# -- The choice among plans that differ in their chunk size, made for the same budgets. Pure functions.
+
+
+_MOST_JUDGED = 24
+"""Check at most this many plans against later budgets. Each check costs several placements."""
+
+
+def best_of(plans: Sequence[Plan], later: Sequence[int]) -> Plan:
+    """The plan with the cheapest step. Local.
+
+    Plans that leave much of a short budget unused rank last. Of the cheapest plans the first one is taken that does so
+    under the fewest budgets in `later`, because the chunk size is fixed when the model is wrapped.
+
+    plans: at least one, each with room to train. later: device budgets in bytes that may apply after the first step.
+    """
+    if len(plans) == 1:
+        return plans[0]
+    # The sort is stable, so among equal costs the size that the search ranked first stays first on every rank.
+    cheapest = sorted(plans, key=_cost)[:_MOST_JUDGED]
+    left = []
+    for plan in cheapest:
+        left.append(_num_left(plan, later))
+        # No plan leaves fewer than none, and the plans behind this one cost at least as much.
+        if not left[-1]:
+            break
+    return cheapest[left.index(min(left))]
+
+
+def plan_is_short(plan: Plan) -> bool:
+    """Whether a larger device budget would change the plan's placement."""
+    return is_short(plan.demand, plan.placement, plan.settings.policy, plan.budget.device)
+
+
+def _cost(plan: Plan) -> tuple[bool, int]:
+    demand, placement, budget = plan.demand, plan.placement, plan.budget.device
+    # False sorts before True, so plans that use the budget come first, whatever their cost.
+    leaves = budget is not None and leaves_much(demand, placement, plan.settings.policy, budget)
+    return leaves, step_cost(demand, placement, plan.world_size)
+
+
+def _num_left(plan: Plan, later: Sequence[int]) -> int:
+    """The number of `later` budgets of which this plan's chunks would leave much unused."""
+    if not plan_is_short(plan):
+        return 0
+    return sum(would_leave_much(plan.demand, plan.settings.policy, each) for each in later)
+
+
+# -- The search for the chunk size: the first plan of a model, over all packings that its settings allow.
+#
+# If the user names no chunk size, the candidate sizes are placed in the order of `chunk_size.py`, and the size with the
+# cheapest step is chosen (`choosing.py`). A model is refused only if no size fits.
+#
+# [Note: Optimizers to come] Chunks keep their size, and the optimizer comes after them. A first plan counts Adam's two
+# states per element. Under a short budget the best size for Adam may be too large for Adam with amsgrad, which keeps
+# three, although a smaller one would do: then a size is taken that has room for both, if there is one. Where no size
+# has room for Adam, the size is taken with which momentum fits, else plain SGD (`inference.py`). A size with room for
+# some number of states has room for fewer, so that no optimizer is refused for which a chunk size could be found. With
+# more than three states it may be.
+
 
 MOST_STATES = 3
 """The most states per element that the choice of a chunk size leaves room for: those of Adam with amsgrad."""
@@ -144,7 +201,7 @@ def find_plans(
             continue
         if has_host_room(plan, tuple(Kind)):
             placed.append(plan)
-            if is_short(plan):
+            if plan_is_short(plan):
                 continue
             break  # sizes come in order of cost, so no later size with which everything fits is cheaper
         # The host lacks room for some of Adam's state. An optimizer that keeps less may fit, or none is made.
@@ -180,3 +237,122 @@ def _with_room_for_more(plan: Plan, packed: Packed, free: FreeBytes | None) -> P
     # The plan itself counts Adam's two states, so the roomier chunks are planned once more with these.
     roomier = find_plans(packed, plan.settings, free, MOST_STATES).trains
     return plan if roomier is None else train_with(roomier, OPTIM_STATES) or plan
+
+
+# -- The first plan of a model, for training if that fits, else for inference; and the one of its optimizer.
+
+
+def plan_first(packed: Packed, settings: Settings, free: FreeBytes) -> tuple[Plan, BudgetError | None]:
+    """The plan that a model is wrapped with: for training, or for inference together with the refusal of training.
+
+    settings: those of `packed`; budgets and policy may be others.
+    Raises BudgetError where neither fits: of the two refusals the one that asks for less, which is enough to wrap.
+    """
+    first, refused = _plan_for_adam(packed, settings, free)
+    if settings.chunk_size is not None or (refused is None and has_host_room_for_steps(first)):
+        return first, refused
+    # There is no room for Adam: see [Note: Optimizers to come] in search.py.
+    # Momentum's one state first, then none. Where the chunks of `first` have room for the number they stay: other
+    # chunks would serve no more optimizers.
+    for optim_states in reversed(range(OPTIM_STATES)):
+        if train_with(first, optim_states) is not None:
+            break
+        lighter = find_plans(packed, settings, free, optim_states).trains
+        if lighter is not None:
+            return _wrap_with(lighter, first, refused, free)
+    return first, refused
+
+
+def _plan_for_adam(packed: Packed, settings: Settings, free: FreeBytes) -> tuple[Plan, BudgetError | None]:
+    try:
+        return plan_packed(packed, settings, free), None
+    except BudgetError as error:
+        refused = error
+    # A model without trainable weights was planned as if for inference already: the same refusal would come again.
+    if any(weight.trainable for weight in packed.spec.weights):
+        try:
+            return plan_inference(packed.spec, settings, packed.world_size, free), refused
+        except BudgetError as error:
+            # The refusal of inference asks for less, which is enough to wrap the model. The words name both needs.
+            if error.tier == refused.tier == "host" and error.needed_bytes is not None:
+                raise error.reworded(f"{error}. That is enough for inference; to train it, {refused}") from None
+    raise refused
+
+
+def _wrap_with(
+    lighter: Plan, first: Plan, refused: BudgetError | None, free: FreeBytes
+) -> tuple[Plan, BudgetError | None]:
+    """`first` and `refused` with the chunks of `lighter`; as they are if a model cannot be wrapped with these.
+
+    refused: None if Adam has room on the device with the chunks of `first`, and only the host lacks some.
+    """
+    spec, settings, packing = first.spec, first.settings, lighter.packing
+    if refused is None:
+        try:
+            # No optimizer is there yet, so this plan counts Adam's states, as every first plan does.
+            plan = replan(lighter, lighter.trained, {}, optim_states=[OPTIM_STATES] * len(packing.chunks))
+            check_host_room(plan, WRAPPED_KINDS)
+            # `replan` is made for chunks that exist. None of these do, so the minimum is still that of all chunk sizes.
+            return replace(plan, is_first=True), None
+        except BudgetError:
+            pass
+    try:
+        plan = infer_with(packing, spec, settings, first.world_size, free)
+    except BudgetError:
+        return first, refused
+    return plan, refused or _host_refusal(first)
+
+
+def _host_refusal(plan: Plan) -> BudgetError | None:
+    try:
+        check_host_room(plan, tuple(Kind))
+        check_host_room_for_steps(plan)
+    except BudgetError as error:
+        return error
+    return None
+
+
+def plan_training(packed: Packed, settings: Settings, free: FreeBytes, optim_states: int = OPTIM_STATES) -> Plan:
+    """The plan of a model whose optimizer keeps `optim_states` states per element of each chunk. Local.
+
+    The first plan counts Adam's and chooses the chunk size, which stays, so the plan is made in the same two steps as
+    by `ShardedModel` and `ShardedOptimizer`. settings: as for `plan_first`. Raises BudgetError if the device has no
+    room to train, or the host none for the weights.
+    """
+    if optim_states == OPTIM_STATES:
+        return plan_packed(packed, settings, free)
+    first, _ = plan_first(packed, settings, free)
+    states = [optim_states] * len(first.packing.chunks)
+    # `replan` by itself would take any first plan for one whose activations are unknown.
+    is_by_default = free.are_activations_unknown
+    try:
+        plan = replan(first, first.trained, {}, infers=False, optim_states=states, is_by_default=is_by_default)
+    except BudgetError as error:
+        raise with_least(error, first, optim_states) from None
+    return replace(plan, is_first=True)
+
+
+def with_least(error: BudgetError, plan: Plan, optim_states: int) -> BudgetError:
+    """The refusal to train with the chunks of `plan`, with the least that any other chunk size needs, if that is less.
+
+    optim_states: the most states per element that the optimizer keeps. Local.
+    """
+    spec, settings = plan.spec, plan.settings
+    # What chunks of another size need is known of what was trained at first.
+    is_known = list(plan.trained) == trained_at_first(spec, plan.packing) and error.needed_bytes is not None
+    # `least_of_all_packings` knows bytes of the device only, and a size that the user gave has no others beside it.
+    if error.tier != Tier.DEVICE or settings.chunk_size is not None or not is_known:
+        return error
+    least = least_of_all_packings(spec, settings, plan.world_size, False, optim_states)
+    if least is None or least >= (error.needed_bytes or 0):
+        return error
+    words = f"{error}. With smaller chunks {least} bytes are enough: wrap the model with a budget of at least so many"
+    return error.reworded(words, needed_bytes=least)
+
+
+def are_alike(before: Plan, after: Plan) -> bool:
+    """Whether all states of `after`, for inference, rest where they do in `before`, with the same parameter slots."""
+    one, other = before.placement, after.placement
+    pairs = zip(one.homes, other.homes, strict=True)
+    stays = all(its[kind] is homes.get(kind) for homes, its in pairs for kind in its)
+    return stays and (one.num_slots, one.kept) == (other.num_slots, other.kept)

@@ -1,233 +1,458 @@
-"""The simulation of a model's steps from its plan: every fetch, eviction, reduction and update, in numbers. Pure.
-
-`Simulation` follows a schedule as `manager/step.py` follows the hooks. It evicts by the same `NextUse` and
-`EvictionQueue`, gathers equally far ahead, opens and spills gradients by the same rules, and updates each chunk where
-its state rests. `tests/features/test_plan_is_the_run.py` compares both, byte by byte, in many random cases.
-"""
+"""A step without tensors: which payload and which gradient home is where, and the bytes that move."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from gemini.placement.chunk_facts import ChunkFacts
-from gemini.placement.demand import Kind, Tier
-from gemini.placement.schedule import Act, Moment, Schedule
-from gemini.placement.simulated_gradients import Gradients
-from gemini.placement.simulated_payloads import Payloads
-from gemini.placement.trace import PassKind, Phase
-from gemini.placement.traffic import Exchange, Purpose, Traffic
+from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier
+from gemini.placement.next_use import TOUCHES_AHEAD, Events, EvictionQueue, NextUse
 
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
 
 
-class Simulation:
-    """One model on one rank, from the moment when it was wrapped.
+# -- Counts the bytes that cross the links and that ranks exchange in a step, by purpose, without moving any.
 
-    Args:
-        plan: the plan of all simulated steps.
-        schedule: the schedule of every micro-batch.
-        rank: the simulated rank. Ranks differ where a chunk is updated only in part.
+
+class Purpose(StrEnum):
+    """Why bytes cross the link between the tiers.
+
+    PAYLOAD: parameters are fetched into a slot. GRADIENT: a reduced gradient comes to rest, or a sum is resumed. SPILL:
+    an open gradient leaves its slot for another one, and comes back. UPDATE: states travel to the update and home.
     """
 
-    def __init__(self, plan: Plan, schedule: Schedule, rank: int = 0) -> None:
-        self.traffic = Traffic()
-        self.payloads = Payloads(plan, self.traffic)
-        self.gradients = Gradients(plan, self.payloads, self.traffic)
-        self.homes = self.gradients.homes
-        self._plan = plan
-        self._schedule = schedule
-        self._rank = rank
-        self._facts: Sequence[ChunkFacts] = plan.packing.chunks
-        self._uses = plan.use_order
-        chunk_of = {name: chunk.index for chunk in self._facts for name in chunk.names}
-        self._chunk_of = [chunk_of[weight.name] for weight in plan.spec.weights]
-        self._num_updates = 0
-        self._in_backward = False
-        self._nodes: dict[int, tuple[int, list[int]]] = {}  # by task: the running node, and the chunks that it pins
+    PAYLOAD = "payload"
+    GRADIENT = "gradient"
+    SPILL = "spill"
+    UPDATE = "update"
+
+
+class Exchange(StrEnum):
+    """The collectives on model data.
+
+    GATHER: shards of parameters become a payload. REDUCE: gradients become shards of their mean. WHOLE_GRADIENT and
+    WHOLE_WEIGHT: every rank computed a part, and all ranks gather the whole.
+    """
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    WHOLE_GRADIENT = "gather of reduced gradients"
+    WHOLE_WEIGHT = "gather of updated weights"
+
+
+class Traffic:
+    """The traffic of one rank, counted."""
+
+    def __init__(self) -> None:
+        self.copies: Counter[tuple[str, Purpose]] = Counter()  # bytes by link ("host->device") and purpose
+        self.launches: Counter[Exchange] = Counter()
+        self.exchanged: Counter[Exchange] = Counter()  # bytes of payloads that are filled or sent
+
+    def copy(self, source: Tier, target: Tier, num_bytes: int, purpose: Purpose) -> None:
+        """Count a copy. A copy within one tier crosses no link and is not counted."""
+        # Without bytes no entry is made, so that `copies` names only links over which something goes.
+        if source is not target and num_bytes:
+            self.copies[f"{source}->{target}", purpose] += num_bytes
+
+    def exchange(self, what: Exchange, num_bytes: int, launches: int = 1) -> None:
+        """Count collectives in which all ranks together fill, or send, a payload of `num_bytes`."""
+        self.launches[what] += launches
+        self.exchanged[what] += num_bytes
+
+    def clear(self) -> None:
+        """Count from zero."""
+        self.copies.clear()
+        self.launches.clear()
+        self.exchanged.clear()
+
+
+# -- The payloads of a simulated run: which ones are in slots, which come and which leave. No tensor, no device.
+#
+# This is the arithmetic of `runtime/params.py` and `payload_slots.py`, with the same `NextUse` and `EvictionQueue`.
+
+
+class Payloads:
+    """The payloads of all chunks of a plan, by index."""
+
+    def __init__(self, plan: Plan, traffic: Traffic) -> None:
+        self._facts = plan.packing.chunks
+        self._tiers = [homes[Kind.PARAM] for homes in plan.placement.homes]
+        self._kept = plan.placement.kept
+        self._num_slots = plan.placement.num_slots
+        self._traffic = traffic
+        whole = [chunk.home_layout.world_size == 1 for chunk in self._facts]
+        # A whole home on the device is the payload itself: no fetch, no slot.
+        self.at_home = [is_whole and tier is Tier.DEVICE for is_whole, tier in zip(whole, self._tiers, strict=True)]
+        # The model is resident if no payload ever leaves: it is at home and the home is not lent, or it is a fine chunk
+        # that keeps its slot and is gathered once after each update.
+        for_good = [
+            at_home and not (facts.may_lend_home and chunk.is_frozen is False)
+            for at_home, facts, chunk in zip(self.at_home, self._facts, plan.demand.chunks, strict=True)
+        ]
+        stay = [facts.is_fine and i in self._kept and not facts.may_lend_home for i, facts in enumerate(self._facts)]
+        self.is_resident = all(good or stays for good, stays in zip(for_good, stay, strict=True))
+        # All or nothing: if one chunk can leave, the operators' hooks are on for all, and chunks are gathered one by
+        # one.
+        self._stay = [i for i, good in enumerate(for_good) if self.is_resident and not good]
+        self.events = Events()
+        self.next_use = NextUse(self.events)
+        self.next_use.note_trained({i for i, chunk in enumerate(plan.demand.chunks) if not chunk.is_frozen})
+        self.pins = [0] * len(self._facts)
+        self.num_gathers = [0] * len(self._facts)
+        self._gathered: set[int] = set()
+        self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # chunks in slots of the pools, by size
+        # One queue for each size of slots: a chunk only makes room for one of its own size.
+        self._queues = EvictionQueue(self.next_use, self._may_leave), EvictionQueue(self.next_use, self._may_leave)
+        # Only gathers are started ahead. A copy from the host runs in order with the kernels, so an earlier start would
+        # save nothing.
+        self.max_prefetch = 0 if all(whole) else plan.settings.max_prefetch
+        self._ahead: dict[int, None] = {}  # chunks on their way, into kept slots or slots of a pool
 
     @property
-    def state(self) -> tuple[Hashable, ...]:
-        """Everything that the next step depends on: steps that begin in equal states are equal."""
-        # The flag stands for the traces and the order of reductions. The first step leaves them to all later ones,
-        # because all follow one schedule.
-        return self._num_updates > 0, self.payloads.state, self.homes.state
+    def state(self) -> Hashable:
+        """The chunks that are in slots between two steps."""
+        # Which slot a chunk is in does not matter: slots of one size are equal.
+        return frozenset(self._gathered)
 
-    def micro_batch(self, backward: int) -> None:
-        """Simulate a forward and its backward. backward: the number of that backward since the last step, from 1."""
-        self._begin_forward()
-        self.payloads.next_use.begin_pass(PassKind.TRAINING)
-        # The pass has begun: its trace includes the touches of what is gathered here.
-        self._enter()
-        for moment in self._schedule.forward:
-            self._do(moment)
-        self._in_backward = True
-        self.gradients.begin_backward(backward)
-        for moment in self._schedule.backward:
-            self._do(moment)
-        # The pins of the last node end before the rest is reduced, because a home is not lent while its chunk is
-        # pinned.
-        self._lift(0)
-        self._in_backward = False
-        self.gradients.end_backward()
-        self.payloads.finish_ahead()
-        self.payloads.next_use.end_pass(PassKind.TRAINING)
+    def is_there(self, chunk: int) -> bool:
+        """The chunk is in a slot."""
+        return chunk in self._gathered
 
-    def infer(self) -> None:
-        """Simulate a forward without gradients."""
-        self._begin_forward()
-        self.payloads.next_use.begin_pass(PassKind.EVALUATION)
-        self._enter()
-        for moment in self._schedule.forward:
-            self._do(moment)
-        self.payloads.next_use.end_pass(PassKind.EVALUATION)
+    def is_coming(self, chunk: int) -> bool:
+        """The chunk is on its way into a slot."""
+        return chunk in self._ahead
 
-    def update(self) -> None:
-        """Simulate a step of Adam."""
-        self._num_updates += 1
-        self.payloads.next_use.note_update()
-        self.payloads.finish_ahead()
-        # Every payload is stale after the update, so all slots are free while it runs.
-        for chunk in self.gradients.of:
-            self.payloads.release(chunk)
-        for chunk, gradient in self.gradients.of.items():
-            if not gradient.got:
-                continue
-            self.payloads.release(chunk)
-            # A rank may hold no element of the weights that have a gradient. It updates nothing and restores a lent
-            # home.
-            if self._num_updated(chunk, gradient.got):
-                # The update writes the new weights into their home, so nothing is left to restore there.
-                self._update(chunk)
-                self.homes.lent.discard(chunk)
-            self.homes.restore(chunk)
-            # Each rank holds the weights whole and has updated only its part.
-            if self._facts[chunk].home_layout.world_size < self._facts[chunk].optim_layout.world_size:
-                self._make_whole(chunk)
-        # A chunk that was reduced without any gradient is not updated, but its home may be lent all the same.
-        for chunk in self.gradients.of:
-            self.homes.restore(chunk)
-        self.gradients.end_step()
+    def is_kept(self, chunk: int) -> bool:
+        """The chunk has a slot of its own."""
+        return chunk in self._kept
 
-    # -- moments
+    def gather_stale(self) -> None:
+        """Gather all chunks that stay until the next update, as the model's forward begins."""
+        for chunk in self._stay:
+            if chunk not in self._gathered:
+                self.next_use.touch(chunk)
+                self._depart(chunk)
+                self._arrive(chunk)
 
-    def _begin_forward(self) -> None:
-        self.payloads.finish_ahead()
-
-    def _enter(self) -> None:
-        if self.payloads.is_resident:
-            self.payloads.gather_stale()
-
-    def _do(self, moment: Moment) -> None:
-        payloads = self.payloads
-        # Gradients arrive in any case. If everything is resident, nothing else happens inside a pass.
-        if moment.act is Act.GRADIENT:
-            self.gradients.arrive(self._chunk_of[moment.which], moment.which)
-        elif payloads.is_resident:
+    def fetch(self, chunk: int) -> None:
+        """Bring a chunk that can leave into a slot, after it was touched."""
+        # The touch has changed the chunk's next use, and with it its rank in the queue.
+        self._queue(chunk).note(chunk)
+        if chunk in self._gathered:
             return
-        elif moment.act is Act.BEGIN:
-            payloads.finish_ahead()
-        elif moment.act is Act.READ:
-            self._read(moment)
-        elif moment.act is Act.ENTER:
-            payloads.events.reach(moment.which, Phase.RECOMPUTE if self._in_backward else Phase.FORWARD)
-            self._follow(moment)
-            # Each chunk is pinned before the next one is fetched, which could evict it otherwise.
-            for chunk in self._uses[moment.which]:
-                self._fetch(chunk)
-                payloads.pin(chunk)
-            self._gather_ahead()
-        else:
-            payloads.unpin(self._uses[moment.which])
-
-    def _read(self, moment: Moment) -> None:
-        chunk = self._chunk_of[moment.which]
-        # A payload whose home is the device is there already, unless the home holds the chunk's gradient.
-        if self.payloads.at_home[chunk] and chunk not in self.homes.lent:
+        if chunk in self._ahead:
+            self._finish(chunk)
             return
-        # As in a run, where a handle names the operator in whose forward the weight was saved.
-        self.payloads.events.reach(moment.operator, Phase.BACKWARD)
-        self._follow(moment)
-        self._fetch(chunk)
-        # Pinned before gathers are started ahead, which look for slots too.
-        self._nodes.setdefault(moment.task, (moment.node, []))[1].append(chunk)
-        self.payloads.pin(chunk)
-        self._gather_ahead()
+        found = self._find_slot(chunk)
+        assert found, f"chunk {chunk} finds no slot that is not in use"
+        self._depart(chunk)
+        self._arrive(chunk)
 
-    def _follow(self, moment: Moment) -> None:
-        """Unpin the chunks of the node that ran before this moment's node, and of tasks nested in it."""
-        # A task of -1 is a forward, which runs no node.
-        if moment.task < 0 or not self._nodes:
-            return
-        if moment.task not in self._nodes or self._nodes[moment.task][0] != moment.node:
-            self._lift(moment.task)
-
-    def _lift(self, task: int) -> None:
-        # Tasks are numbered by depth, so those from `task` on are the ones that were started inside its node.
-        for inner in [each for each in self._nodes if each >= task]:
-            self.payloads.unpin(self._nodes.pop(inner)[1])
-
-    def _fetch(self, chunk: int) -> None:
-        payloads, homes = self.payloads, self.homes
-        # A payload in a slot can be read while its home is lent. Without one the gradient has to leave the home.
-        if not payloads.is_there(chunk):
-            homes.reclaim(chunk)
-        if payloads.at_home[chunk]:
-            return
-        payloads.next_use.touch(chunk)
-        # Reductions that are due may take the home of this chunk's parameters for a gradient.
-        if self._in_backward:
-            self.gradients.before_touch()
-            if not payloads.is_there(chunk):
-                homes.reclaim(chunk)
-        payloads.fetch(chunk)
-
-    def _gather_ahead(self) -> None:
-        for chunk in self.payloads.to_gather():
-            self.homes.reclaim(chunk)
-            self.payloads.gather_ahead(chunk)
-
-    # -- an update
-
-    def _num_updated(self, chunk: int, weights: set[int]) -> int:
-        """The number of elements of the chunk that this rank updates: those of weights with a gradient."""
+    def open_own_part(self, chunk: int) -> None:
+        """Copy this rank's updated part into a slot. Each rank holds the chunk whole and has updated only a part."""
+        self.next_use.touch(chunk)
+        found = self._find_slot(chunk)
+        assert found, f"chunk {chunk} finds no slot that is not in use"
         facts = self._facts[chunk]
-        if len(weights) == len(facts.names):
-            return facts.optim_layout.shard_numel
-        # A layout of one rank, as at stage 0, is that of every rank and knows rank 0 only.
-        rank = self._rank if facts.optim_layout.world_size > 1 else 0
-        rows = dict(zip(facts.names, facts.offsets, strict=True))
-        specs = [self._plan.spec.weights[weight] for weight in weights]
-        pieces = (facts.optim_layout.pieces(rank, rows[spec.name], spec.numel) for spec in specs)
-        return sum(piece.numel for its in pieces for piece in its)
+        # As in the run this counts as a gather, because the all-gather that the caller launches next fills the rest of
+        # the slot.
+        self.num_gathers[chunk] += 1
+        num_bytes = facts.layout.shard_numel * facts.dtypes.weight.itemsize
+        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, num_bytes, Purpose.UPDATE)
+        self._arrive(chunk)
 
-    def _update(self, chunk: int) -> None:
-        """Copy what the update reads to the tier of the optimizer state, and what it writes back home."""
-        facts, homes, traffic = self._facts[chunk], self._plan.placement.homes[chunk], self.traffic
-        at, numel = homes[Kind.OPTIM], facts.optim_layout.shard_numel
-        has_master = Kind.MASTER in homes
-        if has_master:
-            num_bytes = facts.master_itemsize * numel
-            # The update reads and writes the master, so it travels both ways.
-            traffic.copy(homes[Kind.MASTER], at, num_bytes, Purpose.UPDATE)
-            traffic.copy(at, homes[Kind.MASTER], num_bytes, Purpose.UPDATE)
-        num_bytes = facts.dtypes.weight.itemsize * numel
-        # The update reads a weight only where that is the master, or the upper half of a split one. From a whole master
-        # it writes the 16-bit weight without reading it.
-        if not has_master or facts.splits_master:
-            traffic.copy(homes[Kind.PARAM], at, num_bytes, Purpose.UPDATE)
-        traffic.copy(at, homes[Kind.PARAM], num_bytes, Purpose.UPDATE)
-        traffic.copy(self.homes.tier_of(chunk), at, self.homes.num_bytes(chunk), Purpose.UPDATE)
+    def to_gather(self) -> Iterator[int]:
+        """The chunks to gather ahead, as long as a slot is free for the next one. Nothing on one rank.
 
-    def _make_whole(self, chunk: int) -> None:
-        """Gather the updated parts of weights that every rank holds whole."""
-        facts, home = self._facts[chunk], self._plan.placement.homes[chunk][Kind.PARAM]
-        if home is Tier.HOST:
-            # The gather needs memory on the device: a slot takes the place of the home.
-            self.payloads.open_own_part(chunk)
-        self.traffic.exchange(Exchange.WHOLE_WEIGHT, facts.payload_bytes)
-        if home is Tier.HOST:
-            # This rank's part is at home already, so only the parts of the other ranks are copied there.
-            of_others = facts.layout.numel - facts.layout.shard_numel
-            self.traffic.copy(Tier.DEVICE, home, of_others * facts.dtypes.weight.itemsize, Purpose.UPDATE)
+        The caller starts each with `gather_ahead` before it asks for the next, which changes the free slots.
+        """
+        if not self.max_prefetch:
+            return
+        coming = self.next_use.coming(self.max_prefetch * TOUCHES_AHEAD)
+        # A gather whose chunk is no longer expected still occupies its slot. Finish it, so that the chunk can leave.
+        for chunk in [each for each in self._ahead if each not in coming]:
+            self._finish(chunk)
+        for chunk in coming:
+            # The bound counts what is on its way, since each gather has a lane of its own.
+            if len(self._ahead) >= self.max_prefetch:
+                return
+            if chunk in self._gathered or self.at_home[chunk] or chunk in self._ahead:
+                continue
+            if not self._find_slot(chunk, ahead=True):
+                return
+            yield chunk
+
+    def gather_ahead(self, chunk: int) -> None:
+        """Start the gather of a chunk that `to_gather` has returned."""
+        self._ahead[chunk] = None
+        self._depart(chunk)
+
+    def finish_ahead(self) -> None:
+        """Finish all gathers that were started ahead."""
+        for chunk in list(self._ahead):
+            self._finish(chunk)
+
+    def _finish(self, chunk: int) -> None:
+        del self._ahead[chunk]
+        self._arrive(chunk)
+
+    def pin(self, chunk: int) -> None:
+        """Count one more use of the chunk, which cannot leave meanwhile."""
+        self.pins[chunk] += 1
+
+    def unpin(self, chunks: Sequence[int]) -> None:
+        """Count one use less of each of these chunks."""
+        for chunk in chunks:
+            self._queue(chunk).note(chunk)
+            self.pins[chunk] -= 1
+
+    def release(self, chunk: int) -> None:
+        """Take the chunk out of its slot, if it is in one, because it is stale or another chunk needs the slot."""
+        self._gathered.discard(chunk)
+        self._inside[self._facts[chunk].oversize].pop(chunk, None)
+
+    def _queue(self, chunk: int) -> EvictionQueue:
+        return self._queues[self._facts[chunk].oversize]
+
+    def _may_leave(self, chunk: int) -> bool:
+        # A kept slot belongs to its chunk, so that leaving it makes no room for another one.
+        return chunk in self._gathered and not self.pins[chunk] and chunk not in self._kept
+
+    def _find_slot(self, chunk: int, ahead: bool = False) -> bool:
+        """Make a slot free for the chunk, and return whether there is one. ahead: evict only what is used later."""
+        if chunk in self._kept:
+            return True
+        size = self._facts[chunk].oversize
+        inside = self._inside[size]
+        if len(inside) + self._num_coming(size) < self._num_slots[size]:
+            return True
+        victim = self._queues[size].first(self._num_slots[size], lambda: inside)
+        # Gathers on their way may occupy the last slots. Once finished, they can be evicted.
+        if victim is None and not ahead:
+            self.finish_ahead()
+            victim = self._queues[size].first(self._num_slots[size], lambda: inside)
+        if victim is None:
+            return False
+        # The victim would be gathered again before this chunk is used, so nothing would be saved.
+        if ahead and self.next_use.next_use(victim) <= self.next_use.next_use(chunk):
+            return False
+        self.release(victim)
+        return True
+
+    def _num_coming(self, size: bool) -> int:
+        """The number of gathers on their way into slots of this pool."""
+        return sum(chunk not in self._kept and self._facts[chunk].oversize is size for chunk in self._ahead)
+
+    def _depart(self, chunk: int) -> None:
+        """Count the bytes of the chunk's fetch, which starts now."""
+        facts = self._facts[chunk]
+        itemsize = facts.dtypes.weight.itemsize
+        self.num_gathers[chunk] += 1
+        # Each rank copies its own part over the link. The other parts come from the other ranks.
+        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, facts.home_layout.shard_numel * itemsize, Purpose.PAYLOAD)
+        if facts.home_layout.world_size > 1:
+            self._traffic.exchange(Exchange.GATHER, facts.payload_bytes)
+
+    def _arrive(self, chunk: int) -> None:
+        self._gathered.add(chunk)
+        if chunk not in self._kept:
+            self._inside[self._facts[chunk].oversize][chunk] = None
+        self._queue(chunk).note(chunk)
+
+
+# -- Reduced gradients of a simulated run: where they rest, and the bytes that cross a link when they move.
+#
+# This is the arithmetic of `runtime/grad_homes.py`, whose notes give the reasons.
+
+
+@dataclass
+class Gradient:
+    """The numbers of one trainable chunk's gradient on this rank: those of `ChunkGradient` in runtime/gradient.py."""
+
+    home: Tier | None  # tier of its own home; None: it rests in the parameter home
+    expected: int  # weights whose gradients complete the chunk
+    state: str = "closed"  # or "at home", "in slot", "spilled", "reducing"
+    fired: set[int] = field(default_factory=set)  # weights whose gradients are in the open payload
+    got: set[int] = field(default_factory=set)  # weights with a gradient since the last step
+    is_reduced: bool = False
+    is_wide: bool = False  # the reduced gradient is in fp32 beside its home
+    wide: Tier | None = None  # tier of the fp32 memory, once it was allocated
+    first_backward: int = 0  # the backward of this step that was reduced first
+    in_pieces: bool = False  # a gradient came more than once in a backward
+
+    @property
+    def is_open(self) -> bool:
+        """There is a local gradient, and its reduction has not begun."""
+        return self.state not in ("closed", "reducing")
+
+
+class Homes:
+    """The reduced gradients of all trainable chunks, by index."""
+
+    def __init__(self, plan: Plan, gradients: Mapping[int, Gradient], payloads: Payloads, traffic: Traffic) -> None:
+        self._facts = plan.packing.chunks
+        self._tiers = plan.placement.homes
+        self._gradients = gradients
+        self._payloads = payloads
+        self._traffic = traffic
+        # Those whose plan has no memory for the gradient beside the parameters.
+        self._lends_home = [
+            facts.may_lend_home and not demand.home_bytes.get(Kind.GRAD)
+            for facts, demand in zip(self._facts, plan.demand.chunks, strict=True)
+        ]
+        # Device bytes that the plan leaves of its budget. What a step allocates there beyond the plan has to fit into
+        # them.
+        self._free = None if plan.budget.device is None else plan.budget.device - plan.device_bytes
+        self._held = {Tier.DEVICE: 0, Tier.HOST: 0}  # bytes in use that the plan has not counted
+        self._peaks = dict(self._held)  # their peaks
+        self.lent: set[int] = set()  # chunks whose parameter home holds the gradient
+        self._gathers: dict[int, int] = {}  # gathers of chunks with kept slots at their last reduction
+        self._used_after: set[int] = set()  # chunks that were gathered after their reduction in some step
+
+    @property
+    def state(self) -> Hashable:
+        """The part of the state that lasts from step to step."""
+        # `lent` is left out: an update restores all homes, so none is lent between steps.
+        return frozenset(self._used_after), tuple(self._held.items())
+
+    def hold(self, tier: Tier, num_bytes: int) -> None:
+        """Count bytes that the plan does not have: allocated, or freed if negative."""
+        self._held[tier] += num_bytes
+        self._peaks[tier] = max(self._peaks[tier], self._held[tier])
+
+    def take_peaks(self) -> dict[Tier, int]:
+        """The peak of such bytes since the last call."""
+        # What was allocated for good is held from the next step's start, so its peak begins there and not at 0.
+        peaks, self._peaks = self._peaks, dict(self._held)
+        return peaks
+
+    def tier_of(self, chunk: int) -> Tier:
+        """The tier on which the reduced gradient is."""
+        gradient = self._gradients[chunk]
+        if gradient.is_wide:
+            assert gradient.wide is not None
+            return gradient.wide
+        return self._resting(chunk)
+
+    def num_bytes(self, chunk: int) -> int:
+        """Bytes of the part of the reduced gradient that this rank updates with."""
+        facts = self._facts[chunk]
+        itemsize = FLOAT32.itemsize if self._gradients[chunk].is_wide else facts.dtypes.rest.itemsize
+        return facts.optim_layout.shard_numel * itemsize
+
+    def merge(self, chunk: int, source: Dtype, numel: int, backward: int) -> None:
+        """Set or add what backward number `backward` has reduced on the device.
+
+        source: the dtype of those `numel` elements.
+        """
+        gradient = self._gradients[chunk]
+        is_first = not gradient.is_reduced
+        # Pieces of one backward are added in 16 bits, as autograd adds them. Another micro-batch is added in fp32.
+        if not is_first and gradient.first_backward != backward:
+            self._widen(chunk)
+        # A wide sum has memory of its own, so the parameter home is free for the parameters again.
+        if gradient.is_wide:
+            self.restore(chunk)
+        elif is_first:
+            self._make_room(chunk)
+            gradient.is_reduced, gradient.first_backward = True, backward
+        # A sum on the host is added there, so only the new gradient crosses the link.
+        self._traffic.copy(Tier.DEVICE, self.tier_of(chunk), numel * source.itemsize, Purpose.GRADIENT)
+
+    def reclaim(self, chunk: int) -> None:
+        """Move the gradient out of the parameter home, because the parameters are needed before the step."""
+        if chunk in self.lent:
+            # Asked before `_take_home`, which changes where the gradient rests.
+            lent = self._resting(chunk)
+            self._take_home(chunk)
+            self._traffic.copy(lent, self._resting(chunk), self.num_bytes(chunk), Purpose.GRADIENT)
+            self.restore(chunk)
+
+    def restore(self, chunk: int) -> None:
+        """Recreate the parameters from the master, in the home that held the gradient until now."""
+        if chunk not in self.lent:
+            return
+        numel, tiers = self._facts[chunk].optim_layout.shard_numel, self._tiers[chunk]
+        # Where the tiers differ the host rounds: the fp32 master crosses the link towards the host, and only the
+        # rounded weights cross it towards the device.
+        dtype = FLOAT32 if tiers[Kind.PARAM] is Tier.HOST else self._facts[chunk].dtypes.weight
+        self._traffic.copy(tiers[Kind.MASTER], tiers[Kind.PARAM], numel * dtype.itemsize, Purpose.UPDATE)
+        self.lent.discard(chunk)
+
+    def before_reduction(self, chunk: int) -> None:
+        """Release a kept slot whose home will be lent, unless the chunk is used after its reduction."""
+        payloads = self._payloads
+        # Whether a kept slot is released decides whether the next fetch is a collective. So all ranks decide here, in
+        # one way, from history that they share.
+        if not self._lends_home[chunk] or not payloads.is_kept(chunk):
+            return
+        self._note_gather(chunk)
+        self._gathers[chunk] = payloads.num_gathers[chunk]
+        # The parameters are in use or on their way, so a release would have them gathered once more.
+        if payloads.pins[chunk] or payloads.is_coming(chunk):
+            self._used_after.add(chunk)
+        elif payloads.is_there(chunk) and chunk not in self.lent and chunk not in self._used_after:
+            payloads.release(chunk)
+
+    def end_step(self) -> None:
+        """Begin another step: reductions from now on belong to it."""
+        for chunk in self._gradients:
+            if self._lends_home[chunk]:
+                self._note_gather(chunk)
+        self._gathers.clear()
+
+    def _note_gather(self, chunk: int) -> None:
+        num_gathers = self._payloads.num_gathers[chunk]
+        # More gathers than at the last reduction: the parameters were needed between it and the step.
+        if self._gathers.get(chunk, num_gathers) < num_gathers:
+            self._used_after.add(chunk)
+
+    def _resting(self, chunk: int) -> Tier:
+        home = self._gradients[chunk].home
+        return self._tiers[chunk][Kind.PARAM] if home is None else home
+
+    def _widen(self, chunk: int) -> None:
+        gradient, facts = self._gradients[chunk], self._facts[chunk]
+        if gradient.is_wide or not facts.dtypes.widens:
+            return
+        # The fp32 memory is kept for later steps, so only the first one allocates it.
+        if gradient.wide is None:
+            gradient.wide = self._allocate(self._resting(chunk), facts.optim_layout.shard_numel * FLOAT32.itemsize)
+        self._traffic.copy(self._resting(chunk), gradient.wide, self.num_bytes(chunk), Purpose.GRADIENT)
+        gradient.is_wide = True
+
+    def _make_room(self, chunk: int) -> None:
+        if self._gradients[chunk].home is not None or chunk in self.lent:
+            return
+        if self._can_lend_now(chunk):
+            self.lent.add(chunk)
+        else:
+            self._take_home(chunk)
+
+    def _can_lend_now(self, chunk: int) -> bool:
+        payloads = self._payloads
+        # A gather on its way sends the home to the other ranks, so nothing may overwrite it.
+        if not self._lends_home[chunk] or payloads.is_coming(chunk):
+            return False
+        if payloads.at_home[chunk]:
+            return not payloads.pins[chunk]
+        # A slot of the pool lies beside the home. A kept slot has the home inside, and the gradient would overwrite the
+        # payload.
+        return not payloads.is_there(chunk) or not payloads.is_kept(chunk)
+
+    def _take_home(self, chunk: int) -> None:
+        self._gradients[chunk].home = self._allocate(self._resting(chunk), self.num_bytes(chunk))
+
+    def _allocate(self, tier: Tier, num_bytes: int) -> Tier:
+        """Allocate bytes for good on this tier, or on the host if the device is full. Returns the tier."""
+        if tier is Tier.DEVICE and self._free is not None:
+            if self._free < num_bytes:
+                tier = Tier.HOST
+            else:
+                self._free -= num_bytes
+        self.hold(tier, num_bytes)
+        return tier

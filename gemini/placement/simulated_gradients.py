@@ -1,6 +1,6 @@
 """Gradients of a simulated run: open in slots, spilled, reduced. No tensor, no device, no other rank.
 
-This is the arithmetic of `manager/accumulate.py`, `reduce.py`, `grad_memory.py` and `arrivals.py`, for ranks that all
+This is the arithmetic of `runtime/reduce.py`, `reduce.py`, `grad_memory.py` and `arrivals.py`, for ranks that all
 get the same gradients in the same order. A change of the rules there needs the same change here.
 """
 
@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gemini.placement.chunk_facts import ChunkFacts
 from gemini.placement.demand import Kind, Tier
-from gemini.placement.scratch import num_tiles
-from gemini.placement.simulated_homes import Gradient, Homes
-from gemini.placement.simulated_payloads import Payloads
-from gemini.placement.traffic import Exchange, Purpose, Traffic
+from gemini.placement.needs import num_tiles
+from gemini.placement.packing import ChunkFacts
+from gemini.placement.simulate import Exchange, Gradient, Homes, Payloads, Purpose, Traffic
 
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
 
-_MAX_WAITING = 2  # fine chunks whose gradients may wait in `.grad`: `MAX_WAITING` of manager/arrivals.py
+_MAX_WAITING = 2  # fine chunks whose gradients may wait in `.grad`: `MAX_WAITING` of runtime/arrivals.py
 
 
 class Gradients:

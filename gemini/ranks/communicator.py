@@ -12,6 +12,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import takewhile, zip_longest
+from typing import NamedTuple, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -19,14 +22,199 @@ from torch import Tensor
 
 from gemini.errors import DivergenceError, UnsupportedError
 from gemini.memory.modes import unhooked
-from gemini.ranks.connection import Connection
-from gemini.ranks.difference import first_difference
-from gemini.ranks.kinds import KIND_SHIFT, KINDS, in_words, tag_in_words
-from gemini.ranks.own_group import dropped, end_dropped
-from gemini.ranks.position import StepPosition
-from gemini.ranks.replay import Collective, ScheduleReplay
+from gemini.placement.next_use import Events, Phase, StepEvent
+from gemini.ranks.group import Connection, dropped, end_dropped
 from gemini.ranks.watchdog import ALL_ALIKE, Watchdog
 from sharding import InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
+
+# -- Kinds of collectives: what each is for. A tag carries the kind as a number, and errors name it.
+#
+# The upper bits of a tag's chunk hold the kind, so that collectives of two kinds at one place have different tags.
+
+
+KINDS = (
+    *("all-gather", "reduce-scatter"),  # of a chunk
+    *("gradient summary", "largest gradient", "end of backward", "points of reduction", "unsynced gradients"),
+    *("agreement on complete gradients", "agreement on the pass", "names of states"),
+    *("change of what is trained", "change of what is compiled"),
+    *("new param group", "discard_state()", "the optimizer's settings", "dropped models", "change of optimizer states"),
+    *("choice of optimizer", "loaded optimizer state"),
+)
+"""Kinds with a number of their own. All others share the next one: ranks compare what they say of it otherwise."""
+KIND_SHIFT = 24
+_OF_CHUNKS = KINDS[:2]
+
+
+def in_words(what: str, chunk: int) -> str:
+    """A collective of this kind, for an error: with its chunk, if it has one."""
+    return f"{what} of chunk {chunk}" if what in _OF_CHUNKS else what
+
+
+def tag_in_words(tag: Tag) -> str:
+    """The collective that has this tag, for an error."""
+    kind, chunk = divmod(tag.chunk, 1 << KIND_SHIFT)
+    return in_words(KINDS[kind] if kind < len(KINDS) else "collective", chunk)
+
+
+# -- The schedule that ranks have agreed on: the collectives of the last pass of a kind, for as long as all follow them.
+#
+# [Note: Following] On gloo, comparing tags before a collective makes every rank wait for the slowest, once more than
+# the collective itself does. But all ranks made the same collectives in the last pass, compared one by one, so they
+# expect the same in this one. They compare their expectations at its start, and each collective that is the expected
+# one then goes without tags. A rank that is about to launch another one first meets the other ranks in the store. If
+# all ranks leave the schedule at the same point they go on together, with tags. If not, the others wait in a collective
+# that this rank never joins. So no data is taken for other data, and the watchdog finds two different collectives with
+# one number.
+
+
+class Collective(NamedTuple):
+    """What identifies a collective within a pass."""
+
+    kind: int
+    chunk: int
+    position: int
+
+
+class ScheduleReplay:
+    """Compares the collectives of the running pass with those of the last pass of its kind."""
+
+    def __init__(self) -> None:
+        self.follows = False  # all collectives of the running pass so far were the expected ones
+        self._expected: dict[str, list[Collective]] = {}
+        self._kind: str | None = None  # of the running pass
+        self._made: list[Collective] = []
+
+    def begin(self, kind: str) -> int | None:
+        """Begin a pass. Returns a digest that is equal on ranks that expect the same; None if nothing is expected."""
+        self._kind, self._made = kind, []
+        expected = self._expected.get(kind)
+        self.follows = bool(expected)
+        return crc32(repr(expected).encode()) if expected else None
+
+    def end(self) -> None:
+        """Complete the running pass, if any: the next pass of its kind is expected to be the same."""
+        # A pass that ended early has followed the schedule to its own end, but the next one is expected to be as short.
+        if self._kind is not None and not (self.follows and self._made == self._expected[self._kind]):
+            self._expected[self._kind] = self._made
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the running pass: until the next one begins nothing is expected or recorded."""
+        self.follows, self._kind = False, None
+
+    def matches(self, collective: Collective) -> bool:
+        """Record the next collective. True if all ranks have agreed on it."""
+        if self._kind is not None:
+            self._made.append(collective)
+        if self.follows:
+            expected, position = self._expected[str(self._kind)], len(self._made) - 1
+            # Once left, the schedule stays left until the pass ends: what follows would be compared at shifted places.
+            self.follows = position < len(expected) and expected[position] == collective
+        return self.follows
+
+
+# -- Positions: points in a step's schedule, as numbers for tags and as words for errors.
+
+
+_WORDS = {
+    Phase.FORWARD: "forward of {}",
+    Phase.BACKWARD: "backward of {}",
+    Phase.TOUCH: "use of a parameter of {}",
+    Phase.STEP: "the optimizer step",
+    Phase.BUILD: "building of {}",
+    Phase.RECOMPUTE: "recomputed forward of {}",
+}
+
+
+class Recording(Protocol):
+    """Is told of every event of a step."""
+
+    def reached(self, event: StepEvent) -> None:
+        """`event` begins."""
+
+
+class StepPosition:
+    """The current position in the step. Operator 0 is the model itself."""
+
+    def __init__(self, operators: Sequence[str]) -> None:
+        self.operators = list(operators)
+        self.now = 0  # in this process; it is in the tags of collectives
+        self.events = Events()
+        self._recording: Recording | None = None  # measures the events of the running step, if it is recorded
+
+    @property
+    def operator(self) -> int:
+        """The operator of the current position."""
+        return self.now // len(Phase)
+
+    def add(self, operator: str) -> int:
+        """Add an operator to the table; returns its number."""
+        self.operators.append(operator)
+        return len(self.operators) - 1
+
+    def set(self, operator: int, phase: Phase) -> None:
+        """Move to `phase` of `operator`, and count that as an event."""
+        # One number holds both, because a tag has one field for the moment. `describe` takes it apart.
+        self.now = operator * len(Phase) + phase
+        self.events.reach(operator, phase)
+        if self._recording is not None:
+            self._recording.reached(self.events.now)
+
+    def return_to(self, position: int) -> None:
+        """Be at `position` again, which `now` was before a use that has ended. That is no event."""
+        self.now = position
+
+    def reset(self) -> None:
+        """Be where a step begins: the running one failed."""
+        self.now = 0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recording of the running step has begun."""
+        return self._recording is not None
+
+    def begin_recording(self, recording: Recording) -> None:
+        """Tell `recording` of every event from now on."""
+        self._recording = recording
+
+    def end_recording(self) -> None:
+        """Tell the recording of no event any more. Without one nothing happens."""
+        self._recording = None
+
+    def here(self) -> str:
+        """The current position in words."""
+        return self.describe(self.now)
+
+    def describe(self, position: int) -> str:
+        # In an error the position may be another rank's, whose table has operators that this one lacks.
+        operator, phase = divmod(position, len(Phase))
+        name = self.operators[operator] if operator < len(self.operators) else f"operator {operator}"
+        return _WORDS[Phase(phase)].format(name or "the model")
+
+
+# -- Shows where two ranks' descriptions of one thing differ, for an error.
+
+
+_BEFORE, _BEHIND = 120, 80  # characters around the first difference
+
+
+def first_difference(one: str, other: str) -> str:
+    """The first line that differs, of both texts, from some characters before its first difference on."""
+    lines = zip_longest(one.split("\n"), other.split("\n"), fillvalue="nothing more")
+    mine, its = next(((a, b) for a, b in lines if a != b), ("", ""))
+    at = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(mine, its, strict=False))))
+    start = max(0, at - _BEFORE)
+    shown = ("..." * (start > 0) + line[start : at + _BEHIND] for line in (mine, its))
+    return " against ".join(shown)
+
+
+# -- The collectives of one model: each is tagged with what it is for, watched while a rank waits for it, and counted.
+#
+# [Note: Ranks agree] All chunks have one size, so two ranks that gather different chunks would exchange garbage without
+# any error. Every collective therefore carries (plan hash, sequence number, chunk, position) of every rank, and data
+# whose tags differ is never used. Tags are left out only where all ranks have agreed on the collective before
+# (replay.py).
+
 
 _BUILD_ALIKE = "All ranks must build the same model with the same arguments"
 

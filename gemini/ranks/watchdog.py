@@ -10,17 +10,198 @@ is called lost. The watch needs nothing but the store of the process group (mess
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+import psutil
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError, torn
-from gemini.ranks import exit_report, processes
-from gemini.ranks.messages import Messages
+from gemini.ranks import exit_report
+
+# -- Finds ranks of this host whose processes are gone without a word: killed, or crashed.
+#
+# A process that ends by itself says so in the store (exit_report.py); one that is killed cannot. gloo then closes its
+# connections, which a rank notices that waits for it in a collective of gloo's. A rank that waits at the store, or for
+# NCCL, would wait until `rank_timeout`. So ranks look for the processes of their own host; the ranks of other hosts
+# report theirs.
+
+
+# Two readings of one process's start time may differ by this much, as they follow the clock.
+_SAME_S = 2.0
+_BOOT_ID, _PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+def announce_process(store: Any, global_rank: int) -> None:
+    """Publish that this process is `global_rank`. Local."""
+    started = psutil.Process().create_time()
+    store.set(_key(global_rank), f"{os.getpid()}\n{started}\n{_host()}")
+
+
+def process_is_gone(store: Any, global_rank: int) -> bool:
+    """Whether the rank's process was on this host and has ended. False if that cannot be known. Local."""
+    key = _key(global_rank)
+    if not store.check([key]):
+        return False
+    pid, started, host = store.get(key).decode().split("\n")
+    if host != _host():
+        return False
+    try:
+        process = psutil.Process(int(pid))
+        # The system may have given the number to a new process since: only the start time tells them apart.
+        is_another = abs(process.create_time() - float(started)) > _SAME_S
+        # A process that has ended stays a zombie until its parent, such as a launcher, reads its exit status.
+        return is_another or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
+        return False
+
+
+def _key(global_rank: int) -> str:
+    return f"gemini/process/{global_rank}"
+
+
+def _host() -> str:
+    """Identifies where process numbers are comparable: each container of a host has numbers of its own."""
+    try:
+        return f"{_BOOT_ID.read_text().strip()} {os.readlink(_PID_NAMESPACE)}"
+    except OSError:  # not Linux
+        return platform.node()
+
+
+# -- What the ranks of one watch tell one another, in the store of the process group.
+#
+# Messages of a generation have keys of their own: after a failure that all ranks caught nobody reads those from before.
+# Any method raises RuntimeError if the rank that holds the store is gone.
+
+
+class Messages:
+    """This rank's messages, and those that it reads."""
+
+    def __init__(self, prefix: str, rank: int, world_size: int) -> None:
+        """prefix: of all keys, equal on all ranks of the watch, and of no other watch."""
+        self.generation = 0
+        self._rank = rank
+        self._world_size = world_size
+        self._store = PrefixStore(prefix, exit_report.default_store())
+        self._heard = -1  # the last generation whose failure this rank knows of
+        self._met = ""  # key of this rank's last message at a meeting
+
+    def begin_generation(self) -> None:
+        """Use other keys from now on."""
+        self.generation += 1
+
+    def _key(self, name: str) -> str:
+        return f"{self.generation}/{name}"
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    # -- failures
+
+    def publish_failure(self, words: str) -> None:
+        """Say that this rank failed, unless another has: the first failure stays, later ones are mostly its results."""
+        # With "" as the expected value `compare_set` writes only if the key does not exist yet.
+        self._store.compare_set(self._key("error"), "", f"{self._rank}\n{words}")
+        self.note_heard()
+
+    def failure(self) -> tuple[int, str] | None:
+        """(rank, words) of the failure of this generation."""
+        found = self._read(self._key("error"))
+        if found is None:
+            return None
+        rank, words = found.split("\n", 1)
+        return int(rank), words
+
+    def note_heard(self) -> None:
+        """Say that this rank knows of the failure."""
+        if self._heard < self.generation:
+            self._heard = self.generation
+            self._store.set(self._key(f"heard/{self._rank}"), "")
+
+    @property
+    def knows_failure(self) -> bool:
+        """Whether this rank knows of a failure of this generation."""
+        return self._heard == self.generation
+
+    def has_heard(self, rank: int) -> bool:
+        """Whether `rank` knows of the failure of this generation."""
+        return bool(self._store.check([self._key(f"heard/{rank}")]))
+
+    def tear(self, words: str) -> None:
+        """Say, for all generations to come, that this rank failed in the middle of an update."""
+        self._store.compare_set("torn", "", f"rank {self._rank}: {words}")
+
+    def torn(self) -> str | None:
+        """What was said of an update that a rank did not finish."""
+        return self._read("torn")
+
+    # -- places
+
+    def say_where(self, number: int, words: str) -> None:
+        """Say at which collective this rank waits."""
+        self._store.set(self._key(f"where/{self._rank}"), f"{number}\n{words}")
+
+    def places(self) -> dict[int, tuple[str, str]]:
+        """(number of collective, description) of each rank that has waited for long."""
+        places = {rank: self._read(self._key(f"where/{rank}")) for rank in range(self._world_size)}
+        return {rank: (place.split("\n")[0], place.split("\n")[1]) for rank, place in places.items() if place}
+
+    def drop_place(self) -> None:
+        """This rank waits no more: its place must not be compared with others' places in later collectives."""
+        self._store.delete_key(self._key(f"where/{self._rank}"))
+
+    # -- meetings
+
+    def begin_meeting(self, number: int, words: str) -> Sequence[str]:
+        """Say that this rank is here, at collective `number`. Returns the keys of all ranks' messages, by rank."""
+        # With the number in the key, a rank that left the schedule at another collective does not complete this
+        # meeting.
+        keys = [self._key(f"met/{number}/{rank}") for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], words)
+        return keys
+
+    def all_met(self, keys: Sequence[str]) -> bool:
+        """Whether all ranks have come."""
+        return bool(self._store.check(list(keys)))
+
+    def said(self, keys: Sequence[str]) -> list[str]:
+        """What the ranks said, by rank. All have come."""
+        return [self._store.get(key).decode() for key in keys]
+
+    def end_meeting(self, keys: Sequence[str]) -> None:
+        """All ranks have come, so each has left the meeting before this one and has read its messages."""
+        if self._met:
+            self._store.delete_key(self._met)
+        self._met = keys[self._rank]
+
+    def join(self) -> int:
+        """Say that this rank is at the start of the generation. Returns the number of ranks that have come there."""
+        return int(self._store.add(self._key("joined"), 1))
+
+    def num_joined(self) -> int:
+        """The number of ranks that have come there."""
+        # Adding 0 reads the counter.
+        return int(self._store.add(self._key("joined"), 0))
+
+
+# -- The watchdog: no rank waits for ever, and every rank learns why another one stopped.
+#
+# A rank that waits for a collective looks at the store once a second. If another rank has published an exception, or
+# its process has ended, it raises `RemoteRankError` with that rank's message. If the process was killed, which ranks of
+# the same host see (processes.py), it raises `RankLostError`. After `DIVERGED_AFTER_S`, or while it waits in `meet`, a
+# rank publishes where it is. Two ranks that mean different collectives by one number have diverged, and so have two
+# that keep waiting at different places: all ranks raise `DivergenceError` with both places. After `rank_timeout_s` the
+# missing rank is called lost. The watch needs nothing but the store of the process group (messages.py).
+
 
 POLL_S = 1.0
 DIVERGED_AFTER_S = 4.0
@@ -61,7 +242,7 @@ class Watchdog:
         _num_watches[together] += 1
         self._messages = Messages(self._prefix, self.rank, self.world_size)
         exit_report.publish_exit()
-        processes.announce(exit_report.default_store(), dist.get_rank())
+        announce_process(exit_report.default_store(), dist.get_rank())
         exit_report.watches.add(self)
 
     @property
@@ -256,7 +437,7 @@ class Watchdog:
         for rank, global_rank in enumerate(self._ranks):
             if rank == self.rank:
                 continue
-            is_gone = processes.is_gone(store, global_rank)
+            is_gone = process_is_gone(store, global_rank)
             # A process may publish its reason right before it is gone, so this is read after `is_gone`.
             words = exit_report.of(global_rank) if is_gone or some_spoke else None
             if is_gone or words is not None:

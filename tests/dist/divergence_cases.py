@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import DivergenceError, GeminiError, ShardedModel, ShardedOptimizer, state_hash
-from gemini.placement.trace import PassKind, Touch
+from gemini.placement.next_use import PassKind, Touch
 from tests.dist.failing import (
     CHUNK,
     WIDTH,

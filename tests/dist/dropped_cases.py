@@ -216,9 +216,7 @@ def _interrupted(rank: int) -> None:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(watchdog, "POLL_S", 0.05))
         if rank == 0:
-            stack.enter_context(
-                mock.patch("gemini.model.wrapping.make_chunks", side_effect=KeyboardInterrupt("Ctrl-C"))
-            )
+            stack.enter_context(mock.patch("gemini.model.wrap.make_chunks", side_effect=KeyboardInterrupt("Ctrl-C")))
         with pytest.raises((KeyboardInterrupt, RemoteRankError), match="Ctrl-C"):
             make()
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import sharding.collectives
 from gemini import RemoteRankError, state_hash
-from gemini.ranks import communicator, connection
+from gemini.ranks import communicator
+from gemini.ranks import group as connection
 from sharding import Collectives
 from tests.dist.failing import Boom, batch, boom, make, train_step
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemini import Move, ShardedModel, state_hash
-from gemini.manager import payload_slots
+from gemini.runtime import params
 from tests.dist.failing import Net, make, train_step
 
 
@@ -36,7 +36,7 @@ def late_references(rank: int, world_size: int, disturbed: bool) -> tuple[list[t
 
 def kept_view(rank: int, world_size: int, from_step: int, to_step: int) -> tuple[list[tuple[str, int]], str, int, bool]:
     """Rank 1 keeps a view over several steps: (log of moves, hash, most slots set aside, view's content kept)."""
-    payload_slots._FREE_WITHIN_S = 0.05
+    params._FREE_WITHIN_S = 0.05
     model, optimizer, net = make(slots=1)
     moves = _log_moves(model)
     pools = model.chunk_manager.params.slots.pools

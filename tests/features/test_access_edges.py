@@ -27,10 +27,10 @@ from gemini import (
     safe_set_local_grad,
     state_hash,
 )
-from gemini.chunks.chunk import Chunk
-from gemini.manager.binding import Binding
-from gemini.manager.params import ParamStore
-from gemini.manager.underway import Underway
+from gemini.runtime.binding import Binding
+from gemini.runtime.calls import Underway
+from gemini.runtime.chunk import Chunk
+from gemini.runtime.params import ParamStore
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, PLACES, adam, assert_same, build, layer_of, loss_of, placed, weight, weights_of

@@ -21,8 +21,8 @@ from gemini import (
     plan_model,
     specs_of,
 )
+from gemini.placement.demand import ModelSpec
 from gemini.placement.plan import Plan
-from gemini.placement.specs import ModelSpec
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.reference import Recipe, train_plain
 from tests.harness.runs import assert_equal_runs, wanted_on

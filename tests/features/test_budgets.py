@@ -14,7 +14,7 @@ from gemini import (
     ZeroInitContext,
     estimate_memory,
 )
-from gemini.monitor.host import share_of_host
+from gemini.monitor.readings import share_of_host
 from tests.harness.machine import host_with
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.uneven import Uneven, batch_loss

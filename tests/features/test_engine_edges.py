@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 import gemini
 from gemini import Engine, GeminiError, ShardedModel, Trainer, deepspeed
-from gemini.engine.loaders import whole_windows
+from gemini.engine.initialize import whole_windows
 from gemini.engine.trainer import Hook, JsonLines, Loss, LRSchedulerHook
 from gemini.engine.trainer.trainer import Trainer as AnyTrainer
 from optim import HybridAdam

@@ -9,7 +9,7 @@ import pytest
 
 import gemini
 from gemini import deepspeed
-from gemini.engine import said
+from gemini.engine import initialize
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, build, inputs
 
@@ -54,7 +54,7 @@ def test_the_table_says_settings_bytes_and_what_has_no_effect(told: list[logging
     ledger = engine.chunk_manager.memory.device.ledger.bytes_by_kind
     for kind, words in (("param", "weights"), ("grad", "gradients"), ("master", "fp32 masters")):
         line = next(line for line in lines if line.startswith(words) and not line.endswith("bfloat16"))
-        assert line.split(words)[1].strip() == gemini.placement.sizes.format_bytes(ledger[kind])
+        assert line.split(words)[1].strip() == gemini.placement.demand.format_bytes(ledger[kind])
     assert "\x1b" not in record.getMessage(), "colours in a file"
 
 
@@ -63,21 +63,21 @@ def test_the_table_says_chunks_budgets_and_the_sum_of_each_tier() -> None:
     optimizer = {"type": "HybridAdam"}
     config = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "model_data_memory": "30KiB", "optimizer": optimizer}
     engine, *_ = gemini.initialize(build(), config=config, verbose=False)
-    lines = [line.split() for line in said.in_words(engine, 120).splitlines()]
+    lines = [line.split() for line in initialize.in_words(engine, 120).splitlines()]
     assert ["chunks", "6", "of", "up", "to", "2048", "B,", "as", "given"] in lines
     assert [line[:3] for line in lines if line[:1] == ["budget"]] == [["budget", "30", "KiB"]]
     engine.backward(engine(inputs(0)).sum())
     engine.step()
     memory = engine.chunk_manager.memory
-    held = [gemini.placement.sizes.format_bytes(tier.ledger.total_bytes) for tier in (memory.device, memory.host)]
+    held = [gemini.placement.demand.format_bytes(tier.ledger.total_bytes) for tier in (memory.device, memory.host)]
     assert ["in", "all", *held[0].split(), *held[1].split()] in lines
 
 
 def test_the_table_of_an_engine_without_an_optimizer_says_what_is_held() -> None:
     config = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "dtype": "bf16"}
     engine, *_ = gemini.initialize(build(), config=config, verbose=False)
-    lines = [line.split() for line in said.in_words(engine, 120).splitlines()]
-    held = gemini.placement.sizes.format_bytes(engine.chunk_manager.memory.device.ledger.total_bytes)
+    lines = [line.split() for line in initialize.in_words(engine, 120).splitlines()]
+    held = gemini.placement.demand.format_bytes(engine.chunk_manager.memory.device.ledger.total_bytes)
     assert ["in", "all", *held.split(), "0", "B"] in lines
     assert not [line for line in lines if line[:1] == ["gradients"] or line[:2] == ["optimizer", "state"]]
 
@@ -88,7 +88,7 @@ def test_the_table_of_an_engine_without_an_optimizer_says_what_is_held() -> None
 def test_the_table_says_whether_the_loss_scale_moves(fp16: dict[str, Any], words: str) -> None:
     config = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, **fp16}, "optimizer": {"type": "Adam"}}
     engine, *_ = gemini.initialize(build(), config=config, verbose=False)
-    assert f"loss scale          {words}" in [line.strip() for line in said.in_words(engine, 120).splitlines()]
+    assert f"loss scale          {words}" in [line.strip() for line in initialize.in_words(engine, 120).splitlines()]
     assert engine.loss_scale == (128.0 if "loss_scale" in fp16 else 32.0)
 
 
@@ -96,7 +96,7 @@ def test_the_table_says_whether_the_loss_scale_moves(fp16: dict[str, Any], words
 def test_the_table_fits_the_terminal(width: int) -> None:
     engine, *_ = gemini.initialize(build(), config=CONFIG, verbose=False)
     for is_terminal in (False, True):
-        text = said.in_words(engine, width, is_terminal)
+        text = initialize.in_words(engine, width, is_terminal)
         assert ("\x1b" in text) is is_terminal
         assert is_terminal or "zero_optimization.reduce_bucket" in "".join(text.split())
         if not is_terminal:
@@ -107,7 +107,7 @@ def test_what_is_ignored_is_shown_as_it_is_written() -> None:
     """Square brackets are markup of the library that draws the table."""
     engine, *_ = gemini.initialize(build(), config={"stage": 1}, verbose=False)
     engine.config = engine.config.with_notes([("a[bold]b", "c[/]d :smile:")], {})
-    text = said.in_words(engine, 120)
+    text = initialize.in_words(engine, 120)
     assert "a[bold]b" in text
     assert "c[/]d :smile:" in text
 

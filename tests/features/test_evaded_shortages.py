@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gemini import EmulatedDevice, Kind, ShardedModel, ShardedOptimizer
-from gemini.memory.emulated import EmulatedTier
+from gemini.memory.memory import EmulatedTier
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, adam, build, layer_of, loss_of
 

@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from gemini import BudgetError, RemoteRankError, ShardedModel, ShardedOptimizer, ZeroInitContext
-from gemini.access import gradient_hooks
-from gemini.access.state_hooks import StateHooks
-from gemini.building.binding import BuildBinding
-from gemini.building.store import BuildStore
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.host import HostTier
-from gemini.model import move_in, sharded_model
-from gemini.model.operator_table import OperatorTable
+from gemini.access import link
+from gemini.access.weights import StateHooks
+from gemini.building.store import BuildBinding, BuildStore
+from gemini.memory.arena import HostTier
+from gemini.memory.memory import EmulatedTier
+from gemini.model import sharded_model, wrap
+from gemini.model.hooks import OperatorTable
 from gemini.ranks import watchdog
 from tests.harness.on_ranks import in_soak, on_ranks, on_ranks_with
 from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, loss_of, train_step, weights_of
@@ -187,11 +186,11 @@ def test_wrapping_that_runs_out_of_memory_at_any_time_leaves_the_module_as_it_wa
 def test_wrapping_that_fails_anywhere_else_does_too(rank: int, world_size: int) -> None:
     """On rank 0, which the others look at: in the middle of a chunk, and when everything has moved."""
     places: list[tuple[Any, str, int]] = [
-        (move_in, "set_weights", 3),
+        (wrap, "set_weights", 3),
         (sharded_model, "watch_gradients", 0),
         (OperatorTable, "_attach", 0),
         (StateHooks, "install", 0),
-        (gradient_hooks, "hook_last", 2),
+        (link, "hook_last", 2),
     ]
     for owner, name, number in places:
         fails_and_wraps_again(rank, 0, failing_in(owner, name, number), plain, OPTIONS[1])
@@ -205,11 +204,11 @@ def test_wrapping_that_fails_late_leaves_a_module_that_was_built_in_part(
     options = {"chunk_size": 2 * CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
     last = num_takes(**options) - 1
     for failing_rank in dict.fromkeys((world_size - 1, 0)):
-        failures = [failing_in(move_in, "set_weights", number) for number in range(0, 2 * LAYERS, every)]
+        failures = [failing_in(wrap, "set_weights", number) for number in range(0, 2 * LAYERS, every)]
         for failure in (*failures, failing_at(last), failing_in(sharded_model, "watch_gradients")):
             fails_and_wraps_again(rank, failing_rank, failure, partly_built, options)
     # meanwhile the others gather the next operator
-    fails_and_wraps_again(rank, 0, failing_in(move_in, "set_weights"), wholly_built, options)
+    fails_and_wraps_again(rank, 0, failing_in(wrap, "set_weights"), wholly_built, options)
 
 
 @on_ranks(1, 2)
@@ -232,8 +231,8 @@ HANDING_OVER: tuple[Callable[..., Any], ...] = (
     BuildBinding.open,
     BuildBinding.close,
     BuildBinding.part_with,
-    move_in._fill,
-    move_in._fill_given,
+    wrap._fill,
+    wrap._fill_given,
 )
 
 

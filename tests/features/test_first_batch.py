@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gemini import EmulatedDevice, ShardedModel, ShardedOptimizer, estimate_memory, state_hash
-from gemini.model.first_batch import most_activations
+from gemini.model.workload import most_activations
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told
 from tests.zoo.mlp import adam, build

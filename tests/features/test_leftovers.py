@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import BudgetError, ShardedOptimizer, state_hash
-from gemini.chunks.gradient import ChunkGradient
-from gemini.manager.grad_homes import GradHomes
+from gemini.runtime.grad_homes import GradHomes
+from gemini.runtime.gradient import ChunkGradient
 from tests.harness.on_ranks import in_soak, on_ranks
 from tests.zoo import mlp
 from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, assert_same, weights_of

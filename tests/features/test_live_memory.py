@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gemini import BudgetError, EmulatedDevice, MemoryMonitor, ShardedModel, ShardedOptimizer
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.host import HostTier
+from gemini.memory.arena import HostTier
+from gemini.memory.memory import EmulatedTier
 from gemini.monitor import live
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from gemini import MemoryMonitor
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.host import HostTier
-from gemini.model import wrapping
-from gemini.monitor.host import HostSource
-from gemini.monitor.readings import HostReading
+from gemini.memory.arena import HostTier
+from gemini.memory.memory import EmulatedTier
+from gemini.model import wrap
+from gemini.monitor.readings import HostReading, HostSource
 from tests.zoo import mlp
 from tests.zoo.registrar import Runtime
 
@@ -196,7 +195,7 @@ def test_a_directorys_file_system_is_read_also_before_the_directory_is_made(tmp_
 
 def test_memory_that_a_model_has_pinned_is_told_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, monitor = Runtime(), MemoryMonitor("emulated")
-    monkeypatch.setattr(wrapping, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=runtime)))
+    monkeypatch.setattr(wrap, "choose_tiers", lambda device: (EmulatedTier(), HostTier(runtime=runtime)))
     before = monitor.read().host.pinned_bytes
     model, optimizer = mlp.sharded("cpu")
     pinned = model.chunk_manager.memory.host.homes.registered_bytes

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from gemini import MemoryMonitor, ShardedModel
-from gemini.memory.ledger import Ledger
-from gemini.monitor.device import CudaRuntime, CudaSource, EmulatedDevice
-from gemini.monitor.nvml import Nvml
+from gemini.memory.tier import Ledger
+from gemini.monitor.device import CudaRuntime, CudaSource, EmulatedDevice, Nvml
 from gemini.monitor.readings import DeviceReading
 from tests.zoo import mlp
 from tests.zoo.nvidia import GIB, OWN, UUID, Device, FakeNvml, FakeRuntime

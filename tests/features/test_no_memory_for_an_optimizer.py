@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemini import BudgetError, Kind, ShardedModel, ShardedOptimizer
-from gemini.memory.emulated import EmulatedTier
+from gemini.memory.memory import EmulatedTier
 from tests.features.test_plan_for_inference import infer
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told

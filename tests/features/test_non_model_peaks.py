@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini import EmulatedDevice, MemoryMonitor, ShardedModel
-from gemini.monitor.device import CudaSource
-from gemini.monitor.peaks import PositionPeaks
+from gemini.monitor.device import CudaSource, PositionPeaks
 from tests.harness.live_storages import LiveStorages
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import minimum_bytes

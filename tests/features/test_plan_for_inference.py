@@ -18,7 +18,7 @@ from gemini import (
     Tier,
     estimate_memory,
 )
-from gemini.memory.emulated import EmulatedTier
+from gemini.memory.memory import EmulatedTier
 from gemini.placement.plan import Plan
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo.mlp import (

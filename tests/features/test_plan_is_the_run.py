@@ -12,7 +12,7 @@ import torch
 
 from gemini import estimate_memory
 from gemini.placement.predict import predict
-from gemini.placement.traffic import Purpose
+from gemini.placement.simulate import Purpose
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.predicted import Case, Peaks, differences, measure, random_case, run, run_inference
 from tests.zoo import mlp

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from gemini.cli import question as questions
-from gemini.placement import packed as packed_module
+from gemini.cli import question
+from gemini.placement import needs
 from tests.features.test_plan_command import MODELS, SMALL, asked, config, refused, run
 
 __all__ = ["config"]  # a fixture
@@ -103,9 +103,9 @@ def test_all_tries_of_a_question_share_their_packings(
     monkeypatch: pytest.MonkeyPatch, model: str, options: tuple[str, ...], num_packed: int
 ) -> None:
     """Other ranks have others."""
-    packings, plan_training, made, plans = packed_module.packings, questions.plan_training, [], []
-    monkeypatch.setattr(packed_module, "packings", lambda *given: made.append(given) or packings(*given))
-    monkeypatch.setattr(questions, "plan_training", lambda *given: plans.append(given) or plan_training(*given))
+    packings, plan_training, made, plans = needs.packings, question.plan_training, [], []
+    monkeypatch.setattr(needs, "packings", lambda *given: made.append(given) or packings(*given))
+    monkeypatch.setattr(question, "plan_training", lambda *given: plans.append(given) or plan_training(*given))
     refused(model, "--ranks", "2", "--device-memory", "300KB", "--host-memory", "1MB", *options)
     assert len(plans) > num_packed
     assert len(made) == num_packed
@@ -115,7 +115,7 @@ def test_what_can_be_said_of_a_name_is_said_before_the_machine_is_measured(monke
     def measured() -> None:
         raise AssertionError("rates were measured")
 
-    monkeypatch.setattr("gemini.cli.cluster.rates_of", measured)
+    monkeypatch.setattr("gemini.cli.question.rates_of", measured)
     for name in ("nonsense", str(MODELS), str(MODELS / "missing.json")):
         code, shown = run(name)
         assert code == 2 and ("is no folder" in shown or "does not exist" in shown), shown

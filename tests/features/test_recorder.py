@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini import EmulatedDevice, ShardedModel, ShardedOptimizer, estimate_memory
-from gemini.monitor.peaks import PeakMeter
-from gemini.placement.trace import Phase, Trace
+from gemini.monitor.device import PeakMeter
+from gemini.placement.next_use import Phase, Trace
 from tests.harness.on_ranks import on_ranks
 from tests.harness.told import told
 from tests.zoo.mlp import (

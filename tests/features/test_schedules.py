@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gemini.engine.config.named import SchedulerConfig
+from gemini.engine.config.config import SchedulerConfig
 from gemini.engine.schedules import make_schedule
 
 RECORDED = json.loads(Path(__file__).with_name("deepspeed_schedules.json").read_text())

@@ -24,7 +24,7 @@ from gemini import (
     state_hash,
 )
 from gemini.engine.trainer import Trainer
-from gemini.optimizer.chunk_update import ChunkUpdates
+from gemini.optimizer.update import ChunkUpdates
 from tests.features.test_shortage_in_trainer import batches, engine_on
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told

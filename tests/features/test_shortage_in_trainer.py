@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gemini
 from gemini import EmulatedDevice, RemoteRankError, state_hash
 from gemini.engine.trainer import Hook, Trainer
-from gemini.memory.emulated import EmulatedTier
+from gemini.memory.memory import EmulatedTier
 from tests.features.test_out_of_memory import TOTAL
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini import RemoteRankError, ShardedModel, ShardedOptimizer, SlotError
-from gemini.chunks.chunk import Chunk
-from gemini.memory.region import Region
 from gemini.memory.tier import MemoryTier
+from gemini.memory.transfer import Region
 from gemini.placement.demand import Tier
 from gemini.placement.policy import slots_for
+from gemini.runtime.chunk import Chunk
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo import mlp
 from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, assert_same, build, loss_of, plain, train_step, weights_of

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from gemini import BudgetError, estimate_memory
-from gemini.manager import reduce
-from gemini.placement import scratch
-from gemini.placement.alternatives import next_better, next_worse
+from gemini.placement import needs as scratch
 from gemini.placement.plan import Plan, replan
+from gemini.placement.policies import next_better, next_worse
 from gemini.placement.predict import predict
-from gemini.placement.traffic import Exchange
+from gemini.placement.simulate import Exchange
+from gemini.runtime import reduce
 from tests.harness.on_ranks import on_ranks_with
 from tests.harness.predicted import Case, differences, run
 from tests.harness.reference import Recipe, train_plain

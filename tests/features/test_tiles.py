@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini import EmulatedDevice, RemoteRankError, ShardedModel, ShardedOptimizer, estimate_memory, state_hash
-from gemini.monitor.peaks import BoundedMeter
-from gemini.optimizer import torch_update
-from gemini.optimizer.runs import GradientFactors, Run, RunUpdate
-from gemini.optimizer.torch_update import TESTED, TorchUpdate
+from gemini.monitor.device import BoundedMeter
+from gemini.optimizer import elementwise
+from gemini.optimizer.elementwise import TESTED, TorchUpdate
+from gemini.optimizer.shards import GradientFactors, Run, RunUpdate
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, loss_of, weights_of
 
@@ -30,7 +30,7 @@ OFTEN = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam, torch.optim.Adag
 
 
 def tiles_of(numel: int) -> Any:
-    return mock.patch.dict(torch_update.TILE_NUMEL, {"cpu": numel})
+    return mock.patch.dict(elementwise.TILE_NUMEL, {"cpu": numel})
 
 
 def make(kind: type[torch.optim.Optimizer], weights: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:

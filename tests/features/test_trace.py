@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini import ShardedOptimizer
-from gemini.placement.trace import PassKind
+from gemini.placement.next_use import PassKind
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import WIDTH, adam, assert_same, inputs, weights_of, wrap
 

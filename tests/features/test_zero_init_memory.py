@@ -6,8 +6,8 @@ from torch import nn
 
 from gemini import MemoryMonitor, ShardedModel, ShardedOptimizer, ZeroInitContext
 from gemini.building import zero_init
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.host import HostTier
+from gemini.memory.arena import HostTier
+from gemini.memory.memory import EmulatedTier
 from optim import HybridAdam
 from tests.harness.live_storages import LiveStorages
 from tests.harness.on_ranks import on_ranks, on_ranks_with

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import ShardedModel, ShardedOptimizer
-from gemini.chunks.chunk import Chunk
-from gemini.manager.payload_slots import PayloadSlots
+from gemini.runtime.chunk import Chunk
+from gemini.runtime.params import PayloadSlots
 from optim import HybridAdam, accumulate_sum_of_squares_, zero_norm_limbs
 from tests.gpu import loops
 from tests.gpu.late import CYCLES, LateCopies

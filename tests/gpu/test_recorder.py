@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gemini import HybridAdam, ShardedModel, ShardedOptimizer
-from gemini.placement.trace import Phase
+from gemini.placement.next_use import Phase
 
 MIB = 2**20
 WIDTH = 1024

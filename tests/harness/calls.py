@@ -30,7 +30,7 @@ from gemini import (
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
 )
-from gemini.memory.collector import uncollected
+from gemini.memory.modes import uncollected
 from tests.zoo.mlp import adam
 
 WIDTH = 8

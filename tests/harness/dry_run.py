@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.placement.schedule import Act, Moment, Schedule
-from gemini.placement.specs import ModelSpec
+from gemini.placement.demand import ModelSpec
+from gemini.placement.next_use import Act, Moment, Schedule
 
 
 class _Recorder:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gemini import ShardedModel, ShardedOptimizer
-from gemini.memory.collector import uncollected
+from gemini.memory.modes import uncollected
 from optim import HybridAdam
 
 ROOT = Path(__file__).resolve().parents[2]

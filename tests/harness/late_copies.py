@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from gemini.memory import transfer
-from gemini.memory.emulated import EmulatedTier
-from gemini.memory.host import HostTier
-from gemini.memory.region import Region, Ticket
+from gemini.memory.arena import HostTier
+from gemini.memory.memory import EmulatedTier
+from gemini.memory.transfer import Region, Ticket
 from gemini.placement.demand import Tier
 from tests.zoo import half
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
-from gemini.monitor.host import HostSource
+from gemini.monitor.readings import HostSource
 
 
 @contextmanager

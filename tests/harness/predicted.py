@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from gemini import ShardedModel, ShardedOptimizer, estimate_memory
-from gemini.memory.region import Region
+from gemini.memory.transfer import Region
 from gemini.placement.demand import Tier
+from gemini.placement.next_use import Schedule
 from gemini.placement.plan import Plan
 from gemini.placement.policies import StaticPolicy
 from gemini.placement.predict import Predicted, predict_forwards, predict_steps
-from gemini.placement.schedule import Schedule
-from gemini.placement.traffic import Exchange
+from gemini.placement.simulate import Exchange
 from optim import HybridAdam
 from tests.harness.dry_run import dry_run
 from tests.zoo.models import MODELS, ModelCase

@@ -1,4 +1,4 @@
-"""Faults in gemini/manager: what fetches, binds and releases chunks, and the step that orders it."""
+"""Faults in gemini/runtime: what fetches, binds and releases chunks, and the step that orders it."""
 
 from tests.mutants.mutant import GOLDEN, HALF, ONE_RANK, Mutant
 

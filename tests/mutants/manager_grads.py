@@ -1,4 +1,4 @@
-"""Faults in gemini/manager: gradients: where they arrive, are added up, wait and are reduced."""
+"""Faults in gemini/runtime: gradients: where they arrive, are added up, wait and are reduced."""
 
 from tests.mutants.mutant import HALF, MEMORY, ONE_RANK, PAIRS, TWO_RANKS, Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in gemini/memory and gemini/chunks: copies, slots, the arena; a chunk's states."""
+"""Faults in gemini/memory, and gemini/runtime/chunk.py: copies, slots, the arena; a chunk's states."""
 
 from tests.mutants.mutant import Mutant
 

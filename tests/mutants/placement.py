@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         "the first chunk size that fits is taken, however little of the budget it uses",
         "find_plans",
-        "if is_short(plan):\n    continue",
+        "if plan_is_short(plan):\n    continue",
         "",
         "tests/features/test_budget_use.py::test_nearly_all_of_a_small_models_budget_is_used",
     ),
@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant(
         "a chunk size is judged by the first step's budget alone",
         "_num_left",
-        "not is_short(plan)",
+        "not plan_is_short(plan)",
         "later",
         "tests/features/test_budget_use.py::test_nearly_all_of_the_budget_is_used_after_the_first_step",
     ),

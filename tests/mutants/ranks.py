@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "nobody looks whether a rank's process is still there",
         "Watchdog._ended",
-        "is_gone = processes.is_gone(store, global_rank)",
+        "is_gone = process_is_gone(store, global_rank)",
         "is_gone = False",
         "tests/dist/test_rank_failures.py::test_a_killed_rank_is_lost_where_no_connection_tells_of_it",
     ),
@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     Mutant(
         "a process ends while threads of collectives hold tensors",
-        "wait_until_idle",
+        "wait_until_gloo_is_idle",
         "num_quiet_looks < 2",
         "num_quiet_looks < 0",
         "tests/test_process_end.py::test_a_script_ends_when_the_threads_of_collectives_have_let_go",

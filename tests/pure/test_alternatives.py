@@ -9,9 +9,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from gemini import BudgetError, Plan, Settings, Tier, plan_model
-from gemini.placement.alternatives import next_better, next_worse
+from gemini.placement.demand import ModelSpec
 from gemini.placement.plan import replan
-from gemini.placement.specs import ModelSpec
+from gemini.placement.policies import next_better, next_worse
 from tests.pure.test_plan import LINE, RANKS, choices, specs
 
 

@@ -9,8 +9,7 @@ import torch
 from gemini import BudgetError, Settings, ShardedModel
 from gemini.engine.config import load_config
 from gemini.engine.config.deepspeed_keys import TABLE
-from gemini.engine.config.key import MappedTo
-from gemini.engine.config.offload import OptimizerOnHostPolicy
+from gemini.engine.config.key import MappedTo, OptimizerOnHostPolicy
 from gemini.errors import ConfigError
 from gemini.placement.demand import Kind, Tier
 from tests.zoo.mlp import CHUNK_NUMEL, build

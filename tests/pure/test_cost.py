@@ -5,14 +5,18 @@ from dataclasses import replace
 import pytest
 
 from gemini import BudgetError, Settings, plan_model
-from gemini.placement.cost import Ranks, all_gather_seconds, exchange_seconds, modelled_step
-from gemini.placement.dtypes import Dtype
-from gemini.placement.machines import MACHINES
-from gemini.placement.moves import Moves, moves_of
+from gemini.placement.cost import (
+    MACHINES,
+    Moves,
+    Ranks,
+    Rates,
+    all_gather_seconds,
+    exchange_seconds,
+    modelled_step,
+    moves_of,
+)
+from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec, Workload
 from gemini.placement.predict import expected_schedule, predict
-from gemini.placement.rates import Rates
-from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
-from gemini.placement.workload import Workload
 
 RATES = Rates(
     source="made up for this test",

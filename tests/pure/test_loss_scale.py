@@ -3,7 +3,7 @@
 import pytest
 
 from gemini.errors import GeminiError
-from gemini.optimizer.loss_scale import MAX_SKIPPED, LossScale
+from gemini.optimizer.step import MAX_SKIPPED, LossScale
 
 
 def test_the_table_of_thirty_steps() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gemini.chunks.placeholder import dense_stride
+from gemini.runtime.chunk import dense_stride
 from optim import clip_coefficient, clip_grad_norm_, in_memory_order
 
 

@@ -7,9 +7,8 @@ import pytest
 from benchmarks.optimal_placement import Case, table
 from gemini import estimate_memory
 from gemini.placement.demand import Kind, Tier
-from gemini.placement.link_bytes import link_bytes
 from gemini.placement.policies import AutoPolicy, CpuPolicy
-from gemini.placement.policy import slots_for
+from gemini.placement.policy import link_bytes, slots_for
 from gemini.placement.predict import predict
 from tests.zoo import mlp
 

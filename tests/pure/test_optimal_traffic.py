@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.least_traffic import least_bytes, sweep_bytes
 from benchmarks.optimal_traffic import MAX_CHUNKS, UNIT, Chain, Row, table
+from gemini.placement.next_use import Schedule
 from gemini.placement.predict import predict
-from gemini.placement.schedule import Schedule
-from gemini.placement.traffic import Purpose
+from gemini.placement.simulate import Purpose
 
 
 @pytest.fixture(scope="module")

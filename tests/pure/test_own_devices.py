@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from gemini.errors import UnsupportedError
-from gemini.ranks.own_devices import refuse_equal
+from gemini.ranks.group import refuse_equal
 
 
 def store_of(*announced: str) -> dist.Store:

@@ -7,7 +7,7 @@ import pytest
 
 from gemini import FreeBytes, Plan, Settings, plan_model
 from gemini.errors import BudgetError
-from gemini.placement.packed import Packed
+from gemini.placement.needs import Packed
 from gemini.placement.search import plan_packed
 from tests.pure.test_plan import LINE
 
@@ -38,16 +38,16 @@ def test_shared_packings_make_the_same_plans(settings: Settings, ranks: int) -> 
 
 
 def test_a_packing_is_made_once_and_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemini.placement import packed as module
+    from gemini.placement import needs
 
-    made, packings = [], module.packings
+    made, packings = [], needs.packings
 
     def counted(*given: object):  # type: ignore[no-untyped-def]
         for packing in packings(*given):  # type: ignore[arg-type]
             made.append(packing)
             yield packing
 
-    monkeypatch.setattr(module, "packings", counted)
+    monkeypatch.setattr(needs, "packings", counted)
     packed = Packed(LINE, Settings(), 2)
     assert not made
     first = next(iter(packed))

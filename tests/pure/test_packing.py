@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.placement.chunk_size import candidates, report
-from gemini.placement.packing import PackedChunk, Packer, PackingInput, pack
+from gemini.placement.packing import PackedChunk, Packer, PackingInput, candidates, pack, report
 from sharding import ALIGNMENT, ParameterSpec, resolve_strategy
 
 NUMELS = st.integers(0, 5000)

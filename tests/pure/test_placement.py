@@ -7,13 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import ChunkDemand, Demand, Kind, Tier
-from gemini.placement.next_use import NextUse
+from gemini.placement.demand import ChunkDemand, Demand, Kind, Tier, format_bytes, parse_bytes
+from gemini.placement.next_use import Events, NextUse, Phase, ReductionOrder, StepEvent, Touch
 from gemini.placement.policies import AutoPolicy, CpuPolicy, CudaPolicy, resolve_policy
 from gemini.placement.policy import slots_for
-from gemini.placement.reduction_order import ReductionOrder
-from gemini.placement.sizes import format_bytes, parse_bytes
-from gemini.placement.trace import Events, Phase, StepEvent, Touch
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks.planning import NUMEL, spec_of
 from gemini import BudgetError, FreeBytes, Kind, Plan, Settings, Tier, plan_model
-from gemini.placement.chunk_size import step_cost
-from gemini.placement.dtypes import Dtype
+from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec
+from gemini.placement.packing import step_cost
 from gemini.placement.plan import replan
-from gemini.placement.specs import ModelSpec, OperatorSpec, WeightSpec
 
 DTYPES = [Dtype("float32", 4), Dtype("bfloat16", 2), Dtype("float16", 2), Dtype("float64", 8)]
 POLICIES = ["auto", "cpu", "cuda"]

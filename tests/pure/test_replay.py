@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gemini.ranks.replay import Collective, ScheduleReplay
+from gemini.ranks.communicator import Collective, ScheduleReplay
 
 
 def collectives(chunks: Sequence[int]) -> list[Collective]:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.placement.next_use import NextUse
-from gemini.placement.trace import Events, PassKind, Phase, StepEvent, Touch, merged
+from gemini.placement.next_use import Events, NextUse, PassKind, Phase, StepEvent, Touch, merged
 
 numbers = st.lists(st.integers(0, 12), max_size=15, unique=True)
 # operators of a model, each with its chunk, that a forward calls in this order, some of them more than once

@@ -7,13 +7,11 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.chunks.chunk_use import ChunkUse
-from gemini.chunks.param_state import ParamState
-from gemini.manager.victims import Victims
-from gemini.memory.emulated import EmulatedTier
+from gemini.memory.memory import EmulatedTier
 from gemini.memory.slot import Slot, SlotPool
-from gemini.placement.next_use import NextUse
-from gemini.placement.trace import Events, Phase
+from gemini.placement.next_use import Events, NextUse, Phase
+from gemini.runtime.chunk import ChunkUse, ParamState
+from gemini.runtime.params import Victims
 
 NUM_CHUNKS = 7
 

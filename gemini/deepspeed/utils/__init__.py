@@ -23,9 +23,9 @@ from gemini.access.full_access import (
 )
 from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.utils.logging import log_dist, logger
-from gemini.model.leaf_marks import chooses, set_leaf_module, unset_leaf_module
-from gemini.model.leaf_marks import set_leaf_module as set_z3_leaf_modules
-from gemini.model.leaf_marks import unset_leaf_module as unset_z3_leaf_modules
+from gemini.model.operators import chooses, set_leaf_module, unset_leaf_module
+from gemini.model.operators import set_leaf_module as set_z3_leaf_modules
+from gemini.model.operators import unset_leaf_module as unset_z3_leaf_modules
 
 __all__ = [
     "RepeatingLoader",

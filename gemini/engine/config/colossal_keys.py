@@ -12,9 +12,19 @@ from typing import Any, Literal
 
 import torch
 
-from gemini.engine.config.key import Count, Key, MappedTo, NoEffect, Number, Refused, Table, Translation, Whole
-from gemini.engine.config.problem import Problem
-from gemini.engine.config.setting import dtype_named
+from gemini.engine.config.key import (
+    Count,
+    Key,
+    MappedTo,
+    NoEffect,
+    Number,
+    Refused,
+    Table,
+    Translation,
+    Whole,
+    dtype_named,
+)
+from gemini.engine.config.read import Problem
 from gemini.placement.policies import FRACTIONS, MARGIN
 
 

@@ -1,27 +1,214 @@
-"""`Config`: every field of a training's config, with its unit and default.
-
-A frozen value, made by `load_config`. Fields of the model are the arguments of `ShardedModel`, under the same names and
-with the same checks; the others say what an engine does with it.
-"""
+"""A config that is checked: batch sizes, an optimizer, schedules, settings."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Self
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from torch import nn
+from torch.optim import lr_scheduler
 
-from gemini.engine.config.batch import BatchSizes, batch_sizes
-from gemini.engine.config.key import Number, Whole
-from gemini.engine.config.named import OptimizerConfig, SchedulerConfig
-from gemini.engine.config.setting import Setting
-from gemini.optimizer.loss_scale import LossScale
+from gemini.engine.config.key import SCHEDULES, Number, Setting, Whole
+from gemini.engine.config.read import nearest, problems_of
+from gemini.optimizer.elementwise import TESTED
+from gemini.optimizer.step import LossScale
 from gemini.placement.policy import PlacementPolicy
 from gemini.settings import Device, Settings, Strategy, Weights
+from optim import CPUAdam, HybridAdam
+
+# -- The three batch sizes of a run, of which any two give the third.
+#
+# train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * number of ranks
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples that make an optimizer step, over all ranks; samples of a forward on one rank; forwards a step.
+
+    None: nobody has said how large batches are; the user's loader decides.
+    """
+
+    train: int | None
+    micro: int | None
+    accumulation: int
+
+
+def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, world_size: int | None) -> BatchSizes:
+    """Compute all three from those that were given. Raises ValueError where no whole numbers fit together.
+
+    world_size: the number of ranks. None: not known yet, so that only what is wrong for any number is found.
+    """
+    is_open = micro is None or accumulation is None or world_size is None
+    world_size = world_size or 1
+    if train is None:
+        steps = accumulation or 1
+        return BatchSizes(None if micro is None else micro * steps * world_size, micro, steps)
+    given = (micro or 1) * (accumulation or 1) * world_size
+    # A factor that is not known yet may be any number, so the known ones need only divide the total.
+    if train % given if is_open else train != given:
+        factors = [
+            f"train_micro_batch_size_per_gpu={micro}" if micro is not None else "",
+            f"gradient_accumulation_steps={accumulation}" if accumulation is not None else "",
+            f"{world_size} ranks" if world_size > 1 else "",
+        ]
+        product = " * ".join(filter(None, factors))
+        total = f" = {given}" if "*" in product else ""
+        verb = "is not a multiple of" if is_open else "is not"
+        raise ValueError(f"train_batch_size={train} {verb} {product}{total}: change one of them")
+    if accumulation is None:
+        # `train_batch_size` alone does not say how a rank divides its samples, so a forward takes all of them.
+        accumulation = 1 if micro is None else train // given
+    # The division leaves no rest: the check above has made sure that what is known divides the total.
+    return BatchSizes(train, micro or train // (accumulation * world_size), accumulation)
+
+
+# -- An optimizer or a schedule as a config says it: a name and arguments, tried on a parameter of one element.
+
+
+T = TypeVar("T")
+_KINDS: tuple[type[torch.optim.Optimizer], ...] = (HybridAdam, CPUAdam, *TESTED)
+OPTIMIZERS = {each.__name__.lower(): each for each in _KINDS}
+_ONE_BIT = "its exchange of 1-bit gradients does not exist here: HybridAdam with communication in 16 bits is nearest"
+_NOT_HERE = {
+    "onebitadam": _ONE_BIT,
+    "zerooneadam": _ONE_BIT,
+    "onebitlamb": _ONE_BIT,
+    "lamb": "it looks at whole tensors, and chunks may cut them: only optimizers that work element by element do",
+    "muon": "it looks at whole matrices, and chunks may cut them: only optimizers that work element by element do",
+    "muadam": "its learning rates by shape are not here: give param groups of HybridAdam",
+    "muadamw": "its learning rates by shape are not here: give param groups of HybridAdam",
+    "musgd": "its learning rates by shape are not here: give param groups of SGD",
+    "lion": "PyTorch has none: give initialize() an optimizer of your own",
+}
+# DeepSpeed has these under names of its own.
+_SAME_AS = {"fusedadam": "HybridAdam", "deepspeedcpuadam": "CPUAdam"}
+
+
+class Named(BaseModel):
+    """A name and arguments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class OptimizerConfig(Named):
+    """The optimizer."""
+
+    # The fields stand here and below once more for their descriptions, which docs/config.md prints.
+    type: str
+    """HybridAdam, CPUAdam, or an optimizer of torch.optim that works element by element."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments besides the parameters."""
+
+    @model_validator(mode="after")
+    def _try(self) -> Self:
+        # Wrong arguments are found when the config is read, on all ranks and before the model is wrapped.
+        self.make([_one_element()])
+        return self
+
+    def make(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """The optimizer of these parameters or param groups. Raises ValueError for what it does not take."""
+        # Case does not count, as for DeepSpeed's own optimizers.
+        name = _SAME_AS.get(self.type.lower(), self.type).lower()
+        if name in _NOT_HERE:
+            raise ValueError(f"type={self.type!r} is refused: {_NOT_HERE[name]}")
+        if name not in OPTIMIZERS:
+            raise ValueError(_not_a_name(self.type, [each.__name__ for each in OPTIMIZERS.values()]))
+        return _called(OPTIMIZERS[name], parameters, self.params)
+
+
+class SchedulerConfig(Named):
+    """The learning rate schedule, which moves once per optimizer step."""
+
+    type: str
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or one of torch.optim.lr_scheduler."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments besides the optimizer."""
+
+    @model_validator(mode="after")
+    def _try(self) -> Self:
+        # DeepSpeed's schedules have a model of their arguments. torch's are tried on an optimizer.
+        if self.type in SCHEDULES:
+            try:
+                SCHEDULES[self.type].model_validate(self.params)
+            except ValidationError as error:
+                found = problems_of(error, SCHEDULES[self.type].model_fields, ("params",))
+                raise ValueError("; ".join(map(str, found))) from error
+        elif self.type not in TORCH_SCHEDULES:
+            raise ValueError(_not_a_name(self.type, [*SCHEDULES, *TORCH_SCHEDULES]))
+        else:
+            # CyclicLR and OneCycleLR refuse an optimizer that has neither `momentum` nor `betas` among its defaults.
+            # SGD has the first one.
+            optimizer = torch.optim.SGD([_one_element()], lr=1.0)
+            _called(TORCH_SCHEDULES[self.type], optimizer, self.params)
+        return self
+
+
+# These take numbers only. Functions and other schedules, which some of torch's take, cannot be written into a file.
+TORCH_SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
+    name: getattr(lr_scheduler, name)
+    for name in (
+        "ConstantLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "ExponentialLR",
+        "LinearLR",
+        "MultiStepLR",
+        "OneCycleLR",
+        "PolynomialLR",
+        "StepLR",
+    )
+}
+
+
+def _one_element() -> nn.Parameter:
+    # The device is named because a script may have set another default device, which a config must not allocate on.
+    return nn.Parameter(torch.zeros(1, device="cpu"))
+
+
+def _not_a_name(found: str, names: list[str]) -> str:
+    return f"type={found!r} is not known{_nearest(found, names)} (valid: {', '.join(names)})"
+
+
+def _nearest(found: str, names: list[str]) -> str:
+    meant = nearest(found, names)
+    return "" if meant is None else f"; the nearest is {meant!r}"
+
+
+def _called(made: Callable[..., T], first: Any, arguments: Mapping[str, Any]) -> T:
+    """`made(first, **arguments)`. Raises ValueError for what it does not take, in its own words."""
+    # The first is what the caller gives itself; `unknown` and `kwargs` are names of ** parameters.
+    _, *valid = [name for name in inspect.signature(made).parameters if name not in ("unknown", "kwargs")]
+    # The names are checked before the call: Python's own error has no nearest name, and ours take unknown ones in `**`.
+    for name in arguments:
+        if name not in valid:
+            raise ValueError(
+                f"params.{name} is not an argument of {made.__qualname__}{_nearest(name, valid)} "
+                f"(valid: {', '.join(valid)})"
+            )
+    try:
+        # The call itself is the check of the values. Optimizers and schedules raise for a negative rate or a missing
+        # argument.
+        return made(first, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"params are not valid for {made.__qualname__}: {error}") from error
+
+
+# -- `Config`: every field of a training's config, with its unit and default.
+#
+# A frozen value, made by `load_config`. Fields of the model are the arguments of `ShardedModel`, under the same names
+# and with the same checks; the others say what an engine does with it.
+
 
 Positive = Annotated[Whole, Field(gt=0)]
 SETTINGS = tuple(each.name for each in dataclasses.fields(Settings))

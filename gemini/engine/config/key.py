@@ -1,19 +1,100 @@
-"""Keys of another library's config, and how they become fields of ours.
-
-A table of `Key` says of each key what it takes and what becomes of it here: it is a field (`MappedTo`), it has no
-effect and something else happens instead (`NoEffect`), or gemini has nothing that would do as it says and refuses it
-(`Refused`). The same table is read by `translate` and printed in docs/config.md.
-"""
+"""What a key of a config becomes: a setting of ours, a schedule, nothing, or a refusal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
+from torch import nn
 
-from gemini.engine.config.problem import KeyPath, Problem, problems_of, unknown_key
+from gemini.engine.config.read import KeyPath, Problem, nearest, problems_of, unknown_key
+from gemini.placement.demand import Demand, Placement
+from gemini.placement.policies import FRACTIONS, StaticPolicy, resolve_policy
+from gemini.placement.policy import spend_rest
+from gemini.settings import COUNTS, Settings
+
+# -- The arguments of `ShardedModel` as fields of a config: names for dtypes and classes, and the checks of `Settings`.
+
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfp16": torch.bfloat16,  # DeepSpeed's spelling in `communication_data_type`
+    "bfloat16": torch.bfloat16,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
+
+
+def dtype_named(value: Any) -> Any:
+    """A dtype by its name; what is not a string is left alone. Raises ValueError for an unknown name."""
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.").lower()
+    if name not in DTYPES:
+        raise ValueError(f"{value!r} is no dtype; write one of fp32, fp16, bf16, fp64")
+    return DTYPES[name]
+
+
+def module_named(key: Any) -> Any:
+    """A key of `dtype={...}`: a class of torch.nn by its full name, else a name of modules.
+
+    Raises ValueError for a name that torch.nn does not have.
+    """
+    if not isinstance(key, str) or not key.startswith("torch.nn."):
+        return key
+    name = key.removeprefix("torch.nn.")
+    if not isinstance(getattr(nn, name, None), type):
+        raise ValueError(f"{key} is no class; the nearest is torch.nn.{nearest(name, dir(nn))}")
+    return getattr(nn, name)
+
+
+def _checked(value: Any, info: ValidationInfo) -> Any:
+    """The value of one field, as `Settings` takes it. Raises ValueError with the words of `Settings`."""
+    name = info.field_name or ""
+    if name == "dtype" and isinstance(value, Mapping):
+        value = {module_named(key): dtype_named(dtype) for key, dtype in value.items()}
+    elif name.endswith("dtype"):
+        value = dtype_named(value)
+    elif name in ("chunk_size", *COUNTS) and isinstance(value, float) and value.is_integer():
+        # Every format reads 1e6 as a float.
+        value = int(value)
+    # Each field is checked by itself here, and a fraction alone would contradict the default policy "auto". `Config`
+    # checks all fields together afterwards.
+    others = {"tensor_placement_policy": "static"} if name in FRACTIONS else {}
+    try:
+        return getattr(Settings(**{**others, name: value}), name)
+    # pydantic collects a validator's ValueError with those of other fields. A TypeError would end its checks.
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+Setting = PlainValidator(_checked)
+
+
+# -- Keys of another library's config, and how they become fields of ours.
+#
+# A table of `Key` says of each key what it takes and what becomes of it here: it is a field (`MappedTo`), it has no
+# effect and something else happens instead (`NoEffect`), or gemini has nothing that would do as it says and refuses it
+# (`Refused`). The same table is read by `translate` and printed in docs/config.md.
 
 
 def _whole(value: Any) -> Any:
@@ -229,3 +310,142 @@ def _apply(key: Key, path: KeyPath, value: Any, result: Translation) -> None:
         target = tuple(path[-1] if part == "*" else part for part in effect.to.split("."))
         if mapped is not None:
             result.put(target, mapped, path)
+
+
+# -- Where states rest if a config asks for the optimizer's on the host (DeepSpeed's `offload_optimizer`).
+
+
+def offloads_params(policy: object) -> bool:
+    """A config's policy puts all parameters onto the host."""
+    return policy == "cpu" or (isinstance(policy, OptimizerOnHostPolicy) and policy.offloads_params)
+
+
+@dataclass(frozen=True)
+class OptimizerOnHostPolicy:
+    """Optimizer state, masters and gradients rest on the host, where the update runs; parameters on the device.
+
+    Where the device has no room for the rest, the placement is that of "auto", or of "cpu" with parameters on the host.
+
+    Args:
+        ratio: of the bytes of masters and moments, from the last chunk on. The rest is updated on the device.
+        offloads_params: parameters rest on the host, too.
+    """
+
+    ratio: float = 1.0
+    offloads_params: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name with the ratio, so that ranks with different ratios have different plan hashes."""
+        words = [f"ratio={self.ratio}"] if self.ratio < 1 else []
+        words += ["offloads_params"] if self.offloads_params else []
+        return f"optimizer_on_host({', '.join(words)})" if words else "optimizer_on_host"
+
+    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
+        """Raises BudgetError where "auto" or "cpu" does."""
+        policy = StaticPolicy(offload_optim_frac=self.ratio, offload_param_frac=float(self.offloads_params))
+        # No budget is given: a placement that does not fit is no error yet, since another policy follows.
+        placement = policy.place(demand, None)
+        if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
+            return resolve_policy("cpu" if self.offloads_params else "auto").place(demand, budget_bytes)
+        # What the budget leaves becomes slots, which save fetches.
+        return spend_rest(demand, placement, budget_bytes)
+
+
+# -- DeepSpeed's learning rate schedules: their arguments. Each moves once per optimizer step.
+#
+# Names and defaults are DeepSpeed's.
+
+
+Rates = Number | Annotated[list[Number], Field(min_length=1)]  # one for all param groups, or one for each
+Steps = Annotated[Count, Field(gt=0)]
+
+
+class Schedule(BaseModel):
+    """Arguments of a schedule."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class WarmupLR(Schedule):
+    """From `warmup_min_lr` to `warmup_max_lr`, where it stays."""
+
+    warmup_min_lr: Rates = 0.0
+    """Learning rate before the first step."""
+    warmup_max_lr: Rates | None = None
+    """Learning rate after the warmup. None: the optimizer's."""
+    warmup_num_steps: Count = 1000
+    """Optimizer steps of the warmup. It takes at least 2, as in DeepSpeed."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """How the learning rate rises."""
+
+
+class WarmupDecayLR(WarmupLR):
+    """`WarmupLR`, then linearly down to 0 at `total_num_steps`."""
+
+    total_num_steps: Steps
+    """Optimizer steps of the training."""
+    warmup_max_lr: Rates | None = 0.001
+    """Learning rate after the warmup. None: the optimizer's."""
+
+
+class WarmupCosineLR(Schedule):
+    """A warmup to the optimizer's learning rate, then half a cosine."""
+
+    total_num_steps: Steps
+    """Optimizer steps of the training."""
+    warmup_min_ratio: Number = 0.0
+    """Part of the optimizer's learning rate before the first step."""
+    warmup_num_steps: Count = 1000
+    """Optimizer steps of the warmup. It takes at least 2, as in DeepSpeed."""
+    cos_min_ratio: Number = 0.0001
+    """Part of the optimizer's learning rate at the end."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """How the learning rate rises."""
+
+
+class LRRangeTest(Schedule):
+    """Rises without an end, to find the largest learning rate that works."""
+
+    lr_range_test_min_lr: Rates = 0.001
+    """Learning rate of the first step."""
+    lr_range_test_step_size: Steps = 2000
+    """Optimizer steps of an interval."""
+    lr_range_test_step_rate: Number = 1.0
+    """What an interval adds, in parts of the first learning rate."""
+    lr_range_test_staircase: bool = False
+    """True: rises at the ends of intervals only."""
+
+
+class OneCycle(Schedule):
+    """Up, down, then decays."""
+
+    cycle_min_lr: Rates
+    """Learning rate at both ends of the cycle."""
+    cycle_max_lr: Rates
+    """Learning rate in its middle."""
+    decay_lr_rate: Number = 0.0
+    """Decay per interval after the cycle."""
+    cycle_first_step_size: Steps = 2000
+    """Optimizer steps of the rise."""
+    cycle_second_step_size: Steps | None = None
+    """Optimizer steps of the fall. None: as many."""
+    cycle_first_stair_count: Count = 0
+    """Stairs of the rise. 0: none."""
+    cycle_second_stair_count: Count | None = None
+    """Stairs of the fall. None: as many."""
+    decay_step_size: Count = 0
+    """Optimizer steps of a decay interval. 0: no decay."""
+    cycle_momentum: bool = True
+    """Whether momentum goes the other way."""
+    cycle_min_mom: Number = 0.8
+    """Momentum in the middle of the cycle."""
+    cycle_max_mom: Number = 0.9
+    """Momentum at both ends of it."""
+    decay_mom_rate: Number = 0.0
+    """Decay of momentum per interval after the cycle."""
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+}

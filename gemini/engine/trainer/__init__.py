@@ -5,11 +5,8 @@ loop), `hook.py` (what a hook is told), `metrics.py`, `schedule.py` and `writers
 """
 
 from gemini.engine.trainer.checkpoints import CheckpointHook
-from gemini.engine.trainer.hook import Hook
-from gemini.engine.trainer.metrics import Accuracy, LearningRate, Loss, Memory, Throughput
-from gemini.engine.trainer.schedule import LRSchedulerHook
-from gemini.engine.trainer.trainer import Trainer
-from gemini.engine.trainer.writers import JsonLines, TensorBoard
+from gemini.engine.trainer.hooks import Accuracy, Hook, JsonLines, LearningRate, Loss, Memory, TensorBoard, Throughput
+from gemini.engine.trainer.trainer import LRSchedulerHook, Trainer
 
 __all__ = [
     "Accuracy",

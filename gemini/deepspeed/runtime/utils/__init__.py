@@ -7,8 +7,8 @@ from typing import Any
 from gemini.deepspeed.accelerator import get_accelerator
 from gemini.deepspeed.elsewhere import missing
 from gemini.dist_logger import get_dist_logger
-from gemini.monitor.monitor import MemoryMonitor
-from gemini.placement.sizes import format_bytes
+from gemini.monitor.live import MemoryMonitor
+from gemini.placement.demand import format_bytes
 
 __all__ = ["see_memory_usage"]
 

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gemini.access.external import register_external_parameter, unregister_external_parameter
+from gemini.access.link import register_external_parameter, unregister_external_parameter
 from gemini.building.zero_init import ZeroInitContext
 from gemini.deepspeed.comm import init_distributed
 from gemini.deepspeed.elsewhere import missing
-from gemini.engine.agreement import Source, agreed_config
 from gemini.engine.config import Config, load_config
-from gemini.engine.config.offload import offloads_params
+from gemini.engine.config.key import offloads_params
+from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import ConfigError
 from gemini.launch import ranks_of
-from gemini.model.gathered import GatheredParameters
+from gemini.model.plain import GatheredParameters
 from gemini.script import warn_at_script
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]

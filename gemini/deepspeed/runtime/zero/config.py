@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from gemini.engine.config import load_config
-from gemini.engine.config.deepspeed_zero_keys import OFFLOAD, ZERO
+from gemini.engine.config.deepspeed_keys import OFFLOAD, ZERO
 
 __all__ = [
     "DeepSpeedZeroConfig",

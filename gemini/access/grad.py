@@ -1,0 +1,553 @@
+"""`.grad`: a read joins what ranks have reduced, a write reaches the place where it rests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemini.errors import GeminiError, UnsupportedError
+from gemini.runtime.binding import shares_memory
+from gemini.runtime.chunk import ManagedParameter, placeholder, unguarded
+from gemini.runtime.gradient import GradState, grad_of, set_grad_of
+
+if TYPE_CHECKING:
+    from gemini.access.link import Link
+
+
+# -- Functions on lists (`torch._foreach_*`) of tensors that fetch themselves: called for a part of the lists at a time.
+#
+# A single call would need the chunks of all its parameters at once, which the slots of a small budget cannot hold, or
+# all gradients of a model whole. The functions work element by element, so one is called for each run of elements that
+# need the same chunk or gradient.
+
+
+def for_each_run(
+    use: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    need_of: Callable[[Any], object],
+) -> Any:
+    """The result of `use(args, kwargs)`, a call of the function `name`. Raises RuntimeError if list lengths differ.
+
+    need_of: a key for what an element of a list needs; elements in a row with one key are used together. None: nothing.
+    """
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    lengths = [len(value) for value in lists]
+    # torch would raise this itself, but it is given runs only, which have equal lengths.
+    if min(lengths) != max(lengths):
+        raise RuntimeError(f"{name} takes lists of the same length, found {lengths}")
+
+    results: list[Any] = []
+    # A run ends where one of the lists needs another chunk or gradient.
+    for _, run in groupby(range(lengths[0]), lambda position: [need_of(each[position]) for each in lists]):
+        positions = list(run)
+        part = slice(positions[0], positions[-1] + 1)
+
+        def cut(value: Any, part: slice = part) -> Any:
+            return value[part] if isinstance(value, (list, tuple)) else value
+
+        results.append(use(tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}))
+    # Functions in place return None, others a list or tuple of tensors.
+    return None if results[0] is None else type(results[0])(chain.from_iterable(results))
+
+
+# -- Functions of a tensor that need none of its data: a placeholder of its shape and dtype answers them.
+
+
+_TENSOR: Any = torch.Tensor
+
+
+def _getters(*names: str) -> set[Any]:
+    # `__torch_function__` is given this method when an attribute is read.
+    return {getattr(_TENSOR, name).__get__ for name in names if hasattr(_TENSOR, name)}
+
+
+METADATA: set[Any] = _getters(
+    *("device", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_maia", "is_meta", "is_mps", "is_mtia", "is_vulkan"),
+    *("is_xla", "is_xpu"),
+    *("shape", "dtype", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "_version", "itemsize", "nbytes"),
+    *("is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested", "names", "output_nr", "retains_grad"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks", "name", "_base"),
+) | {
+    getattr(_TENSOR, name)
+    for name in (
+        *("size", "dim", "numel", "nelement", "__hash__", "is_floating_point", "is_complex", "element_size", "__len__"),
+        *("register_hook", "register_post_accumulate_grad_hook", "is_inference", "ndimension", "retain_grad"),
+        *("is_signed", "is_conj", "is_neg", "_is_view", "has_names", "get_device"),
+    )
+    # Names differ between versions of torch.
+    if hasattr(_TENSOR, name)
+}
+METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}
+
+
+# -- Finds which of some tensors a function writes to, by the schemas of the operations that it is made of.
+#
+# Version counters do not tell: `torch._foreach_mul_` and similar functions do not raise them where they run as one
+# kernel.
+
+
+class Writes(TorchDispatchMode):
+    """While active, notes which of `tensors` operations write to, in whole or through a view."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.written: set[int] = set()  # by position
+        self._tensors = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.numel()]
+
+    def note_write(self, position: int) -> None:
+        """The tensor at `position` was written to in a way that no operation reports."""
+        self.written.add(position)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Operators of higher order, such as `torch.cond`, have no schema.
+        schema = getattr(func, "_schema", None)
+        for place, argument in enumerate(() if schema is None else schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            # An argument may be a list of tensors, as in `_foreach_` functions.
+            for target in pytree.tree_leaves(given):
+                if isinstance(target, Tensor):
+                    self.written.update(i for i, tensor in self._tensors if shares_memory(target, tensor))
+        return func(*args, **kwargs)
+
+
+# -- One parameter's gradient: reduced and whole, or, inside the user's hooks, the one that autograd has just made.
+#
+# The reduced gradient is gathered to be read; each rank keeps its own part of what is written to it. It rests in
+# pieces, one per rank, times the loss scale. Users see and set the gradient itself, as `torch.nn.utils.clip_grad_norm_`
+# and a norm in a log need it: without the loss scale, and clipped where `optimizer.clip_grad_norm_()` was called.
+# Gradients times a loss scale are shown in fp32, where the unscaled values do not underflow; a write multiplies by the
+# loss scale again.
+#
+# Inside a user's post-accumulate hook the gradient is this rank's own, as in plain PyTorch. The model's own hook takes
+# whatever a hook leaves of it.
+
+
+class WholeGradient:
+    """The gradient that a parameter has now. It is stale after the step and after `zero_grad()`."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.managed: ManagedParameter = link.managed
+        self._grads = link.step.grads
+        # Users may keep this object beyond a step or zero_grad(): the count then shows that it is stale.
+        self._num_forgotten = self._grads.num_forgotten
+
+    def stamp(self) -> tuple[object, ...]:
+        """A value that is equal as long as `gather()` would return the same values; equal on all ranks."""
+        grads, gradient = self._grads, self._grads.find(self.managed.chunk)  # None: frozen meanwhile
+        num_writes = 0 if gradient is None else gradient.num_writes
+        # In this order: a step or zero_grad(), another micro-batch, a write of the user's, another loss scale or clip.
+        return grads.num_forgotten, grads.num_backwards, num_writes, self.link.states.factors_of(self.managed)
+
+    def is_current(self) -> bool:
+        """The gradient was neither used by a step nor discarded."""
+        return self._num_forgotten == self._grads.num_forgotten and has_gradient(self.link)
+
+    def count_write(self) -> None:
+        """Make copies that were gathered before stale."""
+        gradient = self._grads.find(self.managed.chunk)
+        if gradient is not None:
+            gradient.count_write()
+
+    def gather(self) -> Tensor:
+        """(numel,) A copy on the compute device, in the order of the payload. Collective where it is sharded.
+
+        Raises GeminiError where it is not reduced yet, or was used by a step or discarded.
+        """
+        managed, link = self.managed, self.link
+        # Views may keep the copy beyond a torch.inference_mode(), outside of which a copy made in it is read-only.
+        with link.step.publishing(), torch.inference_mode(False), torch.no_grad():
+            self._check()
+            reduced = link.states.gradients(managed.chunk)
+            # Inside a backward the chunk's gradient may still be open, or on its way to the other ranks.
+            if reduced is None or self._grads.of(managed.chunk).state is not GradState.CLOSED:
+                raise _not_reduced(managed)
+            return reduced.whole(managed)
+
+    def dtype(self) -> torch.dtype:
+        """That of what `gather()` returns: 16-bit gradients of several micro-batches add up in fp32. Local."""
+        reduced = self.link.states.gradients(self.managed.chunk)
+        return self.managed.dtype if reduced is None else reduced.dtype_of(self.managed)
+
+    def write(self, whole: Tensor) -> None:
+        """Set the gradient to `whole`, laid out as by `gather()`; each rank keeps its part. Collective at stage 0."""
+        step = self.link.step
+        step.check_idle(f"a write to the gradient of {self.managed.name!r}")
+        with step.publishing(), torch.inference_mode(False), torch.no_grad():
+            self._check()
+            _write(self.link, whole)
+
+    def _check(self) -> None:
+        if not self.is_current():
+            raise GeminiError(
+                f"the gradient of {self.managed.name!r} was used by a step or discarded since this .grad was taken: "
+                "keep a clone() of it"
+            )
+
+
+def has_gradient(link: Link) -> bool:
+    """Whether any rank has had a gradient since the last step; equal on all ranks.
+
+    Local; collective if backwards under no_sync() have left their reduction for later. Raises GeminiError inside
+    a backward whose gradients await their reduction.
+    """
+    managed, gradients = link.managed, link.step.grads
+    # The backward may have ended with an exception, which the script has caught.
+    if gradients.in_backward:
+        link.step.failures.find()
+    if not gradients.in_backward:
+        with link.step.publishing():
+            gradients.catch_up()
+    elif gradients.accumulation.awaits_reduction:
+        raise _not_reduced(managed)
+    else:
+        # Inside a backward: gradients that wait in `.grad` set their flags first.
+        gradients.collect_all()
+    gradient = gradients.find(managed.chunk)
+    return gradient is not None and bool(gradient.agreed[managed.position])
+
+
+def assign(link: Link, value: Tensor) -> None:
+    """Carry out `parameter.grad = value`. Collective if no rank had a gradient of it. Raises before any change."""
+    managed, step = link.managed, link.step
+    step.check_idle(f"setting the gradient of {managed.name!r}")
+    with step.publishing(), torch.inference_mode(False), torch.no_grad():
+        # Checked inside `publishing`, because other ranks may wait for this one in the agreement below.
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the gradient of {managed.name!r} must be a tensor or None, found {type(value).__name__}")
+        value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        if value.shape != managed.shape or value.is_complex() != managed.dtype.is_complex:
+            raise UnsupportedError(
+                f"the gradient of {managed.name!r} must be {tuple(managed.shape)} {managed.dtype}, found "
+                f"{tuple(value.shape)} {value.dtype}"
+            )
+        # No backward ran since the step: the gradient needs memory, which a plan for inference does not have.
+        if not step.grads.num_backwards:
+            # A model that has only inferred gets its plan for training first. Flags that were raised come next.
+            link.trainability.before_graph()
+            link.trainability.apply_unfrozen()
+        gradient = step.grads.find(managed.chunk)
+        # A frozen parameter may share a chunk, and with it the memory for gradients, with a trained one.
+        if gradient is None or not (managed.requires_grad and managed.parameter.requires_grad):
+            raise UnsupportedError(
+                f"{managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
+            )
+        if not has_gradient(link):
+            # All ranks must set it: one that did not would skip the parameter in the step.
+            step.communicator.agree(managed.name.encode(), "the parameter that is given a gradient", remedy=_ALIKE)
+            step.grads.start_at_zero(gradient, managed)
+        _write(link, managed.laid_out(value))
+
+
+_ALIKE = "All ranks must set the gradients of the same parameters"
+
+
+def _write(link: Link, flat: Tensor) -> None:
+    """Set the shard to its part of `flat`, (numel,), in payload order."""
+    # A clip that was asked for counts for the old gradients: here it takes effect, before one of them changes.
+    link.states.before_gradient_write()
+    reduced = link.states.gradients(link.managed.chunk)
+    assert reduced is not None
+    reduced.set_of_each_rank(link.managed, flat)
+
+
+def _not_reduced(managed: ManagedParameter) -> GeminiError:
+    return GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
+
+
+def own_grad(parameter: Tensor) -> Tensor | None:
+    """torch's own `.grad`, past the wrapped class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: Tensor | None = grad_of(parameter)
+    return grad
+
+
+def set_own_grad(parameter: Tensor, value: Tensor | None) -> None:
+    """Set torch's own `.grad`, past the wrapped class. Local; raises what torch raises for another shape or dtype."""
+    with torch._C.DisableTorchFunctionSubclass():
+        set_grad_of(parameter, value)
+
+
+def of_one_rank(link: Link, what: str) -> UnsupportedError:
+    """The error for a hook that does something which ranks cannot do apart from one another."""
+    ranks = link.step.communicator.world_size
+    return UnsupportedError(
+        f"a post-accumulate hook {what} of {link.managed.name!r}, and there are {ranks} ranks: "
+        "inside a hook each rank has its own gradient, before the mean over ranks, so ranks would be trained "
+        "apart. Update with a ShardedOptimizer; a hook may read and change .grad"
+    )
+
+
+# -- The result of `parameter.grad` after backward: a tensor of the true shape whose reads return the reduced gradient.
+#
+# The reduced gradient exists in pieces, one per rank. A function that is given it is called with the whole gradient
+# instead, which is gathered (a collective with several ranks). If the function writes to the whole, which the schemas
+# of its operations tell, each rank keeps its own part for the step. A view of the gradient (`grad[:15]`, `grad.T`,
+# `grad.detach()`) is such a tensor too, with a window of its own on the whole. A view keeps what was gathered for it as
+# long as that is current, so reading it again, on any rank, is no collective.
+
+
+_T: Any = Tensor
+_Held = tuple[Tensor, tuple[object, ...]]  # a whole gradient, (numel,), and the stamp with which it is current
+
+
+class Window(NamedTuple):
+    """The part of a whole gradient that a view shows, in elements of `dtype` if the view has a dtype of its own."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype | None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A view of `whole`."""
+        flat = whole if self.dtype is None else whole.view(self.dtype)
+        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+
+
+def _all_of(managed: ManagedParameter) -> Window:
+    return Window(managed.shape, managed.stride, 0, None)
+
+
+class ReducedGradient(Tensor):
+    """A parameter's gradient, or a view of it, gathered when it is read."""
+
+    _source: WholeGradient
+    _window: Window
+    _held: _Held | None
+
+    def _show(self, source: WholeGradient, window: Window, held: _Held | None) -> None:
+        """Show this window of a gradient. Once, in place of `__init__`: torch has made the tensor."""
+        self._source, self._window, self._held = source, window, held
+
+    @staticmethod
+    def of(source: WholeGradient) -> ReducedGradient:
+        managed = source.managed
+        return _stand_in(source, _all_of(managed), managed.placeholder, None)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # These come first: the getter of `.data` would otherwise pass for that of an attribute below.
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        # Attributes are those of the stand-in, except for the few whose getters return the data.
+        if func in METADATA or (name in ("__get__", "__set__") and func not in _READS_DATA):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name.startswith("_amp"):
+            raise UnsupportedError(
+                f"{name} on a gradient of a ShardedModel: train without torch.amp.GradScaler. dtype=torch.bfloat16 "
+                "needs no loss scale, and for torch.float16 optimizer.backward(loss) has one"
+            )
+        # One whole gradient at a time: all of the model's at once may not fit.
+        if name.startswith("_foreach_"):
+            return for_each_run(partial(_call, func, name), name, args, kwargs, _link_or_none)
+        return _call(func, name, args, kwargs)
+
+    def is_all_of(self, managed: ManagedParameter) -> bool:
+        """Whether it is this parameter's current gradient, which `parameter.grad *= 2` assigns once more."""
+        source = self._source
+        return source.managed is managed and source.is_current() and self._window == _all_of(managed)
+
+    def plain(self) -> Tensor:
+        """The values as an ordinary tensor, maybe a view of what this tensor holds. Collective like `gather()`."""
+        whole, _ = _current(self)
+        return self._window.of(whole)
+
+
+def _stand_in(source: WholeGradient, window: Window, like: Tensor, held: _Held | None) -> ReducedGradient:
+    """A tensor without memory of its own that has the shape, dtype and device of `like`."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        shown = source.managed.placeholder
+        # The parameter's placeholder serves for the whole gradient. A view has a shape of its own.
+        if like is not shown:
+            shown = placeholder(like.dtype, shown.device, window.shape)
+        with unguarded():
+            gradient: ReducedGradient = Tensor._make_subclass(ReducedGradient, shown)
+    gradient._show(source, window, held)
+    return gradient
+
+
+def _current(gradient: ReducedGradient) -> _Held:
+    """The whole gradient and its stamp: held by the tensor if current, else gathered."""
+    stamp = gradient._source.stamp()
+    if gradient._held is not None and gradient._held[1] == stamp:
+        return gradient._held
+    return gradient._source.gather(), stamp
+
+
+def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` with whole gradients, and bring what it wrote to them to the shards."""
+    found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ReducedGradient)]
+    wholes: dict[Any, tuple[WholeGradient, Tensor]] = {}  # by link, in the order of the arguments
+    for gradient in found:
+        # Views of one gradient share one whole: what is written through one of them shows in the others.
+        link = gradient._source.link
+        if link not in wholes:
+            # If one of the views holds a whole gradient, it may save a gather for all of them.
+            held = next((g for g in found if g._source.link is link and g._held is not None), gradient)
+            wholes[link] = gradient._source, _current(held)[0]
+    shown = [gradient._window.of(wholes[gradient._source.link][1]) for gradient in found]
+    views = iter(shown)  # in the order of the leaves, as `found`
+    plain_args, plain_kwargs = pytree.tree_map_only(ReducedGradient, lambda _: next(views), (args, kwargs))
+    writes = Writes(whole for _, whole in wholes.values())
+    try:
+        with writes:
+            result = func(*plain_args, **plain_kwargs)
+    finally:
+        # No operation reports the write of a Python loop.
+        if name in _NO_OPERATIONS and args[0] is found[0]:
+            writes.note_write(0)
+        written = {link: pair for i, (link, pair) in enumerate(wholes.items()) if i in writes.written}
+        for source, _ in written.values():
+            # What views hold is stale, even if an exception follows.
+            source.count_write()
+    # `grad.t_()` or `grad.unsqueeze_(0)` changes the temporary view only, and the user's tensor would not follow.
+    for gradient, tensor in zip(found, shown, strict=True):
+        if not _still_shows(gradient, tensor, wholes[gradient._source.link][1]):
+            raise UnsupportedError(
+                f"{name} would change the shape or the memory of the gradient of {gradient._source.managed.name!r}: "
+                "assign the new one to .grad"
+            )
+    # Gradients are written after all checks, so an error leaves them as they were.
+    for source, whole in written.values():
+        source.write(whole)
+    # A NumPy array on the gathered copy: a write to it would be lost, so it is made read-only.
+    if hasattr(result, "setflags"):
+        result.setflags(write=False)
+
+    def returned(tensor: Tensor) -> Any:
+        for gradient, its in zip(found, shown, strict=True):
+            if tensor is its and gradient._source.link in written:
+                # In-place functions return their argument: the gradient itself, which holds no memory.
+                return gradient
+        # A view of the whole stands for the gradient again; other results are ordinary tensors.
+        for source, whole in wholes.values():
+            if shares_memory(tensor, whole):
+                # Of a write each rank's own part counts, so this copy may differ from the gradient: gather again.
+                held = None if source.link in written else (whole, source.stamp())
+                return _view(source, tensor, whole, held)
+        return tensor
+
+    with torch._C.DisableTorchFunctionSubclass():  # parameters may be among the results
+        return pytree.tree_map_only(Tensor, returned, result) if found else result
+
+
+def _still_shows(gradient: ReducedGradient, tensor: Tensor, whole: Tensor) -> bool:
+    window = gradient._window
+    same = tensor.shape == window.shape and tensor.stride() == window.stride
+    # Empty tensors have no address by which shared memory shows.
+    return same and (whole.numel() == 0 or shares_memory(tensor, whole))
+
+
+def _view(source: WholeGradient, tensor: Tensor, whole: Tensor, held: _Held | None) -> Tensor:
+    """The stand-in for `tensor`, a view of the whole gradient."""
+    # Conjugation and negation are lazy: a window does not describe them.
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg().clone()
+    dtype = None if tensor.dtype is whole.dtype else tensor.dtype
+    window = Window(tensor.shape, tensor.stride(), int(tensor.storage_offset()), dtype)
+    return _stand_in(source, window, tensor, held)
+
+
+def _link_or_none(value: Any) -> object:
+    return value._source.link if isinstance(value, ReducedGradient) else None
+
+
+# -- functions with an answer of their own
+
+
+def _detach(gradient: ReducedGradient) -> ReducedGradient:
+    return _stand_in(gradient._source, gradient._window, gradient, gradient._held)
+
+
+def _dtype(gradient: ReducedGradient) -> torch.dtype:
+    return gradient._window.dtype or gradient._source.dtype()
+
+
+def _itemsize(gradient: ReducedGradient) -> int:
+    return _dtype(gradient).itemsize
+
+
+def _set_data(gradient: ReducedGradient, value: Tensor) -> None:
+    if value.shape != gradient.shape:
+        raise UnsupportedError(
+            f"the gradient of {gradient._source.managed.name!r} is {tuple(gradient.shape)}; its .data cannot be "
+            f"{tuple(value.shape)}"
+        )
+    with torch.no_grad():
+        gradient.copy_(value)
+
+
+def _requires_grad(gradient: ReducedGradient, value: bool = True) -> ReducedGradient:
+    if value:
+        raise UnsupportedError(
+            f"the gradient of {gradient._source.managed.name!r} carries no graph: use a clone() of it"
+        )
+    return gradient
+
+
+def _stride(gradient: ReducedGradient, dim: int | None = None) -> Any:
+    return gradient._window.stride if dim is None else gradient._window.stride[dim]
+
+
+def _is_contiguous(gradient: ReducedGradient, **kwargs: Any) -> bool:
+    window = gradient._window
+    return torch.empty_strided(window.shape, window.stride, device="meta").is_contiguous(**kwargs)
+
+
+def _iterate(gradient: ReducedGradient) -> Iterator[Tensor]:
+    # torch's own method returns an iterator, inside which `_call` would not find the views of the gradient.
+    return iter(torch.unbind(gradient))
+
+
+def _refuse(what: str, gradient: ReducedGradient, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{what} of the gradient of {gradient._source.managed.name!r} is not possible: it is in no memory as a "
+        "whole. Take it of a clone()"
+    )
+
+
+# These functions write in a Python loop, which no schema describes.
+_NO_OPERATIONS = ("apply_", "map_", "map2_")
+_READS_DATA: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _T.data.__get__: _detach,
+    _T.detach: _detach,
+    torch.detach: _detach,
+    _T.detach_: lambda gradient: gradient,
+    torch.detach_: lambda gradient: gradient,
+    _T.data.__set__: _set_data,
+    _T.requires_grad.__set__: _requires_grad,
+    _T.requires_grad_: _requires_grad,
+    _T.dtype.__get__: _dtype,
+    _T.itemsize.__get__: _itemsize,
+    _T.element_size: _itemsize,
+    _T.nbytes.__get__: lambda gradient: gradient.numel() * _itemsize(gradient),
+    _T.stride: _stride,
+    _T.is_contiguous: _is_contiguous,
+    _T.__iter__: _iterate,
+}
+_SPECIAL |= {
+    getattr(_T, name): partial(_refuse, name)
+    for name in ("data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "set_", "resize_")
+}

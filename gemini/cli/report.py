@@ -1,0 +1,435 @@
+"""What `gemini plan` answers, as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from gemini.cli.model import with_options
+from gemini.cli.question import Batch, Cluster, Question, larger_batch, that_would_be_enough
+from gemini.errors import BudgetError
+from gemini.memory.modes import uncollected
+from gemini.model.estimate import num_parameters_of, packed_of
+from gemini.model.workload import blocks_of, gradient_bytes, workload_of
+from gemini.placement.budget import ACTIVATION_FRACTION
+from gemini.placement.cost import ModelledStep, Moves, Rates, modelled_step, moves_of
+from gemini.placement.demand import OPTIM_STATES, Dtype, Tier, format_bytes
+from gemini.placement.plan import Plan
+from gemini.placement.policies import FRACTIONS
+from gemini.placement.predict import Predicted, budgets_in_words, expected_schedule, predict
+from gemini.settings import Settings, dtype_of
+
+# -- What `gemini plan` finds out of a model on a cluster: numbers, before they are shown.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Bytes and seconds of each rank, or why there are none.
+
+    Args:
+        cluster: where.
+        batch: of each rank.
+        num_parameters: of the whole model; tied ones count once.
+        dtype: of most of the weights, and so of products.
+        activations: bytes at most of all that a step takes besides model data, without checkpointing and with it. None:
+            not known.
+        plan: None: it does not fit.
+        refusal: why, if there is no plan.
+        predicted: of a step, with the batch's checkpointing. None: no plan.
+        setting: the `model_data_memory` with which `ShardedModel` makes this plan, beside `device_memory`. None: no
+            plan, or no bound on the device.
+        knobs: what would make it fit, or what more and less memory would change, in words.
+        moves: of a step.
+        step: modelled. None: no plan, or no rates.
+        notes: what is not known, in words.
+    """
+
+    cluster: Cluster
+    batch: Batch
+    num_parameters: int
+    dtype: Dtype
+    activations: tuple[int | None, ...]  # two
+    plan: Plan | None
+    refusal: BudgetError | None
+    predicted: Predicted | None
+    setting: int | None
+    knobs: tuple[str, ...]
+    moves: Moves | None
+    step: ModelledStep | None
+    notes: tuple[str, ...]
+
+    @property
+    def activations_at_hand(self) -> int | None:
+        """Bytes of activations with the batch's own choice of checkpointing. None: they are not known."""
+        return self.activations[self.batch.is_checkpointed]
+
+
+def answer(
+    module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch, optim_states: int = OPTIM_STATES
+) -> Answer:
+    """Plan for `module` and model its step. Local; nothing is allocated.
+
+    optim_states: states per element that the optimizer keeps.
+    Raises ValueError for settings that the module contradicts.
+    """
+    dtype = _dtype_of(module, settings)
+    work = workload_of(module, dtype.itemsize, batch.experts_per_token)
+    # None: weights keep their own dtypes, which may differ within a model, and so do their gradients.
+    itemsize = None if settings.dtype is None else dtype.itemsize
+    # Packings of large models are many objects that all stay alive: the cycle collector would visit them repeatedly.
+    with uncollected():
+        packed = packed_of(module, settings, cluster.ranks.count)
+        gradients = gradient_bytes(module, itemsize)
+        question = Question(module, settings, cluster, batch, dtype, work, gradients, packed, optim_states)
+        return _Answering(question).answer()
+
+
+class _Answering:
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._notes = list(question.workload.notes)
+
+    def answer(self) -> Answer:
+        """The plan with what it costs, or why there is none; and what would change it."""
+        question, refusal, predicted, moves, step, setting = self._question, None, None, None, None, None
+        plan: Plan | None = None
+        try:
+            plan = question.plan()
+        except BudgetError as error:
+            refusal = error
+            knobs = [*that_would_be_enough(question, error)]
+        else:
+            knobs = [*budgets_in_words(plan.demand, plan.placement, plan.budget, plan.settings.policy)]
+            knobs += larger_batch(question, plan)
+            # Checkpointed blocks are computed again in the backward, and fetched for it.
+            names = [*blocks_of(question.module)] if question.batch.is_checkpointed else []
+            predicted = predict(plan, schedule=expected_schedule(plan, names))
+            moves = moves_of(plan, predicted)
+            step = self._step(moves)
+            setting = self._setting(plan)
+            self._notes.append(
+                "Bytes that move are predicted for operators that run in the order in which the model has them."
+            )
+        if question.cluster.host_bytes is None:
+            self._notes.append("No --host-memory was given: the host is taken to have room for all that rests there.")
+        if question.activations is None:
+            self._notes.append(
+                "Activations are not known: their formulas do not cover this model. As ShardedModel does before the "
+                f"first step, {ACTIVATION_FRACTION:.0%} of the device are left to them."
+            )
+        # Both figures of activations are shown, so that the reader sees what checkpointing saves before it is chosen.
+        return Answer(
+            cluster=question.cluster,
+            batch=question.batch,
+            num_parameters=num_parameters_of(question.module),
+            dtype=question.dtype,
+            activations=tuple(
+                replace(question, batch=replace(question.batch, is_checkpointed=each)).activations
+                for each in (False, True)
+            ),
+            plan=plan,
+            refusal=refusal,
+            predicted=predicted,
+            setting=setting,
+            knobs=tuple(knobs),
+            moves=moves,
+            step=step,
+            notes=tuple(self._notes),
+        )
+
+    def _setting(self, plan: Plan) -> int | None:
+        """The `model_data_memory` with which `ShardedModel` makes `plan`; what it does without it is a note."""
+        device = self._question.cluster.device_bytes
+        # Without a bound on the device, as on an emulated one, there is no budget to name.
+        if device is None or plan.budget_bytes is None:
+            return None
+        # `ShardedModel` plans before it sees a batch, so it does not know these activations. It makes the same plan at
+        # once if it is given the bytes that they leave to model data.
+        given = "".join(f", {name}={value}" for name, value in chosen_of(plan.settings).items())
+        self._notes.append(
+            f"ShardedModel makes this plan with device_memory={device}, model_data_memory={plan.budget_bytes}{given}."
+        )
+        refused = self._question.refusal_at_first()
+        if refused is not None:
+            self._notes.append(
+                f"With device_memory={device} alone ShardedModel leaves {ACTIVATION_FRACTION:.0%} to activations until "
+                f"a step has run, and refuses to train: {refused}."
+            )
+        return plan.budget_bytes
+
+    def _step(self, moves: Moves) -> ModelledStep | None:
+        question, notes = self._question, self._notes
+        rates, batch, work = question.cluster.rates, question.batch, question.workload
+        if rates is None:
+            notes.append("No step time is modelled: nobody gave rates of this machine (--rates).")
+            return None
+        # FLOPs of one rank in a whole step. Activation checkpointing runs only the blocks' forwards again.
+        forward = batch.micro_batches * work.forward_flops(batch.tokens, batch.length)
+        again = batch.micro_batches * work.computed_again_flops(batch.tokens, batch.length)
+        try:
+            step = modelled_step(
+                moves,
+                forward,
+                again if batch.is_checkpointed else 0.0,
+                question.dtype.name,
+                rates,
+                question.cluster.ranks,
+            )
+        except ValueError as error:
+            # The rates have none for the dtype of the products, such as float64: the plan is an answer all the same.
+            notes.append(f"No step time is modelled: {error}.")
+            return None
+        if step.unknown:
+            notes.append(
+                f"Not in the modelled time, because no rate between ranks is known: {', '.join(step.unknown)}."
+            )
+        # Published rates, and rates that were measured without a process group, have no time of a launch.
+        if rates.collective_s == 0 and question.cluster.ranks.count > 1:
+            notes.append("Launches of collectives are not in the modelled time: these rates have none.")
+        return step
+
+
+def chosen_of(settings: Settings) -> dict[str, float]:
+    """What has a say in the plan besides memory, and is not the default."""
+    values = {name: getattr(settings, name) for name in (*FRACTIONS, "gradient_accumulation_steps", "chunk_size")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _dtype_of(module: nn.Module, settings: Settings) -> Dtype:
+    """The dtype that most of the model's elements have once it is wrapped."""
+    # A model may mix dtypes, such as norms in fp32 within bf16. Matrices have most of the elements, so the commonest
+    # dtype is that of the products.
+    counts: Counter[Dtype] = Counter()
+    for parameter in module.parameters():
+        counts[dtype_of(parameter.dtype)] += parameter.numel()
+    own = counts.most_common(1)[0][0] if counts else Dtype("float32", 4)
+    given = settings.dtype
+    return own if given is None or isinstance(given, dict) else dtype_of(given)  # type: ignore[arg-type]
+
+
+# -- How `gemini plan` shows what it found: two tables and sentences, or JSON.
+
+
+_KINDS = {
+    "param": "weights",
+    "grad": "gradients",
+    "master": "fp32 masters",
+    "optim": "moments",
+    "slots": "slots",
+    "gradient slots": "gradient slots",
+    "scratch": "scratch",
+}
+_COLUMNS = 110  # of a terminal in which rates are shown too
+_UNITS = (("GB", 9), ("MB", 6), ("KB", 3))
+
+
+def as_json(name: str, found: Answer) -> dict[str, Any]:
+    """All numbers: bytes and seconds of one rank."""
+    ranks, plan, step = found.cluster.ranks, found.plan, found.step
+    # Where activations are not known, the peak of model data alone is no peak of the device: it stays None in JSON.
+    activations = found.activations_at_hand
+    shown: dict[str, Any] = {
+        "model": name,
+        "parameters": found.num_parameters,
+        "dtype": found.dtype.name,
+        "cluster": {
+            "name": found.cluster.name,
+            "ranks": ranks.count,
+            "ranks_per_node": ranks.on_a_node,
+            "nodes": ranks.num_nodes,
+            "device_memory": found.cluster.device_bytes,
+            "host_memory": found.cluster.host_bytes,
+            "rates": None if found.cluster.rates is None else found.cluster.rates.to_json(),
+        },
+        "batch": {
+            "sequences": found.batch.sequences,
+            "sequence_length": found.batch.length,
+            "gradient_accumulation_steps": found.batch.micro_batches,
+            "activation_checkpointing": found.batch.is_checkpointed,
+        },
+        "activations_at_most": dict(zip(("whole", "checkpointed"), found.activations, strict=True)),
+        "fits": plan is not None,
+        "would_change": list(found.knobs),
+        "notes": list(found.notes),
+    }
+    if found.refusal is not None:
+        refusal = found.refusal
+        shown["refused"] = {
+            "tier": refusal.tier,
+            "needed_bytes": refusal.needed_bytes,
+            "budget_bytes": refusal.budget_bytes,
+            "enough_bytes": refusal.enough_bytes,
+            "message": with_options(str(refusal)),
+        }
+    # A plan always comes with its prediction and its moves, which the types do not say.
+    if plan is not None and found.moves is not None and found.predicted is not None:
+        shown |= {
+            "stage": plan.settings.stage,
+            "policy": plan.policy,
+            "chunks": len(plan.packing.chunks),
+            "chunk_bytes": plan.packing.chunk_bytes,
+            "device": plan.placement.bytes_by_kind(plan.demand, Tier.DEVICE),
+            "host": plan.placement.bytes_by_kind(plan.demand, Tier.HOST),
+            "model_data_budget": plan.budget_bytes,
+            "wrap_with": {} if found.setting is None else _settings_of(found, found.setting),
+            "model_data_minimum_with_these_chunks": plan.packed_minimum_bytes,
+            "device_peak": None if activations is None else found.predicted.device_peak + activations,
+            "host_peak": found.predicted.host_peak,
+            "moves": vars(found.moves),
+        }
+    if step is not None:
+        shown["modelled"] = {
+            "seconds_by_part": dict(step.parts),
+            "seconds_without_overlap": step.seconds,
+            "seconds_with_all_overlap": step.least_seconds,
+            "model_flops": step.model_flops,
+            "flop_utilisation_without_overlap": step.utilisation,
+            "flop_utilisation_with_all_overlap": step.most_utilisation,
+        }
+    return shown
+
+
+def _settings_of(found: Answer, model_data_memory: int) -> dict[str, float | None]:
+    """The settings with which `ShardedModel` makes the same plan."""
+    return {
+        "device_memory": found.cluster.device_bytes,
+        "model_data_memory": model_data_memory,
+        "host_memory": found.cluster.host_bytes,
+        **({} if found.plan is None else chosen_of(found.plan.settings)),
+    }
+
+
+def show(name: str, found: Answer, console: Console) -> None:
+    """Print the answer for people to read."""
+    ranks, batch, plan = found.cluster.ranks, found.batch, found.plan
+    nodes = f" on {ranks.num_nodes} nodes of {ranks.on_a_node}" if ranks.num_nodes > 1 else ""
+    lines = [
+        f"{name}: {found.num_parameters:,} parameters, {_count(ranks.count, 'rank')}{nodes} ({found.cluster.name})"
+    ]
+    if plan is not None:
+        settings = plan.settings
+        chunks = f"{_count(len(plan.packing.chunks), 'chunk')} of up to {format_bytes(plan.packing.chunk_bytes)}"
+        lines.append(f"{found.dtype.name}, stage {settings.stage}, policy {plan.policy}, {chunks}")
+    checkpointed = " with activation checkpointing" if batch.is_checkpointed else ""
+    times = f" in each of {batch.micro_batches} micro-batches" if batch.micro_batches > 1 else ""
+    sequences = f"{_count(batch.sequences, 'sequence')} of {_count(batch.length, 'token')}"
+    lines.append(f"{sequences} on each rank{times}{checkpointed}")
+    # With `soft_wrap` the terminal breaks long lines, and rich does not: a line that is copied stays whole.
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    if plan is not None:
+        _show_bytes(found, console)
+    whole, checked = found.activations
+    others = "Activations: not known."
+    if whole is not None and checked is not None:
+        with_it = f"{_gb(checked)} with activation checkpointing"
+        others = f"Activations and gradients before their chunks take them: at most {_gb(whole)}, {with_it} (bounds)."
+    console.print(Text(others), soft_wrap=True)
+    # What is refused is said by the command itself, on stderr.
+    if plan is None or found.predicted is None:
+        return
+    activations = found.activations_at_hand
+    # Here the words say that activations are missing, so model data alone can be shown.
+    peak, beside = found.predicted.device_peak + (activations or 0), " besides activations" * (activations is None)
+    of = "" if found.cluster.device_bytes is None else f" of {_gb(found.cluster.device_bytes)}"
+    console.print(Text(f"Predicted peak on the device{beside}: {_gb(peak)}{of}."), soft_wrap=True)
+    _show_step(found, console)
+    for sentence in (*found.knobs, *found.notes):
+        console.print(Text(sentence), soft_wrap=True)
+
+
+def _show_bytes(found: Answer, console: Console) -> None:
+    plan = found.plan
+    assert plan is not None
+    on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
+    activations = found.activations_at_hand
+    # Gradients that find no slot lie on the host for a part of the step, beside the homes there.
+    passing = 0 if found.predicted is None else found.predicted.host_peak - plan.host_bytes
+    tier_bytes = plan.device_bytes + (activations or 0), plan.host_bytes + passing
+    # One unit for the whole table, by its largest sum, so that the digits of rows can be compared.
+    unit, power = next((each for each in _UNITS if max(tier_bytes) >= 10 ** each[1]), _UNITS[-1])
+
+    def cell(num_bytes: int | None) -> str:
+        # An empty cell in the row "there" means that no bound is known.
+        return "" if num_bytes is None else f"{num_bytes / 10**power:,.2f}"
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for head in (f"{unit} (10**{power} bytes) on each rank", "device", "host"):
+        table.add_column(head, justify="left" if head.startswith(unit) else "right", no_wrap=True)
+    for kind, words in _KINDS.items():
+        # Kinds that a model does not have, such as masters beside fp32 weights, get no row.
+        if on_device.get(kind) or on_host.get(kind):
+            table.add_row(words, cell(on_device.get(kind, 0)), cell(on_host.get(kind, 0)))
+    if passing:
+        table.add_row("gradients passing through", cell(0), cell(passing))
+    table.add_row("activations, at most", "not known" if activations is None else cell(activations), "")
+    table.add_row("in all", cell(tier_bytes[0]), cell(tier_bytes[1]))
+    table.add_row("there", cell(found.cluster.device_bytes), cell(found.cluster.host_bytes))
+    console.print(table)
+
+
+def _show_step(found: Answer, console: Console) -> None:
+    step, rates, moves = found.step, found.cluster.rates, found.moves
+    # Among the notes stands why no step is modelled.
+    if step is None or rates is None or moves is None:
+        return
+    # The keys are those of `ModelledStep.parts`, which leaves out collectives where there is one rank.
+    amounts = {
+        "forward and backward": f"{step.flops / 1e12:,.4g} TFLOP",
+        "host to device": _gb(moves.to_device_bytes),
+        "device to host": _gb(moves.to_host_bytes),
+        "gathers": f"{_gb(moves.gathered_bytes)} in {moves.num_gathers} launches",
+        "exchanges": f"{_gb(moves.exchanged_bytes)} in {moves.num_exchanges} launches",
+        "update on the device": _gb(moves.device_update_bytes),
+        "update on the host": _gb(moves.host_update_bytes),
+    }
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    # In a narrow terminal rich would cut digits off, so the rates, which are no result, are left out.
+    columns = ("a step, modelled", "amount", "seconds", "rate")[: 4 if console.width >= _COLUMNS else 3]
+    for head in columns:
+        table.add_column(head, justify="left" if head.startswith("a step") else "right", no_wrap=True)
+    for part, seconds in step.parts.items():
+        shown = "not known" if seconds is None else f"{seconds:,.4g}"
+        cells = part, amounts[part], shown, _rate(part, found.dtype.name, rates)
+        table.add_row(*cells[: len(columns)])
+    console.print(table)
+    lines = [
+        f"Modelled step: {step.seconds:.3g} s if nothing overlaps ({step.utilisation:.1%} model FLOP utilisation), "
+        f"{step.least_seconds:.3g} s if all hides behind what takes longest ({step.most_utilisation:.1%}).",
+        f"Rates: {rates.source}.",
+    ]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _rate(part: str, dtype: str, rates: Rates) -> str:
+    """What its amount is divided by; between ranks the slower of two ways counts."""
+    if part == "forward and backward":
+        # `modelled_step` has refused rates without this dtype.
+        return f"{rates.flops_per_s[dtype] / 1e12:,.3g} TFLOP/s"
+    if part in ("gathers", "exchanges"):
+        ways = (("node", rates.node_bytes_per_s), ("network", rates.network_bytes_per_s))
+        return ", ".join(f"{name} {value / 1e9:,.3g} GB/s" for name, value in ways if value is not None)
+    value = {
+        "host to device": rates.to_device_bytes_per_s,
+        "device to host": rates.to_host_bytes_per_s,
+        "update on the device": rates.device_update_bytes_per_s,
+        "update on the host": rates.host_update_bytes_per_s,
+    }[part]
+    return f"{value / 1e9:,.3g} GB/s"
+
+
+def _gb(num_bytes: int) -> str:
+    unit, power = next((each for each in _UNITS if num_bytes >= 10 ** each[1]), ("B", 0))
+    return f"{num_bytes / 10**power:,.4g} {unit}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -1,0 +1,390 @@
+"""One step's norm, and the update of one chunk after the other."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
+from gemini.monitor.live import LiveMemory
+from gemini.optimizer.chunk_states import ChunkOptimizerState
+from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
+from gemini.optimizer.shards import GradientFactors, Run, RunUpdate, ShardView, Staging, spans_of, staged_bytes
+from gemini.placement.demand import Kind, Tier
+from gemini.ranks.communicator import Communicator
+from gemini.runtime.chunk import Chunk
+from gemini.runtime.gradient import ChunkGradient
+from gemini.runtime.step import Step
+from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
+from sharding import Piece
+
+# -- The step's one all-reduce: gradient norm, non-finite gradients, and which parameters have a gradient at all.
+#
+# All of it is integers, so the sum does not depend on its order: the norm's limbs (`optim.norm`), and per parameter one
+# word, whose low half counts the ranks with a gradient of it, and whose high half those with a non-finite element.
+
+
+# This is the count of one rank in the high half of a word. The low half has room for more ranks than there can be.
+_NON_FINITE = 1 << 32
+
+
+@dataclass(frozen=True)
+class GradientSummary:
+    """The gradients of one step, summarised. Equal on all ranks."""
+
+    norm: float  # inf or NaN if a gradient is not finite
+    has_gradient: bytes  # by parameter index: 1 or 0
+    non_finite: int | None  # index of the first parameter with a non-finite gradient
+    num_backwards: int  # backwards in this step: the mean over ranks, rounded up
+
+    def of(self, chunk: Chunk) -> bytes:
+        """`has_gradient` by position in the chunk, whose parameters have consecutive indices."""
+        first = chunk.parameters[0].index if chunk.parameters else 0
+        return self.has_gradient[first : first + len(chunk.parameters)]
+
+
+def summarize(
+    step: Step,
+    trainable: Sequence[Chunk],
+    ungrouped: Mapping[int, Sequence[bool]],
+    num_parameters: int,
+    norm_type: float,
+    settings: str,
+    live: LiveMemory | None,
+) -> GradientSummary:
+    """Look at all gradients once, which are reduced. Collective.
+
+    ungrouped: flags of parameters in no param group, by chunk index, then by position. Their values do not count.
+    live: readings of the device, which ranks agree on here. None: the user has fixed the budget.
+    settings: the optimizer's settings, in words.
+
+    Raises DivergenceError on all ranks if their settings differ. Another learning rate on one rank would give its
+    shards another update, without any error.
+    """
+    # These are this rank's words, by parameter index.
+    words = [0] * num_parameters
+    sums: dict[torch.device, _Sums] = {}
+    several = step.grads.num_backwards > 1
+    gradients = [step.grads.of(chunk) for chunk in trainable]
+    wait_on_tier(*(gradient.reduced() for gradient in gradients if gradient.is_reduced))  # one wait
+    for chunk, gradient in zip(trainable, gradients, strict=True):
+        if chunk.parameters:
+            first = chunk.parameters[0].index
+            words[first : first + len(gradient.got)] = gradient.got
+        if not gradient.is_reduced:
+            continue
+        flat = gradient.reduced().flat
+        device_sums = sums.setdefault(flat.device, _Sums(flat.device))
+        for piece in _counted(chunk, gradient, ungrouped.get(chunk.index)):
+            part = flat[piece.in_shard]
+            # Sums of several micro-batches are in fp32. A gradient that came only once is still in 16 bits: widen it,
+            # so that both are counted by the same rule.
+            if several and chunk.widens:
+                part = part.float()
+            device_sums.add(chunk, piece, part, norm_type)
+    device, communicator = step.params.device.device, step.communicator
+    # Read the device's free memory before the host waits for the sums: the driver answers slowly, and the device would
+    # be idle meanwhile.
+    readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
+    for device_sums in sums.values():
+        for index in device_sums.non_finite():
+            words[index] += _NON_FINITE
+    # One all-reduce of everything that ranks must know.
+    # Gradients on the host and on the device have limbs of their own, which are added up on the host.
+    limbs = sum((device_sums.limbs.cpu() for device_sums in sums.values()), start=zero_norm_limbs())
+    bits = _bits_of(settings)
+    numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
+    both = torch.cat([limbs, numbers])
+    both = both.to(device) if communicator.world_size > 1 else both  # one rank needs no copy to the device
+    communicator.all_reduce_sum_(both, "gradient summary")
+    both = both.cpu()
+    limbs, (num_backwards, *counts) = both[: limbs.numel()], both[limbs.numel() :].tolist()
+    counts, bits, readings = counts[: len(words)], counts[len(words) :][: len(bits)], counts[len(words) + len(bits) :]
+    if live is not None:
+        live.agree(readings)
+    _refuse_other_settings(communicator, settings, bits)
+    if norm_type == 2.0:
+        norm = norm_from_limbs(limbs)
+    else:
+        # All ranks take this second all-reduce or none does: the settings name the norm type, and ranks that differ in
+        # them were refused above.
+        largest = [float(device_sums.largest) for device_sums in sums.values()]
+        most = torch.tensor(
+            max([0.0, *(each for each in largest if not math.isnan(each))]), dtype=torch.float64, device="cpu"
+        )
+        most = most.to(device)
+        # Backends differ in the maximum of NaN, so NaNs are left out here and come from the limbs.
+        communicator.all_reduce_max_(most, "largest gradient")
+        norm = math.nan if limbs[NAN_LIMB] else float(most)
+    # These figures, too, come from sums over ranks, so that ranks cannot decide differently.
+    bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
+    has_gradient = bytes([word & (_NON_FINITE - 1) > 0 for word in counts])
+    return GradientSummary(norm, has_gradient, bad[0] if bad else None, -(-num_backwards // communicator.world_size))
+
+
+def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dict[str, Any]]) -> str:
+    """Everything that a step depends on besides the model's state, as a text that ranks can compare."""
+    groups = "; ".join(map(settings_in_words, param_groups))
+    return f"clip_grad_norm={clip} loss_scale={loss_scale} {groups}"
+
+
+def compare_settings(step: Step, settings: str) -> None:
+    """Compare the settings of a step whose gradients were summarised earlier. Collective.
+
+    Raises DivergenceError, as `summarize` does.
+    """
+    bits = torch.tensor(_bits_of(settings), dtype=torch.int64, device=step.params.device.device)
+    step.communicator.all_reduce_sum_(bits, "the optimizer's settings")
+    _refuse_other_settings(step.communicator, settings, bits.tolist())
+
+
+def _refuse_other_settings(communicator: Communicator, settings: str, bits: list[int]) -> None:
+    """Raises DivergenceError if settings differ. bits: sums over ranks, so that all ranks decide alike."""
+    if any(count not in (0, communicator.world_size) for count in bits):
+        remedy = "All ranks must set the optimizer alike before a step"
+        communicator.agree(settings.encode(), "the optimizer's settings", remedy=remedy)
+
+
+def _bits_of(settings: str) -> list[int]:
+    """32 bits of a fingerprint. If all ranks have the same settings, each bit's sum is 0 or the number of ranks."""
+    # The fingerprint does not travel as one number: a rank whose number is the mean of all ranks' would find the sum
+    # right, and go on alone.
+    fingerprint = zlib.crc32(settings.encode())
+    return [fingerprint >> place & 1 for place in range(32)]
+
+
+class _Sums:
+    """Sums over the gradients on one device. The host waits for them once, at the end, and not for each chunk."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.limbs = zero_norm_limbs(device)
+        self.largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._seen: list[tuple[Chunk, Piece]] = []
+        self._first_bad: list[Tensor] = []  # for each piece: its first non-finite element, or -1
+
+    def add(self, chunk: Chunk, piece: Piece, part: Tensor, norm_type: float) -> None:
+        """Add a piece. part: its elements of the reduced gradient."""
+        self._seen.append((chunk, piece))
+        self._first_bad.append(accumulate_sum_of_squares_(self.limbs, part))
+        if norm_type != 2.0:
+            # `torch.maximum` stays on the device. A comparison on the host would wait for each piece.
+            self.largest = torch.maximum(self.largest, max_abs(part).double())
+
+    def non_finite(self) -> list[int]:
+        """Indices of the parameters that have the first non-finite element of a piece. Waits for the device."""
+        found = torch.stack(self._first_bad).tolist() if self._first_bad else []
+        pairs = zip(self._seen, found, strict=True)
+        return [chunk.parameter_at(piece.payload_start + first).index for (chunk, piece), first in pairs if first >= 0]
+
+
+def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | None) -> list[Piece]:
+    """The pieces of the reduced gradient that this rank adds to the norm. `shard_start` refers to `reduced()`."""
+    several = chunk.layout.world_size > 1
+    # On several ranks a parameter without a gradient has zeros, which add nothing: take whole shards.
+    if ungrouped is None and several:
+        pieces = list(chunk.layout.slices(chunk.rank))
+    elif ungrouped is None and all(gradient.got):
+        pieces = [Piece(0, 0, chunk.optim_numel)]
+    elif ungrouped is None:
+        # On one rank elements without a gradient have values of an earlier step: leave them out.
+        got = [position for position, has in enumerate(gradient.got) if has]
+        pieces = [Piece(start, start, numel) for start, numel, _ in spans_of(chunk, got)]
+    else:
+        pieces = [
+            piece
+            for position, managed in enumerate(chunk.parameters)
+            if not (ungrouped is not None and ungrouped[position]) and (several or gradient.got[position])
+            for piece in chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
+        ]
+    # The gradient is whole on every rank, and each rank counts its share of it.
+    if several and chunk.optim_layout.world_size == 1:
+        return [Piece(piece.payload_start, piece.payload_start, piece.numel) for piece in pieces]
+    return pieces
+
+
+# -- Updates of chunks, each on the tier of its state.
+#
+# A launch and the Python around it cost as much as the update of a small chunk. So chunks whose update touches only one
+# tier are launched together, in batches. A chunk that needs a staging buffer is the last of its batch: the next chunk
+# would overwrite the buffer before the launch.
+
+
+BATCH_NUMEL = 2**25
+"""Elements that are updated together: 0.2 ms at 4 TB/s. More would only delay the work that follows an update."""
+
+
+@dataclass(frozen=True)
+class _ChunkUpdate:
+    """A chunk in a batch, prepared and not launched yet."""
+
+    state: ChunkOptimizerState
+    weights: ShardView | None  # None: this rank has nothing to update
+    runs: list[RunUpdate]
+
+
+class ChunkUpdates:
+    """Updates the chunks of one model."""
+
+    def __init__(
+        self,
+        step: Step,
+        states: Mapping[int, ChunkOptimizerState],
+        update: ElementwiseUpdate,
+        param_groups: list[dict[str, Any]],
+    ) -> None:
+        self._step = step
+        self._states = states
+        self._update = update
+        self._param_groups = param_groups
+        self._staging = Staging(step)
+
+    def refuse_bad_hyperparameters(self) -> None:
+        """Raise for bad hyperparameters before the step, by an update of no elements. Nothing has changed then."""
+        # One parameter per group and dtype is enough. The dtype counts, because HybridAdam refuses fp64 weights, which
+        # may come after fp32 ones in a model.
+        checked: set[tuple[int, torch.dtype]] = set()  # membership only
+        for state in self._states.values():
+            groups = {group for group in set(state.groups) if group is not None}
+            for group in sorted(groups):
+                if (group, state.dtype) not in checked:
+                    checked.add((group, state.dtype))
+                    nothing = state.start(Run(0, 0, (state.groups.index(group),), group))
+                    self._update.update([nothing], self._param_groups, GradientFactors())
+
+    def room(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
+        """Inside, `update` finds all that it needs beside the homes. See [Note: Room for an update] in staging.py.
+
+        Local. Raises torch.OutOfMemoryError or BudgetError, and nothing has changed then.
+        """
+        needs: dict[tuple[Tier, str], int] = {}
+        memory = self._step.params.memory
+        temporaries = 0  # on the device; the host has no bound that an allocation would find
+        gathers_in_slot = False
+        for chunk in chunks:
+            gradient = self._step.grads.of(chunk)
+            if not gradient.is_reduced:
+                continue
+            reduced, tier = gradient.reduced(), self._states[chunk.index].tier
+            staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
+            if reduced.tier is not tier:
+                staged["gradient"] = reduced.nbytes
+            for name, num_bytes in staged.items():
+                # Chunks are staged one after the other in the same pieces, so the largest need counts and not the sum.
+                needs[tier, name] = max(num_bytes, needs.get((tier, name), 0))
+            if tier is Tier.DEVICE:
+                its = self._update.temporary_bytes(
+                    chunk.optim_numel, self._states[chunk.index].dtype, memory.device.device
+                )
+                temporaries = max(temporaries, its)
+            gathers_in_slot |= _is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
+        # Whole weights on the host are gathered in a slot of payloads, which may have no memory yet.
+        if gathers_in_slot:
+            self._step.payloads.take_room()
+        return self._staging.reserved(needs, temporaries)
+
+    def update(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors) -> None:
+        """Update chunks on the tiers of their states. Local until new weights are gathered.
+
+        chunks: the chunks to update, with their `steps`.
+        """
+        batch: list[_ChunkUpdate] = []
+        numel = 0
+        for chunk, steps in chunks.items():
+            must_end = self._prepare(chunk, steps, batch)
+            numel += chunk.optim_numel
+            if must_end or numel >= BATCH_NUMEL:
+                self._finish(batch, factors)
+                batch, numel = [], 0
+        if batch:
+            self._finish(batch, factors)
+
+    def steps(self, chunk: Chunk, summary: GradientSummary) -> bytes:
+        """Whether each parameter, by position, has a gradient on some rank and is in a param group."""
+        has_gradient = summary.of(chunk)
+        groups = self._states[chunk.index].groups
+        if None in groups:
+            has_gradient = bytes(has and group is not None for has, group in zip(has_gradient, groups, strict=True))
+        return has_gradient
+
+    def _prepare(self, chunk: Chunk, steps: bytes, batch: list[_ChunkUpdate]) -> bool:
+        """Add a chunk to the batch. Returns whether the batch must end with it."""
+        state = self._states[chunk.index]
+        runs = state.runs(steps)
+        # All updated parameters are in other ranks' shards. Count their steps here too.
+        if not any(run.numel for run in runs):
+            batch.append(_ChunkUpdate(state, None, [state.start(run) for run in runs]))
+            return False
+        tier = state.tier
+        state.wait_for_readers()
+        view = ShardView(chunk, self._step.params, self._staging, tier)
+        gradient = self._step.grads.of(chunk)
+        reduced = gradient.reduced()
+        is_grad_staged = reduced.tier is not tier
+        grad = self._staged(reduced, tier) if is_grad_staged else ready(reduced)
+        # Stage the weights now: only then `is_staged`, which ends the batch, is known.
+        view.segments()
+        updates = [state.start(run, view, grad) if run.numel else state.start(run) for run in runs]
+        batch.append(_ChunkUpdate(state, view, updates))
+        # A torch optimizer updates one chunk at a time: its call of `ShardView.load` may stage weights, which is not
+        # known yet here.
+        return is_grad_staged or view.is_staged or not self._update.is_fused
+
+    def _finish(self, batch: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
+        """Launch the batch, and bring the new weights home.
+
+        Collective if each rank has updated a part of weights that all ranks hold whole.
+        """
+        step = self._step
+        self._update.update([run for each in batch for run in each.runs], self._param_groups, factors)
+        for each in batch:
+            state, chunk = each.state, each.state.chunk
+            state.store_updates(each.runs, step.params)
+            if each.weights is not None:
+                # The gradient is used up: a home that was lent to it takes the new weights in `close`.
+                step.grads.homes.consumed(chunk)
+                each.weights.close(state.are_all([update.run for update in each.runs]))
+            # If this rank had nothing to update, the chunk's home may still hold the gradient.
+            step.grads.homes.restore(chunk)
+            step.after_chunk_update(chunk)
+            # Ranks may end their batches at different chunks, as staging depends on what each updates. All of them keep
+            # the order of chunks, in which the gathers must come.
+            if _is_updated_in_parts(chunk):
+                _all_gather_weights(step, chunk)
+
+    def _staged(self, gradient: Region, tier: Tier) -> Tensor:
+        """A copy of the gradient on `tier`, ready to be read there."""
+        memory = self._step.params.memory
+        staged = self._staging.buffer(tier, "gradient", gradient.numel, gradient.dtype)
+        # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
+        memory.transfer.copy(staged, gradient)
+        return ready(staged)
+
+
+def _is_updated_in_parts(chunk: Chunk) -> bool:
+    """Whether every rank keeps the weights whole and updates a part of them."""
+    return chunk.home_layout.world_size < chunk.optim_layout.world_size
+
+
+def _all_gather_weights(step: Step, chunk: Chunk) -> None:
+    """Make weights that were updated in parts, as at stages 1 and 2, whole again on every rank. Collective."""
+    params, home = step.params, chunk.homes[Kind.PARAM]
+    with torch.no_grad():
+        if home.tier is Tier.DEVICE:
+            # `close` may have started a copy of this rank's part to the home. The gather must send the new values.
+            wait_on_stream(home)
+            params.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
+            return
+        payload = step.payloads.open_own_part(chunk)
+        params.communicator.all_gather(payload.flat, None, chunk.layout, chunk.index)
+        # This rank's own part is at home already, so only the other ranks' parts cross to the host.
+        for others in chunk.layout.others(chunk.rank):
+            params.memory.transfer.copy(home[others], payload[others])
+        # What is launched into the slot next must not overtake the copies that read the payload.
+        wait_on_stream(payload)

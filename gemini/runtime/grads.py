@@ -1,0 +1,666 @@
+"""The store of gradients: opens and closes them in a backward, and ends a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from gemini.errors import BudgetError, GeminiError
+from gemini.memory.memory import Memory
+from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
+from gemini.memory.transfer import Region, Scratch, ready, wait_on_host
+from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.next_use import NextUse
+from gemini.ranks.communicator import Communicator
+from gemini.runtime.arrivals import MAX_WAITING, Arrivals, Waiting
+from gemini.runtime.binding import master_from_weights
+from gemini.runtime.chunk import Chunk, ManagedParameter
+from gemini.runtime.grad_homes import GradHomes, GradMemory
+from gemini.runtime.gradient import BLANK, ChunkGradient, UnsyncedState, set_grads
+from gemini.runtime.reduce import AccumulateAndReduce, AccumulateInPlace, Accumulation
+from optim import HALF_DTYPES
+
+# -- The memory that only training needs beside the weights: homes of gradients, and masters that weights can make.
+#
+# A model that only infers has neither. They are taken together, when an optimizer comes or, without one, when the first
+# backward reaches the model. A master that holds more than the 16-bit weights, because these were given in another
+# dtype, cannot be made later: it is there from the start.
+
+
+_KINDS = (Kind.MASTER, Kind.GRAD)
+_UNPREPARED = (
+    "a backward of a model that has only inferred so far, through a graph that was built inside "
+    "GatheredParameters(...): make the optimizer before, or call the model once with gradients outside of it"
+)
+
+
+class TrainingState:
+    """The training memory of all chunks of one model. All of it is local; every rank does it at the same point."""
+
+    def __init__(self, chunks: Sequence[Chunk], memory: Memory, gradients: GradMemory) -> None:
+        self.is_there = False
+        self.refused: BudgetError | None = None  # why the plan for inference, which is in force, has to stay
+        self._infers = False
+        self._chunks = chunks
+        self._memory = memory
+        self._gradients = gradients
+        self._demand: Demand | None = None
+        self._placement: Placement | None = None
+        self._taken: list[tuple[Chunk, Kind]] = []  # by the last call of `_allocate`
+
+    def follow(self, demand: Demand, placement: Placement, infers: bool) -> None:
+        """Another plan is in force: memory that is still missing will be taken where it says.
+
+        infers: the plan is for inference, and has no place for gradients and new masters.
+        """
+        self._demand, self._placement = demand, placement
+        # A refusal was one of the plan before: this one may have room for training.
+        self._infers, self.refused = infers, None
+
+    def refuse(self, error: BudgetError) -> None:
+        """No plan for training fits, so the plan for inference stays. A backward raises `error`."""
+        self.refused = error
+
+    def allocate(self, beside: int = 0) -> None:
+        """Take all missing memory. Raises BudgetError, and holds nothing then.
+
+        beside: further bytes that are needed on the host, mapped in one piece with these.
+        """
+        if self._infers:
+            # This is another object each time: an error that is kept would keep its traceback.
+            raise GeminiError(_UNPREPARED) if self.refused is None else self.refused.reworded(str(self.refused))
+        if not self.is_there:
+            words = "gradients, masters and optimizer state" if beside else "gradients and masters"
+            self._allocate(self._missing(self._chunks, _KINDS), words, beside)
+            self.is_there = True
+
+    def give_back(self) -> None:
+        """Free what `allocate` has just allocated, before anything of it is used."""
+        self._free()
+        self.is_there = False
+
+    def take_masters(self, chunks: Iterable[Chunk]) -> None:
+        """Take the masters of chunks whose weights are about to be given more than 16 bits. Raises BudgetError.
+
+        A plan for inference has no place for new masters: they are on the host until the next plan.
+        """
+        self._allocate(self._missing(chunks, (Kind.MASTER,)), "masters")
+
+    def _missing(self, chunks: Iterable[Chunk], kinds: Sequence[Kind]) -> list[tuple[Chunk, Kind, Tier, int]]:
+        """(chunk, kind, tier, bytes): first all masters, then all gradients, in the order in which they are taken."""
+        assert self._demand is not None and self._placement is not None
+        found = []
+        for kind in kinds:
+            for chunk in chunks:
+                tier = self._placement.homes[chunk.index].get(kind)
+                num_bytes = self._demand.chunks[chunk.index].home_bytes.get(kind, 0)
+                if tier is None and self._infers and kind is Kind.MASTER and chunk.dtype in HALF_DTYPES:
+                    # Values of more than 16 bits that are loaded into a model which infers need a master. Its plan has
+                    # no tier for one.
+                    tier, num_bytes = Tier.HOST, chunk.master_dtype.itemsize * chunk.optim_numel
+                # A gradient without bytes rests in the parameter home, see grad_homes.py, unless its chunk is empty.
+                is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.may_lend_home or chunk.numel > 0)
+                if tier is not None and kind not in chunk.homes and not is_elsewhere:
+                    found.append((chunk, kind, tier, num_bytes))
+        return found
+
+    def _allocate(self, missing: Sequence[tuple[Chunk, Kind, Tier, int]], words: str, beside: int = 0) -> None:
+        """Take the missing memory, all or none of it. words: what it is for, in errors."""
+        self._taken = []
+        if not missing:
+            return
+        with unseen(), untracked():
+            on_host = sum(num_bytes for _, _, tier, num_bytes in missing if tier is Tier.HOST)
+            # One mapping of exactly this size, registered once: see host.py.
+            self._memory.host.reserve(on_host + beside, words)
+            try:
+                for chunk, kind, tier, num_bytes in missing:
+                    # Noted first: an interrupt behind the allocation would leave a master of zeros, which nobody fills.
+                    self._taken.append((chunk, kind))
+                    chunk.allocate_home(kind, tier, self._memory, num_bytes)
+                    if kind is Kind.MASTER:
+                        master_from_weights(chunk)
+                    else:
+                        # The gradient was made when the chunk had no GRAD home.
+                        self._gradients.gradients[chunk.index].adopt_home()
+            except BaseException:
+                # What was taken is given back, so that another try, with a plan that wants less of the device, finds
+                # the room.
+                self._free()
+                raise
+
+    def _free(self) -> None:
+        """Free what the last `_allocate` has allocated."""
+        taken, self._taken = self._taken, []
+        for chunk, kind in taken:
+            chunk.free_home(kind, self._memory)
+            if kind is Kind.GRAD:
+                self._gradients.gradients[chunk.index].adopt_home()
+
+
+# -- What remains of gradients after a step or zero_grad(): None, zeros, or the gradients that stay.
+#
+# [Note: Zeros] zero_grad(set_to_none=False) leaves zeros, with which a step moves parameters by their moments. No
+# memory is written for them at first: the flags say that there is a gradient, and elements that no backward writes to
+# become zero when the chunk is reduced. Only a chunk that no backward has reached is filled with zeros, when they are
+# needed.
+
+
+class Becomes(Enum):
+    """What gradients are after a step or zero_grad().
+
+    USED: None for now, but zero_grad(set_to_none=False) makes zeros of them: plain PyTorch would still have them.
+    NONE: None, as if there had never been one.
+    ZERO: zeros, where there was a gradient since they were last set to None.
+    """
+
+    USED = "used"
+    NONE = "none"
+    ZERO = "zero"
+
+    @staticmethod
+    def of(set_to_none: bool) -> Becomes:
+        """What `zero_grad(set_to_none=)` makes of gradients."""
+        return Becomes.NONE if set_to_none else Becomes.ZERO
+
+
+class Leftovers:
+    """What remains of one model's gradients. All of it is local, and its decisions are equal on all ranks."""
+
+    def __init__(self, memory: GradMemory, homes: GradHomes) -> None:
+        self._memory = memory
+        self._homes = homes
+        self._searched: list[int] = []  # indices of the chunks that `are_any` searches
+        self._place = 0  # where that search has come to
+
+    def end_step(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
+        """A step used the gradients, or they are discarded or set to zero.
+
+        stay: which gradients stay, by chunk index, then by position.
+        """
+        for gradient in self._memory.gradients.values():
+            stays = stay.get(gradient.chunk.index, ())
+            # This comes first: the flags that remain follow from those of the step, which are overwritten below.
+            after = _flags_after(gradient, becomes)
+            # Nothing of the chunk stays: its memory is free, and a lent home gets its parameters back.
+            if not keeps(gradient, stays):
+                self._memory.discard(gradient)
+                gradient.note_leftovers(*after)
+                self._homes.restore(gradient.chunk)
+                continue
+            pairs = zip(gradient.chunk.parameters, stays, strict=True)
+            self.clear(gradient, [managed for managed, does in pairs if not does])
+            if gradient.is_open:
+                self._memory.close(gradient)
+            gradient.outlive_step()
+            gradient.note_leftovers(
+                *(
+                    bytes(old if does else new for old, new, does in zip(flags, its_after, stays, strict=True))
+                    for flags, its_after in zip((gradient.had, gradient.got, gradient.agreed), after, strict=True)
+                )
+            )
+        self._homes.end_step()
+
+    def are_any(self) -> bool:
+        """Whether this rank has a gradient of some parameter.
+
+        The search goes on where the last one found a gradient. So a loop that discards the gradients of all parameters,
+        one after the other, takes time in proportion to their number.
+        """
+        # First the rest of the last search, then all chunks once.
+        for _ in range(2):
+            while self._place < len(self._searched):
+                gradient = self._memory.gradients.get(self._searched[self._place])
+                if gradient is not None and any(gradient.got):
+                    return True
+                self._place += 1
+            self._searched, self._place = list(self._memory.gradients), 0
+        return False
+
+    def clear(self, gradient: ChunkGradient, some: Sequence[ManagedParameter]) -> None:
+        """Set the gradients of some of the chunk's parameters to zero, so that later ones are added to zero."""
+        gradient.count_write()
+        if gradient.unsynced_state is UnsyncedState.HELD:
+            assert gradient.unsynced is not None
+            for managed in some:
+                gradient.unsynced.flat[managed.offset : managed.offset + managed.numel].zero_()
+        if not gradient.is_reduced:
+            return
+        # Autograd adds to an attached home, and -0.0 is the only zero that changes no bit of a gradient.
+        reduced, zero = ready(gradient.reduced()), 0.0 if gradient.attached is None else BLANK
+        # Every rank calls this, and sets the parts that it holds.
+        for managed in some:
+            for part in managed.own_parts(reduced):
+                part.fill_(zero)
+
+    def write_zeros(self, backward: int) -> None:
+        """Write the zeros that a step is about to read. See [Note: Zeros]. Every rank calls it at the same point."""
+        for gradient in self._memory.gradients.values():
+            # Unlike `got`, `agreed` is equal on all ranks, so that they fill the same chunks.
+            if any(gradient.agreed):
+                self._homes.fill(gradient, backward)
+
+    def before_update(self, stay: Mapping[int, Sequence[bool]]) -> None:
+        """Move gradients that stay out of parameter homes, which the step writes to. Raises BudgetError."""
+        # The memory for it is taken before the update: a lack of it refuses the step while nothing has changed.
+        for index, stays in stay.items():
+            gradient = self._memory.gradients.get(index)
+            if gradient is not None and gradient.chunk.holds_grad and keeps(gradient, stays):
+                self._homes.move_out(gradient.chunk)
+
+    def rescale(self, factor: float) -> None:
+        """Adapt gradients that have stayed to a loss scale that is `factor` times as large now."""
+        for gradient in self._memory.gradients.values():
+            if gradient.is_reduced:
+                # 16 bits may not hold the larger values.
+                self._homes.widen(gradient, gradient.first_backward)
+        self.multiply(factor, {})
+
+    def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
+        """Multiply all reduced gradients by `factor`, except those in `but`, by chunk index, then by position."""
+        with untracked():
+            for gradient in self._memory.gradients.values():
+                if not gradient.is_reduced:
+                    continue
+                chunk, reduced = gradient.chunk, ready(gradient.reduced())
+                excepted = but.get(chunk.index)
+                if excepted is None:
+                    reduced.mul_(factor)
+                else:
+                    pairs = zip(chunk.parameters, excepted, strict=True)
+                    for part in (part for managed, stays in pairs if not stays for part in managed.own_parts(reduced)):
+                        part.mul_(factor)
+                gradient.count_write()
+
+
+def keeps(gradient: ChunkGradient, stays: Sequence[bool]) -> bool:
+    """Whether the chunk has, or may have, a gradient of one of the parameters in `stays`, by position."""
+    # Which parameters have unreduced gradients on other ranks is not known here: assume that these have.
+    if gradient.is_behind and any(stays):
+        return True
+    # `stays` is empty for a chunk of which nothing stays.
+    return gradient.is_reduced and any(does and got for does, got in zip(stays, gradient.agreed, strict=False))
+
+
+def _flags_after(gradient: ChunkGradient, becomes: Becomes) -> tuple[bytes, bytes, bytes]:
+    """The flags `had`, `got` and `agreed` after a step or zero_grad()."""
+    none = bytes(len(gradient.got))
+    if becomes is Becomes.NONE:
+        return none, none, none
+    # Zeros remain for each parameter that has had a gradient on any rank since they were last set to None. `got` may
+    # know of more on this rank: gradients under no_sync() that nobody has reduced.
+    had = _either(gradient.had, gradient.agreed)
+    return (had, none, none) if becomes is Becomes.USED else (had, _either(had, gradient.got), had)
+
+
+def _either(some: bytes | bytearray, others: bytes | bytearray) -> bytes:
+    """The flags, by position, that are set in one of both."""
+    # As integers the flags are joined in C, without a loop over parameters.
+    return (int.from_bytes(some, "little") | int.from_bytes(others, "little")).to_bytes(len(some), "little")
+
+
+# -- Gradients that outlive a change of plan: of parameters that another optimizer updates, in steps of its own.
+#
+# All memory of gradients is given back before states move, and taken again at the end. What earlier backwards have left
+# waits in host memory meanwhile. It is known until it is back in its chunk, also where a lack of memory ends the move
+# and all states move back.
+
+
+class LeftGradients:
+    """The gradients of one model that wait while states move. All of it is local, and the same on all ranks."""
+
+    def __init__(self, memory: GradMemory, homes: GradHomes) -> None:
+        self._memory = memory
+        self._homes = homes
+        self._reduced: dict[int, Region] = {}  # by chunk index, on the host
+        self._unsynced: dict[int, Region | None] = {}  # of chunks that are behind; None: held by other ranks only
+
+    def set_aside(self) -> None:
+        """Copy all gradients to the host, before their memory is given back."""
+        for index, gradient in self._memory.gradients.items():
+            if gradient.is_reduced:
+                # The copy comes first: `restore` writes the parameters over a gradient that lies in their home.
+                self._reduced[index] = _copy(gradient.reduced())
+                self._homes.restore(gradient.chunk)  # it may lie in a parameter home, which is about to move
+            if gradient.is_behind:
+                held = gradient.unsynced if gradient.unsynced_state is UnsyncedState.HELD else None
+                self._unsynced[index] = None if held is None else _copy(held)
+
+    def bring_back(self) -> None:
+        """Put the gradients of chunks that are still trained into their new memory. Raises BudgetError."""
+        gradients = self._memory.gradients
+        # Gradients are deleted one by one. Those that are left when memory runs out are brought back after the states
+        # have moved back.
+        for index, content in list(self._reduced.items()):
+            # A chunk that is frozen by now has no place for a gradient.
+            if index in gradients:
+                self._homes.bring_back(gradients[index], content)
+            del self._reduced[index]
+        for index, held in list(self._unsynced.items()):
+            if index in gradients:
+                self._bring_back_unsynced(gradients[index], held)
+            del self._unsynced[index]
+
+    def _bring_back_unsynced(self, gradient: ChunkGradient, held: Region | None) -> None:
+        if held is None:
+            gradient.become_unsynced(UnsyncedState.ELSEWHERE)
+            return
+        memory = self._memory.memory
+        unsynced = memory.allocate(Tier.HOST, held.numel, held.dtype, "unsynced gradients")
+        gradient.add_unsynced(unsynced)
+        memory.transfer.copy(unsynced, held)
+        wait_on_host(held, unsynced)
+        gradient.become_unsynced(UnsyncedState.HELD)
+
+
+def _copy(content: Region) -> Region:
+    # The copy blocks, so the source may be given back at once, and the region has no tickets.
+    return Region(Tier.HOST, ready(content).to("cpu", copy=True))
+
+
+# -- The gradients of one model: from autograd into payloads, reduced over the ranks, at rest until a step uses them.
+#
+# The store knows which backward of which step runs. Its parts do the rest, and each is given what it needs when it is
+# made: `Arrivals` takes over what autograd made, an `Accumulation` makes one reduced gradient a step of it, `Leftovers`
+# decides what remains after a step, and `GradMemory` holds the memory of all of it.
+
+
+class GradStore:
+    """The gradients of all trainable chunks of one model."""
+
+    def __init__(
+        self,
+        memory: GradMemory,
+        homes: GradHomes,
+        scratch: Scratch,
+        training: TrainingState,
+        communicator: Communicator,
+        next_use: NextUse,
+        stage: int,
+    ) -> None:
+        """next_use: of the running pass; its touches are points that all ranks share."""
+        self.memory = memory
+        self.training = training
+        self.homes = homes
+        self.scratch = scratch
+        parts = memory, homes, scratch, communicator
+        self.accumulation: Accumulation
+        if communicator.world_size == 1:
+            self.accumulation = AccumulateInPlace(*parts)
+        else:
+            self.accumulation = AccumulateAndReduce(*parts, next_use, stage)
+        self.arrivals = Arrivals(memory, self.accumulation)
+        self.leftovers = Leftovers(memory, homes)
+        self.num_backwards = 0  # since the last step
+        self.has_zeros = False  # zero_grad(set_to_none=False) left zeros that no step has used
+        self.num_forgotten = 0  # how often `num_backwards` became 0: a `.grad` from before is stale
+        self.num_failed = 0  # how often a failed step was the reason
+        self.in_backward = False
+        self._ending: tuple[Becomes, Mapping[int, Sequence[bool]]] | None = None  # what `end_step` is in the middle of
+        self.expects_scaled_loss = False
+        self.loss_is_scaled = False  # the running backward came through a scaled loss
+        self._trains_fp16 = self._has_fp16()
+
+    def of(self, chunk: Chunk) -> ChunkGradient:
+        """The gradient of a trainable chunk. Raises KeyError for a frozen one."""
+        return self.memory.gradients[chunk.index]
+
+    def find(self, chunk: Chunk) -> ChunkGradient | None:
+        """The gradient of a chunk, or None if it is frozen."""
+        return self.memory.gradients.get(chunk.index)
+
+    def is_behind(self, chunk: Chunk) -> bool:
+        """Whether backwards under no_sync() have left gradients of the chunk that are not reduced."""
+        gradient = self.find(chunk)
+        return gradient is not None and gradient.is_behind
+
+    def _has_fp16(self) -> bool:
+        return any(gradient.chunk.dtype is torch.float16 for gradient in self.memory.gradients.values())
+
+    # -- in a backward
+
+    def refuse_unscaled(self) -> None:
+        """Raises GeminiError if a backward reaches the model through a loss that should be scaled and is not."""
+        if self.expects_scaled_loss and self._trains_fp16 and not self.loss_is_scaled:
+            raise GeminiError(
+                "loss.backward() without the loss scale that fp16 needs: call optimizer.backward(loss), or "
+                "optimizer.scale(loss).backward(). Of models in a chain each has a loss scale of its own: train them "
+                "in bf16"
+            )
+
+    def expect_scaled_losses(self) -> None:
+        """There is an optimizer, which scales losses while fp16 weights are trained. Local."""
+        self.expects_scaled_loss = True
+
+    def begin_scaled_loss(self) -> None:
+        """A backward begins that comes through a scaled loss. Local."""
+        self.loss_is_scaled = True
+
+    @never_traced(A_HOOK)
+    def end_scaled_loss(self) -> None:
+        """The backward that came through a scaled loss is over. Local."""
+        self.loss_is_scaled = False
+
+    def begin_backward(self) -> None:
+        """A backward has reached the model. Local. Raises BudgetError for the first one without an optimizer."""
+        # If this finds no memory, no backward has begun.
+        self._begin_training()
+        self.in_backward = True
+        self.num_backwards += 1
+        self.accumulation.begin_backward()
+
+    def abandon_backward(self) -> None:
+        """The running backward failed, and nothing of it counts. Local."""
+        self.in_backward = False
+
+    def on_gradient(self, chunk: Chunk, position: int, grad: Tensor) -> None:
+        """Take over a gradient of the chunk, of the parameter at `position`."""
+        backward = self.num_backwards
+        self.accumulation.arrived(self.arrivals.accept(chunk, position, grad, backward), backward)
+
+    def wait(self, chunk: Chunk, waiting: Waiting) -> bool:
+        """Let a noted gradient of a chunk of many small parameters wait in `.grad`. False if it may not wait there."""
+        gradient = self.memory.gradients.get(chunk.index)
+        # `due` is 0 until a gradient of the chunk waits.
+        if not waiting.due and (gradient is None or not self.arrivals.begin(gradient, self.num_backwards)):
+            return False
+        # Waiting gradients are held beyond the gradient slots: keep their number small.
+        if len(self.arrivals.begun) > MAX_WAITING:
+            self._collect(self.arrivals.begun[0])  # the chunk that has waited longest
+        # `are_all` is False: a chunk whose slot nobody else needs is copied in several parts, the rest of which is to
+        # come.
+        if len(waiting.arrived) >= waiting.due:
+            self._collect(chunk.index, are_all=False)
+        return True
+
+    def _collect(self, index: int, are_all: bool = True) -> None:
+        """Take over the waiting gradients of chunk `index`. are_all: no others will wait for now."""
+        gradient, backward = self.memory.gradients[index], self.num_backwards
+        if self.arrivals.collect(gradient, backward, are_all):
+            self.accumulation.arrived(gradient, backward)
+
+    def collect_all(self) -> None:
+        """Take over all waiting gradients: they are about to be read, reduced or discarded. Local."""
+        # The loop has a copy, because `_collect` removes chunks from the list.
+        for index in list(self.arrivals.begun):
+            self._collect(index)
+
+    def before_touch(self) -> None:
+        """Reduce what is due before a fetch: a point that all ranks share if backward gathers. Collective then."""
+        if not self.in_backward:
+            return
+        for index in self.accumulation.due():
+            # Gradients that wait in `.grad` are a part of what is reduced.
+            self._collect(index)
+            self.accumulation.reduce(self.memory.gradients[index], self.num_backwards)
+
+    def end_backward(self) -> None:
+        """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
+        # Ranks are about to tell each other which gradients they have. Gradients that wait in `.grad` have set no flags
+        # so far.
+        self.collect_all()
+        self.in_backward = False
+        try:
+            self.accumulation.end_backward(self.num_backwards)
+        except BaseException:
+            # Gradients are incomplete: the next use of the model finds a backward that does not run, and drops them.
+            self.in_backward = True
+            raise
+
+    # -- between backward and step
+
+    def catch_up(self) -> None:
+        """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
+        # Reductions come first: zeros are then written only for chunks without a gradient, by flags on which ranks have
+        # agreed.
+        self.accumulation.catch_up(self.num_backwards)
+        if self.has_zeros:
+            self.leftovers.write_zeros(self.num_backwards)
+            # The flag is cleared last: if a chunk found no memory, the next try writes the zeros that are missing.
+            # Otherwise it would read what an earlier step has left there.
+            self.has_zeros = False
+
+    def start_at_zero(self, gradient: ChunkGradient, managed: ManagedParameter) -> None:
+        """Give `managed` a gradient that no backward made and that is about to be written. Every rank calls it.
+
+        Raises BudgetError.
+        """
+        self._begin_training()
+        # This counts like a backward: memory must not move while the gradient waits for a step.
+        self.num_backwards = max(self.num_backwards, 1)
+        self.homes.fill(gradient, self.num_backwards)
+        gradient.note_given(managed.position)
+
+    def resume(self, num_backwards: int, left: Iterable[tuple[Chunk, Region, Sequence[int]]]) -> None:
+        """Have the gradients of a window of micro-batches that another process began. None are there. Local.
+
+        num_backwards: that the window has seen. left: (optim_numel,) of each chunk's reduced gradient, on the host, in
+            the dtype in which it rested, and the positions of the parameters that have one. Raises BudgetError.
+        """
+        self._begin_training()
+        with untracked():
+            for chunk, content, positions in left:
+                gradient = self.of(chunk)
+                # To these gradients the next ones are added, and not to blank memory.
+                gradient.detach_home()
+                self.homes.bring_back(gradient, content)
+                for position in positions:
+                    gradient.note_given(position)
+        self.num_backwards = num_backwards
+
+    def discard(self, managed: ManagedParameter) -> None:
+        """Carry out `parameter.grad = None`: later gradients of this step start from zero."""
+        gradient = self.find(managed.chunk)
+        if gradient is None:
+            return
+        # A gradient that is collected after this would set the flags of the discarded one again.
+        self.collect_all()
+        gradient.note_discarded(managed.position)
+        self.leftovers.clear(gradient, [managed])
+        # One rank: if it was the last gradient, the step starts over, and the next backward is its first.
+        if self.accumulation.knows_all and not self.leftovers.are_any():
+            self.end_step(Becomes.USED)
+
+    def discard_all(self) -> None:
+        """Set all gradients to None."""
+        self.end_step(Becomes.NONE)
+
+    def end_step(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]] | None = None) -> None:
+        """A step used the gradients, or they are discarded, set to zero, or lost by a failure. Local.
+
+        stay: which gradients stay, by chunk index, then by position.
+        """
+        self.note_end(becomes, stay or {})
+        # Waiting gradients must set their flags, which decide what becomes zero or stays.
+        if becomes is not Becomes.NONE:
+            self.collect_all()
+        self.arrivals.drop()
+        self.end_scaled_loss()
+        self.num_forgotten += 1
+        self.num_backwards = 0
+        # The order matters: `leftovers` decides which chunks still have unreduced sums, and `accumulation` looks at
+        # these.
+        self.leftovers.end_step(becomes, stay or {})
+        self.has_zeros = becomes is Becomes.ZERO
+        self.accumulation.end_step(self.has_zeros)
+        # Attached homes become blank: autograd would add the next step's gradients to those that were just used.
+        with untracked():
+            self.arrivals.attach_homes()
+        self._ending = None  # last: after an interrupt above `finish_end` does it all again
+
+    def note_end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
+        """`end_step` will be called with these arguments, also if an interrupt comes before. Local."""
+        self._ending = becomes, stay
+
+    def finish_end(self) -> None:
+        """Complete an interrupted `end_step`: gradients that it left would be added to the next ones. Local."""
+        if self._ending is not None:
+            self.end_step(*self._ending)
+
+    # -- memory, and which chunks have gradients
+
+    def keep_apart(self, chunk: Chunk) -> None:
+        """A parameter of the chunk gets a hook of the user's, which is to find one backward's gradient. Local."""
+        # Waiting gradients are noted while they are attached: `detach_home` sets `.grad` to None, and `collect` would
+        # find nothing there.
+        self.collect_all()
+        self.arrivals.keep_apart(chunk)
+
+    def detach_homes(self) -> None:
+        """No `.grad` refers to memory of ours any more. Local."""
+        for gradient in self.memory.gradients.values():
+            gradient.detach_home()
+
+    def take_memory(self) -> None:
+        """Take all slots and scratch, at the first use; none while the model only infers. Raises BudgetError."""
+        if self.training.is_there:
+            self.memory.pools.fill()
+            self.scratch.fill()
+
+    def _begin_training(self) -> None:
+        """Take the memory for gradients before the first one comes, if no optimizer has done so."""
+        if not self.training.is_there:
+            with unseen(), untracked():
+                self.training.allocate()
+                self.take_memory()
+
+    def rest(self) -> None:
+        """Free slots and scratch between steps. They take their memory again at the next use. Local."""
+        self.memory.pools.rest()
+        # A resize to the same size gives the memory back, too.
+        self.scratch.resize(self.scratch.num_bytes)
+
+    def give_back(self, scratch_bytes: int) -> None:
+        """Give back all memory of gradients between steps: no chunk has one until some are added. Local.
+
+        scratch_bytes: the scratch that collectives will need from now on.
+        """
+        self.memory.give_back()
+        self.scratch.resize(scratch_bytes)
+
+    def reset_order(self) -> None:
+        """Forget which gradients to expect, and when."""
+        for gradient in self.memory.gradients.values():
+            gradient.expect_all()
+        self._trains_fp16 = self._has_fp16()
+        self.accumulation.reset_order()
+
+    def reset(self) -> None:
+        """Drop all gradients after a failed step, and what ranks had agreed on about when to reduce which."""
+        self.num_failed += 1
+        # `discard_all` attaches homes. They are detached again before `.grad` is cleared below, as an attachment relies
+        # on its views being there.
+        self.discard_all()
+        self.detach_homes()
+        for gradient in self.memory.gradients.values():
+            # An interrupted backward may have left gradients in `.grad`: autograd would add the next ones to them.
+            set_grads(gradient.chunk.raw, repeat(None))
+        self.memory.pools.empty()
+        # Other memory: a collective that failed may still write to the old one.
+        self.scratch.resize(self.scratch.num_bytes)
+        self.homes.reset()
+        self.reset_order()

@@ -1,0 +1,683 @@
+"""Gradients over ranks: in place, by a receive buffer, in tiles, and later for those under no_sync()."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gemini.memory.modes import untracked
+from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
+from gemini.observe import Moving
+from gemini.placement.demand import Tier
+from gemini.placement.needs import largest_tile
+from gemini.placement.next_use import NextUse, PassKind, Phase, ReductionOrder
+from gemini.ranks.communicator import Communicator
+from gemini.runtime.chunk import Chunk
+from gemini.runtime.grad_homes import GradHomes, GradMemory
+from gemini.runtime.gradient import ChunkGradient, GradState, UnsyncedState
+from gemini.settings import dtype_of
+from sharding import Piece, ShardLayout, Unit, pieces_within
+
+# -- Turns the gradients of autograd into one reduced gradient a step. The number of ranks selects one of two ways.
+#
+# `AccumulateInPlace`: one rank adds gradients in autograd's own order and has nothing to agree on.
+# `AccumulateAndReduce`, in reduce.py: several ranks reduce every micro-batch at once.
+
+
+@dataclass(eq=False, repr=False)
+class Accumulation:
+    """The interface of both ways to the gradient store. `backward` is the number of a backward within its step."""
+
+    _memory: GradMemory
+    _homes: GradHomes
+    _scratch: Scratch
+    _communicator: Communicator
+
+    knows_all: ClassVar = True  # this rank's gradients are all there are
+
+    def __post_init__(self) -> None:
+        self.synchronizes = True  # False inside no_sync()
+        self.awaits_reduction = False  # gradients from under no_sync() are left; equal on all ranks
+        self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
+
+    @contextmanager
+    def unsynchronized(self) -> Iterator[None]:
+        """A context in which backwards add gradients up on this rank and reduce none. Local."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            # The old value is restored, since a no_sync() may stand inside another.
+            self.synchronizes = before
+
+    def note_placement(self, is_resident: bool) -> None:
+        """is_resident: no payload leaves between forward and update."""
+
+    def begin_backward(self) -> None:
+        """A backward starts. Local."""
+        self._reduced.clear()
+
+    def make_way(self, gradient: ChunkGradient) -> None:
+        """Finish any pending reduction that the gradient to be opened would conflict with. Local, except at stage 0."""
+
+    def arrived(self, gradient: ChunkGradient, backward: int) -> None:
+        """Some of the chunk's gradients were copied into its payload. Collective if the chunk is reduced now."""
+
+    def due(self) -> Sequence[int]:
+        """Chunks, by index, that all ranks reduce before the next fetch in backward. Collective while recording."""
+        return ()
+
+    def reduce(self, gradient: ChunkGradient, backward: int) -> None:
+        """Reduce a chunk's open gradient (zeros if this rank has none) to the mean over ranks, at home. Collective."""
+
+    def end_backward(self, backward: int) -> None:
+        """Reduce every gradient that is open on any rank. Collective."""
+
+    def catch_up(self, backward: int) -> None:
+        """Reduce the gradients that backwards under no_sync() have left. Collective if there are any."""
+
+    def end_step(self, has_zeros: bool) -> None:
+        """Forget the step's gradients: they were used, discarded or zeroed, or their reduction has failed. Local."""
+
+    def reset_order(self) -> None:
+        """Forget which gradients to expect, and when: other chunks are trained. Local."""
+
+
+class AccumulateInPlace(Accumulation):
+    """One rank: its gradient is the mean.
+
+    Where the home is on the device in full precision, gradients are written and added there. Others are opened in a
+    slot and merged into the home when they are complete. no_sync() changes no value.
+    """
+
+    def arrived(self, gradient: ChunkGradient, backward: int) -> None:
+        """See `Accumulation`. Pieces are added in their own dtype first, as by autograd, so they wait for the end."""
+        if gradient.chunk.index in self._reduced:
+            # A piece came after the chunk was merged in this backward, as reentrant checkpointing does.
+            gradient.note_pieces()
+        # A gradient at home takes no slot and needs no merge: it comes to rest at the end of the backward.
+        elif gradient.num_fired == gradient.expected and gradient.state is GradState.IN_SLOT:
+            if not gradient.in_pieces:
+                self.reduce(gradient, backward)
+
+    def reduce(self, gradient: ChunkGradient, backward: int) -> None:
+        """Merge an open gradient into its home. Local."""
+        chunk, memory = gradient.chunk, self._memory
+        with untracked():
+            self._reduced.add(chunk.index)
+            # The gradient may have been spilled: bring it back into a slot.
+            memory.open(gradient, backward)
+            memory.complete(gradient)
+            payload = gradient.payload
+            assert payload is not None
+            # This orders what is rounded next behind the copies of the last merge out of this memory.
+            self._scratch.reset()
+            with memory.moving(gradient, self._communicator.position.here, blocks=1):
+                # The home's dtype is narrower than the gradient's.
+                if chunk.narrows:
+                    rounded = self._scratch.region(payload.numel, chunk.gradient_dtype)
+                    rounded.flat.copy_(payload.flat)
+                    payload = rounded
+                self._homes.merge(gradient, payload, backward)
+                memory.close(gradient)
+
+    def end_backward(self, backward: int) -> None:
+        """See `Accumulation`."""
+        for gradient in self._memory.gradients.values():
+            # Chunks without a gradient are left alone: on one rank nobody else needs zeros of them.
+            if gradient.state is GradState.AT_HOME:
+                self._memory.rest_in_place(gradient, backward)
+            elif gradient.is_open:
+                self.reduce(gradient, backward)
+            # `got` counts since the last step: only in the first backward does it tell what one backward brings.
+            if backward == 1 and self.synchronizes:
+                # Unused parameters must not keep the chunk open, and its slot taken, until the end of later backwards.
+                gradient.expect_what_came()
+
+
+# -- Agrees on which gradients are complete on every rank, while a backward is recorded.
+#
+# [Note: News] Ranks ask at every touch. A message about every chunk at each touch would cost the square of the number
+# of chunks, so a rank sends only what has changed since the last touch. Mostly the news is equal on all ranks, which a
+# digest of fixed size shows. Only where digests differ do ranks send the news itself. Each rank then counts, by chunk,
+# how many ranks have its gradient complete.
+
+
+_WHAT = "agreement on complete gradients"
+_DIGEST_WORDS = 2
+
+
+class Completion:
+    """The complete gradients of one backward of one model, on several ranks."""
+
+    def __init__(self, memory: GradMemory, communicator: Communicator) -> None:
+        self._memory = memory
+        self._communicator = communicator
+        self._changed: dict[int, None] = {}  # chunks whose gradient may have become complete or incomplete
+        self._told: dict[int, None] = {}  # chunks that this rank last reported as complete
+        self._num_ranks: dict[int, int] = {}  # by chunk: ranks that last reported it complete; equal on all ranks
+        self._asked = False
+
+    def begin(self) -> None:
+        """A backward starts."""
+        self._asked = False
+        self._changed.clear()
+        self._told.clear()
+        self._num_ranks.clear()
+
+    def note(self, index: int) -> None:
+        """The chunk got a gradient with which it has all that it expects, or more. Local."""
+        self._changed[index] = None
+
+    def note_all(self) -> None:
+        """Gradients were discarded, so complete ones may be incomplete now. Local."""
+        self._changed.update(self._told)
+
+    def note_reduced(self, index: int) -> None:
+        """The chunk's gradient is being reduced. Every rank calls it at the same point."""
+        self._told.pop(index, None)
+        self._num_ranks.pop(index, None)
+
+    def agree(self) -> list[int]:
+        """Chunks whose open gradient is complete on every rank, in the model's order. Collective."""
+        news = self._news()
+        digest = array("q", blake2b(news.tobytes(), digest_size=8 * _DIGEST_WORDS).digest()).tolist()
+        # One all-reduce gives maximum and minimum: the largest complement is that of the smallest word.
+        words = [*digest, *(~word for word in digest)]
+        packed_words = torch.tensor(words, dtype=torch.int64, device=self._communicator.device)
+        self._communicator.all_reduce_max_(packed_words, _WHAT)
+        # The host waits for the device here, at each touch, but only in backwards that are recorded.
+        agreed: list[int] = packed_words.tolist()
+        world_size = self._communicator.world_size
+        # Maximum and minimum of each word are equal: all ranks have the same news.
+        if all(agreed[i] == ~agreed[i + _DIGEST_WORDS] for i in range(_DIGEST_WORDS)):
+            of_ranks = [news] * world_size
+        else:
+            of_ranks = [array("q", sent) for sent in self._communicator.all_gather_bytes(news.tobytes(), _WHAT)]
+        for its_news in of_ranks:
+            for word in its_news:
+                index, is_complete = divmod(word, 2)
+                self._num_ranks[index] = self._num_ranks.get(index, 0) + (1 if is_complete else -1)
+        # A chunk can have become complete everywhere only by news of some rank, so the others need no look.
+        touched = sorted({word // 2 for its_news in of_ranks for word in its_news})
+        return [index for index in touched if self._num_ranks[index] == world_size]
+
+    def _news(self) -> array[int]:
+        """Words of each chunk that became complete or incomplete: two times its index, plus 1 if it is complete."""
+        gradients = self._memory.gradients
+        if self._asked:
+            suspects = sorted(self._changed)
+        # First question of this backward: earlier touches may have followed the schedule without asking, and an
+        # interrupted backward may have left gradients.
+        else:
+            suspects = sorted(gradients)
+        self._asked = True
+        self._changed.clear()
+        news = array("q")
+        for index in suspects:
+            is_complete = _is_complete(gradients[index])
+            # A suspect whose state this rank has told already is no news.
+            if is_complete == (index in self._told):
+                continue
+            news.append(2 * index + is_complete)
+            if is_complete:
+                self._told[index] = None
+            else:
+                del self._told[index]
+        return news
+
+
+def _is_complete(gradient: ChunkGradient) -> bool:
+    return gradient.is_open and gradient.num_fired == gradient.expected
+
+
+# -- Reduces a gradient over ranks tile by tile, where scratch has no room for the whole exchange.
+#
+# See [Note: Tiles] in placement/needs.py. A tile has the same elements of every rank's shard.
+
+
+def reduce_in_tiles(
+    chunk: Chunk,
+    target: Region,
+    fill: Callable[[Region, int, int], None],
+    *,
+    travel: torch.dtype,
+    rest: torch.dtype,
+    replaces: bool,
+    homes: GradHomes,
+    scratch: Scratch,
+    communicator: Communicator,
+) -> None:
+    """Set `target` to the mean over ranks if `replaces`, else add the mean to it. Collective.
+
+    target: (optim_numel,), the chunk's reduced gradient. fill: `fill(rows, start, numel)` writes elements
+    [start, start + numel) of every rank's shard of this rank's gradient to `rows`, (world_size * numel,), one rank
+    after the other. travel, rest: the dtypes of `rows`, and of the mean before it comes to `target`.
+    """
+    world_size, shard_numel = chunk.layout.world_size, chunk.layout.shard_numel
+    facts = dtype_of(travel), dtype_of(rest), chunk.is_stepped_whole, world_size
+    tile_numel = largest_tile(*facts, scratch.num_bytes)
+    for start in range(0, shard_numel, tile_numel):
+        # The last tile, too, has a multiple of `ALIGNMENT` elements, because shards have.
+        numel = min(tile_numel, shard_numel - start)
+        layout = ShardLayout((Unit(0, numel * world_size),), world_size)
+        scratch.reset()
+        rows = scratch.region(layout.numel, travel)
+        fill(rows, start, numel)
+        out = scratch.region(numel, rest)
+        # The exchange is finished at once, because the next tile uses the same scratch.
+        communicator.start_reduce_scatter(rows.flat, layout, out.flat, chunk.index, scratch.allocate)()
+        if not chunk.is_stepped_whole:
+            homes.put(target[start : start + numel], out, replaces)
+            continue
+        # Every rank steps the whole chunk: gather the tile's means.
+        whole = scratch.region(layout.numel, rest)
+        communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
+        # Row r has the mean of rank r's shard, whose slices of several units lie apart in the payload.
+        for rank in range(world_size):
+            row = whole[rank * numel : (rank + 1) * numel]
+            for piece in pieces_within(chunk.layout.slices(rank), start, numel):
+                homes.put(target[piece.in_payload], row[in_tile(piece, start)], replaces)
+
+
+def fill_from(payload: Tensor, chunk: Chunk) -> Callable[[Region, int, int], None]:
+    """The `fill` of `reduce_in_tiles` for a gradient that lies whole in `payload`, (numel,), on the device."""
+    world_size = chunk.layout.world_size
+
+    def fill(rows: Region, start: int, numel: int) -> None:
+        by_rank = rows.flat.view(world_size, numel)
+        # Every rank's slice of a unit has one size and one place in its shard, so those of rank 0 stand for all.
+        for unit, own in zip(chunk.layout.units, chunk.layout.slices(0), strict=True):
+            for piece in pieces_within((own,), start, numel):
+                first = piece.payload_start - unit.start
+                region = payload[unit.start : unit.start + unit.numel].view(world_size, -1)
+                by_rank[:, in_tile(piece, start)].copy_(region[:, first : first + piece.numel])
+
+    return fill
+
+
+def in_tile(piece: Piece, start: int) -> slice:
+    """The piece's elements in a tile that begins with element `start` of the shard."""
+    return slice(piece.shard_start - start, piece.shard_start - start + piece.numel)
+
+
+# -- Gradients under no_sync(): sums of whole, unreduced gradients on the host, and their reduction later.
+#
+# A sum is made in fp32 (fp64 for fp64 weights): in 16 bits a small gradient would be lost beside a large one. So it
+# also travels in fp32, unless the user gave a `reduce_dtype`, and rests in fp32, unless the user gave an
+# `accumulate_dtype`. A 16-bit chunk has no memory on the device for its whole gradient in fp32, so it is exchanged in
+# tiles that fit into the scratch of ordinary reductions. Ranks agree on all of that, since `ChunkGradient.is_behind`
+# follows from the backwards that all ranks run.
+
+
+def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) -> None:
+    """Add an open local gradient of backward number `backward` to the chunk's sum on the host. Local."""
+    chunk, all_memory = gradient.chunk, memory.memory
+    # The gradient may have been spilled: bring it back into a slot.
+    memory.open(gradient, backward)
+    assert gradient.payload is not None
+    memory.complete(gradient)
+    # The host adds, in fp32: the sum never travels to the device before it is reduced.
+    local = Region(Tier.HOST, torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu"))
+    all_memory.transfer.copy(local, gradient.payload)
+    total = gradient.unsynced
+    if total is None:
+        dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
+        total = all_memory.allocate(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
+        gradient.add_unsynced(total)
+    if gradient.unsynced_state is UnsyncedState.HELD:
+        ready(total).add_(ready(local))
+    else:
+        # The memory is kept from step to step: the first gradient of a step overwrites an old sum.
+        ready(total).copy_(ready(local))
+        gradient.become_unsynced(UnsyncedState.HELD)
+    memory.close(gradient)
+
+
+def reduce_unsynced(
+    gradient: ChunkGradient, backward: int, homes: GradHomes, scratch: Scratch, communicator: Communicator
+) -> None:
+    """Reduce the chunk's sums over ranks and merge the mean, tile by tile. Collective."""
+    chunk = gradient.chunk
+    is_first = homes.begin(gradient, backward, is_sum=True)
+    total = gradient.reduced()
+    reduce_in_tiles(
+        chunk,
+        total,
+        partial(_fill, gradient, homes.transfer),
+        travel=chunk.sum_dtype,
+        rest=total.dtype,
+        replaces=is_first,
+        homes=homes,
+        scratch=scratch,
+        communicator=communicator,
+    )
+    gradient.become_unsynced(UnsyncedState.NONE)
+
+
+def _fill(gradient: ChunkGradient, transfer: Transfer, rows: Region, start: int, numel: int) -> None:
+    """Fill `rows`, (world_size * numel,), with elements [start, start + numel) of every rank's shard of the sum."""
+    if gradient.unsynced_state is not UnsyncedState.HELD:
+        # Only other ranks have unsynced gradients of this chunk.
+        rows.flat.zero_()
+        return
+    assert gradient.unsynced is not None
+    chunk = gradient.chunk
+    casts: list[Region] = []
+    for rank in range(chunk.layout.world_size):
+        row = rows[rank * numel : (rank + 1) * numel]
+        for piece in pieces_within(chunk.layout.slices(rank), start, numel):
+            part = gradient.unsynced[piece.in_payload]
+            if part.dtype is not rows.dtype:
+                part = Region(Tier.HOST, part.flat.to(rows.dtype))
+                casts.append(part)
+            transfer.copy(row[in_tile(piece, start)], part)
+    wait_on_host(*casts)  # the casts are dropped at return
+    wait_on_stream(rows)
+
+
+# -- Gradients of several ranks: sends each chunk's gradient to the other ranks, and the mean into its home.
+#
+# Which gradients a rank gets, and when, may depend on its data; collectives may not. All ranks reduce a chunk at the
+# same point (see placement/next_use.py), and at the end of a backward whatever is open on any rank.
+#
+# A reduction is first only started. It is finished when the next one starts, when its slot is wanted, or when the
+# backward ends. The mean is made in fp32 (fp64 for fp64) and rounded once, to the dtype in which the gradient rests.
+
+
+@dataclass
+class _InFlight:
+    """A reduction that was started and not finished."""
+
+    gradient: ChunkGradient
+    gathered: Callable[[], Region]  # waits, and returns the mean
+    backward: int
+    moving: Moving
+
+
+@dataclass(eq=False, repr=False)
+class AccumulateAndReduce(Accumulation):
+    """Several ranks: every chunk's gradient is reduced as soon as all ranks have it, in one order.
+
+    If backward gathers parameters, ranks reduce before a certain fetch. If not, the order of reductions is all they
+    share.
+    """
+
+    _next_use: NextUse
+    _stage: int
+
+    knows_all: ClassVar = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._completion = Completion(self._memory, self._communicator)
+        self._in_flight: _InFlight | None = None
+        self._gathers_in_backward = False  # until there is a placement
+        self._next_in_order = 0
+        self._off_plan = False  # a gradient came late or early: record again
+        self.reset_order()
+
+    def note_placement(self, is_resident: bool) -> None:
+        """See `Accumulation`."""
+        self._gathers_in_backward = self._stage == 3 and not is_resident
+
+    def reset_order(self) -> None:
+        """See `Accumulation`."""
+        self._order = ReductionOrder(list(self._memory.gradients))
+
+    def begin_backward(self) -> None:
+        """See `Accumulation`."""
+        super().begin_backward()
+        next_use = self._next_use
+        self._order.begin(next_use.places if next_use.kind is PassKind.TRAINING else None)
+        self._completion.begin()
+        self._next_in_order = 0
+        self._off_plan = False
+
+    def make_way(self, gradient: ChunkGradient) -> None:
+        """See `Accumulation`. The reduction in flight may be this chunk's, or hold the last slot."""
+        if self._in_flight is not None:
+            if gradient.state is GradState.REDUCING or self._memory.lacks_slot(gradient):
+                self._finish()
+
+    def arrived(self, gradient: ChunkGradient, backward: int) -> None:
+        """See `Accumulation`."""
+        index, order = gradient.chunk.index, self._order
+        # The number of touches before this gradient: the chunk may be reduced from the next touch on.
+        order.last_fire[index] = len(self._next_use.passed)
+        # More than what is expected may come: in the step's first backward some of the parameters may have been idle.
+        if gradient.num_fired >= gradient.expected:
+            self._completion.note(index)
+        if index in self._reduced:
+            # A piece came after the chunk was reduced: it is reduced by itself at the end, and the recorded point is
+            # too early.
+            self._off_plan = True
+            gradient.note_pieces()
+        elif gradient.num_fired == gradient.expected:
+            order.note_complete(index)
+            if self.synchronizes and not self._gathers_in_backward:
+                self._reduce_in_order(backward)
+
+    def _reduce_in_order(self, backward: int) -> None:
+        """Reduce complete gradients whose turn it is. Collective."""
+        order, position = self._order.order, self._communicator.position
+        before = position.now
+        # Ranks may be at different operators here, and the position travels in the tags: use one that all share.
+        position.set(0, Phase.BACKWARD)
+        while self._next_in_order < len(order):
+            gradient = self._memory.gradients[order[self._next_in_order]]
+            if not gradient.is_open or gradient.num_fired != gradient.expected:
+                break
+            self.reduce(gradient, backward)
+            self._next_in_order += 1
+        position.return_to(before)
+
+    def due(self) -> Sequence[int]:
+        """See `Accumulation`. If backward gathers parameters, fetches are points that all ranks share."""
+        if not (self._gathers_in_backward and self.synchronizes):
+            return ()
+        if self._order.points is not None and self._is_as_recorded():
+            return [index for index in self._order.due(self._next_use.position) if index not in self._reduced]
+        return self._completion.agree()
+
+    def _is_as_recorded(self) -> bool:
+        """Whether this pass has had the recorded touches only, so that gradients come by their recorded points."""
+        return self._next_use.is_in_order and self._next_use.kind is PassKind.TRAINING
+
+    def reduce(self, gradient: ChunkGradient, backward: int) -> None:
+        """See `Accumulation`. The reduction is only started."""
+        with untracked():
+            self._finish()
+            self._reduced.add(gradient.chunk.index)
+            self._completion.note_reduced(gradient.chunk.index)
+            if gradient.unsynced_state is not UnsyncedState.NONE:
+                # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as
+                # one.
+                if gradient.is_open:
+                    keep_unsynced(gradient, backward, self._memory)
+                reduce_unsynced(gradient, backward, self._homes, self._scratch, self._communicator)
+                return
+            # A rank without a gradient of this chunk takes part all the same: `open` gives it a payload, and `complete`
+            # zeros it.
+            self._memory.open(gradient, backward)
+            self._memory.complete(gradient)
+            self._start(gradient, backward)
+
+    def _start(self, gradient: ChunkGradient, backward: int) -> None:
+        """Send the open payload to the other ranks. Its mean belongs to backward number `backward`. Collective.
+
+        The reduction in flight must be finished: both use the same scratch.
+        """
+        if gradient.chunk.exchange_bytes > self._scratch.num_bytes:
+            self._reduce_in_tiles(gradient, backward)
+            return
+        self._scratch.reset()
+        moving = self._memory.moving(gradient, self._communicator.position.here, blocks=2)
+        with moving:
+            gathered = self._launch(gradient)
+        self._in_flight = _InFlight(gradient, gathered, backward, moving)
+        # At stage 0 finishing is a collective (an all-gather): it must not wait for a point that is this rank's alone.
+        if self._stage == 0:
+            self._finish()
+
+    def _reduce_in_tiles(self, gradient: ChunkGradient, backward: int) -> None:
+        """Reduce the open payload to the end. Collective.
+
+        Each tile is a collective: the later ones must not wait for a point that is this rank's alone.
+        """
+        chunk, whole = gradient.chunk, gradient.payload
+        assert whole is not None
+        with self._memory.moving(gradient, self._communicator.position.here, blocks=1):
+            self._homes.before_reduction(chunk)
+            self._memory.begin_reduction(gradient)
+            # Where gradients are written to the home, the mean of a tile replaces elements that were sent before.
+            is_first = self._homes.begin(gradient, backward)
+            reduce_in_tiles(
+                chunk,
+                gradient.reduced(),
+                fill_from(whole.flat, chunk),
+                travel=chunk.travel_dtype,
+                rest=chunk.gradient_dtype,
+                replaces=is_first,
+                homes=self._homes,
+                scratch=self._scratch,
+                communicator=self._communicator,
+            )
+            self._memory.close(gradient)
+
+    def _launch(self, gradient: ChunkGradient) -> Callable[[], Region]:
+        """Start the exchange; the returned function waits for the mean. Collective."""
+        chunk, whole, scratch = gradient.chunk, gradient.payload, self._scratch
+        assert whole is not None
+        payload = whole.flat
+        self._homes.before_reduction(chunk)
+        rests_as_is = chunk.gradient_dtype is chunk.dtype
+        # At stage 0 the mean is gathered whole in the dtype in which it rests, which is not that of the payload here.
+        if self._stage == 0 and not rests_as_is:
+            whole = scratch.region(chunk.numel, chunk.gradient_dtype)
+        in_place = gradient.state is GradState.AT_HOME or self._stage == 0
+        # This rank's slice of the payload is where the mean rests: the exchange writes it there. Slices of several
+        # units are not contiguous.
+        if in_place and len(chunk.layout.units) == 1:
+            begin = chunk.layout.slices(chunk.rank)[0].payload_start
+            out = whole[begin : begin + chunk.layout.shard_numel]
+        else:
+            out = scratch.region(chunk.layout.shard_numel, chunk.gradient_dtype)
+        # `reduce_dtype=`: the gradient travels as a cast copy.
+        if chunk.travel_dtype is not chunk.dtype:
+            payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
+        finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.allocate)
+        self._memory.begin_reduction(gradient)
+
+        def gathered() -> Region:
+            finish()
+            if self._stage > 0:
+                return out
+            self._communicator.all_gather(whole.flat, out.flat, chunk.layout, chunk.index)
+            return whole
+
+        return gathered
+
+    def _finish(self) -> None:
+        """Finish the reduction in flight, if any, and merge its result. Local, but at stage 0 it gathers."""
+        if self._in_flight is None:
+            return
+        # Taken out first: after a failure in the merge it must not be finished twice.
+        flight, self._in_flight = self._in_flight, None
+        with untracked(), flight.moving:
+            self._homes.merge(flight.gradient, flight.gathered(), flight.backward)
+            self._memory.close(flight.gradient)
+
+    def end_backward(self, backward: int) -> None:
+        """See `Accumulation`. If this backward left the plan, ranks also agree on the points of the next one."""
+        gradients, order = list(self._memory.gradients.values()), self._order
+        if not self.synchronizes:
+            for gradient in gradients:
+                if gradient.is_open:
+                    keep_unsynced(gradient, backward, self._memory)
+                # Other ranks may have left something: this rank takes part in its reduction later, with zeros.
+                elif not gradient.is_behind:
+                    gradient.become_unsynced(UnsyncedState.ELSEWHERE)
+            self.awaits_reduction = True
+            order.note_unsynced(as_expected=self._is_as_recorded() or not self._gathers_in_backward)
+            return
+        if self._gathers_in_backward:
+            off = self._off_plan or not self._is_as_recorded()
+        else:
+            # Nothing is gathered, so the order of reductions is all that ranks share. Another order on one rank makes
+            # all ranks agree on an order again.
+            off = self._off_plan or tuple(order.fired) != order.order
+            # What is left of the order is reduced with zeros, where some gradients did not come.
+            for index in order.order[self._next_in_order :]:
+                self.reduce(self._memory.gradients[index], backward)
+        # Before the first record no rank has points: then every backward counts as off its plan.
+        is_off = self._reduce_the_rest("end of backward", backward, off or order.points is None)
+        self._finish()
+        # A backward that follows no forward of the model has a trace of its own, in which points mean nothing.
+        if not is_off or (self._gathers_in_backward and self._next_use.kind is not PassKind.TRAINING):
+            return
+        # This backward was not the recorded one: the next one follows what it has shown.
+        self._agree_on_points()
+        for gradient in gradients:
+            # Unused parameters must not keep a chunk open next time. If routing chooses the parameters that are used,
+            # all are still expected: a gradient that came late on some ranks only would be added in another order.
+            if backward == 1 and not gradient.chunk.is_chosen:
+                gradient.expect_what_came()
+
+    def catch_up(self, backward: int) -> None:
+        """See `Accumulation`."""
+        if self.awaits_reduction:
+            self._reduce_the_rest("unsynced gradients", backward)
+
+    def _reduce_the_rest(self, when: str, backward: int, off: bool = False) -> bool:
+        """Reduce what is open or unsynced on any rank. Returns whether some rank is `off` its plan. Collective.
+
+        The all-reduce also carries which parameters have a gradient on any rank. So `.grad is None` has the same answer
+        on all ranks and costs no collective of its own.
+        """
+        gradients = list(self._memory.gradients.values())
+        own = bytearray([off, *(g.is_open or g.unsynced_state is UnsyncedState.HELD for g in gradients)])
+        for gradient in gradients:
+            own += gradient.got
+        words = torch.frombuffer(own, dtype=torch.uint8).to(self._communicator.device)
+        # One byte a flag, in one all-reduce: off | chunk to be reduced, by chunk | parameter has a gradient, by chunk.
+        self._communicator.all_reduce_max_(words, when)
+        # Reading the flags makes the host wait for the device.
+        agreed: bytes = words.cpu().numpy().tobytes()
+        start = len(gradients) + 1
+        for number, gradient in enumerate(gradients):
+            end = start + len(gradient.got)
+            gradient.note_agreed(agreed[start:end])
+            start = end
+            if agreed[number + 1]:
+                self.reduce(gradient, backward)
+            # Where some rank held a sum its reduction has ended this state. Here no rank held one.
+            if self.awaits_reduction and gradient.is_behind:
+                gradient.become_unsynced(UnsyncedState.NONE)
+        self.awaits_reduction = False
+        return bool(agreed[0])
+
+    def _agree_on_points(self) -> None:
+        """Adopt the latest point and rank of each chunk over all ranks. Collective."""
+        order = self._order
+        points = [order.last_fire[i] for i in order.chunks]
+        points_and_ranking = torch.tensor(points + order.ranking(), dtype=torch.int64, device=self._communicator.device)
+        self._communicator.all_reduce_max_(points_and_ranking, "points of reduction")
+        agreed: list[int] = points_and_ranking.tolist()
+        order.adopt(agreed[: len(points)], agreed[len(points) :], self._next_use.passed)
+
+    def end_step(self, has_zeros: bool) -> None:
+        """See `Accumulation`. If zeros are needed, ranks still agree on which parameters had a gradient."""
+        # A reduction is in flight here only after a failure, or inside a backward.
+        self._in_flight = None
+        self._completion.note_all()
+        is_behind = any(gradient.is_behind for gradient in self._memory.gradients.values())
+        self.awaits_reduction = is_behind or (has_zeros and self.awaits_reduction)

@@ -1,0 +1,638 @@
+"""One training step: fetches and releases of its operators, and its backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemini.errors import GeminiError
+from gemini.memory.modes import A_HOOK, never_traced, unseen
+from gemini.memory.tier import Ledger
+from gemini.memory.transfer import Region
+from gemini.monitor.device import DeviceSource, PositionPeaks
+from gemini.placement.demand import Kind
+from gemini.placement.next_use import PassKind, Phase, StepEvent
+from gemini.ranks.communicator import Communicator, StepPosition
+from gemini.runtime.arrivals import Waiting
+from gemini.runtime.calls import Call, Operator, Underway, backward_runs, other_thread
+from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState
+from gemini.runtime.grads import GradStore
+from gemini.runtime.params import ParamStore, make_plain, mark_staying
+from gemini.runtime.recovery import Failures
+
+# -- Measures what else is on the device while a step runs: the most bytes beside the model data, by event.
+#
+# The step says which event begins (`StepPosition.set`); the peak until the next one is that event's. On CUDA the first
+# training pass is recorded, and each one with a larger batch than all before: the allocator counts on the host, so
+# nothing waits for the device. Other passes cost nothing. On the emulated device each operation has to be followed,
+# which is done where `recording()` surrounds a step, or `EmulatedDevice.holding_activations()` a training.
+
+
+# After this many recorded passes without a backward, as of a script that evaluates with gradients, none is recorded.
+_MOST_IN_VAIN = 3
+
+
+class EventPeaks:
+    """A recording that runs."""
+
+    def __init__(self, peaks: PositionPeaks, ledger: Ledger) -> None:
+        self._peaks = peaks
+        self._ledger = ledger
+
+    def reached(self, event: StepEvent) -> None:
+        """`event` begins: the peak from here on is its own. Local."""
+        self._peaks.at(event, self._ledger.total_bytes)
+
+
+class Recorder:
+    """The recordings of one model on this rank; their figures are in `model.chunk_manager.trace`.
+
+    Args:
+        source: of the device's readings.
+        ledger: of the model data on the device.
+        position: of the model's steps.
+    """
+
+    def __init__(self, source: DeviceSource, ledger: Ledger, position: StepPosition) -> None:
+        self.non_model_bytes: dict[StepEvent, int] = {}  # by event: the most of all recordings
+        self._source = source
+        self._ledger = ledger
+        self._position = position
+        self._batch_bytes = 0  # of the running call of the model
+        # At -1 the first pass is recorded whatever its batch is, also one without tensors, of 0 bytes.
+        self._largest_batch = -1  # bytes of the largest batch that was recorded
+        self._num_in_vain = 0  # recorded passes that no backward followed
+        self._running: PositionPeaks | None = None  # of a pass that is recorded without `recording()`
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager around a training step that is recorded, on any device. Local, and need not be on all ranks.
+
+        Raises nothing of its own. The user's dispatch modes are entered before it, or ended inside it.
+        """
+        self._running = None  # one that a failed step has left
+        with PositionPeaks(self._source.peak_meter()) as peaks:
+            self._position.begin_recording(EventPeaks(peaks, self._ledger))
+            try:
+                yield
+            finally:
+                self._position.end_recording()
+        self._learn(peaks)
+
+    def note_batch(self, num_bytes: int) -> None:
+        """The model is called with tensors of `num_bytes` in total. Local."""
+        self._batch_bytes = num_bytes
+
+    def begin_pass(self) -> None:
+        """A training pass begins. Local."""
+        # The last recorded pass had no backward: a script that never calls one must not be recorded at each forward.
+        if self._running is not None:
+            self._running = None
+            self._position.end_recording()
+            self._num_in_vain += 1
+        # A step inside of `recording()` is measured already: the position tells one recording only.
+        is_free = not self._position.is_recorded and self._num_in_vain < _MOST_IN_VAIN
+        if is_free and self._batch_bytes > self._largest_batch:
+            meter = self._source.peak_meter()
+            # A dispatch mode would have to be entered around the whole step.
+            if not isinstance(meter, TorchDispatchMode):
+                self._running = PositionPeaks(meter).__enter__()
+                self._position.begin_recording(EventPeaks(self._running, self._ledger))
+
+    def end_pass(self) -> None:
+        """The pass's backward is over. Local."""
+        peaks, self._running = self._running, None
+        if peaks is not None:
+            self._position.end_recording()
+            peaks.__exit__(None, None, None)
+            self._learn(peaks)
+            self._num_in_vain = 0
+            # The batch counts as recorded only now: a pass that fails is recorded again.
+            self._largest_batch = max(self._largest_batch, self._batch_bytes)
+
+    def find_peak(self, *, has_failed: bool) -> StepEvent | None:
+        """The event with the most non-model bytes; None without any. Local.
+
+        has_failed: the last pass failed. If it was recorded, it ended at the event for whose bytes the device had no
+            room, and that event is returned. It does not count as recorded in vain, so the next pass is recorded.
+        """
+        found: Iterable[tuple[Hashable, int]] = self.non_model_bytes.items()
+        if has_failed and self._running is not None:
+            failed, self._running = self._running, None
+            self._position.end_recording()
+            failed.__exit__(None, None, None)
+            found = failed.by_position.items()
+        event, _ = max(found, key=lambda pair: pair[1], default=(None, 0))
+        return event if isinstance(event, StepEvent) else None
+
+    def _learn(self, peaks: PositionPeaks) -> None:
+        for event, num_bytes in peaks.by_position.items():
+            assert isinstance(event, StepEvent)
+            self.non_model_bytes[event] = max(num_bytes, self.non_model_bytes.get(event, 0))
+
+
+# -- What a fetch does to both stores: a chunk's payload comes into a slot, and gradients make way for it.
+#
+# Slots and buffers take their memory at the first use, all together.
+
+
+class Payloads:
+    """The payloads of one model on this rank. It calls both stores, in written order."""
+
+    def __init__(self, chunks: Sequence[Chunk], params: ParamStore, grads: GradStore) -> None:
+        self.chunks = list(chunks)
+        self.params = params
+        self.grads = grads
+        self.is_alone = params.communicator.world_size == 1
+        self.has_room = False  # slots and buffers have their memory
+        self.note_placement()
+
+    def note_placement(self) -> None:
+        """Chunks have new homes: find out which payloads never leave."""
+        self.params.note_placement()
+        self.is_resident = mark_staying(self.chunks)  # no payload leaves between forward and update
+        # Where no payload leaves, backward launches no gathers. Fetches are then no points that ranks share for
+        # reductions.
+        self.grads.accumulation.note_placement(self.is_resident)
+
+    def take_room(self) -> None:
+        """Allocate all slots and buffers at the first use, in one go.
+
+        A held slot takes a spare when it is replaced. That spare must not be memory that was planned for another slot.
+        """
+        if self.has_room:
+            return
+        self.has_room = True
+        # Slots that an evaluation took as inference tensors could not be written to in training.
+        with torch.inference_mode(False):
+            self.params.slots.fill()
+            self.grads.take_memory()
+
+    def miss_room(self) -> None:
+        """The plan has other slots and buffers than there are: `take_room` makes them at the next use. Local."""
+        self.has_room = False
+
+    def give_room(self) -> None:
+        """Free the memory of all slots and buffers between steps, until the next use. Local."""
+        self.has_room = False  # first: after an interrupt in here the next use takes what is missing
+        self.params.release_all()
+        self.params.forget_slots()
+        self.params.slots.rest()
+        self.grads.rest()
+
+    def fetch(self, chunk: Chunk) -> Tensor:
+        """The chunk's payload, (numel,) on the device. Collective where parameters are sharded."""
+        # The home holds the gradient, which a fetch would show, or send to other ranks, as weights.
+        if chunk.state is ParamState.HOLDS_GRAD:
+            self.restore_parameters(chunk)
+        if chunk.state is ParamState.RESIDENT:
+            self.note_use(chunk)
+            assert chunk.payload is not None
+            return chunk.payload
+        # The touch is recorded first: gradients whose point of reduction it is are due before the fetch.
+        self.params.next_use.touch(chunk.index)
+        if self.grads.in_backward:
+            self.grads.before_touch()
+            # `before_touch` may just have reduced this chunk's gradient into its parameter home.
+            if chunk.state is ParamState.HOLDS_GRAD:
+                self.restore_parameters(chunk)
+        # The first use may come outside a forward, as by `weight.norm()` right after wrapping, where no `begin_pass`
+        # took room.
+        self.take_room()
+        return self.params.fetch(chunk)
+
+    def note_use(self, chunk: Chunk) -> None:
+        """Note the use of a chunk that never leaves: one rank traces it, as it does the chunks that leave. Local.
+
+        Several ranks do not: they need not use such chunks alike, and traces must be equal.
+        """
+        if self.is_alone:
+            self.params.next_use.touch(chunk.index)
+
+    def open_own_part(self, chunk: Chunk) -> Region:
+        """The payload, (numel,) on the device, with only the part that this rank has just updated. Local."""
+        self.take_room()
+        return self.params.open_own_part(chunk)
+
+    def fetch_ahead(self) -> None:
+        """Start to gather what will be used next, as far as slots are free before it is used. Collective."""
+        if not self.params.ahead.most:
+            return
+        for chunk, slot in self.params.slots_ahead():
+            # As in `fetch`: the other ranks would gather the gradient in place of the weights.
+            if chunk.state is ParamState.HOLDS_GRAD:
+                self.restore_parameters(chunk)
+            self.params.fetch_ahead(chunk, slot)
+
+    def restore_parameters(self, chunk: Chunk) -> None:
+        """Move a gradient out of the home of parameters that are needed before the step. Local."""
+        self.grads.homes.move_out(chunk)
+
+
+# -- A backward from the side of its nodes: they fetch what they read, and gradients leave them for their chunks.
+#
+# begin → (node_fetch | enter_leaf | on_gradient | wait_for_gradients)* → end
+
+
+_graph_task_id = torch._C._current_graph_task_id
+
+
+class Backward:
+    """The backwards of one model on this rank, one at a time."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        payloads: Payloads,
+        underway: Underway,
+        communicator: Communicator,
+        recorder: Recorder,
+    ) -> None:
+        self._chunks = list(chunks)
+        self._payloads = payloads
+        self._params = payloads.params
+        self._grads = payloads.grads
+        self._underway = underway
+        self._communicator = communicator
+        self._recorder = recorder
+        self._position = communicator.position
+
+    def begin(self) -> None:
+        """Begin the backward, unless it has begun. Called by each output of the root and node of ours it reaches."""
+        if self._grads.in_backward:
+            return
+        self._grads.refuse_unscaled()
+        # No forward of the model came before: this backward has a trace of its own.
+        if not self._underway.awaits_backward:
+            self._params.next_use.begin_pass(PassKind.BACKWARD)
+        # Model data that is taken here belongs between two events, see `Recorder`.
+        self._position.set(0, Phase.BACKWARD)
+        # One rank alone may find no room for its gradients.
+        with self._communicator.publishing():
+            self._grads.begin_backward()
+        self._position.set(0, Phase.BACKWARD)
+        # autograd calls `end` once the outermost graph task is done: no hook of ours is certain to run last.
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def enter_leaf(self, operator: Operator) -> None:
+        """Fetch and pin a whole leaf that backward reaches. Collective.
+
+        A rank may use a part of the leaf or nothing of it, so it must not fetch by use. The pins last until another
+        chunk is asked for, which is the same point on all ranks.
+        """
+        self.begin()
+        if self._underway.leaf_operator is operator:
+            return
+        # This lifts the pins of the last node and of the leaf before, whose slots the fetches below may need.
+        self._underway.exit_backward()
+        self._position.set(operator.index, Phase.BACKWARD)
+        for chunk in operator.chunks:
+            self._payloads.fetch(chunk)
+            self._underway.pin_for_leaf(chunk)
+            # A recomputation inside the leaf must find its parameters plain: a fetch would be a collective, at a point
+            # that differs by rank.
+            self._params.binding.bind(chunk)
+        self._underway.enter_leaf(operator)
+        self._payloads.fetch_ahead()
+
+    def node_fetch(self, chunk: Chunk, operator: int) -> Tensor:
+        """The payload for the running autograd node. It is pinned until another node of the graph task asks for one."""
+        task = _graph_task_id()
+        # No backward runs: someone reads grad_fn._saved_... by hand.
+        if task == -1:
+            return self._payloads.fetch(chunk)
+        self.begin()
+        # A chunk of the leaf is fetched and pinned already. Any other chunk ends the leaf.
+        if self._underway.leaf:
+            if chunk in self._underway.leaf:
+                assert chunk.payload is not None
+                return chunk.payload
+            self._underway.exit_leaf()
+        self._position.set(operator, Phase.BACKWARD)
+        # This lifts the pins of the node before, of which the fetch may need the slot.
+        self._underway.follow_node()
+        payload = self._payloads.fetch(chunk)
+        self._underway.pin_for_node(chunk)
+        self._payloads.fetch_ahead()
+        return payload
+
+    def note_read(self, chunk: Chunk, operator: int) -> None:
+        """Note that the running autograd node reads a payload that never leaves. Local."""
+        if self._payloads.is_alone and _graph_task_id() != -1:
+            self._position.set(operator, Phase.BACKWARD)
+            self._payloads.note_use(chunk)
+
+    def on_gradient(self, index: int, position: int, grad: Tensor) -> None:
+        """Take the dense gradient of the parameter at `position` of chunk `index`."""
+        # `publishing()` would cost as much as all the rest, for each parameter.
+        try:
+            # If the user calls a module on its own, as in `model.module.head(x)`, no output of the root leads here: the
+            # backward may begin with a gradient.
+            if not self._grads.in_backward:
+                self.begin()
+            self._grads.on_gradient(self._chunks[index], position, grad)
+        except BaseException as error:
+            self._communicator.publish(error)
+            raise
+
+    def wait_for_gradients(self, index: int, waiting: Waiting) -> bool:
+        """Let a gradient of chunk `index` wait in `.grad`, as noted in `waiting`. False if it may not wait there."""
+        try:
+            self.begin()
+            return self._grads.wait(self._chunks[index], waiting)
+        except BaseException as error:
+            # Gradients that are left in `.grad` would be added to those of the next backward.
+            self._grads.arrivals.drop()
+            self._communicator.publish(error)
+            raise
+
+    @never_traced(A_HOOK)
+    def end(self) -> None:
+        """The outermost graph task is done. Collective."""
+        if not self._grads.in_backward:
+            return
+        with self._communicator.publishing(), unseen():
+            # Pins are lifted before gradients are reduced: while it is pinned, a chunk that is resident or keeps its
+            # slot does not lend its home to its gradient.
+            self._underway.exit_backward()
+            self._position.set(0, Phase.BACKWARD)
+            self._grads.end_backward()
+            self._params.finish_prefetch()
+            self._params.next_use.end_pass(PassKind.TRAINING if self._underway.awaits_backward else PassKind.BACKWARD)
+            # This comes after the choice of the trace above, which depends on whether a forward still waited for this
+            # backward.
+            self._underway.end_backward()
+            self._recorder.end_pass()
+            self._params.binding.cover()
+            self._communicator.end_pass()
+
+
+# -- `Step` carries a training step out: it fetches what operators need, and its `backward` what autograd nodes need.
+#
+# It is driven by the model's hooks (gemini/model) and knows phases, not modules:
+#
+#     begin_forward → (enter_operator → exit_operator)* → end_forward → backward: begin → ... → end
+#     → ... → before_update → (before_chunk_update+ → after_chunk_update+)* → end_update
+#
+# [Note: Pins] A chunk is pinned while an operator on the call stack, a function that touches released parameters, or
+# the autograd node that runs right now uses it. Only unpinned chunks may leave their slots.
+
+
+class Step:
+    """The steps of one model on this rank. With `payloads` and `backward` it calls both stores, in written order."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        params: ParamStore,
+        grads: GradStore,
+        communicator: Communicator,
+        recorder: Recorder,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.params = params
+        self.binding = params.binding
+        self.grads = grads
+        self.communicator = communicator
+        self.position = communicator.position
+        self._underway = Underway(self.chunks, params.victims)
+        self.calls = self._underway.calls
+        self.failures = Failures(self._underway, params, grads, communicator)
+        self.payloads = Payloads(self.chunks, params, grads)
+        self.recorder = recorder
+        self.backward = Backward(self.chunks, self.payloads, self._underway, communicator, recorder)
+
+    @property
+    def is_resident(self) -> bool:
+        """No payload leaves between forward and update: each is at home on this rank, or stays."""
+        return self.payloads.is_resident
+
+    # -- forward
+
+    @staticmethod
+    def is_recomputing() -> bool:
+        """Whether a backward runs in this thread: a forward inside it recomputes a checkpointed region."""
+        return _graph_task_id() != -1
+
+    def enter_forward(self, module: nn.Module) -> tuple[Call, bool]:
+        """Begin a call of the model. True, with `begin_forward` next, unless it is inside another or recomputes.
+
+        Collective in the sense that all ranks do it. Raises GeminiError while another thread is inside a forward or
+        backward, and nothing has changed then.
+        """
+        recomputing = self.is_recomputing()
+        # A call that has ended unseen would make this one look like an inner one.
+        self.failures.find(module)
+        is_inner = recomputing or self.calls.num_forwards > 0
+        if not is_inner:
+            # Several ranks start together again inside `recover`. One that fails there tells the others, which would
+            # wait for it.
+            with self.publishing():
+                self.failures.recover()
+            # `find` has dropped a backward that is over: this one runs in another thread.
+            if self.grads.in_backward:
+                raise other_thread("a backward")
+            self._underway.enter_forward()
+        return self.calls.enter(module, None, recomputing), not is_inner
+
+    def begin_forward(self) -> None:
+        """Bring all edits home. What is trained may change after it; then `begin_pass` is next. Local."""
+        # A backward that failed before it reached the model has left its flag.
+        self.grads.end_scaled_loss()
+        self.position.set(0, Phase.FORWARD)
+        self.params.finish_prefetch()
+        self.binding.write_back_all(self._with_copies() if self.is_resident else None)
+
+    def _with_copies(self) -> list[Chunk]:
+        """The chunks whose weights are somewhere else, too: at home, or in a master.
+
+        Edits of the others have nowhere to go before an update, which looks for them itself. To look for them in every
+        forward, too, is a 50th of the time of a model of tiny operators.
+        """
+        return [chunk for chunk in self.chunks if chunk.slot is not None or Kind.MASTER in chunk.homes]
+
+    def begin_pass(self) -> None:
+        """Begin the pass of a forward: operators may come. Collective."""
+        # This comes before the pass makes activations, which would come to lie between slots and buffers.
+        self.payloads.take_room()
+        if torch.is_grad_enabled():
+            # Several forwards before their backward, as in a contrastive loss, are one pass: only the first one begins
+            # it.
+            if self._underway.begin_forward():
+                self.params.next_use.begin_pass(PassKind.TRAINING)
+                self.recorder.begin_pass()
+                self.communicator.begin_pass("forward and backward")
+        else:
+            # The replay follows one pass at a time: an evaluation ends the running one, and its collectives carry tags.
+            self.params.next_use.begin_pass(PassKind.EVALUATION)
+            self.communicator.drop_pass()
+        self.position.set(0, Phase.FORWARD)  # the pass's first event
+        self.params.note_forward(runs=True)
+        if self.is_resident:
+            make_plain(self.chunks, self.params)
+
+    def end_forward(self) -> bool:
+        """The model's forward ended, with or without an exception. False if it had not begun."""
+        if self.calls.exit(None) is None:
+            return False
+        if not self.calls.num_forwards and not self.is_recomputing():
+            # Only the outermost forward ends here: an inner one, or the recomputation of a checkpoint, is followed by
+            # more operators.
+            self.params.next_use.end_pass(PassKind.EVALUATION)  # does nothing in a training pass
+            self.params.note_forward(runs=False)
+            # The script's own code comes next, such as a loss that reads a weight. Its chunk may leave its slot from
+            # here on, so parameters must fetch themselves again.
+            self.binding.cover()
+        return True
+
+    def enter_operator(self, module: nn.Module, operator: Operator) -> Call:
+        """Begin an operator's call; `fetch_operator` is next. Raises GeminiError while another thread is inside one."""
+        recomputing = self.is_recomputing()
+        # The root's call has looked for ended calls already. `find` walks the stacks of all threads, which is too slow
+        # for each operator.
+        if not recomputing and not (self.params.in_step and self.calls.depth()):
+            self.failures.find(module)
+        return self.calls.enter(module, operator, recomputing)
+
+    def fetch_operator(self, call: Call) -> None:
+        """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""
+        operator, pinned = call.operator, call.pinned
+        assert operator is not None
+        self.position.set(operator.index, Phase.RECOMPUTE if self.is_recomputing() else Phase.FORWARD)
+        # In a recomputation: lift the pins of the node before the one that runs it.
+        self._underway.follow_node()
+        for chunk in operator.chunks:
+            # Fetched and pinned one by one: a chunk that is here must not be evicted for the operator's next one.
+            self.payloads.fetch(chunk)
+            chunk.pin()
+            pinned.append(chunk)
+            if not chunk.plain:
+                self.binding.bind(chunk)
+        # This comes last: the operator's own chunks are pinned by now, so that no prefetch evicts one of them.
+        self.payloads.fetch_ahead()
+
+    def exit_operator(self, operator: Operator) -> None:
+        """The operator is done, or failed: its chunks may leave."""
+        chunks = self.calls.exit(operator)
+        if chunks and not self.params.in_step:
+            # Calls around this one may use the same chunks.
+            self._after_use([chunk for chunk in chunks if not self.calls.is_pinned(chunk)])
+
+    def _after_use(self, chunks: Sequence[Chunk]) -> None:
+        """Outside a forward, keep parameters plain only while something uses them.
+
+        In a recomputation this matters to what follows in the checkpointed region: if a weight is still plain,
+        checkpointing's hooks are the only ones that meet it, and keep a view of its slot. The leaf that backward is in
+        stays plain: touching it would be a collective, at a point that differs by rank.
+        """
+        if self.is_recomputing() and not self.params.in_step:
+            for chunk in chunks:
+                # A view of a chunk at home, or of one that stays, does no harm: its memory is not reused before an
+                # update.
+                if chunk.plain and chunk.may_leave and chunk not in self._underway.leaf:
+                    self.binding.cover_chunk(chunk)
+        elif not self.params.in_step and not self.calls.by_thread:
+            self.binding.cover()
+
+    @contextmanager
+    def touching(self, touched: Sequence[ManagedParameter], operator: int) -> Iterator[None]:
+        """Inside, a function uses parameters outside their operators. Collective where parameters are sharded."""
+        self.failures.find()
+        # Recovering empties all slots and lifts all pins, which a forward or a recomputation around this function still
+        # uses.
+        if not self.calls.num_forwards and not self.is_recomputing():
+            self.failures.recover()
+        touch = self._underway.begin_touch()
+        before = self.position.now
+        self.position.set(operator, Phase.TOUCH)
+        bound: list[Chunk] = []
+        # In a step a chunk is made plain once. In a loop over parameters outside of it, whole chunks would be made
+        # plain and covered again at each parameter: there only the parameters that are used are made plain.
+        alone = not (self.params.in_step or self.calls.by_thread or self.is_recomputing())
+        try:
+            # In the order of chunks, whatever the order of arguments: fetches are collectives.
+            for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
+                self.payloads.fetch(chunk)
+                chunk.pin()
+                touch.note_pin(chunk)
+                if not chunk.plain and not (alone and self.binding.shows_payload(chunk)):
+                    self.binding.bind(chunk)
+                    bound.append(chunk)
+            with self.binding.plain(touched):
+                yield
+        finally:
+            # A failure may have lifted all pins meanwhile.
+            if self._underway.unpin_touch(touch):
+                # What the operator around saves from here on must name that operator again: handles keep the position's
+                # operator.
+                self.position.return_to(before)
+                self._after_use(bound)
+                self._underway.end_touch(touch)  # last: what is interrupted in here is found by `Failures.find`
+
+    # -- around the step
+
+    def before_update(self) -> None:
+        """Bring home everything that an update reads: edits are written back. Collective.
+
+        Prefetches end first: one that arrived later would show the weights from before the update as current.
+        """
+        # An update belongs to no operator. What a rank has called alone meanwhile, such as `safe_get_local_*`, may have
+        # moved its position, and tags with different positions are a divergence.
+        self.position.set(0, Phase.STEP)
+        self.params.finish_prefetch()
+        self.params.next_use.note_update()
+        self.binding.write_back_all()
+        # The update changes all weights: beside older ones, every element would count as edited later.
+        self.binding.snapshots.drop_all(self.chunks)
+        self.communicator.begin_pass("step")
+
+    def end_update(self) -> None:
+        """All chunks are updated, or the step was skipped."""
+        self.communicator.end_pass()
+
+    def before_chunk_update(self, chunk: Chunk) -> None:
+        """The home will get new values: drop a payload in a slot. Called before, since both may be one memory."""
+        if chunk.may_leave:
+            self.params.slots.release(chunk)
+        # A chunk that stays has its home inside its slot, in which parameters keep their views: it is only marked as
+        # stale.
+        elif chunk.slot is not None:
+            self.binding.outdate(chunk)
+
+    def after_chunk_update(self, chunk: Chunk) -> None:
+        """The chunk's home has new values: a payload at home gets a new version."""
+        chunk.note_update()
+        if chunk.state is ParamState.RESIDENT:
+            # Autograd has saved resident weights as they are. Only a higher version makes it refuse a graph from before
+            # the update. Without the line after it the next write-back would take this bump for an edit of the user's.
+            chunk.bump_versions()
+            self.binding.rebase_versions(chunk)
+
+    # -- failures
+
+    def publishing(self) -> AbstractContextManager[None]:
+        """Around a block: an exception that leaves it is told to the other ranks."""
+        return self.failures.publishing()
+
+    def check_outside_backward(self, what: str) -> None:
+        """Raises GeminiError inside a backward; one that has ended with an exception is over. Local."""
+        self.failures.find()
+        if self.grads.in_backward and backward_runs():
+            raise GeminiError(f"{what} inside a backward")
+
+    def check_idle(self, what: str) -> None:
+        """Raises GeminiError inside a forward or backward. Recovers from an earlier failure."""
+        inside = GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
+        self.failures.find()
+        if self.calls.by_thread or self.is_recomputing():
+            raise inside
+        # On several ranks `recover` is what ends a failed backward, so `in_backward` is read after it.
+        self.failures.recover()
+        if self.grads.in_backward:
+            raise inside
+        # What follows may be collective: its tags get a position that all ranks share.
+        self.position.set(0, Phase.TOUCH)
