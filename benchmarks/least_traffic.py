@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from gemini.placement.next_use import Act, Moment, Schedule
+from gemini.placement.next_use import Act, Moment, PassSchedule
 from gemini.placement.plan import Plan
 
 State = frozenset[int]
@@ -19,7 +19,7 @@ Request = tuple[int, State]
 """A chunk, and the chunks that may not leave for it."""
 
 
-def least_bytes(plan: Plan, schedule: Schedule, micro_batches: int = 1, trains: bool = True) -> Fraction:
+def least_bytes(plan: Plan, schedule: PassSchedule, micro_batches: int = 1, trains: bool = True) -> Fraction:
     """Payload bytes a step, or a forward without gradients. All chunks rest elsewhere and share one pool of slots."""
     parts = (schedule.forward, schedule.backward) * micro_batches if trains else (schedule.forward,)
     requests = [request for part in parts for request in _requests(plan, part)]

@@ -26,7 +26,7 @@ from gemini.placement.policies import AutoPolicy
 from gemini.placement.policy import PlacementPolicy, slots_for
 from gemini.placement.predict import predict
 from gemini.placement.search import plan_model
-from gemini.placement.simulate import Purpose
+from gemini.placement.simulate import MoveReason
 from gemini.settings import Settings
 
 UNIT = 512  # elements: a shard of each of 2 ranks is a multiple of 256
@@ -86,7 +86,7 @@ def cases(max_chunks: int = MAX_CHUNKS) -> Iterator[Case]:
 def link_bytes(plan: Plan, placement: Placement, micro_batches: int) -> tuple[int, int]:
     """Of payloads, and of all else, in both directions in a step."""
     copies = predict(replace(plan, placement=placement), micro_batches=micro_batches).copies
-    payloads = sum(num_bytes for (_, purpose), num_bytes in copies.items() if purpose is Purpose.PAYLOAD)
+    payloads = sum(num_bytes for (_, purpose), num_bytes in copies.items() if purpose is MoveReason.PAYLOAD)
     return payloads, sum(copies.values()) - payloads
 
 

@@ -20,12 +20,12 @@ import typer
 from benchmarks.least_traffic import least_bytes
 from gemini import estimate_memory
 from gemini.placement.demand import FLOAT32, Demand, ModelSpec, OperatorSpec, Placement, Tier, WeightSpec
-from gemini.placement.next_use import Schedule
+from gemini.placement.next_use import PassSchedule
 from gemini.placement.plan import Plan
 from gemini.placement.policy import slots_for
 from gemini.placement.predict import predict_forwards, predict_steps
 from gemini.placement.search import plan_model
-from gemini.placement.simulate import Purpose
+from gemini.placement.simulate import MoveReason
 from gemini.settings import Settings
 
 UNIT = 256  # elements: every weight is a multiple of it, and a chunk of its own
@@ -118,9 +118,9 @@ def ratio(plan: Plan, micro_batches: int = 1, trains: bool = True) -> Fraction:
         steps = predict_steps(plan, WARM + PERIOD[trains], micro_batches=micro_batches)
     else:
         steps = predict_forwards(plan, WARM + PERIOD[trains])
-    its_bytes = [step.copies.get(("host->device", Purpose.PAYLOAD), 0) for step in steps[WARM:]]
+    its_bytes = [step.copies.get(("host->device", MoveReason.PAYLOAD), 0) for step in steps[WARM:]]
     fetched = Fraction(sum(its_bytes), len(its_bytes))
-    least = least_bytes(plan, Schedule.expected(plan.spec), micro_batches, trains)
+    least = least_bytes(plan, PassSchedule.expected(plan.spec), micro_batches, trains)
     if not least:
         return Fraction(1 if not fetched else MAX_CHUNKS)
     return fetched / least

@@ -1,6 +1,6 @@
 """Moves: one event for everything that travels between tiers, slots and ranks, for whoever wants to see it.
 
-The objects that move data ask for a `Moving` and work inside it. What listens is this: `counts`, which
+The objects that move data ask for a `OpenMove` and work inside it. What listens is this: `counts`, which
 `memory_report()` prints; a range in a profile of `torch.profiler`, so that a trace reads like the design; one line per
 move on stderr with GEMINI_LOG=1; and what users add with `listen`. Bytes that a tier holds, and bytes on each link, are
 counted elsewhere, where memory is taken and copied (memory/tier.py): an event says why, a ledger says how much.
@@ -98,7 +98,7 @@ class Observer:
 
     def moving(
         self, what: str, chunk: int, source: str, target: str, num_bytes: int, reason: Reason, blocks: int = 1
-    ) -> Moving:
+    ) -> OpenMove:
         """A move that is about to be made: its work stands in a `with` block, or in several, and is noted after them.
 
         Called by what moves data. A move that fails, whose `with` block raises, is not noted. Local.
@@ -108,9 +108,9 @@ class Observer:
             reason: who asked, in words or as what makes them.
             blocks: the number of `with` blocks.
         """
-        return Moving(self, what, chunk, source, target, num_bytes, reason, blocks)
+        return OpenMove(self, what, chunk, source, target, num_bytes, reason, blocks)
 
-    def note(self, moving: Moving) -> None:
+    def note(self, moving: OpenMove) -> None:
         """A move was made: count it, and tell the listeners. Local. Raises what a listener raises.
 
         Args:
@@ -127,7 +127,7 @@ class Observer:
 
 
 @dataclass(slots=True)
-class Moving:
+class OpenMove:
     """A move that is being made. Time between its `with` blocks is not its own."""
 
     observer: Observer
@@ -142,7 +142,7 @@ class Moving:
     _start: float = 0.0
     _range: record_function | None = None
 
-    def __enter__(self) -> Moving:
+    def __enter__(self) -> OpenMove:
         if _profiler_enabled():  # a range that nobody records costs as much as a small copy
             self._range = record_function(f"gemini::{self.what} chunk {self.chunk}")
             self._range.__enter__()

@@ -305,7 +305,7 @@ _T: Any = Tensor
 _Held = tuple[Tensor, tuple[object, ...]]  # a whole gradient, (numel,), and the stamp with which it is current
 
 
-class Window(NamedTuple):
+class GradientWindow(NamedTuple):
     """The part of a whole gradient that a view shows, in elements of `dtype` if the view has a dtype of its own."""
 
     shape: torch.Size
@@ -319,18 +319,18 @@ class Window(NamedTuple):
         return torch.as_strided(flat, self.shape, self.stride, self.offset)
 
 
-def _all_of(managed: ManagedParameter) -> Window:
-    return Window(managed.shape, managed.stride, 0, None)
+def _all_of(managed: ManagedParameter) -> GradientWindow:
+    return GradientWindow(managed.shape, managed.stride, 0, None)
 
 
 class ReducedGradient(Tensor):
     """A parameter's gradient, or a view of it, gathered when it is read."""
 
     _source: WholeGradient
-    _window: Window
+    _window: GradientWindow
     _held: _Held | None
 
-    def _show(self, source: WholeGradient, window: Window, held: _Held | None) -> None:
+    def _show(self, source: WholeGradient, window: GradientWindow, held: _Held | None) -> None:
         """Show this window of a gradient. Once, in place of `__init__`: torch has made the tensor."""
         self._source, self._window, self._held = source, window, held
 
@@ -374,7 +374,7 @@ class ReducedGradient(Tensor):
         return self._window.of(whole)
 
 
-def _stand_in(source: WholeGradient, window: Window, like: Tensor, held: _Held | None) -> ReducedGradient:
+def _stand_in(source: WholeGradient, window: GradientWindow, like: Tensor, held: _Held | None) -> ReducedGradient:
     """A tensor without memory of its own that has the shape, dtype and device of `like`."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
         shown = source.managed.placeholder
@@ -465,7 +465,7 @@ def _view(source: WholeGradient, tensor: Tensor, whole: Tensor, held: _Held | No
     if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg().clone()
     dtype = None if tensor.dtype is whole.dtype else tensor.dtype
-    window = Window(tensor.shape, tensor.stride(), int(tensor.storage_offset()), dtype)
+    window = GradientWindow(tensor.shape, tensor.stride(), int(tensor.storage_offset()), dtype)
     return _stand_in(source, window, tensor, held)
 
 

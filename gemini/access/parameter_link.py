@@ -21,7 +21,7 @@ from gemini.runtime.chunk import ManagedParameter
 # -- Parameter links: what a parameter that fetches itself knows of the memory behind it.
 #
 # A parameter carries its link as `_gemini`, the only thing that `released.py` asks. A `ShardedModel` (link.py) and
-# a model that is still being built (building/store.py) have a kind of link each, which says how to reach their parameters.
+# a model that is still being built (building/store.py) have a kind of link each: it says how to reach their parameters.
 
 
 class Owner(Protocol):

@@ -19,7 +19,7 @@ from gemini.access.parameter_link import ParameterLink, any_link_of
 from gemini.access.released import ReleasedParameter
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.arena import Freed, HostTier
-from gemini.memory.memory import Memory
+from gemini.memory.memory import RankMemory
 from gemini.memory.modes import untracked
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, wait_on_tier
@@ -101,7 +101,7 @@ class BuildBinding(Binding):
     Each payload has memory of its own, so a view that the user keeps beyond the chunk's use keeps its values.
     """
 
-    def __init__(self, memory: Memory, communicator: Communicator) -> None:
+    def __init__(self, memory: RankMemory, communicator: Communicator) -> None:
         # Chunks with a payload -> positions of the parameters whose values are in it. A parameter that is only
         # overwritten gathers nothing, so its neighbours' values may be missing.
         self.valid: dict[Chunk, set[int]] = {}
@@ -236,7 +236,7 @@ class BuiltChunks:
     home_of: maps a number of bytes to the tier where a shard of that size rests.
     """
 
-    def __init__(self, memory: Memory, home_of: Callable[[int], Tier], binding: BuildBinding) -> None:
+    def __init__(self, memory: RankMemory, home_of: Callable[[int], Tier], binding: BuildBinding) -> None:
         self.placeholder = functools.cache(placeholder)
         self._memory = memory
         self._home_of = home_of
@@ -337,7 +337,7 @@ class BuildStore:
         carries_cpu = process_group is None or "cpu" in backends(process_group)
         carrier = torch.device("cpu") if carries_cpu else device.device
         self._own = Communicator(process_group, self._position, rank_timeout_s, carrier)
-        memory = Memory(device, HostTier(extent_bytes=_EXTENT_BYTES))
+        memory = RankMemory(device, HostTier(extent_bytes=_EXTENT_BYTES))
         self.binding = BuildBinding(memory, self._own)
         self.chunks = BuiltChunks(memory, home_of, self.binding)
         self._freed = Freed()

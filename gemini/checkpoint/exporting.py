@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gemini.checkpoint.boxes import whole
 from gemini.checkpoint.directory import Directory, check_tag
-from gemini.checkpoint.loading import Source
+from gemini.checkpoint.loading import SavedCheckpoint
 from gemini.checkpoint.manifest import (
     MANIFEST,
     WEIGHT,
@@ -51,7 +51,7 @@ def weights(
     dtype: "own" is that of the model which was saved; "fp32" keeps masters as they are; or "bf16", "fp16". Buffers keep
         theirs. Raises CheckpointError and OSError, and ValueError for another dtype.
     """
-    source = Source(Directory(directory).find(tag))
+    source = SavedCheckpoint(Directory(directory).find(tag))
     with OpenFiles() as files:
         for fact, target in _targets(source, dtype):
             yield fact.name, _weight(source, fact, target, files)
@@ -82,7 +82,7 @@ def export_weights(
 
     Returns the folder. Raises CheckpointError and OSError, and ValueError for another dtype.
     """
-    source = Source(Directory(directory).find(tag))
+    source = SavedCheckpoint(Directory(directory).find(tag))
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there and not empty: name another folder")
@@ -119,14 +119,14 @@ def export_weights(
 
 def num_bytes(directory: str | os.PathLike[str], tag: str | None = None, dtype: str = "own") -> int:
     """How many bytes `export_weights` will write. Local. Raises as it does."""
-    source = Source(Directory(directory).find(tag))
+    source = SavedCheckpoint(Directory(directory).find(tag))
     return sum(whole(fact.shape).numel * target.itemsize for fact, target in _targets(source, dtype))
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _targets(source: Source, dtype: str) -> Iterator[tuple[ParameterFact, torch.dtype]]:
+def _targets(source: SavedCheckpoint, dtype: str) -> Iterator[tuple[ParameterFact, torch.dtype]]:
     if dtype not in (*_DTYPES, "own"):
         raise ValueError(f"dtype must be one of own, {', '.join(_DTYPES)}, found {dtype!r}")
     for fact in source.manifest.parameters:
@@ -136,7 +136,7 @@ def _targets(source: Source, dtype: str) -> Iterator[tuple[ParameterFact, torch.
         yield fact, dtype_named(fact.dtype)
 
 
-def _weight(source: Source, fact: ParameterFact, dtype: torch.dtype, files: OpenFiles) -> Tensor:
+def _weight(source: SavedCheckpoint, fact: ParameterFact, dtype: torch.dtype, files: OpenFiles) -> Tensor:
     stored = source.tensors.get(WEIGHT + fact.name)
     if stored is None:
         if whole(fact.shape).numel:

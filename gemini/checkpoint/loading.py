@@ -112,7 +112,7 @@ def load_checkpoint(
     what = f"load_checkpoint({str(directory)!r})"
     with torch.no_grad():
         with together(communicator, what):
-            source = Source(Directory(directory).find(tag))
+            source = SavedCheckpoint(Directory(directory).find(tag))
         words = f"{source.manifest.tag} of {source.manifest.created}"
         communicator.agree(words.encode(), "the checkpoint", remedy="All ranks must see the same directory")
         if verify:
@@ -125,7 +125,7 @@ def load_checkpoint(
             return load.run(fits, scheduler, data, weights_only)
 
 
-class Source:
+class SavedCheckpoint:
     """A checkpoint that is being read."""
 
     def __init__(self, folder: Path) -> None:
@@ -155,7 +155,9 @@ class _Fitting:
 class _Load:
     """One load."""
 
-    def __init__(self, model: ShardedModel, optimizer: ShardedOptimizer | None, source: Source, strict: bool) -> None:
+    def __init__(
+        self, model: ShardedModel, optimizer: ShardedOptimizer | None, source: SavedCheckpoint, strict: bool
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._source = source
@@ -399,7 +401,7 @@ def _meta(managed: ManagedParameter, dtype: torch.dtype) -> Tensor:
 class _FromFiles:
     """The states of parameters, read where they are set (`load_state.StateValues`)."""
 
-    def __init__(self, source: Source, names: Mapping[str, str], files: OpenFiles) -> None:
+    def __init__(self, source: SavedCheckpoint, names: Mapping[str, str], files: OpenFiles) -> None:
         self._source = source
         self._names = names
         self._files = files

@@ -45,12 +45,12 @@ def rank_key(rank: int, key: str) -> str:
     return f"rank{rank}.{key}"
 
 
-class _Part(BaseModel):
+class _ManifestPart(BaseModel):
     # A field that a later version adds is no error in this one, which has checked the version first.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class ParameterFact(_Part):
+class ParameterFact(_ManifestPart):
     """A parameter or buffer. A tied parameter is there once, with its other names."""
 
     name: str
@@ -60,7 +60,7 @@ class ParameterFact(_Part):
     trained: bool = False
 
 
-class OptimizerFact(_Part):
+class OptimizerFact(_ManifestPart):
     """The optimizer. `groups` have names of parameters under "params"; values are encoded (values.py)."""
 
     kind: str
@@ -71,14 +71,14 @@ class OptimizerFact(_Part):
     loss_scale: Any = None
 
 
-class GradientFact(_Part):
+class GradientFact(_ManifestPart):
     """The gradients of micro-batches that no step has used yet."""
 
     num_backwards: int
     dtypes: dict[str, str]  # of the sums, by parameter
 
 
-class RankSummary(_Part):
+class RankSummary(_ManifestPart):
     """A rank's file, as all that was written of it was complete."""
 
     file: str
@@ -86,7 +86,7 @@ class RankSummary(_Part):
     crc32: int
 
 
-class Manifest(_Part):
+class Manifest(_ManifestPart):
     """A whole checkpoint."""
 
     format: Literal["gemini checkpoint"] = "gemini checkpoint"
@@ -107,14 +107,14 @@ class Manifest(_Part):
     ranks: list[RankSummary]
 
 
-class FileSummary(_Part):
+class FileSummary(_ManifestPart):
     """A file of tensors. `crc32` has the checksum of each tensor's bytes by key, and under "" that of the header."""
 
     num_bytes: int
     crc32: dict[str, int]
 
 
-class RankFile(_Part):
+class RankFile(_ManifestPart):
     """What one rank alone has."""
 
     files: dict[str, FileSummary]

@@ -23,7 +23,7 @@ from gemini.checkpoint.parts import states_of
 from gemini.checkpoint.random_state import random_state
 from gemini.checkpoint.together import reason_of, together
 from gemini.checkpoint.values import encode
-from gemini.checkpoint.writing import Source, Task, write
+from gemini.checkpoint.writing import Task, TensorQueue, write
 from gemini.errors import CheckpointError
 from gemini.memory.transfer import CopyRoom, Loan, spare_bytes
 from gemini.model.sharded_model import ShardedModel
@@ -168,7 +168,7 @@ class PendingCheckpoint:
         self._task = task
         self._communicator = communicator
         self._room = room
-        self._source = Source()
+        self._source = TensorQueue()
         self._failure: Exception | None = None
         self._is_told = False
         self.is_waited_for = False

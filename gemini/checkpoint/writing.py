@@ -68,7 +68,7 @@ class Task:
         return self.directory.path / self.tag
 
 
-class Source:
+class TensorQueue:
     """The tensors of a save, one after the other, as they are handed over by the thread that trains."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Source:
                 yield item
 
 
-def write(task: Task, source: Source, reason_lost: Callable[[], str | None]) -> Path:
+def write(task: Task, source: TensorQueue, reason_lost: Callable[[], str | None]) -> Path:
     """Write this rank's files, and have the whole complete. Returns the checkpoint's folder.
 
     reason_lost: says why another rank will not come, None if nothing is known against it.
@@ -148,7 +148,7 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _write_tensors(task: Task, source: Source) -> dict[str, FileSummary]:
+def _write_tensors(task: Task, source: TensorQueue) -> dict[str, FileSummary]:
     by_file: dict[int, list[Part]] = {number: [] for number in range(1 + max((n for n, _ in task.parts), default=0))}
     for number, part in task.parts:
         by_file[number].append(part)

@@ -19,7 +19,7 @@ from gemini.memory.modes import uncollected
 from gemini.model.estimate import num_parameters_of, packed_of
 from gemini.model.workload import blocks_of, gradient_bytes, workload_of
 from gemini.placement.budget import ACTIVATION_FRACTION
-from gemini.placement.cost import ModelledStep, Moves, Rates, modelled_step, moves_of
+from gemini.placement.cost import ModelledStep, MovedBytes, Rates, modelled_step, moves_of
 from gemini.placement.demand import OPTIM_STATES, Dtype, Tier, format_bytes
 from gemini.placement.plan import Plan
 from gemini.placement.policies import FRACTIONS
@@ -61,7 +61,7 @@ class Answer:
     predicted: Predicted | None
     setting: int | None
     knobs: tuple[str, ...]
-    moves: Moves | None
+    moves: MovedBytes | None
     step: ModelledStep | None
     notes: tuple[str, ...]
 
@@ -164,7 +164,7 @@ class _Answering:
             )
         return plan.budget_bytes
 
-    def _step(self, moves: Moves) -> ModelledStep | None:
+    def _step(self, moves: MovedBytes) -> ModelledStep | None:
         question, notes = self._question, self._notes
         rates, batch, work = question.cluster.rates, question.batch, question.workload
         if rates is None:

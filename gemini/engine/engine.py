@@ -21,7 +21,7 @@ from gemini.checkpoint.loading import load_checkpoint
 from gemini.checkpoint.saving import PendingCheckpoint, save_checkpoint
 from gemini.engine.config import Config
 from gemini.engine.config.config import BatchSizes
-from gemini.engine.schedules import MovedByEngine, MovedByScript, Moving
+from gemini.engine.schedules import MovedByEngine, MovedByScript, MovingSchedule
 from gemini.engine.step_log import StepLog
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.modes import methods_never_traced
@@ -236,7 +236,7 @@ class Engine:
         self.moves_schedule = moves_schedule
         """Whether the engine moves the schedule. False: the script calls `lr_scheduler.step()`."""
         moving = MovedByEngine if moves_schedule else MovedByScript
-        self._moving: Moving | None = None if lr_scheduler is None else moving(lr_scheduler)
+        self._moving: MovingSchedule | None = None if lr_scheduler is None else moving(lr_scheduler)
         self.config = config or Config()
         self._criterion = criterion
         self.batch_sizes: BatchSizes = self.config.batch_sizes(model.world_size)

@@ -16,21 +16,21 @@ from gemini.engine.config.key import (
     LRRangeTest,
     OneCycle,
     Rates,
-    Schedule,
+    ScheduleArguments,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
 )
 from gemini.script import warn_at_script
 
-# -- Moving a learning rate schedule: by the engine after every optimizer step, or by the script that passed it.
+# -- MovingSchedule a learning rate schedule: by the engine after every optimizer step, or by the script that passed it.
 #
 # The engine moves a schedule that the config names, as DeepSpeed's does. In Colossal-AI's call form a schedule that is
 # passed as an object is moved by the script: it, or a hook of the `Trainer`, calls `lr_scheduler.step()` after a step
 # or an epoch.
 
 
-class Moving(Protocol):
+class MovingSchedule(Protocol):
     """A schedule of an engine, and the events by which it moves."""
 
     @property
@@ -158,7 +158,7 @@ def make_schedule(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
 class NamedSchedule(LRScheduler):
     """One of DeepSpeed's schedules."""
 
-    def __init__(self, optimizer: Optimizer, arguments: Schedule) -> None:
+    def __init__(self, optimizer: Optimizer, arguments: ScheduleArguments) -> None:
         self._arguments = arguments
         self._cycles_betas = isinstance(arguments, OneCycle) and arguments.cycle_momentum
         # As in DeepSpeed, momentum is not cycled where the optimizer has no betas.
@@ -297,7 +297,7 @@ def _of_groups(rates: Rates, num_groups: int) -> list[float]:
     return rates
 
 
-_RATES: dict[type[Schedule], Callable[..., list[float]]] = {
+_RATES: dict[type[ScheduleArguments], Callable[..., list[float]]] = {
     WarmupLR: _warmup,
     WarmupDecayLR: _warmup_decay,
     WarmupCosineLR: _warmup_cosine,

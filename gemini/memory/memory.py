@@ -65,7 +65,7 @@ class EmulatedTier(AcceleratorTier):
 # -- All memory of one model on this rank: its tiers, its slots, and the copies between tiers.
 
 
-class Memory:
+class RankMemory:
     """Hands out regions, and takes them back once the copies from and to them are done."""
 
     def __init__(self, device: MemoryTier, host: HostTier) -> None:

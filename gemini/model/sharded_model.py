@@ -19,7 +19,7 @@ from gemini.access.states import States
 from gemini.access.weights import StateHooks
 from gemini.building.store import built_link_of
 from gemini.errors import UnsupportedError
-from gemini.memory.memory import Memory
+from gemini.memory.memory import RankMemory
 from gemini.memory.modes import never_traced, uncollected
 from gemini.model.hooks import Handles, Hooks, OperatorTable
 from gemini.model.operators import ignored_in, parameter_places, tensors_in, zero_ignored
@@ -200,7 +200,7 @@ def _check_flags(one: _Extent, other: _Extent) -> None:
 # -- `memory_report()`: a table of all bytes that a model holds.
 
 
-def memory_table(memory: Memory, plan: Plan, step: Step) -> str:
+def memory_table(memory: RankMemory, plan: Plan, step: Step) -> str:
     """Bytes by tier and kind, now and at the peak; the plan; traffic over links and between ranks."""
     rows = [("tier", "kind", "now", "peak")]
     for tier in (memory.device, memory.host):

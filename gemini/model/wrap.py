@@ -17,7 +17,7 @@ from gemini.building.store import BuildStore, BuiltLink, built_link_of
 from gemini.errors import BudgetError, GeminiError, RankLostError, UnsupportedError
 from gemini.launch import ranks_of
 from gemini.memory.arena import Freed
-from gemini.memory.memory import Memory, choose_tiers
+from gemini.memory.memory import RankMemory, choose_tiers
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import ready
 from gemini.model.operators import describe, find_operators, model_spec, weights_of
@@ -145,7 +145,7 @@ class Original:
     built_name: str  # its name in that store
 
 
-class Moves:
+class MovesIn:
     """The moves so far. `originals` has the parameters, by index, whose values are only in their chunk's homes."""
 
     def __init__(self) -> None:
@@ -175,8 +175,8 @@ def move_in(
     placement: Placement,
     demand: Demand,
     communicator: Communicator,
-    memory: Memory,
-    moves: Moves,
+    memory: RankMemory,
+    moves: MovesIn,
 ) -> None:
     """Move rank 0's weights into every chunk's homes, and into masters that hold more than the weights. Collective.
 
@@ -213,7 +213,7 @@ def move_in(
 
 
 @torch.no_grad()
-def move_buffers_in(module: nn.Module, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:
+def move_buffers_in(module: nn.Module, communicator: Communicator, device: MemoryTier, moves: MovesIn) -> None:
     """Move all buffers to the device, with rank 0's values. Collective."""
     moved: dict[Tensor, Tensor] = {}  # by the given buffer, which several modules may have
     for path, owner in module.named_modules():
@@ -274,7 +274,7 @@ def close_empty(stores: list[BuildStore], communicator: Communicator) -> None:
             store.close()
 
 
-def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: Moves) -> None:
+def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: MovesIn) -> None:
     """Move weights into the chunk's homes: those that were built on shards, then the others. Collective.
 
     A store keeps its values until every rank has the whole chunk at home, so if a rank fails before that, no rank has
@@ -305,7 +305,7 @@ def _fill(chunk: Chunk, communicator: Communicator, device: MemoryTier, moves: M
 
 
 def _fill_given(
-    chunk: Chunk, given: list[ManagedParameter], communicator: Communicator, device: MemoryTier, moves: Moves
+    chunk: Chunk, given: list[ManagedParameter], communicator: Communicator, device: MemoryTier, moves: MovesIn
 ) -> None:
     """Move weights with memory of their own, from a payload that rank 0 broadcasts. Collective.
 
@@ -402,10 +402,10 @@ class MovingOut:
     Therefore nothing has moved on any rank as long as one rank has no chunks.
     """
 
-    def __init__(self, communicator: Communicator, memory: Memory) -> None:
+    def __init__(self, communicator: Communicator, memory: RankMemory) -> None:
         self.stores: list[BuildStore] = []  # stores of parameters built in a `ZeroInitContext`
         self.chunks: list[Chunk] = []
-        self.moves = Moves()
+        self.moves = MovesIn()
         self.communicator = communicator
         self.memory = memory
 
@@ -597,7 +597,7 @@ class Wrapping:
         self.operators = find_operators(module, self.gathers, self._places, ignored)
         position = StepPosition(["", *(operator.name for _, operator in self.operators)])
         self.communicator = Communicator(process_group, position, settings.rank_timeout, device_tier.device)
-        self._memory = Memory(device_tier, host_tier)
+        self._memory = RankMemory(device_tier, host_tier)
         self._back = MovingOut(self.communicator, self._memory)
         self._module = module
         self._by_name = by_name

@@ -385,7 +385,7 @@ class Runtime(Protocol):
     def reset_peak(self) -> None: ...
 
 
-class CudaRuntime:
+class CudaMemory:
     """torch's answers about one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -627,4 +627,4 @@ def source_of(device: Device | DeviceSource) -> DeviceSource:
         return EmulatedDevice()
     # The devices of ROCm have the type "cuda" too, and NVML does not know them.
     is_nvidia = torch.version.cuda is not None
-    return CudaSource(CudaRuntime(device), driver_of_process() if is_nvidia else None)
+    return CudaSource(CudaMemory(device), driver_of_process() if is_nvidia else None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import BudgetError
-from gemini.memory.memory import Memory
+from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
@@ -29,7 +29,7 @@ from gemini.runtime.step import Step
 # -- One chunk's optimizer state: flat per-element states, and step counts and other scalars by parameter.
 
 
-def resting_tier(home: StateHome, count: int, memory: Memory) -> Tier:
+def resting_tier(home: StateHome, count: int, memory: RankMemory) -> Tier:
     """The tier on which a chunk's `count` flat states rest if their planned home is `home`.
 
     States that come between two plans, such as momentum that is raised from 0 in mid-training, have no room on a device

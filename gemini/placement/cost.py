@@ -219,7 +219,7 @@ MACHINES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moves:
+class MovedBytes:
     """Bytes of one rank in a step.
 
     Args:
@@ -243,7 +243,7 @@ class Moves:
     host_update_bytes: int = 0
 
 
-def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
+def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
     """The moves of a training step in which every trained weight gets a gradient. Pure: local.
 
     predicted: the prediction of that step. None: `plan.predicted`.
@@ -260,7 +260,7 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> Moves:
             # An update runs on the tier of the optimizer state. A chunk without any, as with plain SGD, has such a tier
             # too.
             updated[homes[Kind.OPTIM]] += update_bytes(facts, chunk.optim_states)
-    return Moves(
+    return MovedBytes(
         to_device_bytes=links.get("host->device", 0),
         to_host_bytes=links.get("device->host", 0),
         gathered_bytes=sum(num_bytes for _, num_bytes in gathers),
@@ -399,7 +399,7 @@ _RESOURCES = {
 
 
 def modelled_step(
-    moves: Moves, forward_flops: float, computed_again_flops: float, dtype: str, rates: Rates, ranks: Ranks
+    moves: MovedBytes, forward_flops: float, computed_again_flops: float, dtype: str, rates: Rates, ranks: Ranks
 ) -> ModelledStep:
     """The time of a step by these rates. A pure function: local.
 

@@ -470,7 +470,7 @@ class EvictionQueue:
 # -- The schedule of one micro-batch: which operators run, which weights backward reads, and when gradients are made.
 #
 # A schedule refers to weights and operators by their places in `ModelSpec` and knows neither chunks nor ranks, so one
-# schedule serves every plan of a model. `Schedule.expected` derives it from the module tree, before anything has run. A
+# schedule serves every plan of a model. `PassSchedule.expected` derives it from the module tree, before anything ran. A
 # dry run of the plain module records the true one, with recomputations, tied weights and skipped operators.
 
 
@@ -510,14 +510,14 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PassSchedule:
     """One forward and its backward, the same on all ranks and in every micro-batch."""
 
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
 
     @staticmethod
-    def expected(spec: ModelSpec, recomputed: Sequence[str] = ()) -> Schedule:
+    def expected(spec: ModelSpec, recomputed: Sequence[str] = ()) -> PassSchedule:
         """The schedule of a model whose operators run in the order of the module tree, and backward in reverse.
 
         Backward reads what operators have behind the first one that is trained: its input, and that of all before it,
@@ -550,7 +550,7 @@ class Schedule:
                 # first user last.
                 if spec.weights[weight].trainable and first_user[weight] == index:
                     backward.append(Moment(Act.GRADIENT, weight, 0, index))
-        return Schedule(tuple(_forward(spec, range(len(spec.operators)))), tuple(backward))
+        return PassSchedule(tuple(_forward(spec, range(len(spec.operators)))), tuple(backward))
 
 
 def _forward(spec: ModelSpec, indices: Iterable[int], task: int = -1, node: int = -1) -> list[Moment]:

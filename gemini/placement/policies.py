@@ -37,7 +37,7 @@ OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
 """States that move together: an update needs both, so one of them alone on the device would travel in every step."""
 
 
-class Step(Enum):
+class Purchase(Enum):
     """One kind of purchase. It is made for chunks in order of first use, for each one that still fits."""
 
     FROZEN = "parameters of chunks that are not trained, which no update takes to the host"
@@ -51,21 +51,21 @@ class Step(Enum):
 
 
 _KINDS = {
-    Step.FROZEN: (Kind.PARAM,),
-    Step.PARAMS: (Kind.PARAM,),
-    Step.GRADS: (Kind.GRAD,),
-    Step.STATE: OF_OPTIMIZER,
-    Step.UPDATED: (Kind.GRAD, *OF_OPTIMIZER),
-    Step.WHOLE: (Kind.PARAM, Kind.GRAD, *OF_OPTIMIZER),
+    Purchase.FROZEN: (Kind.PARAM,),
+    Purchase.PARAMS: (Kind.PARAM,),
+    Purchase.GRADS: (Kind.GRAD,),
+    Purchase.STATE: OF_OPTIMIZER,
+    Purchase.UPDATED: (Kind.GRAD, *OF_OPTIMIZER),
+    Purchase.WHOLE: (Kind.PARAM, Kind.GRAD, *OF_OPTIMIZER),
 }
 
 
-def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps: Sequence[Step]) -> Placement:
+def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps: Sequence[Purchase]) -> Placement:
     """`placement` with more on the device: these steps in order, each as far as the budget lasts."""
     for step in steps:
-        if step is Step.SLOTS:
+        if step is Purchase.SLOTS:
             placement = fill_slots(demand, placement, budget_bytes)
-        elif step is Step.KEPT:
+        elif step is Purchase.KEPT:
             placement = keep_slots(demand, placement, budget_bytes)
         else:
             placement = _move_in(demand, placement, step, budget_bytes)
@@ -92,7 +92,7 @@ def _updated_where_least_moves(demand: Demand, placement: Placement) -> Placemen
     return replace(placement, homes=tuple(found[key] for key in keys))
 
 
-def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int | None) -> Placement:
+def _move_in(demand: Demand, placement: Placement, step: Purchase, budget_bytes: int | None) -> Placement:
     """Move this step's kinds of states onto the device, all of a chunk together, for the chunks that fit."""
     kinds = frozenset(_KINDS[step])
     # The result depends on the pair (chunk, homes) alone: compute it once per distinct pair of objects.
@@ -105,7 +105,7 @@ def _move_in(demand: Demand, placement: Placement, step: Step, budget_bytes: int
             moving = [kind for kind in moving if kind not in OF_OPTIMIZER]
         # This step is for frozen chunks only: an update on the host would take the parameters of trained ones there and
         # back.
-        elif step is Step.FROZEN:
+        elif step is Purchase.FROZEN:
             moving = []
         key = id(chunk), id(homes)
         found[key] = _addition(chunk, moving) if moving else None
@@ -151,11 +151,11 @@ def _addition(chunk: ChunkDemand, kinds: Sequence[Kind]) -> Addition:
 
 
 _WAYS = (
-    (Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS, Step.GRADS),
-    (Step.SLOTS, Step.GRADS, Step.WHOLE, Step.KEPT),
-    (Step.GRADS, Step.WHOLE, Step.KEPT, Step.WHOLE, Step.SLOTS),
-    (Step.PARAMS, Step.UPDATED, Step.KEPT, Step.UPDATED, Step.SLOTS, Step.GRADS),
-    (Step.PARAMS, Step.GRADS, Step.STATE, Step.KEPT, Step.STATE, Step.SLOTS),
+    (Purchase.WHOLE, Purchase.KEPT, Purchase.WHOLE, Purchase.SLOTS, Purchase.GRADS),
+    (Purchase.SLOTS, Purchase.GRADS, Purchase.WHOLE, Purchase.KEPT),
+    (Purchase.GRADS, Purchase.WHOLE, Purchase.KEPT, Purchase.WHOLE, Purchase.SLOTS),
+    (Purchase.PARAMS, Purchase.UPDATED, Purchase.KEPT, Purchase.UPDATED, Purchase.SLOTS, Purchase.GRADS),
+    (Purchase.PARAMS, Purchase.GRADS, Purchase.STATE, Purchase.KEPT, Purchase.STATE, Purchase.SLOTS),
 )
 """Orders in which `auto` tries to spend what frozen parameters leave of the budget. It takes the one with fewest bytes.
 
@@ -164,9 +164,9 @@ has one: it saves a fetch at every turn of a pass. Gradients alone pay off with 
 pay off where updates do not read them (whole masters), or with many micro-batches. With all parameters and gradients on
 the device no slot is needed, which matters if one chunk is larger than all others together.
 """
-_THEN = (Step.GRADS, Step.PARAMS, Step.KEPT, Step.SLOTS)
+_THEN = (Purchase.GRADS, Purchase.PARAMS, Purchase.KEPT, Purchase.SLOTS)
 """How to spend what the best order leaves, unless it makes more bytes travel."""
-_AT_LAST = (Step.WHOLE, Step.KEPT, Step.SLOTS)
+_AT_LAST = (Purchase.WHOLE, Purchase.KEPT, Purchase.SLOTS)
 """Likewise, after `_THEN`: when the last user of a slot moves in, the slot's bytes become free."""
 
 
@@ -280,11 +280,11 @@ class AutoPolicy:
         if is_bounded:
             # The ratio is one of what parameters and gradients leave, so these move in first. Slots are bought from
             # what optimizer state leaves.
-            placement = spend(demand, placement, budget_bytes, (Step.PARAMS, Step.GRADS))
-            placement = spend(demand, placement, self._margin(demand, placement, budget_bytes), (Step.STATE,))
-            return spend(demand, placement, budget_bytes, (Step.KEPT, Step.SLOTS))
+            placement = spend(demand, placement, budget_bytes, (Purchase.PARAMS, Purchase.GRADS))
+            placement = spend(demand, placement, self._margin(demand, placement, budget_bytes), (Purchase.STATE,))
+            return spend(demand, placement, budget_bytes, (Purchase.KEPT, Purchase.SLOTS))
         # Frozen parameters first: no update ever takes them to the host, so each of their bytes saves fetches only.
-        placement = spend(demand, placement, budget_bytes, (Step.FROZEN,))
+        placement = spend(demand, placement, budget_bytes, (Purchase.FROZEN,))
         # No order of spending is the best for all models, see `_WAYS`, so all of them are tried and compared.
         ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
         costs = [_cost(demand, each) for each in ways]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gemini.placement.budget import Budget
 from gemini.placement.demand import Demand, Kind, Placement, Tier, format_bytes
-from gemini.placement.next_use import Act, Moment, PassKind, Phase, Schedule
+from gemini.placement.next_use import Act, Moment, PassKind, PassSchedule, Phase
 from gemini.placement.packing import BYTES_PER_COLLECTIVE, ChunkFacts, Packing
 from gemini.placement.policies import (
     KINDS_IN_WORDS,
@@ -19,7 +19,7 @@ from gemini.placement.policies import (
     next_worse,
 )
 from gemini.placement.policy import PlacementPolicy
-from gemini.placement.simulate import Exchange, Payloads, Purpose, Traffic
+from gemini.placement.simulate import Exchange, MoveReason, SimulatedPayloads, Traffic
 from gemini.placement.simulated_gradients import Gradients
 from gemini.settings import Settings
 
@@ -43,9 +43,9 @@ class Simulation:
         rank: the simulated rank. Ranks differ where a chunk is updated only in part.
     """
 
-    def __init__(self, plan: Plan, schedule: Schedule, rank: int = 0) -> None:
+    def __init__(self, plan: Plan, schedule: PassSchedule, rank: int = 0) -> None:
         self.traffic = Traffic()
-        self.payloads = Payloads(plan, self.traffic)
+        self.payloads = SimulatedPayloads(plan, self.traffic)
         self.gradients = Gradients(plan, self.payloads, self.traffic)
         self.homes = self.gradients.homes
         self._plan = plan
@@ -222,15 +222,15 @@ class Simulation:
         if has_master:
             num_bytes = facts.master_itemsize * numel
             # The update reads and writes the master, so it travels both ways.
-            traffic.copy(homes[Kind.MASTER], at, num_bytes, Purpose.UPDATE)
-            traffic.copy(at, homes[Kind.MASTER], num_bytes, Purpose.UPDATE)
+            traffic.copy(homes[Kind.MASTER], at, num_bytes, MoveReason.UPDATE)
+            traffic.copy(at, homes[Kind.MASTER], num_bytes, MoveReason.UPDATE)
         num_bytes = facts.dtypes.weight.itemsize * numel
         # The update reads a weight only where that is the master, or the upper half of a split one. From a whole master
         # it writes the 16-bit weight without reading it.
         if not has_master or facts.splits_master:
-            traffic.copy(homes[Kind.PARAM], at, num_bytes, Purpose.UPDATE)
-        traffic.copy(at, homes[Kind.PARAM], num_bytes, Purpose.UPDATE)
-        traffic.copy(self.homes.tier_of(chunk), at, self.homes.num_bytes(chunk), Purpose.UPDATE)
+            traffic.copy(homes[Kind.PARAM], at, num_bytes, MoveReason.UPDATE)
+        traffic.copy(at, homes[Kind.PARAM], num_bytes, MoveReason.UPDATE)
+        traffic.copy(self.homes.tier_of(chunk), at, self.homes.num_bytes(chunk), MoveReason.UPDATE)
 
     def _make_whole(self, chunk: int) -> None:
         """Gather the updated parts of weights that every rank holds whole."""
@@ -242,7 +242,7 @@ class Simulation:
         if home is Tier.HOST:
             # This rank's part is at home already, so only the parts of the other ranks are copied there.
             of_others = facts.layout.numel - facts.layout.shard_numel
-            self.traffic.copy(Tier.DEVICE, home, of_others * facts.dtypes.weight.itemsize, Purpose.UPDATE)
+            self.traffic.copy(Tier.DEVICE, home, of_others * facts.dtypes.weight.itemsize, MoveReason.UPDATE)
 
 
 # -- Predictions: the exact bytes that a step of a plan moves and holds, before anything has run.
@@ -260,7 +260,7 @@ class Predicted:
         host_peak: peak bytes of model data on the host.
     """
 
-    copies: Mapping[tuple[str, Purpose], int]
+    copies: Mapping[tuple[str, MoveReason], int]
     exchanged: Mapping[Exchange, tuple[int, int]]
     device_peak: int
     host_peak: int
@@ -275,7 +275,7 @@ class Predicted:
 
 
 def predict_steps(
-    plan: Plan, num_steps: int, *, schedule: Schedule | None = None, micro_batches: int | None = None, rank: int = 0
+    plan: Plan, num_steps: int, *, schedule: PassSchedule | None = None, micro_batches: int | None = None, rank: int = 0
 ) -> list[Predicted]:
     """Predict the first steps after a model was wrapped. A pure function: local.
 
@@ -285,7 +285,7 @@ def predict_steps(
     Args:
         plan: the plan of all these steps.
         num_steps: the number of steps.
-        schedule: the schedule of each micro-batch. None: `Schedule.expected` of the model.
+        schedule: the schedule of each micro-batch. None: `PassSchedule.expected` of the model.
         micro_batches: backwards per step. None: as many as the plan is for.
         rank: the rank whose bytes are counted.
     """
@@ -294,7 +294,7 @@ def predict_steps(
 
 
 def predict(
-    plan: Plan, *, schedule: Schedule | None = None, micro_batches: int | None = None, rank: int = 0
+    plan: Plan, *, schedule: PassSchedule | None = None, micro_batches: int | None = None, rank: int = 0
 ) -> Predicted:
     """Predict the step that repeats, with the arguments of `predict_steps`. A pure function: local."""
     # Simulate until a step ends in the state in which it began.
@@ -308,8 +308,8 @@ def predict(
     return found
 
 
-def expected_schedule(plan: Plan, recomputed: Sequence[str] = ()) -> Schedule:
-    """`Schedule.expected` of the model and these modules, with the weights that the plan trains. Pure: local.
+def expected_schedule(plan: Plan, recomputed: Sequence[str] = ()) -> PassSchedule:
+    """`PassSchedule.expected` of the model and these modules, with the weights that the plan trains. Pure: local.
 
     They may differ from those that were trainable when the model was wrapped, which `plan.spec` records.
     """
@@ -318,14 +318,14 @@ def expected_schedule(plan: Plan, recomputed: Sequence[str] = ()) -> Schedule:
     # The flags of the plan are in the order of the chunks, and the spec has an order of its own, so weights are found
     # by name.
     weights = tuple(replace(weight, trainable=trained[weight.name]) for weight in plan.spec.weights)
-    return Schedule.expected(replace(plan.spec, weights=weights), recomputed)
+    return PassSchedule.expected(replace(plan.spec, weights=weights), recomputed)
 
 
 _MOST_STEPS = 4
 """Simulated until a step repeats: the first has no trace, the second begins with what the first left in the slots."""
 
 
-def predict_forwards(plan: Plan, num_forwards: int, *, schedule: Schedule | None = None) -> list[Predicted]:
+def predict_forwards(plan: Plan, num_forwards: int, *, schedule: PassSchedule | None = None) -> list[Predicted]:
     """Predict the first forwards without gradients after a model was wrapped. A pure function: local.
 
     Each forward begins with the chunks that the one before has left in the slots, so they may differ.
@@ -339,7 +339,7 @@ def predict_forwards(plan: Plan, num_forwards: int, *, schedule: Schedule | None
     return [_forward(simulation, plan) for _ in range(num_forwards)]
 
 
-def predict_inference(plan: Plan, *, schedule: Schedule | None = None) -> Predicted:
+def predict_inference(plan: Plan, *, schedule: PassSchedule | None = None) -> Predicted:
     """Predict a forward without gradients, with the arguments of `predict_forwards`. A pure function: local."""
     # The first forwards differ: they begin with other chunks in the slots, and the very first one has no trace.
     return predict_forwards(plan, _MOST_STEPS, schedule=schedule)[-1]

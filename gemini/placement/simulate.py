@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # -- Counts the bytes that cross the links and that ranks exchange in a step, by purpose, without moving any.
 
 
-class Purpose(StrEnum):
+class MoveReason(StrEnum):
     """Why bytes cross the link between the tiers.
 
     PAYLOAD: parameters are fetched into a slot. GRADIENT: a reduced gradient comes to rest, or a sum is resumed. SPILL:
@@ -48,11 +48,11 @@ class Traffic:
     """The traffic of one rank, counted."""
 
     def __init__(self) -> None:
-        self.copies: Counter[tuple[str, Purpose]] = Counter()  # bytes by link ("host->device") and purpose
+        self.copies: Counter[tuple[str, MoveReason]] = Counter()  # bytes by link ("host->device") and purpose
         self.launches: Counter[Exchange] = Counter()
         self.exchanged: Counter[Exchange] = Counter()  # bytes of payloads that are filled or sent
 
-    def copy(self, source: Tier, target: Tier, num_bytes: int, purpose: Purpose) -> None:
+    def copy(self, source: Tier, target: Tier, num_bytes: int, purpose: MoveReason) -> None:
         """Count a copy. A copy within one tier crosses no link and is not counted."""
         # Without bytes no entry is made, so that `copies` names only links over which something goes.
         if source is not target and num_bytes:
@@ -75,7 +75,7 @@ class Traffic:
 # This is the arithmetic of `runtime/params.py` and `payload_slots.py`, with the same `NextUse` and `EvictionQueue`.
 
 
-class Payloads:
+class SimulatedPayloads:
     """The payloads of all chunks of a plan, by index."""
 
     def __init__(self, plan: Plan, traffic: Traffic) -> None:
@@ -162,7 +162,7 @@ class Payloads:
         # the slot.
         self.num_gathers[chunk] += 1
         num_bytes = facts.layout.shard_numel * facts.dtypes.weight.itemsize
-        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, num_bytes, Purpose.UPDATE)
+        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, num_bytes, MoveReason.UPDATE)
         self._arrive(chunk)
 
     def to_gather(self) -> Iterator[int]:
@@ -253,7 +253,9 @@ class Payloads:
         itemsize = facts.dtypes.weight.itemsize
         self.num_gathers[chunk] += 1
         # Each rank copies its own part over the link. The other parts come from the other ranks.
-        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, facts.home_layout.shard_numel * itemsize, Purpose.PAYLOAD)
+        self._traffic.copy(
+            self._tiers[chunk], Tier.DEVICE, facts.home_layout.shard_numel * itemsize, MoveReason.PAYLOAD
+        )
         if facts.home_layout.world_size > 1:
             self._traffic.exchange(Exchange.GATHER, facts.payload_bytes)
 
@@ -293,7 +295,9 @@ class Gradient:
 class Homes:
     """The reduced gradients of all trainable chunks, by index."""
 
-    def __init__(self, plan: Plan, gradients: Mapping[int, Gradient], payloads: Payloads, traffic: Traffic) -> None:
+    def __init__(
+        self, plan: Plan, gradients: Mapping[int, Gradient], payloads: SimulatedPayloads, traffic: Traffic
+    ) -> None:
         self._facts = plan.packing.chunks
         self._tiers = plan.placement.homes
         self._gradients = gradients
@@ -361,7 +365,7 @@ class Homes:
             self._make_room(chunk)
             gradient.is_reduced, gradient.first_backward = True, backward
         # A sum on the host is added there, so only the new gradient crosses the link.
-        self._traffic.copy(Tier.DEVICE, self.tier_of(chunk), numel * source.itemsize, Purpose.GRADIENT)
+        self._traffic.copy(Tier.DEVICE, self.tier_of(chunk), numel * source.itemsize, MoveReason.GRADIENT)
 
     def reclaim(self, chunk: int) -> None:
         """Move the gradient out of the parameter home, because the parameters are needed before the step."""
@@ -369,7 +373,7 @@ class Homes:
             # Asked before `_take_home`, which changes where the gradient rests.
             lent = self._resting(chunk)
             self._take_home(chunk)
-            self._traffic.copy(lent, self._resting(chunk), self.num_bytes(chunk), Purpose.GRADIENT)
+            self._traffic.copy(lent, self._resting(chunk), self.num_bytes(chunk), MoveReason.GRADIENT)
             self.restore(chunk)
 
     def restore(self, chunk: int) -> None:
@@ -380,7 +384,7 @@ class Homes:
         # Where the tiers differ the host rounds: the fp32 master crosses the link towards the host, and only the
         # rounded weights cross it towards the device.
         dtype = FLOAT32 if tiers[Kind.PARAM] is Tier.HOST else self._facts[chunk].dtypes.weight
-        self._traffic.copy(tiers[Kind.MASTER], tiers[Kind.PARAM], numel * dtype.itemsize, Purpose.UPDATE)
+        self._traffic.copy(tiers[Kind.MASTER], tiers[Kind.PARAM], numel * dtype.itemsize, MoveReason.UPDATE)
         self.lent.discard(chunk)
 
     def before_reduction(self, chunk: int) -> None:
@@ -422,7 +426,7 @@ class Homes:
         # The fp32 memory is kept for later steps, so only the first one allocates it.
         if gradient.wide is None:
             gradient.wide = self._allocate(self._resting(chunk), facts.optim_layout.shard_numel * FLOAT32.itemsize)
-        self._traffic.copy(self._resting(chunk), gradient.wide, self.num_bytes(chunk), Purpose.GRADIENT)
+        self._traffic.copy(self._resting(chunk), gradient.wide, self.num_bytes(chunk), MoveReason.GRADIENT)
         gradient.is_wide = True
 
     def _make_room(self, chunk: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.needs import num_tiles
 from gemini.placement.packing import ChunkFacts
-from gemini.placement.simulate import Exchange, Gradient, Homes, Payloads, Purpose, Traffic
+from gemini.placement.simulate import Exchange, Gradient, Homes, MoveReason, SimulatedPayloads, Traffic
 
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
@@ -23,7 +23,7 @@ _MAX_WAITING = 2  # fine chunks whose gradients may wait in `.grad`: `MAX_WAITIN
 class Gradients:
     """The gradients of all trainable chunks of a plan, by index."""
 
-    def __init__(self, plan: Plan, payloads: Payloads, traffic: Traffic) -> None:
+    def __init__(self, plan: Plan, payloads: SimulatedPayloads, traffic: Traffic) -> None:
         stage, chunks = plan.settings.stage, plan.packing.chunks
         self._facts: Sequence[ChunkFacts] = chunks
         self._stage = stage
@@ -243,7 +243,7 @@ class Gradients:
             return
         if gradient.state == "spilled":
             self._take_slot(chunk)
-            self._traffic.copy(Tier.HOST, Tier.DEVICE, self._facts[chunk].payload_bytes, Purpose.SPILL)
+            self._traffic.copy(Tier.HOST, Tier.DEVICE, self._facts[chunk].payload_bytes, MoveReason.SPILL)
             self.homes.hold(Tier.HOST, -self._facts[chunk].payload_bytes)
             return
         if chunk in self._whole and self._may_write_home(chunk):
@@ -252,7 +252,7 @@ class Gradients:
         self._take_slot(chunk)
         if self._resumes(chunk):
             num_bytes = self.homes.num_bytes(chunk)
-            self._traffic.copy(self.homes.tier_of(chunk), Tier.DEVICE, num_bytes, Purpose.GRADIENT)
+            self._traffic.copy(self.homes.tier_of(chunk), Tier.DEVICE, num_bytes, MoveReason.GRADIENT)
 
     def _take_slot(self, chunk: int) -> None:
         size = self._facts[chunk].oversize
@@ -262,7 +262,7 @@ class Gradients:
         if len(inside) >= self._num_slots[size]:
             victim = max(inside, key=lambda i: (len(self.of[i].fired) == self.of[i].expected, -i))
             num_bytes = self._facts[victim].payload_bytes
-            self._traffic.copy(Tier.DEVICE, Tier.HOST, num_bytes, Purpose.SPILL)
+            self._traffic.copy(Tier.DEVICE, Tier.HOST, num_bytes, MoveReason.SPILL)
             self.homes.hold(Tier.HOST, num_bytes)
             self.of[victim].state = "spilled"
             del inside[victim]

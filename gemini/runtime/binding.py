@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.errors import BudgetError, ReleasedParameterError
-from gemini.memory.memory import Memory
+from gemini.memory.memory import RankMemory
 from gemini.memory.modes import unseen, untracked, unwrapped
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, ready, wait_on_stream
@@ -269,7 +269,7 @@ def shares_memory(tensor: Tensor, payload: Tensor) -> bool:
 class Binding:
     """Binds and unbinds the parameters of one model's chunks."""
 
-    def __init__(self, chunks: Collection[Chunk], memory: Memory, released_class: type[nn.Parameter]) -> None:
+    def __init__(self, chunks: Collection[Chunk], memory: RankMemory, released_class: type[nn.Parameter]) -> None:
         self.chunks = chunks
         self.memory = memory
         self.released_class = released_class

@@ -374,7 +374,7 @@ _autograd_node = torch._C._current_autograd_node
 _MOST_FORWARDS = 64
 
 
-class Touch:
+class TouchingCall:
     """A function that touches released parameters. Its frame alone holds this, so an interrupt cannot leave it open."""
 
     __slots__ = ("__weakref__", "pinned")
@@ -406,7 +406,7 @@ class Underway:
         self.awaits_backward = False  # a forward with gradients has had no backward yet
         self._num_forwards = 0  # forwards with gradients of the running pass
         self._has_begun = False  # the forward that was entered last has begun, with gradients
-        self._touches: list[weakref.ref[Touch]] = []
+        self._touches: list[weakref.ref[TouchingCall]] = []
         self._nodes: dict[int, tuple[object, list[Chunk]]] = {}  # by graph task: the node that runs, and what it pinned
 
     def enter_forward(self) -> None:
@@ -436,13 +436,13 @@ class Underway:
         self.awaits_backward = self._num_forwards > 1
         return self._num_forwards
 
-    def begin_touch(self) -> Touch:
+    def begin_touch(self) -> TouchingCall:
         """A function begins. It notes in the returned object which chunks it pins, and holds that until its end."""
-        touch = Touch()
+        touch = TouchingCall()
         self._touches.append(weakref.ref(touch))
         return touch
 
-    def unpin_touch(self, touch: Touch) -> bool:
+    def unpin_touch(self, touch: TouchingCall) -> bool:
         """Lift a function's pins; `end_touch` is next. False if a failure has ended it meanwhile."""
         is_open = any(reference() is touch for reference in self._touches)
         if is_open:
@@ -450,7 +450,7 @@ class Underway:
             touch.note_unpinned()
         return is_open
 
-    def end_touch(self, touch: Touch) -> None:
+    def end_touch(self, touch: TouchingCall) -> None:
         """A function has ended."""
         # References that are dead stay in the list: they tell `has_lost_touch` of a function that was interrupted.
         self._touches = [reference for reference in self._touches if reference() is not touch]
@@ -462,7 +462,7 @@ class Underway:
 
     @property
     def has_lost_touch(self) -> bool:
-        """A function was interrupted before its end: nobody holds its `Touch`. `forget_forward` lifts its pins."""
+        """A function was interrupted before its end: nobody holds its call. `forget_forward` lifts its pins."""
         return any(reference() is None for reference in self._touches)
 
     def follow_node(self) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 from gemini.errors import BudgetError
-from gemini.memory.memory import Memory
+from gemini.memory.memory import RankMemory
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SharedStorage, Slot
 from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
-from gemini.observe import Moving, Observer
+from gemini.observe import Observer, OpenMove
 from gemini.placement.demand import Kind, Tier
 from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
@@ -66,7 +66,7 @@ class MicroBatches:
 class GradMemory:
     """The gradient slots, and the memory behind every `ChunkGradient`."""
 
-    def __init__(self, memory: Memory, observer: Observer, keeps_whole: bool) -> None:
+    def __init__(self, memory: RankMemory, observer: Observer, keeps_whole: bool) -> None:
         """keeps_whole: this rank keeps whole gradients, and GRAD homes have room for whole payloads."""
         self.memory = memory
         self.observer = observer
@@ -250,7 +250,7 @@ class GradMemory:
         if gradient.is_behind:
             gradient.become_unsynced(UnsyncedState.NONE)
 
-    def moving(self, gradient: ChunkGradient, where: Callable[[], str], blocks: int) -> Moving:
+    def moving(self, gradient: ChunkGradient, where: Callable[[], str], blocks: int) -> OpenMove:
         """Observe the reduction of the gradient, which takes `blocks` blocks of code."""
         chunk, home = gradient.chunk, gradient.resting.tier
         ends = home if gradient.slot is None else "gradient slot", home

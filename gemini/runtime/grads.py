@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import BudgetError, GeminiError
-from gemini.memory.memory import Memory
+from gemini.memory.memory import RankMemory
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
 from gemini.memory.transfer import Region, Scratch, ready, wait_on_host
 from gemini.placement.demand import Demand, Kind, Placement, Tier
@@ -41,7 +41,7 @@ _UNPREPARED = (
 class TrainingState:
     """The training memory of all chunks of one model. All of it is local; every rank does it at the same point."""
 
-    def __init__(self, chunks: Sequence[Chunk], memory: Memory, gradients: GradMemory) -> None:
+    def __init__(self, chunks: Sequence[Chunk], memory: RankMemory, gradients: GradMemory) -> None:
         self.is_there = False
         self.refused: BudgetError | None = None  # why the plan for inference, which is in force, has to stay
         self._infers = False

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gemini.errors import BudgetError, UnsupportedError
-from gemini.memory.memory import Memory
+from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Background, Scratch
 from gemini.monitor.device import DeviceSource
 from gemini.monitor.live import LiveMemory
@@ -89,7 +89,7 @@ class ChunkManager:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        memory: Memory,
+        memory: RankMemory,
         plan: Plan,
         communicator: Communicator,
         released_class: type[nn.Parameter],

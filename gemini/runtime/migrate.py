@@ -14,7 +14,7 @@ from typing import Protocol
 from gemini.errors import BudgetError
 from gemini.memory.slot import KeptSlot
 from gemini.memory.transfer import Region, ready
-from gemini.observe import Moving
+from gemini.observe import OpenMove
 from gemini.placement.budget import Budget
 from gemini.placement.demand import Demand, Kind, Placement, StateHome, Tier
 from gemini.runtime.binding import master_from_weights
@@ -195,7 +195,7 @@ class Migration:
             if states is not None and states.has(chunk) and moves_in == (homes[Kind.OPTIM] is Tier.DEVICE):
                 states.migrate(chunk, self._optim_home(chunk))
 
-    def _migrating(self, chunk: Chunk, kind: Kind, target: Tier) -> Moving:
+    def _migrating(self, chunk: Chunk, kind: Kind, target: Tier) -> OpenMove:
         before = chunk.homes[kind]
         why = f"another placement of its {kind.value}"
         return self._params.observer.moving("migrate", chunk.index, before.tier, target, before.nbytes, why)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gemini.errors import BudgetError, SlotError
-from gemini.memory.memory import Memory
+from gemini.memory.memory import RankMemory
 from gemini.memory.modes import untracked, unwrapped
 from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, wait_until_free
 from gemini.memory.transfer import Region, wait_on_stream
-from gemini.observe import Moving, Observer
+from gemini.observe import Observer, OpenMove
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import TOUCHES_AHEAD, EvictionQueue, NextUse
 from gemini.ranks.communicator import Communicator
@@ -104,7 +104,7 @@ class Arrival:
 
     chunk: Chunk
     slot: Slot
-    moving: Moving
+    moving: OpenMove
     finish: Callable[[], None]
     lane: int
 
@@ -171,7 +171,7 @@ class PayloadSlots:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        memory: Memory,
+        memory: RankMemory,
         communicator: Communicator,
         binding: Binding,
         observer: Observer,
@@ -329,7 +329,7 @@ class ParamStore:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        memory: Memory,
+        memory: RankMemory,
         communicator: Communicator,
         binding: Binding,
         observer: Observer,

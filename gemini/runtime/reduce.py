@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gemini.memory.modes import untracked
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
-from gemini.observe import Moving
+from gemini.observe import OpenMove
 from gemini.placement.demand import Tier
 from gemini.placement.needs import largest_tile
 from gemini.placement.next_use import NextUse, PassKind, Phase, ReductionOrder
@@ -400,7 +400,7 @@ class _InFlight:
     gradient: ChunkGradient
     gathered: Callable[[], Region]  # waits, and returns the mean
     backward: int
-    moving: Moving
+    moving: OpenMove
 
 
 @dataclass(eq=False, repr=False)

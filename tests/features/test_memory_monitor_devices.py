@@ -8,7 +8,7 @@ import torch
 
 from gemini import MemoryMonitor, ShardedModel
 from gemini.memory.tier import Ledger
-from gemini.monitor.device import CudaRuntime, CudaSource, EmulatedDevice, Nvml
+from gemini.monitor.device import CudaMemory, CudaSource, EmulatedDevice, Nvml
 from gemini.monitor.readings import DeviceReading
 from tests.zoo import mlp
 from tests.zoo.nvidia import GIB, OWN, UUID, Device, FakeNvml, FakeRuntime
@@ -69,7 +69,7 @@ def test_what_cuda_visible_devices_says_is_the_name_of_a_mig_instance_only(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"uuid": UUID})())
-    found = CudaRuntime(torch.device("cuda", index)).uuids()
+    found = CudaMemory(torch.device("cuda", index)).uuids()
     assert found[0] == first
     assert found[-2:] == [f"MIG-{UUID}", f"GPU-{UUID}"]
 

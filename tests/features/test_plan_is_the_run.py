@@ -12,7 +12,7 @@ import torch
 
 from gemini import estimate_memory
 from gemini.placement.predict import predict
-from gemini.placement.simulate import Purpose
+from gemini.placement.simulate import MoveReason
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.predicted import Case, Peaks, differences, measure, random_case, run, run_inference
 from tests.zoo import mlp
@@ -82,7 +82,7 @@ def test_weights_that_ranks_keep_whole_on_the_host_cross_the_link_once_each_way(
     plan = estimate_memory(mlp.build(), world_size=2, **wrap).plan
     weights = sum(chunk.payload_bytes for chunk in plan.packing.chunks)
     copies = plan.predicted.copies
-    assert copies["host->device", Purpose.UPDATE] == copies["device->host", Purpose.UPDATE] == weights // 2
+    assert copies["host->device", MoveReason.UPDATE] == copies["device->host", MoveReason.UPDATE] == weights // 2
 
 
 def test_a_plan_knows_a_step_of_a_model_whose_operators_run_in_order() -> None:

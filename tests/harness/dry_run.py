@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.placement.demand import ModelSpec
-from gemini.placement.next_use import Act, Moment, Schedule
+from gemini.placement.next_use import Act, Moment, PassSchedule
 
 
 class _Recorder:
@@ -142,7 +142,7 @@ class _Foreign:
             self._early.append(self.hook(self._packed))
 
 
-def dry_run(module: nn.Module, spec: ModelSpec, loss_of: Callable[[nn.Module], Tensor]) -> Schedule:
+def dry_run(module: nn.Module, spec: ModelSpec, loss_of: Callable[[nn.Module], Tensor]) -> PassSchedule:
     """The schedule of one micro-batch. `spec` is the plan's; `module` is plain, and has no gradients afterwards."""
     recorder = _Recorder(module, spec)
     loss = loss_of(module)
@@ -150,4 +150,4 @@ def dry_run(module: nn.Module, spec: ModelSpec, loss_of: Callable[[nn.Module], T
     loss.backward()
     recorder.remove()
     module.zero_grad()
-    return Schedule(forward, tuple(recorder.moments))
+    return PassSchedule(forward, tuple(recorder.moments))

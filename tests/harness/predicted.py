@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from gemini import ShardedModel, ShardedOptimizer, estimate_memory
 from gemini.memory.transfer import Region
 from gemini.placement.demand import Tier
-from gemini.placement.next_use import Schedule
+from gemini.placement.next_use import PassSchedule
 from gemini.placement.plan import Plan
 from gemini.placement.policies import StaticPolicy
 from gemini.placement.predict import Predicted, predict_forwards, predict_steps
@@ -163,7 +163,7 @@ def _loss(case: Case, of: ModelCase, model: nn.Module, step: int, micro: int, ra
     return of.loss(model, of.batch(step, rank, world_size, micro)).float() / case.micro
 
 
-def dry(case: Case, of: ModelCase, plan: Plan) -> Schedule:
+def dry(case: Case, of: ModelCase, plan: Plan) -> PassSchedule:
     """The schedule of the case's model, from a plain copy of it in the dtype in which it is trained."""
     dtype = _DTYPES[case.dtype]
     module = of.build() if dtype is None else of.build().to(dtype)

@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "a move that failed counts as made",
-        "Moving.__exit__",
+        "OpenMove.__exit__",
         "self.blocks == 0 and error is None",
         "self.blocks == 0",
         "tests/features/test_observe.py::test_a_move_that_fails_is_not_noted",

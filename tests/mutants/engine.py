@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     Mutant(
         "a step that is made once more has other random numbers and statistics",
-        "Window._begin_again",
+        "BatchWindow._begin_again",
         "self._start.restore()",
         "pass",
         "tests/features/test_shortage_in_trainer.py"

@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory is given up while a copy reads or writes it",
-        "Memory.free",
+        "RankMemory.free",
         "wait_on_tier(region)",
         "",
         "tests/features/test_late_copies.py",

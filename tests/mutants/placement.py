@@ -105,14 +105,14 @@ MUTANTS = [
     ),
     Mutant(
         "a prediction gathers one payload ahead, however many the run may",
-        "Payloads.to_gather",
+        "SimulatedPayloads.to_gather",
         "if len(self._ahead) >= self.max_prefetch:\n    return",
         "if self._ahead:\n    return",
         "tests/features/test_plan_is_the_run.py::test_every_byte_of_a_step_is_predicted",
     ),
     Mutant(
         "a prediction has backward read frozen weights at the front",
-        "Schedule.expected",
+        "PassSchedule.expected",
         "if index > first_trained:",
         "if index:",
         "tests/features/test_plan_is_the_run.py::test_a_plan_knows_a_step_after_weights_were_frozen",

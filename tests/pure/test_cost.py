@@ -7,7 +7,7 @@ import pytest
 from gemini import BudgetError, Settings, plan_model
 from gemini.placement.cost import (
     MACHINES,
-    Moves,
+    MovedBytes,
     Ranks,
     Rates,
     all_gather_seconds,
@@ -43,7 +43,7 @@ FP32, BF16 = Dtype("float32", 4), Dtype("bfloat16", 2)
 
 
 def test_each_part_is_its_bytes_by_its_rate() -> None:
-    moves = Moves(
+    moves = MovedBytes(
         to_device_bytes=100,
         to_host_bytes=50,
         gathered_bytes=64,
@@ -84,7 +84,7 @@ def test_rings_use_every_adapter_of_a_node_and_exchanges_one_for_each_rank() -> 
 
 def test_what_takes_a_rate_that_nobody_knows_is_named_and_not_in_the_sum() -> None:
     alone = replace(RATES, node_bytes_per_s=None, network_bytes_per_s=None)
-    moves = Moves(gathered_bytes=64, num_gathers=1, exchanged_bytes=32, num_exchanges=1)
+    moves = MovedBytes(gathered_bytes=64, num_gathers=1, exchanged_bytes=32, num_exchanges=1)
     step = modelled_step(moves, 100.0, 0.0, "bfloat16", alone, Ranks(2, 2))
     assert step.unknown == ("gathers", "exchanges")
     assert step.seconds == step.least_seconds == 1.5
@@ -98,8 +98,8 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused() -> None:
 
 def test_nothing_moves_where_everything_rests_on_one_device() -> None:
     numel = 6 * 1024
-    assert moves_of(plan_model(line(FP32), Settings(), 1)) == Moves(device_update_bytes=28 * numel)
-    assert moves_of(plan_model(line(BF16), Settings(), 1)) == Moves(device_update_bytes=26 * numel)
+    assert moves_of(plan_model(line(FP32), Settings(), 1)) == MovedBytes(device_update_bytes=28 * numel)
+    assert moves_of(plan_model(line(BF16), Settings(), 1)) == MovedBytes(device_update_bytes=26 * numel)
 
 
 @pytest.mark.parametrize("slots", [2, 4])

@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.least_traffic import least_bytes, sweep_bytes
 from benchmarks.optimal_traffic import MAX_CHUNKS, UNIT, Chain, Row, table
-from gemini.placement.next_use import Schedule
+from gemini.placement.next_use import PassSchedule
 from gemini.placement.predict import predict
-from gemini.placement.simulate import Purpose
+from gemini.placement.simulate import MoveReason
 
 
 @pytest.fixture(scope="module")
@@ -34,5 +34,5 @@ def test_a_forward_and_a_backward_move_what_the_closed_form_says(num_chunks: int
     for num_slots in range(2, num_chunks + 1):
         plan = Chain((1,) * num_chunks, num_slots).plan
         wanted = sweep_bytes(4 * UNIT, num_chunks, num_slots)
-        assert predict(plan).copies["host->device", Purpose.PAYLOAD] == wanted
-        assert least_bytes(plan, Schedule.expected(plan.spec)) == wanted
+        assert predict(plan).copies["host->device", MoveReason.PAYLOAD] == wanted
+        assert least_bytes(plan, PassSchedule.expected(plan.spec)) == wanted

@@ -214,7 +214,7 @@ Positive = Annotated[Whole, Field(gt=0)]
 SETTINGS = tuple(each.name for each in dataclasses.fields(Settings))
 
 
-class _Part(BaseModel):
+class _ConfigPart(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -234,7 +234,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-class LossScaleConfig(_Part):
+class LossScaleConfig(_ConfigPart):
     """How losses are scaled where trainable weights are fp16: the arguments of `ShardedOptimizer`."""
 
     initial_scale: Number = 2.0**16
@@ -264,7 +264,7 @@ class LossScaleConfig(_Part):
         return self
 
 
-class MonitorConfig(_Part):
+class MonitorConfig(_ConfigPart):
     """Where one kind of log is written, by rank 0."""
 
     output_path: str = ""
@@ -273,7 +273,7 @@ class MonitorConfig(_Part):
     """A folder or file name inside it."""
 
 
-class MonitorsConfig(_Part):
+class MonitorsConfig(_ConfigPart):
     """Which files loss, learning rate, speed and memory are written to."""
 
     tensorboard: MonitorConfig | None = None
@@ -282,7 +282,7 @@ class MonitorsConfig(_Part):
     """One line of JSON per optimizer step. None: none are written."""
 
 
-class Config(_Part):
+class Config(_ConfigPart):
     """Everything that a config file can say about a training. Every field has a default.
 
     Raises ValueError where fields contradict each other; `load_config` makes a ConfigError of it.

@@ -361,13 +361,13 @@ Rates = Number | Annotated[list[Number], Field(min_length=1)]  # one for all par
 Steps = Annotated[Count, Field(gt=0)]
 
 
-class Schedule(BaseModel):
+class ScheduleArguments(BaseModel):
     """Arguments of a schedule."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
-class WarmupLR(Schedule):
+class WarmupLR(ScheduleArguments):
     """From `warmup_min_lr` to `warmup_max_lr`, where it stays."""
 
     warmup_min_lr: Rates = 0.0
@@ -389,7 +389,7 @@ class WarmupDecayLR(WarmupLR):
     """Learning rate after the warmup. None: the optimizer's."""
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(ScheduleArguments):
     """A warmup to the optimizer's learning rate, then half a cosine."""
 
     total_num_steps: Steps
@@ -404,7 +404,7 @@ class WarmupCosineLR(Schedule):
     """How the learning rate rises."""
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(ScheduleArguments):
     """Rises without an end, to find the largest learning rate that works."""
 
     lr_range_test_min_lr: Rates = 0.001
@@ -417,7 +417,7 @@ class LRRangeTest(Schedule):
     """True: rises at the ends of intervals only."""
 
 
-class OneCycle(Schedule):
+class OneCycle(ScheduleArguments):
     """Up, down, then decays."""
 
     cycle_min_lr: Rates
@@ -446,6 +446,6 @@ class OneCycle(Schedule):
     """Decay of momentum per interval after the cycle."""
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
+SCHEDULES: dict[str, type[ScheduleArguments]] = {
     each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
 }

@@ -386,7 +386,7 @@ _TOO_DEEP = "brackets are nested too deeply for a config"
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigText:
     """A config as it was given."""
 
     data: dict[str, Any]
@@ -403,11 +403,11 @@ class Source:
         return ConfigError("\n".join(words))
 
 
-def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
+def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> ConfigText:
     """A config that is a mapping already, or the file at a path. Runs a Python file. Raises ConfigError."""
     if isinstance(source, Mapping):
         _refuse_cycles(source, "config")
-        return Source(dict(source))
+        return ConfigText(dict(source))
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"a config is a mapping or the path of a file, found {type(source).__name__}")
     path = Path(source)
@@ -428,7 +428,7 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
         raise ConfigError(f"{path}: a config is a mapping of keys to values, found {type(found).__name__}")
     # Colossal-AI's scripts read BATCH_SIZE and the like from the config themselves. These are no keys of any library.
     constants = {name: found.pop(name) for name in list(found) if path.suffix == ".py" and name.isupper()}
-    return Source(found, str(path), text, path.suffix, constants)
+    return ConfigText(found, str(path), text, path.suffix, constants)
 
 
 def _refuse_cycles(value: Any, name: str | Path, above: tuple[int, ...] = ()) -> None:

@@ -35,7 +35,7 @@ _OF_RANKS = torch.OutOfMemoryError.__name__, f"{BudgetError.__name__}: {Tier.DEV
 """How the error of another rank begins whose device has no memory: for activations, or for model data."""
 
 
-class Window:
+class BatchWindow:
     """The micro-batches since the last update, from which a step can be made again. Every rank makes the same calls."""
 
     def __init__(self, engine: Engine) -> None:
@@ -280,7 +280,7 @@ class Trainer:
         self.position = Position(engine.device)
         """Where the training is in its epochs and data, as checkpoints have it."""
         self._together = Together(engine)
-        self._window = Window(engine)
+        self._window = BatchWindow(engine)
         self._hooks: list[Hook] = []
 
     @property
