@@ -19,7 +19,7 @@ from benchmarks.adam_memory import GRADS, Memory, Work
 from benchmarks.streams import Mode, has_nontemporal, read_stream, update_streams
 from optim import cpu_adam, cpu_norm, norm, reference
 from optim.cpu_extension import levels
-from optim.scalars import AdamScalars, adam_scalars
+from optim.piece import AdamScalars, adam_scalars
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 STEP = 1000

@@ -30,7 +30,7 @@ from benchmarks.launch import ROOT, RankFailed, run_ranks
 from benchmarks.rounds import turn
 from gemini.placement.packing import BYTES_PER_COLLECTIVE
 from sharding import Collectives, ShardLayout, Unit
-from sharding.backend import start_gather
+from sharding.gloo import start_gather
 
 SIZES = [2**exponent for exponent in range(13, 22)]
 """Bytes of a chunk: below what the caches of a small machine hold, where the cost of a byte does not jump."""

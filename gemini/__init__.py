@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from gemini.checkpoint.directory import Keep
     from gemini.checkpoint.loading import LoadedCheckpoint, load_checkpoint
     from gemini.checkpoint.saving import PendingCheckpoint, save_checkpoint
-    from gemini.device import current_device
-    from gemini.dist_logger import disable_existing_loggers, get_dist_logger
     from gemini.engine.engine import Engine
     from gemini.engine.initialize import initialize
     from gemini.engine.trainer.trainer import Trainer
@@ -50,7 +48,8 @@ if TYPE_CHECKING:
         StaleGraphError,
         UnsupportedError,
     )
-    from gemini.launch import launch_from_slurm, launch_from_torch
+    from gemini.launch import current_device, launch_from_slurm, launch_from_torch
+    from gemini.log import disable_existing_loggers, get_dist_logger
     from gemini.model.estimate import MemoryEstimate, estimate_memory
     from gemini.model.operators import set_leaf_module, specs_of, unset_leaf_module
     from gemini.model.plain import GatheredParameters
@@ -195,8 +194,8 @@ _HOMES = {
         "PendingCheckpoint",
         "save_checkpoint",
     ),
-    "gemini.device": ("current_device",),
-    "gemini.dist_logger": (
+    "gemini.launch": ("current_device", "launch_from_slurm", "launch_from_torch"),
+    "gemini.log": (
         "disable_existing_loggers",
         "get_dist_logger",
     ),
@@ -215,10 +214,6 @@ _HOMES = {
         "SlotError",
         "StaleGraphError",
         "UnsupportedError",
-    ),
-    "gemini.launch": (
-        "launch_from_slurm",
-        "launch_from_torch",
     ),
     "gemini.model.estimate": (
         "MemoryEstimate",

@@ -14,9 +14,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini.device import current_device
-from gemini.dist_logger import get_dist_logger
 from gemini.errors import UnsupportedError
+from gemini.log import get_dist_logger
+
+# -- `current_device`: where the user's input tensors go.
+
+
+def current_device() -> torch.device:
+    """The device for this process's input tensors: its current accelerator, else the CPU.
+
+    The emulated device keeps its memory on the CPU. Local; raises nothing.
+
+    Example:
+        >>> batch = torch.randn(4, 8, device=current_device())
+    """
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+# -- `launch_from_torch` and `launch_from_slurm`: join the ranks that were started; one process alone needs nothing.
+
 
 # A rank that failed, or was killed, never counts itself as gone: the others stop waiting after this time.
 _LEAVE_S = 20.0

@@ -19,7 +19,7 @@ from gemini.placement.demand import ChunkDtypes, Dtype, parse_bytes
 from gemini.placement.policies import FRACTIONS, MARGIN, check_fraction, resolve_policy
 from gemini.placement.policy import PlacementPolicy
 from optim import HALF_DTYPES
-from optim.hyperparameters import refuse_unknown_arguments
+from optim.adam import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy
 
 CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)

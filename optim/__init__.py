@@ -5,13 +5,11 @@ the fastest kernel of the machine, which gives the same bits. A sharded optimize
 with the same bits as `HybridAdam` on the whole model.
 """
 
-from optim.adam import CPUAdam, HybridAdam
+from optim.adam import CPUAdam, HybridAdam, hyperparameters
 from optim.clip import clip_coefficient, clip_grad_norm_
 from optim.cpu_extension import num_threads, set_num_threads
 from optim.dispatch import accumulate_sum_of_squares_, prepare, update_pieces
-from optim.hyperparameters import hyperparameters
-from optim.master import absorb_edits_, round_master_
-from optim.memory_order import in_memory_order, is_dense
+from optim.master import absorb_edits_, join_master_, round_master_, split_master_, to_bfloat16_half_up
 from optim.norm import (
     NAN_LIMB,
     NUM_LIMBS,
@@ -20,11 +18,7 @@ from optim.norm import (
     norm_from_limbs,
     zero_norm_limbs,
 )
-from optim.piece import HALF_DTYPES, AdamPiece
-from optim.rounding import to_bfloat16_half_up
-from optim.scalars import AdamScalars, adam_scalars
-from optim.spans import Spans
-from optim.split import join_master_, split_master_
+from optim.piece import HALF_DTYPES, AdamPiece, AdamScalars, Spans, adam_scalars, in_memory_order, is_dense
 
 __all__ = [
     "HybridAdam",

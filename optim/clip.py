@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from optim.dispatch import accumulate_sum_of_squares_
-from optim.memory_order import in_memory_order
 from optim.norm import NormLimbs, first_nonfinite, max_abs, norm_from_limbs, tile_sums, zero_norm_limbs
-from optim.piece import GRAD_DTYPES
+from optim.piece import GRAD_DTYPES, in_memory_order
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -8,8 +8,7 @@ import torch
 
 from optim import cpu_extension
 from optim.cpu_extension import extension, levels
-from optim.piece import AdamPiece
-from optim.scalars import AdamScalars
+from optim.piece import AdamPiece, AdamScalars
 
 _GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers in csrc/adam.h
 _LAYOUTS = ("whole", "whole, bf16", "whole, fp16", "split")  # in the order of csrc/adam.h

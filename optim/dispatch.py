@@ -13,8 +13,7 @@ from torch import Tensor
 from optim import cpu_adam, cpu_norm, norm, reference
 from optim.cpu_extension import warn_missing
 from optim.master import absorb_edits_
-from optim.piece import AdamPiece
-from optim.scalars import AdamScalars
+from optim.piece import AdamPiece, AdamScalars
 
 
 def update_pieces(pieces: Sequence[AdamPiece], scalars: AdamScalars, absorbs: bool = False) -> None:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from optim.scratch import scratch
+from optim.master import scratch
 
 TILE = 256
 """Elements of a canonical tile."""

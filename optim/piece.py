@@ -1,19 +1,176 @@
-"""The operands of one Adam update: the flat tensors of one run of elements, in one of two master layouts.
-
-*Whole*: `weight` is the fp32 master, and `half`, if given, its bf16 or fp16 copy, written in the same pass.
-*Split*: `weight` is bf16, the upper half of the master, and `remainder` is its lower half, int16 (see `optim.split`).
-"""
+"""A run of elements that one update changes: which they are, how they lie in memory, and its scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from optim.spans import Spans
+# -- The host constants of one Adam update, computed in fp64 and rounded once to fp32.
+#
+# Every implementation of the written order (torch operations, C++, Triton) gets its constants from here, so that all of
+# them round `lr / bc1` and `1 - beta` alike.
+
+
+def round_to_float32(value: float) -> float:
+    """The nearest fp32 value as a Python float. Overflow gives an infinity, like a cast in C."""
+    # `struct.pack("f", value)` would raise OverflowError.
+    return ctypes.c_float(value).value
+
+
+Number = TypeVar("Number", bound="float | Tensor")
+
+
+class Constants(NamedTuple, Generic[Number]):
+    """Constants of one update; each is an fp32 value, or a 0-dim fp32 tensor."""
+
+    grad_scale: Number
+    """`inv_scale`, negated to maximise: the sign survives every later rounding, so it costs no operation."""
+    clip: Number
+    beta1: Number
+    one_minus_beta1: Number
+    beta2: Number
+    one_minus_beta2: Number
+    root_bias2: Number
+    """`sqrt(1 - beta2 ** step)`; 1 without bias correction."""
+    eps: Number
+    step_size: Number
+    """`lr / (1 - beta1 ** step)`; `lr` without bias correction."""
+    l2: Number
+    """Weight decay that is added to the gradient (Adam). 0 leaves it out, as in AdamW."""
+    decay: Number
+    """`lr * weight_decay`, subtracted from the parameter (AdamW). 0 leaves it out, as in Adam."""
+
+
+AdamScalars: TypeAlias = Constants[float]
+
+
+def adam_scalars(
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adamw_mode: bool = True,
+    bias_correction: bool = True,
+    maximize: bool = False,
+    inv_scale: float = 1.0,
+    clip: float = 1.0,
+) -> AdamScalars:
+    """Constants of update number `step`, which counts from 1. Raises ValueError for a step below 1."""
+    if step < 1:
+        raise ValueError(f"step counts updates from 1, found {step}")
+    beta1, beta2 = betas
+    # All differences from 1 use the fp64 betas: `1 - beta2` of a beta2 = 0.999 that was rounded to fp32 is off by
+    # 1.3e-5 of its value.
+    bias1 = 1.0 - beta1**step if bias_correction else 1.0
+    bias2 = 1.0 - beta2**step if bias_correction else 1.0
+    return AdamScalars(
+        grad_scale=round_to_float32(-inv_scale if maximize else inv_scale),
+        clip=round_to_float32(clip),
+        beta1=round_to_float32(beta1),
+        one_minus_beta1=round_to_float32(1.0 - beta1),
+        beta2=round_to_float32(beta2),
+        one_minus_beta2=round_to_float32(1.0 - beta2),
+        root_bias2=round_to_float32(bias2**0.5),
+        eps=round_to_float32(eps),
+        step_size=round_to_float32(lr / bias1),
+        l2=0.0 if adamw_mode else round_to_float32(weight_decay),
+        decay=round_to_float32(lr * weight_decay) if adamw_mode else 0.0,
+    )
+
+
+# -- The order in which the elements of a parameter lie in memory.
+#
+# A chunk keeps a dense parameter in this order, a channels_last weight too, so that kernels find its strides. The tiles
+# of the norm (`optim.norm`) are cut from it: in another order they hold other elements, and their sums have other bits.
+
+
+def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
+    """(numel,) the elements of `value` in the order in which those of `like`, of the same shape, lie in memory.
+
+    A view if those of `value` lie in the same order, else a copy. If `like` has gaps in memory, the order is that of
+    indices.
+    """
+    # Only shape and strides of `like` are read: a parameter that fetches itself knows both without being fetched.
+    if not like.is_contiguous() and is_dense(like):
+        value = value.permute(sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True))
+    return value.contiguous().view(-1)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in whatever order of the axes. Local."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    # The stride of an axis of size 1 may be any number: no element is reached by it.
+    for step, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+# -- Spans: the elements of a longer piece that an update touches. Thousands of runs then need no tensors of their own.
+
+
+class Spans:
+    """Runs of elements [start, start + numel), in order and without overlap."""
+
+    __slots__ = ("_memo", "numels", "starts")
+
+    def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
+        """runs: (start, numel). Raises ValueError if they overlap or are out of order."""
+        pairs = [(start, numel) for start, numel in runs if numel]
+        end = 0
+        for start, numel in pairs:
+            if start < end or numel < 0:
+                raise ValueError(f"spans must be in order and apart, found one from {start} on after one to {end}")
+            end = start + numel
+        self.starts = tuple(start for start, _ in pairs)
+        self.numels = tuple(numel for _, numel in pairs)
+        # By name, the last key and its result only: a table of addresses is dropped when its tensors have moved.
+        self._memo: dict[str, tuple[Hashable, Any]] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.starts, self.numels, strict=True)
+
+    @property
+    def end(self) -> int:
+        """The end of the last run."""
+        return self.starts[-1] + self.numels[-1] if self.starts else 0
+
+    def within(self, start: int, end: int) -> Spans:
+        """The parts of the runs in [start, end), counted from `start`."""
+        # The usual case returns the same object, which keeps its remembered tables from step to step.
+        if start <= 0 and end >= self.end:
+            return self
+
+        def cut() -> Spans:
+            borders = ((max(s, start), min(s + n, end)) for s, n in self)
+            return Spans((first - start, last - first) for first, last in borders if first < last)
+
+        found: Spans = self.remembered("within", (start, end), cut)
+        return found
+
+    def remembered(self, name: str, key: Hashable, make: Any) -> Any:
+        """`make()`, or its last result if `key` has not changed: the tables of kernels are the same in most steps."""
+        before = self._memo.get(name)
+        if before is None or before[0] != key:
+            before = self._memo[name] = key, make()
+        return before[1]
+
+
+# -- The operands of one Adam update: the flat tensors of one run of elements, in one of two master layouts.
+#
+# *Whole*: `weight` is the fp32 master, and `half`, if given, its bf16 or fp16 copy, written in the same pass. *Split*:
+# `weight` is bf16, the upper half of the master, and `remainder` is its lower half, int16 (see `optim.master`).
+
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_DTYPES = (torch.bfloat16, torch.float16)

@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from optim.piece import AdamPiece
-from optim.rounding import BF16_NAN_BITS
-from optim.scalars import AdamScalars
+from optim.master import BF16_NAN_BITS
+from optim.piece import AdamPiece, AdamScalars
 
 BLOCK_NUMEL = 1024
 """Elements of one program: four per thread, 16 bytes of fp32. With eight, Triton gives 16-bit tensors another layout,
@@ -212,10 +211,10 @@ def _load(
     """Load master, gradient and moments as fp32."""
     p = tl.load(weights + i, mask=mask)
     if LAYOUT == "split":
-        # As in `optim.split`, the extended sign of the int16 is pushed out by the shift.
+        # As in `optim.master`, the extended sign of the int16 is pushed out by the shift.
         high = p.to(tl.int32)
         low = tl.load(extras + i, mask=mask).to(tl.int32)
-        low = tl.where((high & 0x7FFF) == 0, tl.maximum(low, 0), low)  # see `optim.split`
+        low = tl.where((high & 0x7FFF) == 0, tl.maximum(low, 0), low)  # see `optim.master`
         bits = (high << 16) + low
         p = bits.to(tl.float32, bitcast=True)
     if ABSORBS:
@@ -237,7 +236,7 @@ def _load(
 
 @triton.jit
 def _rounded_bits(p: tl.tensor) -> tl.tensor:
-    """The bits of fp32 values as bf16, half up, see `optim.rounding`; int32."""
+    """The bits of fp32 values as bf16, half up, see `optim.master`; int32."""
     return tl.where(p != p, _NAN_BITS, (p.to(tl.int32, bitcast=True) + 0x8000) >> 16)
 
 

@@ -5,12 +5,10 @@ shards into payloads and payloads into shards, and a tag identifies the payload 
 chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers, rank_order_sum, backend, collectives.
 """
 
-from .backend import backends, check_backend
-from .collectives import Collectives
-from .in_flight import InFlight
-from .layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, pieces_within, round_up
-from .rank_order_sum import SUM_TILE_NUMEL, Scratch
-from .strategy import (
+from sharding.collectives import SUM_TILE_NUMEL, Collectives, Scratch
+from sharding.gloo import InFlight, backends, check_backend
+from sharding.layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, pieces_within, round_up
+from sharding.strategy import (
     BucketTensorShardStrategy,
     ChunkShardStrategy,
     ParameterSpec,
@@ -19,7 +17,7 @@ from .strategy import (
     check_units,
     resolve_strategy,
 )
-from .tag import TAG_WORDS, Tag, TagMismatch
+from sharding.tag import TAG_WORDS, Tag, TagMismatch
 
 __all__ = [
     # public: what a user chooses or subclasses

@@ -22,14 +22,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import backends, check_backend, control_device, start_gather
-from .envelope import MOST_TOLD_BYTES, Told
-from .gloo import Gloo
-from .in_flight import InFlight
-from .layout import ShardLayout
-from .rank_order_sum import Scratch, sum_rows
-from .tag import Tag
-from .tag_buffers import Announced, TagBuffers
+from sharding.gloo import Gloo, InFlight, backends, check_backend, control_device, start_gather
+from sharding.layout import ShardLayout
+from sharding.tag import MOST_TOLD_BYTES, Announced, Tag, TagBuffers, Told
+
+# -- The sum over ranks in the order of ranks: its bits depend neither on the layout nor on the backend.
+
+
+Scratch = Callable[[int, torch.dtype], Tensor]
+"""(numel, dtype) -> a flat tensor of that many elements, on the payload's device, with undefined content."""
+
+SUM_TILE_NUMEL = 1 << 18
+"""Elements that are added at a time. The buffer stays small; fewer are slower, more are not faster."""
+
+
+def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+    """Set out = (rows[0] + rows[1] + ...) / divisor, added in this order. Elementwise, so tiles change no bit."""
+    half = rows.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if half else rows.dtype
+    numel = out.numel()
+    tile_numel = min(numel, SUM_TILE_NUMEL)
+    # If `out` has the sum's dtype it is the accumulator itself. A narrower one would round after each rank's addition.
+    tile = None if out.dtype == dtype else scratch(tile_numel, dtype)
+    # A tensor on the rows' device: CUDA would multiply by the reciprocal of a Python number, which rounds twice.
+    number = torch.full((), divisor, dtype=dtype, device=rows.device)
+    for start in range(0, numel, SUM_TILE_NUMEL):
+        target = out[start : start + tile_numel]
+        total = target if tile is None else tile[: target.numel()]
+        first, *others = (row[start : start + tile_numel] for row in rows)
+        # Add the first two rows in one pass where no cast is needed.
+        # torch adds two 16-bit tensors in 16 bits even into an fp32 `out`. A widened first row makes every addition one
+        # in fp32.
+        if half or not others:
+            total.copy_(first)
+        else:
+            torch.add(first, others.pop(0), out=total)
+        for other in others:
+            total.add_(other)
+        if divisor != 1:
+            total.div_(number)
+        if tile is not None:
+            target.copy_(total)
+
+
+# -- The collectives of one process group, on shards and payloads.
+#
+# `all_gather` turns shards into a payload in place, all units in one launch. `reduce_scatter` exchanges slices
+# (`all_to_all_single`) and adds them in rank order, on every backend, so that the sum has the same bits for any layout
+# and any number of ranks; where it was measured (gloo) it is also faster. With one rank nothing is launched. Every
+# method returns when its result can be used.
+#
+# [Note: Tags] Every rank's `Tag` is compared before a result is used. When a rank receives more than it expects, gloo
+# ends the whole process from a thread of its own. This would happen if ranks launched different collectives. So on gloo
+# tags are sent first, in an envelope whose size is always the same, and a collective with a wrong tag is never
+# launched. Data that fits into the envelope travels in it. On other backends tags travel beside the payload, and
+# comparing them makes the host wait for the stream. A caller that knows that all ranks agree passes no tag.
+
 
 _CPU = torch.device("cpu")
 

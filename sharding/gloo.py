@@ -1,26 +1,72 @@
-"""Collectives that are done differently on gloo, where small collectives cost as much as their launches.
-
-Each launch wakes a thread on every rank, which sends and wakes another one. gloo's cheapest launch is an all-to-all, so
-small messages use it. `python -m benchmarks.collective_cost` compares the times.
-
-[Note: gloo and coalescing] gloo's coalesced all-gather corrupts the heap when something else is in flight: with
-torch 2.13 two ranks crash within some 20,000 rounds of two in flight, and once in 500 training runs with a single
-one. The same load with one launch a unit ran for 400,000 collectives. So coalescing is for other backends.
-"""
+"""How collectives are launched on a backend, and what gloo needs besides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import start_gather
-from .envelope import Envelopes, Told
-from .in_flight import InFlight
-from .layout import ShardLayout
-from .tag import Tag
+from sharding.layout import ShardLayout
+from sharding.tag import Envelopes, Tag, Told
+
+# -- A collective between its start and its end.
+
+
+class InFlight:
+    """A collective that was started. Others may be started before it is finished. Finishing launches nothing.
+
+    works: the launches of the collective, which have ended when it is finished.
+    """
+
+    def __init__(self, finish: Callable[[], None] = lambda: None, works: Sequence[dist.Work] = ()) -> None:
+        self.finish = finish
+        self.works = works
+
+
+# -- The backends of a process group by device, and torch's name for an all-gather.
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type, in whichever form `init_process_group` got it: "gloo", "cpu:gloo,cuda:nccl", none."""
+    pairs = dist.get_backend_config(group).split(",")
+    return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
+
+
+def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises ValueError if the group cannot carry tensors of `device`."""
+    found = backends(group)
+    if device.type not in found:
+        words = ",".join(f"{kind}:{backend}" for kind, backend in found.items())
+        raise ValueError(
+            f"the process group has no backend for tensors on {device.type!r}, only {words}: call "
+            "init_process_group() without a backend, or name one for each device, such as 'cpu:gloo,cuda:nccl'"
+        )
+
+
+def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """The device on which small control messages travel: the CPU if the group can, else `device`."""
+    return torch.device("cpu") if "cpu" in backends(group) else device
+
+
+def start_gather(own: Tensor, every: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start an all-gather of every rank's `own`, all of one size, into `every`."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11's name
+    work: dist.Work = gather(every, own, group=group, async_op=True)
+    return work
+
+
+# -- Collectives that are done differently on gloo, where small collectives cost as much as their launches.
+#
+# Each launch wakes a thread on every rank, which sends and wakes another one. gloo's cheapest launch is an all-to-all,
+# so small messages use it. `python -m benchmarks.collective_cost` compares the times.
+#
+# [Note: gloo and coalescing] gloo's coalesced all-gather corrupts the heap when something else is in flight: with
+# torch 2.13 two ranks crash within some 20,000 rounds of two in flight, and once in 500 training runs with a single
+# one. The same load with one launch a unit ran for 400,000 collectives. So coalescing is for other backends.
+
 
 MOST_REPEATED_BYTES = 1 << 16
 """Payloads of at most this size are gathered by one all-to-all. It needs a send buffer of the same size, which no plan

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini import launch
 from optim import dispatch
-from sharding.rank_order_sum import sum_rows
+from sharding.collectives import sum_rows
 
 
 @pytest.fixture

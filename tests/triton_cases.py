@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from optim import AdamPiece, absorb_edits_, adam_scalars, norm, reference, round_master_, triton_adam, triton_norm
+from optim.master import join_master_, split_master_
 from optim.piece import GRAD_DTYPES
-from optim.split import join_master_, split_master_
 
 Case = Callable[[torch.device], None]
 

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from optim import triton_adam, triton_norm
-from optim.scalars import AdamScalars
+from optim.piece import AdamScalars
 from tests.triton_cases import LAYOUTS
 
 FORBIDDEN = re.compile(r"\b(?:fma|mad\.\w+\.f|div\.full|div\.approx|sqrt\.approx|rsqrt|rcp|\w[\w.]*\.ftz)\b[\w.]*")

@@ -24,14 +24,14 @@ from gemini.access.released import LazyDetach, ReleasedParameter, guard_placehol
 from gemini.building.store import BuildStore
 from gemini.errors import UnsupportedError
 from gemini.launch import ranks_of
+from gemini.log import warn_at_script
 from gemini.memory.memory import choose_tiers, resolve_device
 from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import Tier
 from gemini.ranks.exit_report import publish_exit
-from gemini.script import warn_at_script
 from gemini.settings import check_dtype
 from optim import in_memory_order, round_master_
-from optim.hyperparameters import refuse_unknown_arguments
+from optim.adam import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy
 
 # -- Arguments of Colossal-AI's `ZeroInitContext`, of any release, which ours has under another name or not at all.

@@ -36,8 +36,8 @@ from gemini.checkpoint.tensor_files import OpenFiles, StoredTensor, tensors_in
 from gemini.checkpoint.together import together
 from gemini.checkpoint.values import decode
 from gemini.checkpoint.verifying import rank_files, verify_files
-from gemini.dist_logger import get_dist_logger
 from gemini.errors import CheckpointError
+from gemini.log import get_dist_logger
 from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gemini.deepspeed.elsewhere import missing
-from gemini.device import current_device
+from gemini.launch import current_device
 from gemini.monitor.live import MemoryMonitor
 
 _RANDOM = ("manual_seed", "initial_seed", "get_rng_state", "set_rng_state", "default_generator")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gemini.deepspeed.elsewhere import missing
 from gemini.launch import launch_from_torch
-from optim.hyperparameters import refuse_unknown_arguments
+from optim.adam import refuse_unknown_arguments
 
 _BY_ENVIRONMENT = (
     "auto_mpi_discovery",

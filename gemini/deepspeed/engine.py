@@ -23,7 +23,7 @@ from gemini.engine.initialize import loader_of
 from gemini.engine.step_log import StepLog
 from gemini.engine.trainer.hooks import forward, loss_in, moved
 from gemini.errors import GeminiError, UnsupportedError
-from gemini.script import warn_at_script
+from gemini.log import warn_at_script
 
 
 class Monitor:

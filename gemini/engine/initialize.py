@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from gemini.dist_logger import get_dist_logger
 from gemini.engine.config import Config, load_config
 from gemini.engine.config.config import SETTINGS
 from gemini.engine.config.load import Dialect
@@ -31,10 +30,10 @@ from gemini.engine.engine import Engine
 from gemini.engine.schedules import make_schedule, moves_by_metric
 from gemini.errors import ConfigError, DivergenceError, UnsupportedError
 from gemini.launch import launched_config, ranks_of
+from gemini.log import get_dist_logger, warn_at_script
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.placement.demand import Kind, Tier, format_bytes
-from gemini.script import warn_at_script
 from gemini.settings import Settings
 from sharding import Collectives
 

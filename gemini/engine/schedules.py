@@ -21,7 +21,7 @@ from gemini.engine.config.key import (
     WarmupDecayLR,
     WarmupLR,
 )
-from gemini.script import warn_at_script
+from gemini.log import warn_at_script
 
 # -- MovingSchedule a learning rate schedule: by the engine after every optimizer step, or by the script that passed it.
 #

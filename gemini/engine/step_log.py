@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gemini.dist_logger import get_dist_logger
 from gemini.engine.config import Config
+from gemini.log import get_dist_logger
 from gemini.optimizer.step import StepReport
 
 # -- Files of metrics, written by one rank: lines of JSON, and TensorBoard's event files.

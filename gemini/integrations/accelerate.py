@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gemini.dist_logger import get_dist_logger
 from gemini.engine.config import Config
 from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import ConfigError, UnsupportedError
@@ -35,6 +34,7 @@ from gemini.integrations.precision import mixed_weights
 from gemini.integrations.prepared_optimizer import PreparedOptimizer
 from gemini.integrations.ranks import ending_together, refuse_unknown_ranks
 from gemini.launch import launched_config
+from gemini.log import get_dist_logger
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 

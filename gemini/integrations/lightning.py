@@ -23,7 +23,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gemini.building.zero_init import ZeroInitContext
-from gemini.dist_logger import get_dist_logger
 from gemini.engine.config import load_config
 from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import ConfigError, UnsupportedError
@@ -32,6 +31,7 @@ from gemini.integrations.lightning_module import is_sharded, tell_device
 from gemini.integrations.lightning_precision import GeminiPrecision, plain_of
 from gemini.integrations.ranks import ending_together
 from gemini.launch import launched_config
+from gemini.log import get_dist_logger
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 

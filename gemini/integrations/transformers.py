@@ -19,7 +19,6 @@ import transformers
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from gemini.dist_logger import get_dist_logger
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS
 from gemini.engine.initialize import Source, agreed_config, scheduler_of
@@ -39,12 +38,13 @@ from gemini.integrations.training_arguments import (
     without_effect,
 )
 from gemini.launch import launched_config
+from gemini.log import get_dist_logger
 from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import Settings
 from optim import HALF_DTYPES
-from optim.hyperparameters import refuse_unknown_arguments
+from optim.adam import refuse_unknown_arguments
 
 _Trainer: Any = object  # the one that is named beside it
 _SOME_STEPS = 2  # of a schedule, until the Trainer has counted its steps

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.log import warn_at_script
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Kind
-from gemini.script import warn_at_script
 
 # -- Host memory that a GPU's driver copies from and to directly: registered exactly, and unregistered before it is
 # freed.

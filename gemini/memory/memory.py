@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gemini.device import current_device
 from gemini.errors import BudgetError
+from gemini.launch import current_device
 from gemini.memory.arena import CudaRuntime, HostTier
 from gemini.memory.slot import SlotPools
 from gemini.memory.tier import MemoryTier

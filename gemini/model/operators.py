@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from gemini.access.link import external_parameters, link_of
 from gemini.building.store import built_link_of
 from gemini.errors import UnsupportedError
+from gemini.log import warn_at_script
 from gemini.memory.modes import never_traced
 from gemini.placement.demand import ModelSpec, OperatorSpec, WeightSpec
-from gemini.script import warn_at_script
 from gemini.settings import CASTABLE_DTYPES, Settings, dtype_of
 from optim import HALF_DTYPES
 

@@ -28,13 +28,13 @@ from gemini.access.weights import load_part, load_whole_state_dict, whole_state_
 from gemini.building.store import built_link_of
 from gemini.building.zero_init import shard_pending
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.log import warn_at_script
 from gemini.model.hooks import Handles
 from gemini.model.operators import is_mark, is_parametrized
 from gemini.model.wrap import LOST
 from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
-from gemini.script import warn_at_script
 
 # -- `GatheredParameters`: a context in which parameters are whole and plain, between steps, to be read or changed.
 

@@ -19,6 +19,7 @@ from gemini.access.states import States
 from gemini.access.weights import StateHooks
 from gemini.building.store import built_link_of
 from gemini.errors import UnsupportedError
+from gemini.log import warn_at_script
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import never_traced, uncollected
 from gemini.model.hooks import Handles, Hooks, OperatorTable
@@ -36,9 +37,8 @@ from gemini.runtime.calls import Operator
 from gemini.runtime.grads import Becomes
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
-from gemini.script import warn_at_script
 from gemini.settings import BUDGETS, Budgets, Options, Settings, Strategy
-from optim.hyperparameters import refuse_unknown_arguments
+from optim.adam import refuse_unknown_arguments
 
 # -- Parameters and buffers of a module that share memory without being the same object.
 #

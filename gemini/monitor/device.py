@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gemini.log import warn_at_script
 from gemini.memory.memory import resolve_device
 from gemini.memory.tier import Ledger
 from gemini.monitor.readings import DeviceReading
-from gemini.script import warn_at_script
 from gemini.settings import Device
 
 # -- Readings of a device from NVIDIA's driver, through NVML: without a CUDA context, and by process.

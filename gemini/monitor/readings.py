@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from gemini.memory.arena import registered_bytes
-from optim.control_groups import PROCESS, group_folders, text_of
+from optim.cpu_extension import PROCESS, group_folders, text_of
 
 # -- Readings of memory: frozen values, in bytes. `MemoryMonitor.read` makes them.
 
@@ -112,7 +112,7 @@ class MemoryReading:
 
 # -- The limits that control groups put on this process's host memory.
 #
-# `optim/control_groups.py` finds the groups. Linux documents their files in `admin-guide/cgroup-v2` and
+# `optim/cpu_extension.py` finds the groups. Linux documents their files in `admin-guide/cgroup-v2` and
 # `admin-guide/cgroup-v1/memory`.
 
 

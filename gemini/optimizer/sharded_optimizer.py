@@ -40,7 +40,7 @@ from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.grads import Becomes
 from gemini.runtime.step import Step
 from optim import prepare
-from optim.hyperparameters import refuse_unknown_arguments
+from optim.adam import refuse_unknown_arguments
 
 # -- Checks of the arguments of `ShardedOptimizer` and of its clipping, before anything has changed.
 

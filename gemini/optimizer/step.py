@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gemini.access.link import link_of
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.log import warn_at_script
 from gemini.memory.modes import A_HOOK, never_traced
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
@@ -21,7 +22,6 @@ from gemini.optimizer.update import ChunkUpdates, GradientSummary, compare_setti
 from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.grads import Becomes, GradStore
 from gemini.runtime.step import Step
-from gemini.script import warn_at_script
 from optim import clip_coefficient
 
 # -- `StepReport`: the outcome of a step, which `optimizer.last_step` has.

@@ -9,8 +9,8 @@ from typing import Unpack
 
 import torch
 
-from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError, GeminiError
+from gemini.log import get_dist_logger
 from gemini.memory.modes import uncollected
 from gemini.monitor.live import LiveBytes
 from gemini.monitor.readings import HostSource, share_of_host

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from gemini.dist_logger import get_dist_logger
 from gemini.errors import BudgetError, GeminiError
+from gemini.log import get_dist_logger
 from gemini.memory.modes import uncollected
 from gemini.placement.budget import is_less
 from gemini.placement.demand import OPTIM_STATES, format_bytes

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from gemini.errors import BudgetError, ReleasedParameterError
+from gemini.log import warn_at_script
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import unseen, untracked, unwrapped
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, ready, wait_on_stream
 from gemini.placement.demand import Kind
 from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState, lift_guard, set_guard, set_own_data, unguarded
-from gemini.script import warn_at_script
 from optim import HALF_DTYPES, absorb_edits_, join_master_, round_master_, split_master_
 from sharding import pieces_within
 
 # -- The fp32 masters of 16-bit chunks on this rank, in either layout.
 #
 # *Whole*: the MASTER home holds fp32 values. *Split* (bf16): it holds int16 remainders, and the master's upper half is
-# the parameter home itself (`optim.split`). Elements are numbered as in the optimizer's flat tensors, up to
+# the parameter home itself (`optim.master`). Elements are numbered as in the optimizer's flat tensors, up to
 # `optim_numel`.
 #
 # [Note: Edits of split masters] When a weight is edited its remainder becomes zero. The values from before tell which

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from gemini.errors import BudgetError
+from gemini.log import warn_at_script
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SharedStorage, Slot
@@ -16,7 +17,6 @@ from gemini.placement.demand import Kind, Tier
 from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
 from gemini.runtime.params import ParamStore
-from gemini.script import warn_at_script
 from optim import round_master_
 
 # -- Observes how many micro-batches a step has.

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError, torn
+from gemini.log import warn_at_script
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
 from gemini.runtime.calls import Underway, backward_runs
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore
-from gemini.script import warn_at_script
 
 # Functions in these files may lose their locals. contextlib is one of them, because the frame of a context manager that
 # is a generator would keep ours open.

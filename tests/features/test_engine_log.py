@@ -13,7 +13,7 @@ import pytest
 
 import gemini
 from gemini import Engine, RemoteRankError, deepspeed
-from gemini.script import warn_at_script
+from gemini.log import warn_at_script
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo.mlp import build, inputs
 

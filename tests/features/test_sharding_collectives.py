@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding import ALIGNMENT, Collectives
+from sharding.collectives import SUM_TILE_NUMEL
 from sharding.gloo import MOST_REPEATED_BYTES
-from sharding.rank_order_sum import SUM_TILE_NUMEL
 from tests.harness.on_ranks import on_ranks
 from tests.harness.payloads import (
     DTYPES,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sharding import Collectives, Tag, TagMismatch
-from sharding.envelope import MOST_TOLD_BYTES
+from sharding.tag import MOST_TOLD_BYTES
 from tests.harness.on_ranks import on_ranks
 from tests.harness.payloads import (
     DTYPES,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from optim import control_groups, cpu_extension
+from optim import cpu_extension
+from optim import cpu_extension as control_groups
 
 versions = pytest.mark.parametrize("version", [1, 2])
 

@@ -12,14 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim import (
-    AdamPiece,
-    HybridAdam,
-    adam_scalars,
-    cpu_adam,
-    cpu_extension,
-    reference,
-)
+from optim import AdamPiece, HybridAdam, adam_scalars, cpu_adam, cpu_extension, reference
 from tests.harness.adam import adam_update_
 from tests.pure.kernels import (
     GRADS,

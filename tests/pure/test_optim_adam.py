@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from optim import CPUAdam, HybridAdam, to_bfloat16_half_up
-from optim.square_root import prefers_wide_square_root
+from optim.reference import prefers_wide_square_root
 from tests.harness.adam import adam_update_
 from tests.pure.optimizers import BOTH, ORDINARY, parameters, same, set_gradients, train
 

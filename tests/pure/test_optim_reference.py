@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import optim.scratch
-import optim.square_root
+import optim.master
+import optim.reference
 from optim import AdamPiece, adam_scalars, reference
-from optim.square_root import square_root_
+from optim.reference import square_root_
 from tests.pure.kernels import KERNELS
 
 F32 = np.float32
@@ -109,7 +109,7 @@ def random_state(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) 
 @pytest.fixture(params=["numpy root", "fp64 root"])
 def every_root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = 1000 if request.param == "numpy root" else 0
-    monkeypatch.setattr(optim.square_root, "MAX_NUMPY_THREADS", threads)
+    monkeypatch.setattr(optim.reference, "MAX_NUMPY_THREADS", threads)
 
 
 @pytest.mark.usefixtures("every_root")
@@ -201,28 +201,28 @@ def test_any_values_and_hyperparameters_give_the_bits_of_the_written_order(
 @pytest.mark.usefixtures("every_root")
 @pytest.mark.parametrize("tile", [1, 7, 256, 1000, 1001, 2**20])
 def test_the_border_of_a_tile_changes_no_bit(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim.scratch, "CPU_TILE_NUMEL_PER_THREAD", tile)
+    monkeypatch.setattr(optim.master, "CPU_TILE_NUMEL_PER_THREAD", tile)
     check(*random_state(1001, seed=3), **{**ORDINARY, "inv_scale": 0.3, "adamw_mode": False})
 
 
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_lengths_around_the_real_tile_are_updated_to_their_end(offset: int) -> None:
-    numel = optim.scratch.tile_numel(torch.device("cpu")) + offset
+    numel = optim.master.tile_numel(torch.device("cpu")) + offset
     check(*random_state(numel, seed=5), **ORDINARY)
 
 
 def test_work_that_is_warm_reuses_its_buffers() -> None:
     state = random_state(5000)
     adam_update_(*state, **ORDINARY, inv_scale=0.5)
-    before = {key: buffer.data_ptr() for key, buffer in optim.scratch._buffers.by_use.items()}
+    before = {key: buffer.data_ptr() for key, buffer in optim.master._buffers.by_use.items()}
     adam_update_(*state, **ORDINARY, inv_scale=0.5)
-    after = {key: buffer.data_ptr() for key, buffer in optim.scratch._buffers.by_use.items()}
+    after = {key: buffer.data_ptr() for key, buffer in optim.master._buffers.by_use.items()}
     assert before
     assert before == after
 
 
 def test_buffers_that_inference_mode_met_first_serve_training_later() -> None:
-    optim.scratch._buffers.by_use.clear()
+    optim.master._buffers.by_use.clear()
     with torch.inference_mode():
         adam_update_(*random_state(100), **ORDINARY)
     check(*random_state(100), **ORDINARY)

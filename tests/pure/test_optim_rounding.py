@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import optim.scratch
+import optim.master
 from optim import absorb_edits_, round_master_, to_bfloat16_half_up
 
 
@@ -71,7 +71,7 @@ def test_opposite_infinities_in_one_tile_stay_infinities() -> None:
 
 
 def test_shapes_tiles_and_the_given_output_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim.scratch, "CPU_TILE_NUMEL_PER_THREAD", 7)
+    monkeypatch.setattr(optim.master, "CPU_TILE_NUMEL_PER_THREAD", 7)
     master = torch.randn(3, 11)
     master[1, 4] = math.nan
     out = torch.empty(3, 11, dtype=torch.bfloat16)

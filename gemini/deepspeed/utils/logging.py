@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
-from gemini.dist_logger import get_dist_logger
+from gemini.log import get_dist_logger
 
 get_dist_logger("DeepSpeed")  # gives it a handler and a level, where the script has not
 logger = logging.getLogger("DeepSpeed")

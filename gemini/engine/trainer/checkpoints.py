@@ -21,9 +21,9 @@ import torch
 
 from gemini.checkpoint.directory import Directory, Keep
 from gemini.checkpoint.random_state import random_state, set_random_state
-from gemini.dist_logger import get_dist_logger
 from gemini.engine.engine import Engine
 from gemini.engine.trainer.hooks import Hook
+from gemini.log import get_dist_logger
 
 if TYPE_CHECKING:
     from gemini.engine.trainer.trainer import Trainer

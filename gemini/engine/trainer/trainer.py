@@ -13,13 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from torch import Tensor, nn
 
-from gemini.dist_logger import get_dist_logger
 from gemini.engine.engine import Engine
 from gemini.engine.initialize import length_of, tell_epoch
 from gemini.engine.schedules import moves_by_metric
 from gemini.engine.trainer.checkpoints import Position, Together
 from gemini.engine.trainer.hooks import Hook, LearningRate, Metrics, Outcome, forward, moved, run
 from gemini.errors import BudgetError, GeminiError, RemoteRankError, UnsupportedError
+from gemini.log import get_dist_logger
 from gemini.placement.demand import Tier
 
 # -- The micro-batches of one optimizer step, which are trained once more where the device ran out of memory.

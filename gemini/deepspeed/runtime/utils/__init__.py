@@ -6,7 +6,7 @@ from typing import Any
 
 from gemini.deepspeed.accelerator import get_accelerator
 from gemini.deepspeed.elsewhere import missing
-from gemini.dist_logger import get_dist_logger
+from gemini.log import get_dist_logger
 from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import format_bytes
 

@@ -17,8 +17,8 @@ from gemini.engine.config.key import offloads_params
 from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import ConfigError
 from gemini.launch import ranks_of
+from gemini.log import warn_at_script
 from gemini.model.plain import GatheredParameters
-from gemini.script import warn_at_script
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
