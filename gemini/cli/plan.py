@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gemini.placement.cost import THIS
 from gemini.placement.demand import OPTIM_STATES
+from gemini.placement.machines import THIS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,7 @@ from gemini.monitor.live import MemoryMonitor
 from gemini.monitor.rates import rates_of
 from gemini.monitor.readings import HOST_RESERVE
 from gemini.placement.budget import ACTIVATION_FRACTION, MORE_ACTIVATIONS, RESERVE, FreeBytes
-from gemini.placement.cost import MACHINES, THIS, Machine, Ranks, Rates
+from gemini.placement.cost import Ranks
 from gemini.placement.demand import (
     OPTIM_STATES,
     Dtype,
@@ -29,6 +29,7 @@ from gemini.placement.demand import (
     format_bytes,
     parse_bytes,
 )
+from gemini.placement.machines import MACHINES, THIS, Machine, Rates
 from gemini.placement.needs import Packed
 from gemini.placement.plan import Plan
 from gemini.placement.policy import PlacementPolicy

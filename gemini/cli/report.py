@@ -19,8 +19,9 @@ from gemini.memory.modes import uncollected
 from gemini.model.estimate import num_parameters_of, packed_of
 from gemini.model.workload import blocks_of, gradient_bytes, workload_of
 from gemini.placement.budget import ACTIVATION_FRACTION
-from gemini.placement.cost import ModelledStep, MovedBytes, Rates, modelled_step, moves_of
+from gemini.placement.cost import ModelledStep, MovedBytes, modelled_step, moves_of
 from gemini.placement.demand import OPTIM_STATES, Dtype, Tier, format_bytes
+from gemini.placement.machines import Rates
 from gemini.placement.plan import Plan
 from gemini.placement.policies import FRACTIONS
 from gemini.placement.predict import Predicted, budgets_in_words, expected_schedule, predict

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gemini.memory.memory import resolve_device
-from gemini.placement.cost import Rates
+from gemini.placement.machines import Rates
 from gemini.settings import Device
 from optim import AdamPiece, adam_scalars, update_pieces
 from sharding import Collectives, ShardLayout, Unit

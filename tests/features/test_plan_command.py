@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from gemini import FreeBytes, Settings, ShardedModel, ShardedOptimizer, plan_model, specs_of
 from gemini.cli.app import app
-from gemini.placement.cost import MACHINES
 from gemini.placement.demand import Tier
+from gemini.placement.machines import MACHINES
 from tests.zoo.mlp import Mlp
 
 ROOT = Path(__file__).resolve().parents[2]

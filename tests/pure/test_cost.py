@@ -5,17 +5,9 @@ from dataclasses import replace
 import pytest
 
 from gemini import BudgetError, Settings, plan_model
-from gemini.placement.cost import (
-    MACHINES,
-    MovedBytes,
-    Ranks,
-    Rates,
-    all_gather_seconds,
-    exchange_seconds,
-    modelled_step,
-    moves_of,
-)
+from gemini.placement.cost import MovedBytes, Ranks, all_gather_seconds, exchange_seconds, modelled_step, moves_of
 from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec, Workload
+from gemini.placement.machines import MACHINES, Rates
 from gemini.placement.predict import expected_schedule, predict
 
 RATES = Rates(
