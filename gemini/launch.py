@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from gemini.errors import UnsupportedError
 from gemini.log import get_dist_logger
@@ -182,7 +184,7 @@ def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: b
         # Otherwise every rank of this machine would use its first device.
         torch.accelerator.set_device_index(_device_index(local_rank, torch.accelerator.device_count()))
     backend = _backend_of(current_device()) if backend is None else backend
-    dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout))
+    _init_process_group(backend, timedelta(seconds=rank_timeout))
     atexit.register(_leave)
     if verbose:
         get_dist_logger().info(
@@ -190,6 +192,21 @@ def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: b
             f"{why or ('not seeded' if seed is None else f'seed {seed}')}",
             ranks=[0],
         )
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    """As torch does it, with other keys for ranks that torchrun starts again.
+
+    torch 2.13 has them meet in the store of those before them. They may read an address there that nobody listens at
+    any more: "Gloo connectFullMesh failed", in most of the restarts that were tried with `--standalone`.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"gemini/attempt_{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _backend_of(device: torch.device) -> str:

@@ -31,8 +31,8 @@ from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.accelerate_plugins import PLAIN, refuse_plugins
 from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.precision import mixed_weights
-from gemini.integrations.prepared_optimizer import PreparedOptimizer
-from gemini.integrations.ranks import ending_together, refuse_unknown_ranks
+from gemini.integrations.prepared_optimizer import PreparedOptimizer, Whole
+from gemini.integrations.ranks import ending_together, load_shards, refuse_unknown_ranks, save_shards
 from gemini.launch import launched_config
 from gemini.log import get_dist_logger
 from gemini.model.sharded_model import ShardedModel
@@ -50,6 +50,8 @@ class Accelerator(accelerate.Accelerator):
             else of `ShardedModel`, the loss scale and clipping of `ShardedOptimizer`. None: what
             `gemini.launch_from_torch(config=...)` was given, else all defaults. Optimizers and schedules are the
             script's own.
+        save_whole_state: `save_state` writes whole weights and optimizer states as Accelerate itself reads them, which
+            rank 0 gathers in host memory. False: each rank writes its part, for any number of ranks to go on from.
         kwargs: as of `accelerate.Accelerator`. `mixed_precision` "bf16" and "fp16" become the dtype of the weights,
             which keep fp32 masters; floating-point inputs of the model are cast to it, outputs back.
 
@@ -65,7 +67,7 @@ class Accelerator(accelerate.Accelerator):
         >>> optimizer.step()
     """
 
-    def __init__(self, *args: Any, gemini: Source = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, gemini: Source = None, save_whole_state: bool = False, **kwargs: Any) -> None:
         # Arguments may stand by position, too, so they are bound to their names.
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
         refuse_plugins(given)
@@ -98,6 +100,11 @@ class Accelerator(accelerate.Accelerator):
                     f"'{name}' in the config: with Accelerate the script makes it and gives it to prepare(): leave it "
                     "out of the config"
                 )
+        # Nodes that have disks of their own have no folder in common, for which parts would be enough.
+        self._saves_whole = save_whole_state or self.project_configuration.save_on_each_node
+        self._saves_parts = False  # inside a `save_state` that does
+        self.register_save_state_pre_hook(self._save_parts)
+        self.register_load_state_pre_hook(self._load_parts)
         self._take_accumulation(window_of(config, self.num_processes))
         self._say(without_effect(config))
 
@@ -282,12 +289,14 @@ class Accelerator(accelerate.Accelerator):
         """
         if not isinstance(model, ShardedModel):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        if self._saves_parts:
+            return {}  # `_save_parts` takes it off the list of what is written
         return model.state_dict(rank0_only=not self.project_configuration.save_on_each_node)
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Path:
-        """Save as Accelerate does: whole weights, the whole optimizer state and all the rest. Collective.
+        """Save as Accelerate does, with each rank's part of weights and optimizer states. Collective.
 
         On return the files are there, on every rank. The arguments are Accelerate's. Raises UnsupportedError if a model
         whose optimizer was prepared was not, and would be left out, and OSError, on the other ranks RemoteRankError, if
@@ -303,12 +312,35 @@ class Accelerator(accelerate.Accelerator):
         # Rank 0 writes most of the files. The others have to hear of it if it cannot, because they go on to the next
         # collective, of whichever model, where they would wait for rank 0.
         with ending_together(models, "the state is saved"), ExitStack() as writing:
+            whole = Whole.NOWHERE if not self._saves_whole else Whole.ON_RANK_0
             if not self.project_configuration.save_on_each_node:
                 for each in self._optimizers:
                     if isinstance(each, PreparedOptimizer):
-                        writing.enter_context(each.for_rank_0())
-            folder: Path = super().save_state(output_dir, safe_serialization, **kwargs)
+                        writing.enter_context(each.showing(whole))
+            self._saves_parts = not self._saves_whole
+            try:
+                folder: Path = super().save_state(output_dir, safe_serialization, **kwargs)
+            finally:
+                self._saves_parts = False
         return folder
+
+    def _save_parts(self, models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
+        """Write sharded models with their optimizers, and take them off the list of what Accelerate writes."""
+        if not self._saves_parts:
+            return
+        plain = [its for model, its in zip(models, weights, strict=True) if not isinstance(model, ShardedModel)]
+        weights[:] = plain
+        for number, model in enumerate(self._sharded_models()):
+            save_shards(Path(output_dir, f"gemini_{number}"), model, self._optimizer_of(model))
+
+    def _load_parts(self, models: list[Any], input_dir: str) -> None:
+        """Load what `_save_parts` has written, and take it off the list of what Accelerate reads."""
+        for number, model in enumerate(self._sharded_models()):
+            if load_shards(Path(input_dir, f"gemini_{number}"), model, self._optimizer_of(model)):
+                models.remove(model)
+
+    def _optimizer_of(self, model: ShardedModel) -> ShardedOptimizer | None:
+        return next((each for each in self._sharded_optimizers() if each.model is model), None)
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -29,13 +29,15 @@ from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.batches import window_of, without_effect
 from gemini.integrations.lightning_module import is_sharded, tell_device
 from gemini.integrations.lightning_precision import GeminiPrecision, plain_of
-from gemini.integrations.ranks import ending_together
+from gemini.integrations.ranks import ending_together, load_shards, save_shards
 from gemini.launch import launched_config
 from gemini.log import get_dist_logger
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 
 _TIMEOUT = timedelta(minutes=30)
+_REST = "lightning.ckpt"  # beside the parts: all else that Lightning saves
+_IN_PARTS = "gemini_parts"  # the key of a checkpoint whose weights and states are in parts
 
 
 class GeminiStrategy(DDPStrategy):
@@ -50,6 +52,9 @@ class GeminiStrategy(DDPStrategy):
         checkpoint_io: how checkpoints are written and read.
         process_group_backend: "nccl", "gloo". None: by device.
         timeout: of the process group.
+        state_dict_type: "full": a checkpoint is one file as Lightning writes it, which `load_from_checkpoint` reads;
+            rank 0 gathers what is in it. "sharded": it is a folder in which each rank writes its part, for any number
+            of ranks to go on from; `gemini checkpoint export` makes whole weights of it.
         fields: fields of the config, in place of `config`.
 
     Local. Raises ConfigError for a config that is not valid, or that has an optimizer or a scheduler, which the
@@ -70,8 +75,12 @@ class GeminiStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = _TIMEOUT,
+        state_dict_type: Literal["full", "sharded"] = "full",
         **fields: Any,
     ) -> None:
+        if state_dict_type not in ("full", "sharded"):
+            raise ConfigError(f"state_dict_type must be 'full' or 'sharded', found {state_dict_type!r}")
+        self._saves_parts = state_dict_type == "sharded"
         if config is not None and fields:
             raise ConfigError(f"GeminiStrategy takes a config or its fields, found both: {', '.join(fields)}")
         self._precision = GeminiPrecision(None)
@@ -289,6 +298,8 @@ class GeminiStrategy(DDPStrategy):
         Raises GeminiError inside a forward or backward.
         """
         assert self.lightning_module is not None
+        if self._writes_parts:
+            return {}
         # A module that overrides `state_dict` decides itself what is saved.
         own = type(self.lightning_module).state_dict is not nn.Module.state_dict
         if isinstance(self.model, ShardedModel) and not own:
@@ -298,28 +309,59 @@ class GeminiStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0, and nothing on the others. Collective. Raises as `ShardedOptimizer.state_dict`."""
         plain = plain_of(optimizer)
+        if self._writes_parts and isinstance(plain, ShardedOptimizer):
+            return {}
         return plain.state_dict(rank0_only=True) if isinstance(plain, ShardedOptimizer) else plain.state_dict()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Every rank gives the whole state. Collective. Raises what the optimizer raises."""
         # Lightning's own method moves all states to the device afterwards, which would undo where the plan put them.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            if state:  # else `load_checkpoint` has loaded it
+                optimizer.load_state_dict(state)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Every rank gives whole weights. Collective. Raises what the module raises."""
+        if _IN_PARTS not in checkpoint:  # else `load_checkpoint` has loaded them
+            super().load_model_state_dict(checkpoint, strict)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Rank 0 writes; then the file is there on all ranks. Collective. Raises as `load_checkpoint` does."""
+        """Rank 0 writes, or each rank its part; then all is there on all ranks. Collective.
+
+        Raises as `load_checkpoint` does.
+        """
+        folder, parts = Path(filepath), self._sharded if self._writes_parts else None
         with ending_together(self._models, "the checkpoint is saved"):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if parts is None:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            elif self.is_global_zero:
+                folder.mkdir(parents=True, exist_ok=True)
+                # Beside, and renamed: the file of a checkpoint that is overwritten stays whole.
+                super().save_checkpoint({**checkpoint, _IN_PARTS: True}, folder / f"{_REST}.new", storage_options)
+                (folder / f"{_REST}.new").replace(folder / _REST)
+        if parts is not None:
+            save_shards(folder, parts, self._fitted)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every rank reads the file. Collective. Raises what reading raises, on the other ranks RemoteRankError."""
+        """Every rank reads the file, or its part. Collective. Raises what reading raises, or RemoteRankError."""
+        path, is_folder = Path(checkpoint_path), Path(checkpoint_path).is_dir()
         # All have read it before one loads it: a module's `load_state_dict` takes what it hears of other ranks for
         # errors of single parameters, and goes on with the next one.
         with ending_together(self._models, "the checkpoint is read"):
-            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+            file = path / _REST if is_folder else checkpoint_path
+            checkpoint: dict[str, Any] = super().load_checkpoint(file, weights_only)
+        if _IN_PARTS in checkpoint:
+            if self._sharded is None:
+                raise UnsupportedError(f"{path} has weights in parts, and the model is not sharded yet: fit or test it")
+            is_fit = self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+            load_shards(path, self._sharded, self._fitted if is_fit else None)
         return checkpoint
+
+    @property
+    def _writes_parts(self) -> bool:
+        return self._saves_parts and self._sharded is not None
 
     @property
     def _models(self) -> list[ShardedModel]:

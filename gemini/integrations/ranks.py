@@ -1,14 +1,20 @@
-"""Ranks in another library's loop: whether it counts all of them, and failures of which all must hear."""
+"""Ranks in another library's loop: whether it counts all of them, failures of which all must hear, common files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 
-from gemini.errors import UnsupportedError
+from gemini.checkpoint.loading import load_checkpoint
+from gemini.checkpoint.saving import save_checkpoint
+from gemini.errors import CheckpointError, UnsupportedError
 from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+
+_TAG = "state"
 
 
 def refuse_unknown_ranks(known: int, whose: str, remedy: str) -> None:
@@ -51,3 +57,32 @@ def ending_together(models: Iterable[ShardedModel], done: str) -> Iterator[None]
         yield
         if models:
             models[0].chunk_manager.communicator.wait_for_all(done)
+
+
+def save_shards(folder: Path, model: ShardedModel, optimizer: ShardedOptimizer | None) -> None:
+    """Write a model's and an optimizer's state beside a library's files, each rank its part. Collective.
+
+    Raises CheckpointError on all ranks, also where they see different folders.
+    """
+    save_checkpoint(folder, model, optimizer, tag=_TAG)
+
+
+def load_shards(folder: Path, model: ShardedModel, optimizer: ShardedOptimizer | None) -> bool:
+    """Load what `save_shards` has written, on any number of ranks; False if it is not there. Collective.
+
+    Raises CheckpointError on all ranks, also if some find it and others do not, and what `load_checkpoint` raises.
+    """
+    # After a failure that the script caught, ranks start together again before any other collective.
+    model.chunk_manager.step.check_idle("loading a checkpoint")
+    is_there = bytes([(folder / _TAG).is_dir()])
+    found = model.chunk_manager.communicator.all_gather_bytes(is_there, "files of a checkpoint")
+    if len({*found}) > 1:
+        missing = [str(rank) for rank, its in enumerate(found) if its == b"\0"]
+        raise CheckpointError(
+            f"ranks {', '.join(missing)} do not find {folder}, and others do: resume from a folder that every rank can "
+            "read"
+        )
+    if found[0] == b"\0":
+        return False
+    load_checkpoint(folder, model, optimizer, tag=_TAG, weights_only=optimizer is None)
+    return True

@@ -11,13 +11,15 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS
@@ -26,7 +28,7 @@ from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError
 from gemini.integrations.adapters import adapter_weights, is_adapted
 from gemini.integrations.precision import mixed_weights
-from gemini.integrations.ranks import ending_together
+from gemini.integrations.ranks import ending_together, load_shards, save_shards
 from gemini.integrations.trainer_accelerator import TrainerAccelerator
 from gemini.integrations.training_arguments import (
     DTYPES,
@@ -47,6 +49,7 @@ from optim import HALF_DTYPES
 from optim.adam import refuse_unknown_arguments
 
 _Trainer: Any = object  # the one that is named beside it
+SHARDS = "gemini"  # the folder of each checkpoint in which every rank has its part
 _SOME_STEPS = 2  # of a schedule, until the Trainer has counted its steps
 
 
@@ -60,6 +63,8 @@ class ShardedTraining(_Trainer):
         config: a config, or the path of one, of any dialect that `gemini.initialize` reads. TrainingArguments say what
             it leaves out, and what is "auto" in DeepSpeed's keys. None: what `gemini.launch_from_torch(config=...)` was
             given, else all defaults.
+        save_whole_state: checkpoints have the optimizer's state as the Trainer itself reads it, in one file, which
+            rank 0 gathers in host memory. False: each rank writes its part, for any number of ranks to go on from.
         more: the Trainer's other arguments by name, and those of `ShardedModel`, such as stage=2 or
             device_memory="8GiB", which go before the config.
 
@@ -75,12 +80,21 @@ class ShardedTraining(_Trainer):
     optimizer_cls_and_kwargs: Any
     _created_lr_scheduler: bool
 
-    def __init__(self, model: Any = None, args: Any = None, *others: Any, config: Source = None, **more: Any) -> None:
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *others: Any,
+        config: Source = None,
+        save_whole_state: bool = False,
+        **more: Any,
+    ) -> None:
+        self._saves_whole = save_whole_state
         options = {name: more.pop(name) for name in SETTINGS if name in more}
         takes = inspect.signature(super().__init__).parameters
         # A Trainer of the user's that takes `**kwargs` checks them itself.
         if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in takes.values()):
-            valid = [*takes, "config", *SETTINGS]
+            valid = [*takes, "config", "save_whole_state", *SETTINGS]
             refuse_unknown_arguments(type(self).__name__, [name for name in more if name not in takes], valid)
         # This is the Trainer's own default: the checks below come before the Trainer makes it.
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
@@ -243,11 +257,27 @@ class ShardedTraining(_Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = self.optimizer.state_dict(rank0_only=self._writes_once)
+        """Each rank writes its part of weights, masters and states into a folder of `gemini.save_checkpoint`.
+
+        With adapters alone in training, and where nodes have disks of their own, rank 0 writes the whole state as the
+        Trainer does: that of adapters is small, beside frozen weights that need not be saved with it.
+        """
+        state = None
+        if self._writes_shards:
+            save_shards(Path(output_dir, SHARDS), self.sharded_model, self.optimizer)
+        else:
+            state = self.optimizer.state_dict(rank0_only=self._writes_once)
         with self._together("the optimizer's state is saved"):
             if self.args.should_save:
-                torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+                if state is not None:
+                    torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Do what the Trainer does. `resume_from_checkpoint=True` takes the newest folder that was written whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._together("the weights are loaded"):
@@ -258,22 +288,31 @@ class ShardedTraining(_Trainer):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The file is mapped: all ranks read the same pages of it, and keep none."""
-        paths = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        """Load each rank's part, or a whole state: that file is mapped, so that all ranks read the same pages."""
+        if checkpoint is None:
+            return
+        has_shards = load_shards(Path(checkpoint, SHARDS), self.sharded_model, self.optimizer)
+        names = [SCHEDULER_NAME] if has_shards else [OPTIMIZER_NAME, SCHEDULER_NAME]
+        paths = [os.path.join(checkpoint, name) for name in names]
         missing = [path for path in paths if not os.path.isfile(path)]
         with self._together("the optimizer's state is loaded"):
-            # A checkpoint has neither file where `save_only_model=True` wrote it, and then no rank finds them.
+            # A checkpoint has none of these files where `save_only_model=True` wrote it, and then no rank finds them.
             communicator = self.sharded_model.chunk_manager.communicator
-            if checkpoint is None or communicator.least([len(missing)], "files that a checkpoint lacks")[0]:
+            if communicator.least([len(missing)], "files that a checkpoint lacks")[0]:
                 return
             if missing:
                 raise FileNotFoundError(
                     f"this rank does not find {' and '.join(missing)}, and another rank does: resume from a folder "
                     "that every rank can read, or save with save_on_each_node=True"
                 )
-            state, schedule = (torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths)
-            self.optimizer.load_state_dict(state)
+            *state, schedule = (torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths)
+            for its in state:
+                self.optimizer.load_state_dict(its)
             self.lr_scheduler.load_state_dict(schedule)
+
+    @property
+    def _writes_shards(self) -> bool:
+        return self._writes_once and not self._saves_whole and not is_adapted(self.model)
 
     @property
     def _writes_once(self) -> bool:
@@ -290,6 +329,14 @@ class ShardedTraining(_Trainer):
             self._sharded.close()
             self._sharded = None
         super().end()
+
+
+def _newest_whole(folder: str) -> str | None:
+    """The newest of a Trainer's checkpoints that has the file which is written last."""
+    found = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    numbered = [path for path in found if path.name.rpartition("-")[2].isdigit()]
+    newest = max(numbered, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return None if newest is None else str(newest)
 
 
 class Trainer(ShardedTraining, transformers.Trainer):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -120,22 +121,26 @@ def test_one_rank_has_the_bits_of_plain_accelerate(steps: int) -> None:
 
 @pytest.mark.sampled(2)
 @on_ranks(1, 2)
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
-def test_training_goes_on_from_a_saved_state(rank: int, world_size: int, mixed: str) -> None:
+def test_training_goes_on_from_a_saved_state(rank: int, world_size: int, mixed: str, whole: bool) -> None:
     """In new objects with other weights, as a new process would make them."""
     with shared_folder() as folder:
-        first, second = (Script(_ours(mixed_precision=mixed)) for _ in range(2))
+        first = Script(_ours(mixed_precision=mixed, save_whole_state=whole))
+        second = Script(_ours(mixed_precision=mixed))
         list(first.epoch())
         written: list[dict[str, Any]] = []
         first.accelerator.register_save_state_pre_hook(lambda *_: written.append(first.optimizer.state_dict()))
         first.accelerator.save_state(folder)
-        assert bool(written[0]) == (rank == 0)  # the others spare their hosts
+        assert bool(written[0]) == (whole and rank == 0)  # the others spare their hosts
         assert first.optimizer.state_dict()["state"]
         next(iter(second.epoch()))
         second.accelerator.load_state(folder)
-        wanted = {name: value.shape for name, value in build().state_dict().items()}
-        saved = safetensors.torch.load_file(folder / "model.safetensors")
-        assert {name: value.shape for name, value in saved.items()} == wanted
+        assert (folder / "gemini_0").is_dir() is not whole
+        if whole:
+            wanted = {name: value.shape for name, value in build().state_dict().items()}
+            saved = safetensors.torch.load_file(folder / "model.safetensors")
+            assert {name: value.shape for name, value in saved.items()} == wanted
     runs = []
     for each in (first, second):
         each.accelerator.backward(_loss(each.model, inputs(9 + rank)))
@@ -147,7 +152,7 @@ def test_training_goes_on_from_a_saved_state(rank: int, world_size: int, mixed: 
 
 @pytest.mark.parametrize("saved_by_us", [True, False])
 def test_a_saved_state_loads_with_and_without_us(saved_by_us: bool, tmp_path: Path) -> None:
-    makers: list[Callable[[], Any]] = [_ours, lambda: accelerate.Accelerator(cpu=True)]
+    makers: list[Callable[[], Any]] = [partial(_ours, save_whole_state=True), partial(accelerate.Accelerator, cpu=True)]
     saver, loader = (Script(make()) for make in (makers if saved_by_us else makers[::-1]))
     list(saver.epoch())
     saver.accelerator.save_state(tmp_path)
@@ -218,7 +223,7 @@ def test_a_schedule_follows_its_own_optimizer() -> None:
 
 @on_ranks(1, 2)
 def test_whole_models_are_saved_as_their_own_class_and_tied_weights_once(rank: int, world_size: int) -> None:
-    accelerator = _ours(gemini={**SMALL, "chunk_size": 16384})
+    accelerator = _ours(gemini={**SMALL, "chunk_size": 16384}, save_whole_state=True)
     plain: Any = gpt2().model
     before = {name: value.clone() for name, value in plain.state_dict().items()}
     model = accelerator.prepare(plain)
@@ -281,7 +286,7 @@ def test_who_cannot_write_the_state_of_one_of_two_models_tells_those_that_wait_i
 @pytest.mark.parametrize("missing", ["model.safetensors", "scheduler.bin"])
 def test_who_cannot_read_a_state_tells_every_rank(rank: int, world_size: int, missing: str) -> None:
     """Each rank has a folder of its own, as on hosts without a shared disk."""
-    script = Script(_ours())
+    script = Script(_ours(save_whole_state=True))
     with shared_folder() as folder:
         script.accelerator.save_state(folder / "saved")
         mine = Path(shutil.copytree(folder / "saved", folder / str(rank)))

@@ -52,6 +52,32 @@ def test_a_fit_that_is_resumed_is_the_one_that_went_on(rank: int, world_size: in
         assert torch.equal(torch.stack(first.losses + second.losses), torch.stack(whole.losses))
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["bf16-mixed"])
+def test_a_fit_goes_on_from_a_folder_of_parts(rank: int, world_size: int, precision: Any) -> None:
+    """The last of two checkpoints, as `save_last` overwrites it; the best one is tested without an optimizer."""
+    with shared_folder() as folder:
+        whole, first, second, third = (Plain() for _ in range(4))
+        trainer(folder / "whole", _ours(), precision=precision, max_epochs=3).fit(whole, loader())
+        keeping = ModelCheckpoint(folder / "kept", filename="{epoch}", monitor="epoch", mode="max", save_last=True)
+        parts = {"strategy": _ours(state_dict_type="sharded"), "precision": precision}
+        trainer(folder, max_epochs=2, callbacks=[keeping], **parts).fit(first, loader())
+        dist.barrier() if world_size > 1 else None
+        assert sorted(each.name for each in (folder / "kept").iterdir()) == ["epoch=1.ckpt", "last.ckpt"]
+        last = folder / "kept" / "last.ckpt"
+        assert sorted(each.name for each in last.iterdir()) == ["latest", "lightning.ckpt", "state"]
+        assert not torch.load(last / "lightning.ckpt", weights_only=True)["state_dict"]
+        with torch.no_grad():
+            second.net.layers[0].weight.zero_()
+        again = {"strategy": _ours(state_dict_type="sharded"), "precision": precision, "enable_checkpointing": False}
+        trainer(folder, max_epochs=3, **again).fit(second, loader(), ckpt_path=str(last))
+        assert_same(_weights(second), _weights(whole))
+        assert torch.equal(torch.stack(first.losses + second.losses), torch.stack(whole.losses))
+        tested = trainer(folder, _ours(), precision=precision, enable_checkpointing=False)
+        tested.validate(third, loader(8), ckpt_path=str(last), verbose=False)
+        assert_same(_weights(third), _weights(first))
+
+
 @pytest.mark.parametrize("saved_by_us", [True, False])
 def test_plain_lightning_goes_on_from_ours_and_we_from_its_checkpoint(saved_by_us: bool, tmp_path: Path) -> None:
     strategies: list[Callable[[], Any]] = [_ours, lambda: "auto"]

@@ -12,11 +12,11 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from gemini import RemoteRankError, state_hash
+from gemini import CheckpointError, RemoteRankError, state_hash
 from gemini.integrations.transformers import Trainer
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.shared_folder import shared_folder
-from tests.zoo.hf_trainers import DTYPES, flags_of, gpt2, logged, trainer
+from tests.zoo.hf_trainers import DTYPES, SHARDED, flags_of, gpt2, logged, trainer
 from tests.zoo.mlp import assert_same, minimum_bytes, weights_of
 
 PROMPTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "encoder_hidden_size": 64}
@@ -39,7 +39,17 @@ def test_a_resumed_training_has_the_bits_of_one_that_went_on(rank: int, world_si
             runs.append((state_hash(each.sharded_model, each.optimizer), logged(each), logged(each, "learning_rate")))
             each.sharded_model.close()
         assert runs[0] == runs[1]
-        files = {"config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "scheduler.pt"}
+        torn = Path(folder, "checkpoint-3")  # as a crash in the middle of a save leaves it
+        each = trainer(folder, gpt2(dropout=0.1), save_strategy="steps", save_steps=2, **flags_of(dtype))
+        if rank == 0:
+            torn.mkdir()
+            (torn / "model.safetensors").write_bytes(b"half")
+            Path(folder, "checkpoint-4").rename(Path(folder, "later"))
+        each.sharded_model.chunk_manager.communicator.wait_for_all("the folder is there")
+        each.train(resume_from_checkpoint=True)
+        assert state_hash(each.sharded_model, each.optimizer) == runs[0][0]
+        each.sharded_model.close()
+        files = {"config.json", "generation_config.json", "model.safetensors", "gemini", "scheduler.pt"}
         files |= {"trainer_state.json", "training_args.bin"}
         files |= {f"rng_state_{number}.pth" for number in range(2)} if world_size > 1 else {"rng_state.pth"}
         assert set(os.listdir(os.path.join(folder, "checkpoint-2"))) == files
@@ -53,7 +63,8 @@ def test_a_resumed_training_has_the_bits_of_one_that_went_on(rank: int, world_si
 )
 def test_a_training_goes_over_to_us_and_back_by_its_checkpoint(kinds: tuple[Any, Any], tmp_path: Path) -> None:
     before, after = kinds
-    first = trainer(tmp_path, kind=before, save_strategy="steps", save_steps=2)
+    whole = {"sharded": {**SHARDED, "save_whole_state": True}} if before is Trainer else {}
+    first = trainer(tmp_path, kind=before, save_strategy="steps", save_steps=2, **whole)
     first.train()
     second = trainer(tmp_path, kind=after)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -116,8 +127,9 @@ def test_who_cannot_write_tells_every_rank(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("optimizer.pt", FileNotFoundError, r"does not find .*optimizer\.pt"),
+        ("scheduler.pt", FileNotFoundError, r"does not find .*scheduler\.pt"),
         ("model.safetensors", ValueError, "Can't find a valid checkpoint"),
+        ("gemini", CheckpointError, "ranks 1 do not find"),
     ],
 )
 def test_a_rank_that_lacks_a_file_tells_every_rank(
@@ -129,9 +141,9 @@ def test_a_rank_that_lacks_a_file_tells_every_rank(
         each.train()
         mine = Path(shutil.copytree(folder / "checkpoint-2", folder / str(rank)))
         if rank == 1:
-            (mine / name).unlink()
+            (mine / name).rename(mine / "elsewhere")
         again = trainer(folder)
-        with pytest.raises(error if rank == 1 else RemoteRankError, match=words):
+        with pytest.raises(error if rank == 1 or error is CheckpointError else RemoteRankError, match=words):
             again.train(resume_from_checkpoint=str(mine))
         again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         assert state_hash(again.sharded_model, again.optimizer) == state_hash(each.sharded_model, each.optimizer)
