@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +16,15 @@ import torch
 from torch import Tensor
 
 from gemini.checkpoint.boxes import whole
-from gemini.checkpoint.directory import Directory, check_tag
+from gemini.checkpoint.directory import Directory
 from gemini.checkpoint.loading import SavedCheckpoint
 from gemini.checkpoint.manifest import (
-    MANIFEST,
     WEIGHT,
-    FileSummary,
-    Manifest,
     ParameterFact,
-    RankFile,
-    RankSummary,
-    about,
-    dump,
-    dump_manifest,
     write_durably,
 )
-from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, StoredTensor, TensorFile, tensors_in
-from gemini.checkpoint.values import dtype_named, name_of
-from gemini.checkpoint.writing import rank_name
+from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, TensorFile
+from gemini.checkpoint.values import dtype_named
 from gemini.errors import CheckpointError
 from optim import HALF_DTYPES, round_master_
 
@@ -64,6 +53,7 @@ def export_weights(
     tag: str | None = None,
     dtype: str = "own",
     max_file_bytes: int = 5 * 10**9,
+    only_trained: bool = False,
     config: str | os.PathLike[str] | None = None,
     told: Callable[[int], None] | None = None,
 ) -> Path:
@@ -77,6 +67,7 @@ def export_weights(
         tag: which checkpoint. None: the newest.
         dtype: as of `weights`.
         max_file_bytes: of tensors in one file, if it has more than one tensor.
+        only_trained: leave parameters out that were not trained.
         config: a folder whose `config.json`, tokenizer and other small files are copied, or one such file.
         told: called with numbers of bytes as they are written.
 
@@ -89,7 +80,9 @@ def export_weights(
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
         _copy_config(Path(config), folder)
-    files = _divided([(fact, target) for fact, target in _targets(source, dtype)], max_file_bytes)
+    left_out = {fact.name for fact in source.manifest.parameters if only_trained and not fact.trained}
+    wanted = [(fact, target) for fact, target in _targets(source, dtype) if fact.name not in left_out]
+    files = _divided(wanted, max_file_bytes)
     names = (
         [_ONE_FILE]
         if len(files) == 1
@@ -174,90 +167,3 @@ def _copy_config(config: Path, folder: Path) -> None:
     for each in sorted(config.iterdir()):
         if each.is_file() and each.suffix in (".json", ".model", ".txt") and each.name != INDEX:
             shutil.copy(each, folder / each.name)
-
-
-def import_weights(
-    weights_from: str | os.PathLike[str],
-    directory: str | os.PathLike[str],
-    *,
-    tag: str = "imported",
-    told: Callable[[int], None] | None = None,
-) -> Path:
-    """Make a checkpoint of weights in safetensors files, or in a state dict that `torch.save` wrote. Local.
-
-    `load_checkpoint(..., weights_only=True)` then gives each rank its part: no process holds the whole. A state dict of
-    torch's is read with `weights_only=True`, which runs no code of the file.
-
-    Args:
-        weights_from: a folder of Hugging Face's, or one file of weights.
-        directory: of the checkpoints.
-        tag: the checkpoint's name.
-        told: called with numbers of bytes as they are written.
-
-    Returns the checkpoint's folder. Raises CheckpointError and OSError.
-    """
-    given = _given(Path(weights_from))
-    where = Directory(directory)
-    folder = where.begin(check_tag(tag))
-    try:
-        parts = [Part(WEIGHT + name, whole(shape), dtype) for name, (shape, dtype, _) in given.items()]
-        file = TensorFile(folder / f"states-00000-0{SUFFIX}", parts)
-        try:
-            for (name, (_, dtype, read)), part in zip(given.items(), parts, strict=True):
-                file.write(WEIGHT + name, read().to(dtype).contiguous().reshape(-1))
-                if told is not None:
-                    told(part.num_bytes)
-            file.finish()
-        finally:
-            file.close()
-        facts = [
-            ParameterFact(name=name, shape=tuple(shape), dtype=name_of(dtype))
-            for name, (shape, dtype, _) in given.items()
-        ]
-        summary = FileSummary(num_bytes=file.num_bytes, crc32=file.crc32)
-        data = dump(RankFile(files={file.path.name: summary}, random=None))
-        write_durably(folder / rank_name(0), data)
-        manifest = Manifest(
-            **about(tag, step=None, world_size=1),
-            settings={},
-            parameters=facts,
-            buffers=[],
-            extra_states={},
-            optimizer=None,
-            ranks=[RankSummary(file=rank_name(0), num_bytes=len(data), crc32=zlib.crc32(data))],
-        )
-        write_durably(folder / MANIFEST, dump_manifest(manifest))
-        return where.commit(tag)
-    except BaseException:
-        where.abandon(tag)
-        raise
-
-
-_Given = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
-
-
-def _given(path: Path) -> _Given:
-    """Shape, dtype and a reader of each tensor."""
-    if path.is_dir():
-        paths = sorted(path.glob(f"*{SUFFIX}"))
-        if not paths:
-            raise CheckpointError(f"{path} has no {SUFFIX} files: name a folder that has, or a file of weights")
-    elif path.suffix == SUFFIX:
-        paths = [path]
-    else:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-        if not tensors:
-            raise CheckpointError(f"{path} is no state dict of weights: it has no tensors by name")
-        return {name: (tuple(its.shape), its.dtype, partial(_itself, its)) for name, its in tensors.items()}
-    stored = tensors_in(paths)
-    return {name: (its.shape, its.dtype, partial(_read, its)) for name, its in stored.items()}
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _read(stored: StoredTensor) -> Tensor:
-    with OpenFiles() as files:
-        return stored.whole(files)

@@ -164,6 +164,7 @@ class _Load:
         self._manifest = source.manifest
         self._manager = model.chunk_manager
         self._states = States(self._manager)
+        self._first_names = self._tied_names()
         self._names = self._names_in_file()
         self._strict = strict
 
@@ -214,10 +215,25 @@ class _Load:
 
     # -- what fits
 
+    def _tied_names(self) -> dict[str, str]:
+        """The model's names of tied parameters that are no first ones, and their first ones."""
+        firsts: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for name, parameter in self._model.module.named_parameters(remove_duplicate=False):
+            link = link_of(parameter)
+            if link is not None and firsts.setdefault(link.managed.index, link.managed.name) != name:
+                found[name] = link.managed.name
+        return found
+
     def _names_in_file(self) -> dict[str, str]:
         """The name under which the file has each name of a parameter or buffer: tied ones are in it once."""
         facts = [*self._manifest.parameters, *self._manifest.buffers]
-        return {name: fact.name for fact in facts for name in (fact.name, *fact.aliases)}
+        names = {name: fact.name for fact in facts for name in (fact.name, *fact.aliases)}
+        # Other libraries' files may have a tied parameter under the name that is no first one here.
+        for alias, first in self._first_names.items():
+            if alias in names:
+                names.setdefault(first, names[alias])
+        return names
 
     def _check_tensors(self) -> None:
         """Raises CheckpointError with all names that are missing, unexpected, or of other shapes. Local."""
@@ -236,7 +252,7 @@ class _Load:
                 problems.append(f"the files lack a part of {name}: they are damaged")
         if self._strict and missing:
             problems.append(f"the checkpoint lacks {_listed(missing)}")
-        unexpected = [name for name in shapes if name not in used]
+        unexpected = [name for name in shapes if name not in used and name not in self._first_names]
         if self._strict and unexpected:
             problems.append(f"the model lacks {_listed(unexpected)}")
         if problems:

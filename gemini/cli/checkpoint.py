@@ -101,19 +101,26 @@ def export(
 
 @checkpoint.command("import")
 def import_(
-    weights: Annotated[Path, typer.Argument(help="A folder of Hugging Face's, a .safetensors file, or a state dict.")],
+    foreign: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of DeepSpeed's, of torch.distributed.checkpoint's (FSDP2) or of Hugging Face's, "
+            "a .safetensors file, or a state dict."
+        ),
+    ],
     directory: Annotated[Path, typer.Argument(help="The directory of the new checkpoint.")],
     tag: Annotated[str, typer.Option(help="Its name.")] = "imported",
     as_json: _Json = False,
 ) -> None:
-    """Make a checkpoint of whole weights, for load_checkpoint(..., weights_only=True).
+    """Make a checkpoint of another library's: with masters and optimizer states, or of weights alone.
 
+    Weights alone are loaded with load_checkpoint(..., weights_only=True).
     Example: gemini checkpoint import base-model checkpoints
     """
-    from gemini.checkpoint.exporting import import_weights
+    from gemini.checkpoint.foreign import import_checkpoint
 
     with _said(), _bar("import", None, shows=not as_json) as told:
-        folder = import_weights(weights, directory, tag=tag, told=told)
+        folder = import_checkpoint(foreign, directory, tag=tag, told=told)
     _tell(as_json, {"path": str(folder)}, str(folder))
 
 

@@ -13,7 +13,7 @@ _CONFIG = "gemini.engine.config.load_config(path) reads and checks a config; eng
 _TIMES = "gemini.engine.trainer.Throughput counts samples and FLOPs, torch.profiler has the times"
 _ONE_GROUP = "all ranks of engine.data_parallel_group share the model; there are no tensor, sequence or expert groups"
 _CURRICULA = "choose samples in the script's own dataset or sampler"
-_WHOLE = "state_dict() is whole, for any number of ranks: save engine.state_dict()"
+_FP32 = "gemini.deepspeed.utils.zero_to_fp32 has it"
 _COMPRESSION = "it changes the model's result: do it on the plain module, before initialize()"
 _SETTINGS = "engine.config and engine.model.settings have what was chosen, docs/config.md what its keys do"
 
@@ -58,10 +58,9 @@ _INSTEAD = {
     "partition_parameters": "parameters have their true shape; GatheredParameters and safe_get_full_* read them",
     "DeepSpeedCPULion": "any elementwise optimizer of torch's works; its state may rest on the host",
     "FusedLamb": "LAMB needs norms of whole layers, which no chunk has: FusedAdam, or a torch optimizer",
-    "zero_to_fp32": _WHOLE,
-    "get_fp32_state_dict_from_zero_checkpoint": _WHOLE,
-    "load_state_dict_from_zero_checkpoint": _WHOLE,
-    "convert_zero_checkpoint_to_fp32_state_dict": _WHOLE,
+    "get_fp32_state_dict_from_zero_checkpoint": _FP32,
+    "load_state_dict_from_zero_checkpoint": _FP32,
+    "convert_zero_checkpoint_to_fp32_state_dict": _FP32,
     "save_fp16_model": "save_16bit_model()",
     "instrument_w_nvtx": "torch.profiler.record_function",
     "timer": _TIMES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -122,5 +123,7 @@ class RepeatingLoader:
 
 
 def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
+    """The module `zero_to_fp32`, imported when it is asked for. Raises AttributeError: what to use instead."""
+    if name == "zero_to_fp32":
+        return import_module(f"{__name__}.{name}")
     raise missing(__name__, name)

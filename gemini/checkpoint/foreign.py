@@ -1,0 +1,628 @@
+"""Checkpoints of other libraries become ours: weights, masters, moments and numbers of steps, tensor by tensor.
+
+What is read: Hugging Face's folders and state dicts of torch's (weights alone); DeepSpeed's ZeRO-1, 2 and 3 and
+universal checkpoints; and those that `torch.distributed.checkpoint` has written, as of FSDP2. No code of a file runs:
+tensors are read with `weights_only=True`, in which stand-ins without behaviour take the place of DeepSpeed's classes,
+and DCP's metadata, a pickle, by an unpickler that knows the classes of metadata alone. Files are mapped, and no
+process holds more than one tensor besides.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+
+from gemini.checkpoint.boxes import whole
+from gemini.checkpoint.directory import Directory, check_tag
+from gemini.checkpoint.loading import SavedCheckpoint
+from gemini.checkpoint.manifest import (
+    MANIFEST,
+    WEIGHT,
+    FileSummary,
+    Manifest,
+    OptimizerFact,
+    ParameterFact,
+    RankFile,
+    RankSummary,
+    about,
+    dump,
+    dump_manifest,
+    state_key,
+    write_durably,
+)
+from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, StoredTensor, TensorFile, can_hold, tensors_in
+from gemini.checkpoint.values import encode, name_of
+from gemini.checkpoint.writing import rank_name
+from gemini.errors import CheckpointError
+
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "decoupled_weight_decay")
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A tensor of another library's checkpoint. `read` gives it whole, on the CPU."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class ForeignCheckpoint:
+    """What another library's checkpoint has, by our keys."""
+
+    tensors: dict[str, ForeignTensor] = field(default_factory=dict)
+    parameters: list[ParameterFact] = field(default_factory=list)
+    buffers: list[ParameterFact] = field(default_factory=list)
+    optimizer: OptimizerFact | None = None
+
+    def add_weight(
+        self, name: str, tensor: ForeignTensor, dtype: torch.dtype | None = None, trained: bool = False,
+        aliases: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """A parameter, or its fp32 master. dtype: that of the model, if it is another than the tensor's."""
+        fact = ParameterFact(
+            name=name, shape=tensor.shape, dtype=name_of(dtype or tensor.dtype), aliases=tuple(aliases), trained=trained
+        )
+        self.parameters.append(fact)
+        self.tensors[WEIGHT + name] = tensor
+
+    def add_buffer(self, name: str, value: Tensor) -> None:
+        """A buffer."""
+        self.buffers.append(ParameterFact(name=name, shape=tuple(value.shape), dtype=name_of(value.dtype)))
+        self.tensors[WEIGHT + name] = _here(value)
+
+
+def import_checkpoint(
+    foreign: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    tag: str = "imported",
+    told: Callable[[int], None] | None = None,
+) -> Path:
+    """Make a checkpoint of ours of one that another library has written. Local.
+
+    `load_checkpoint` then gives each rank its part: no process holds the whole.
+
+    Args:
+        foreign: a folder of DeepSpeed's (with `latest`, or one step's, or a universal one) or of
+            `torch.distributed.checkpoint`, from which a training goes on; or a folder of Hugging Face's, a .safetensors
+            file, or a state dict that `torch.save` wrote, for `load_checkpoint(..., weights_only=True)`.
+        directory: of the checkpoints.
+        tag: the new checkpoint's name.
+        told: called with numbers of bytes as they are written.
+
+    Returns the checkpoint's folder. Raises CheckpointError and OSError.
+    """
+    given = read_foreign(foreign)
+    for key, each in given.tensors.items():
+        if not can_hold(each.dtype):
+            raise CheckpointError(f"{key} is {each.dtype}, which safetensors files cannot hold")
+    where = Directory(directory)
+    folder = where.begin(check_tag(tag))
+    try:
+        parts = [Part(key, whole(each.shape), each.dtype) for key, each in given.tensors.items()]
+        file = TensorFile(folder / f"states-00000-0{SUFFIX}", parts)
+        try:
+            for part in parts:
+                value = given.tensors[part.key].read()
+                file.write(part.key, value.to(part.dtype).contiguous().reshape(-1))
+                if told is not None:
+                    told(part.num_bytes)
+            file.finish()
+        finally:
+            file.close()
+        summary = FileSummary(num_bytes=file.num_bytes, crc32=file.crc32)
+        data = dump(RankFile(files={file.path.name: summary}, random=None))
+        write_durably(folder / rank_name(0), data)
+        manifest = Manifest(
+            **about(tag, step=None if given.optimizer is None else given.optimizer.num_steps, world_size=1),
+            settings={},
+            parameters=given.parameters,
+            buffers=given.buffers,
+            extra_states={},
+            optimizer=given.optimizer,
+            ranks=[RankSummary(file=rank_name(0), num_bytes=len(data), crc32=zlib.crc32(data))],
+        )
+        write_durably(folder / MANIFEST, dump_manifest(manifest))
+        return where.commit(tag)
+    except BaseException:
+        where.abandon(tag)
+        raise
+
+
+def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
+    """What is in another library's checkpoint; tensors are read when they are asked for.
+
+    Raises CheckpointError if it is of no known kind, lacks a file, or has one that cannot be read safely.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if not path.is_dir():
+        return _weights_of_file(path)
+    if (path / ".metadata").is_file():
+        return _of_dcp(path)
+    folder = _deepspeed_folder(path)
+    if folder is not None:
+        return _of_deepspeed(folder)
+    paths = sorted(path.glob(f"*{SUFFIX}"))
+    if not paths:
+        raise CheckpointError(
+            f"{path} is no checkpoint that can be imported: it has no {SUFFIX} files (Hugging Face), no .metadata "
+            "(torch.distributed.checkpoint) and no *_model_states.pt (DeepSpeed)"
+        )
+    return _weights(tensors_in(paths))
+
+
+# -- weights alone
+
+
+def _weights_of_file(path: Path) -> ForeignCheckpoint:
+    if path.suffix == SUFFIX:
+        return _weights(tensors_in([path]))
+    state = _load(path)
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise CheckpointError(f"{path} is no state dict of weights: it has no tensors by name")
+    found = ForeignCheckpoint()
+    for name, value in tensors.items():
+        found.add_weight(name, _here(value))
+    return found
+
+
+def _weights(stored: Mapping[str, StoredTensor]) -> ForeignCheckpoint:
+    found = ForeignCheckpoint()
+    for name, each in stored.items():
+        found.add_weight(name, ForeignTensor(each.shape, each.dtype, partial(_read, each)))
+    return found
+
+
+def _read(stored: StoredTensor) -> Tensor:
+    with OpenFiles() as files:
+        return stored.whole(files)
+
+
+def _here(value: Tensor) -> ForeignTensor:
+    return ForeignTensor(tuple(value.shape), value.dtype, lambda: value)
+
+
+# -- DeepSpeed
+
+
+class _StandIn:
+    """Takes the place of a class of DeepSpeed's in a file. It keeps what it is given, and does nothing."""
+
+    def __new__(cls, *arguments: Any) -> _StandIn:
+        made = super().__new__(cls)
+        made.arguments = arguments  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, *_: Any) -> None: ...
+
+
+_STAND_INS = [
+    (_StandIn, f"deepspeed.{name}")
+    for name in (
+        "runtime.fp16.loss_scaler.LossScaler",
+        "runtime.fp16.loss_scaler.DynamicLossScaler",
+        "runtime.zero.config.ZeroStageEnum",
+        "utils.tensor_fragment.fragment_address",
+    )
+]
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
+
+
+def _load(path: Path) -> Any:
+    """What `torch.save` has written, mapped. Raises CheckpointError for a file that cannot be read without its code."""
+    try:
+        with torch.serialization.safe_globals(_STAND_INS):  # type: ignore[arg-type]
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"(?:GLOBAL|global:|class) ([\w.]+)", str(error))
+        words = found[1] if found else str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{path} holds objects that only their own code can read ({words}): convert it where that code is, such as "
+            "with DeepSpeed's ds_to_universal"
+        ) from None
+    except (RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(f"{path} is damaged, or no file of torch.save: {str(error).splitlines()[0]}") from None
+
+
+def _deepspeed_folder(path: Path) -> Path | None:
+    """The folder of one step, if these are DeepSpeed's."""
+    latest = path / "latest"
+    if latest.is_file():
+        tag = latest.read_text().strip()
+        # The name comes from a file: it must not lead anywhere else.
+        if tag and Path(tag).name == tag and any((path / tag).glob("*_model_states.pt")):
+            return path / tag
+    return path if any(path.glob("*_model_states.pt")) else None
+
+
+def _by_rank(folder: Path, pattern: str) -> list[Path]:
+    """The files of all data-parallel ranks, in their order."""
+    found: dict[int, Path] = {}
+    for path in folder.glob(pattern):
+        numbers = _RANK.search(path.name)
+        if numbers is None:
+            continue
+        if int(numbers[2]):
+            raise CheckpointError(f"{path}: the model is divided by tensor parallelism, which gemini does not have")
+        found[int(numbers[1])] = path
+    missing = sorted({*range(max(found, default=-1) + 1)} - {*found})
+    if missing:
+        raise CheckpointError(f"{folder} lacks the files {pattern} of ranks {', '.join(map(str, missing))}")
+    return [found[rank] for rank in sorted(found)]
+
+
+@dataclass
+class _Pieces:
+    """A flat tensor of which files have consecutive pieces, or that ranks have in parts of equal size."""
+
+    pieces: Sequence[Tensor]
+
+    def read(self, start: int, numel: int) -> Tensor:
+        """(numel,) elements. Raises CheckpointError if there are fewer."""
+        ends = [*accumulate(piece.numel() for piece in self.pieces)]
+        found = [
+            piece[max(0, start - (end - piece.numel())) : max(0, start + numel - (end - piece.numel()))]
+            for piece, end in zip(self.pieces, ends, strict=True)
+            if start < end and start + numel > end - piece.numel()
+        ]
+        if sum(each.numel() for each in found) != numel:
+            raise CheckpointError(f"a flat tensor ends after {ends[-1] if ends else 0} elements: a file is damaged")
+        return torch.cat(found) if found else torch.empty(0, device="cpu")
+
+
+@dataclass
+class _Place:
+    """Where a parameter lies in a flat group: in one run, or in each rank's flat tensor a part."""
+
+    shape: tuple[int, ...]
+    start: int
+
+    def read_run(self, flats: Sequence[Tensor]) -> Tensor:
+        """Ranks have consecutive pieces of the group (ZeRO-1 and 2)."""
+        return _Pieces(flats).read(self.start, prod(self.shape)).view(self.shape)
+
+    def read_parts(self, flats: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Each rank has an equal part of each parameter, the last one padded (ZeRO-3)."""
+        numel = prod(self.shape)
+        part = -(-numel // len(flats))
+        return torch.cat([_Pieces(each).read(self.start, part) for each in flats])[:numel].view(self.shape)
+
+
+def _of_deepspeed(folder: Path) -> ForeignCheckpoint:
+    models = _by_rank(folder, "zero_pp_rank_*_model_states.pt") or sorted(folder.glob("mp_rank_*_model_states.pt"))
+    if len(models) > 1 and models[0].name.startswith("mp_rank"):
+        raise CheckpointError(f"{folder}: the model is divided by tensor parallelism, which gemini does not have")
+    states = [_load(path) for path in models]
+    model, found = states[0], ForeignCheckpoint()
+    if not isinstance(model.get("module"), Mapping) or "param_shapes" not in model:
+        raise CheckpointError(f"{models[0]} is not of a ZeRO training: it has no 'param_shapes'")
+    shapes: list[dict[str, tuple[int, ...]]] = [
+        {name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]
+    ]
+    trained = [name for group in shapes for name in group]
+    shared = dict(model.get("shared_params") or {})
+    aliases: dict[str, list[str]] = {}
+    for alias, name in shared.items():
+        aliases.setdefault(name, []).append(alias)
+
+    def add(name: str, tensor: ForeignTensor, is_trained: bool) -> None:
+        own = model["module"].get(name)
+        dtype = own.dtype if isinstance(own, Tensor) else None
+        found.add_weight(name, tensor, dtype, is_trained, aliases.get(name, ()))
+
+    if (folder / "zero").is_dir():
+        _add_universal(folder / "zero", model, shapes, found, add)
+    else:
+        _add_zero(folder, model, shapes, found, add)
+    _add_frozen(states, trained, shared, add)
+    for name in model.get("buffer_names") or ():
+        found.add_buffer(name, model["module"][name])
+    return found
+
+
+def _add_frozen(
+    states: Sequence[Mapping[str, Any]], trained: Sequence[str], shared: Mapping[str, str],
+    add: Callable[[str, ForeignTensor, bool], None],
+) -> None:  # fmt: skip
+    """Parameters that were not trained: whole in each file, or in parts (ZeRO-3)."""
+    model = states[0]
+    fragments = model.get("frozen_param_fragments")
+    for name, value in model["module"].items():
+        if name in trained or name in shared or name in (model.get("buffer_names") or ()):
+            continue
+        shape = (model.get("frozen_param_shapes") or {}).get(name)
+        if shape is not None and value.shape != shape and fragments and name in fragments:
+            place = _Place(tuple(shape), 0)
+            parts = [[each["frozen_param_fragments"][name].reshape(-1)] for each in states]
+            add(name, ForeignTensor(place.shape, value.dtype, partial(place.read_parts, parts)), False)
+        elif isinstance(value, Tensor):
+            add(name, _here(value), False)
+
+
+def _add_zero(
+    folder: Path, model: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]], found: ForeignCheckpoint,
+    add: Callable[[str, ForeignTensor, bool], None],
+) -> None:  # fmt: skip
+    """Masters and states of ZeRO-1, 2 and 3."""
+    paths = _by_rank(folder, "*zero_pp_rank_*_optim_states.pt")
+    if not paths:
+        raise CheckpointError(f"{folder} has no *_optim_states.pt: its weights were saved without masters and states")
+    ranks = [_load(path)["optimizer_state_dict"] for path in paths]
+    saved_by = ranks[0].get("partition_count", len(ranks))
+    saved_by = max(saved_by) if isinstance(saved_by, (list, tuple)) else saved_by
+    if saved_by != len(ranks):
+        raise CheckpointError(f"{folder} was saved by {saved_by} ranks, and has the files of {len(ranks)}")
+    is_whole = "single_partition_of_fp32_groups" in ranks[0]  # each rank has a run of the group, as in ZeRO-1 and 2
+    bases = [rank["base_optimizer_state" if is_whole else "optimizer_state_dict"] for rank in ranks]
+    if any(not isinstance(base, Mapping) for base in bases):
+        raise CheckpointError(
+            f"{folder} has 'elastic' optimizer states without their order: convert it with DeepSpeed's ds_to_universal"
+        )
+    groups = bases[0]["param_groups"]
+    keys = [group["params"] for group in groups]
+    numbers: dict[str, Any] = {}
+    states: dict[str, list[str]] = {}
+    place = 0
+    for number, group in enumerate(shapes):
+        paddings = ranks[0].get("param_alignment_paddings")
+        # ZeRO-3 has all parameters of all groups one behind the other; the others begin anew in each group.
+        place = place if not is_whole else 0
+        for index, (name, shape) in enumerate(group.items()):
+            where = _Place(shape, place)
+            if is_whole:
+                key = keys[number][0]
+                read: Any = where.read_run
+                flats: Any = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
+                its = {
+                    state: [base["state"][key][state] for base in bases] for state in _flat(bases[0]["state"].get(key))
+                }
+                place += prod(shape) + (paddings[number][index] if paddings else 0)
+            else:
+                every = sorted(bases[0]["state"])
+                read, flats = where.read_parts, [rank["fp32_flat_groups"] for rank in ranks]
+                names = _flat(bases[0]["state"][every[0]]) if every else []
+                its = {state: [[base["state"][key][state] for key in every] for base in bases] for state in names}
+                key = every[0] if every else None
+                place += -(-prod(shape) // len(ranks))
+            add(name, ForeignTensor(shape, torch.float32, partial(read, flats)), True)
+            for state, parts in its.items():
+                found.tensors[state_key(name, state)] = ForeignTensor(shape, torch.float32, partial(read, parts))
+            states[name] = list(its)
+            numbers[name] = _step_of(bases[0]["state"].get(key), groups[number], model)
+    found.optimizer = _optimizer([{**each, "params": [*group]} for each, group in zip(groups, shapes, strict=False)],
+                                 states, numbers)  # fmt: skip
+
+
+def _add_universal(
+    folder: Path, model: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]], found: ForeignCheckpoint,
+    add: Callable[[str, ForeignTensor, bool], None],
+) -> None:  # fmt: skip
+    """A universal checkpoint has a folder for each parameter, and a file for each of its states."""
+    rest = folder / "optimizer_state.pt"
+    state = _load(rest) if rest.is_file() else {}
+    base = state.get("optimizer_state_dict") or state.get("base_optimizer_state") or state
+    groups = base.get("param_groups") or state.get("param_groups") or [{} for _ in shapes]
+    entries = [*base.get("state", {}).values()]
+    numbers: dict[str, Any] = {}
+    states: dict[str, list[str]] = {}
+    for number, group in enumerate(shapes):
+        for name, shape in group.items():
+            its = folder / name
+            if not (its / "fp32.pt").is_file():
+                raise CheckpointError(f"{folder} lacks {name}/fp32.pt: it is not complete")
+            add(name, ForeignTensor(shape, torch.float32, partial(_of_universal, its / "fp32.pt", shape)), True)
+            states[name] = sorted(path.stem for path in its.glob("*.pt") if path.stem not in ("fp32", "step"))
+            for each in states[name]:
+                read = partial(_of_universal, its / f"{each}.pt", shape)
+                found.tensors[state_key(name, each)] = ForeignTensor(shape, torch.float32, read)
+            step = its / "step.pt"
+            entry = {"step": _load(step)} if step.is_file() else entries[0] if entries else None
+            numbers[name] = _step_of(entry, groups[number], model)
+    found.optimizer = _optimizer([{**each, "params": [*group]} for each, group in zip(groups, shapes, strict=False)],
+                                 states, numbers)  # fmt: skip
+
+
+def _of_universal(path: Path, shape: tuple[int, ...]) -> Tensor:
+    value = _load(path)
+    value = value["param"] if isinstance(value, Mapping) else value
+    if value.numel() != prod(shape):
+        raise CheckpointError(f"{path} has {value.numel()} elements, {prod(shape)} were expected")
+    return value.reshape(shape)  # type: ignore[no-any-return]
+
+
+def _flat(entry: Mapping[str, Any] | None) -> list[str]:
+    """The states of a parameter, or of a group, that have an element for each of its own."""
+    return [name for name, value in (entry or {}).items() if isinstance(value, Tensor) and value.dim() > 0]
+
+
+def _step_of(entry: Mapping[str, Any] | None, group: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+    step = (entry or {}).get("step", group.get("step"))
+    return int(model.get("global_steps", 0) - model.get("skipped_steps", 0) if step is None else step)
+
+
+def _optimizer(
+    groups: Sequence[Mapping[str, Any]], states: dict[str, list[str]], steps: Mapping[str, int]
+) -> OptimizerFact:
+    settings = [{name: group[name] for name in _SETTINGS if name in group} for group in groups]
+    return OptimizerFact(
+        kind="of another library",
+        num_steps=max(steps.values(), default=0),
+        groups=[
+            {**encode(its, f"param group {number}"), "params": group["params"]}
+            for number, (its, group) in enumerate(zip(settings, groups, strict=True))
+        ],
+        states={name: its for name, its in states.items() if its},
+        # As torch has it; our own optimizers make a number of it.
+        scalars={name: encode({"step": torch.tensor(float(step), device="cpu")}, name) for name, step in steps.items()},
+    )
+
+
+# -- torch.distributed.checkpoint
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's metadata: its classes, and torch's sizes, dtypes and layouts. Everything else is refused."""
+
+    _SAFE = {
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("collections", "OrderedDict"),
+    }
+    _OF_DCP = ("metadata", "filesystem")
+
+    def find_class(self, module: str, name: str) -> Any:
+        parts = module.split(".")
+        is_metadata = parts[:3] == ["torch", "distributed", "checkpoint"] and parts[-1] in self._OF_DCP
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if "." in name or not (is_metadata or is_dtype or (module, name) in self._SAFE):
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        found = super().find_class(module, name)
+        if is_metadata and not (isinstance(found, type) and found.__module__ == module):
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return found
+
+
+class _SafeReader(FileSystemReader):
+    """DCP's reader of files, which unpickles metadata with all that a pickle can do; this one does not."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        except Exception as error:  # a pickle that is damaged may raise anything
+            raise CheckpointError(
+                f"{path} is damaged, or no metadata of torch.distributed.checkpoint: {error}"
+            ) from None
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint")
+        return found
+
+
+class _SafePlanner(DefaultLoadPlanner):
+    """Reads plain values with `weights_only=True`, and tensors as DCP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.plain[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+_OPTIM = re.compile(r"(?:.*\.)?(?:optim|optimizer|optimizer_state|optim_state)\.state\.(.+)\.([^.]+)\Z")
+_GROUPS = re.compile(r"(?:.*\.)?(?:optim|optimizer|optimizer_state|optim_state)\.param_groups\.(.+)\.([^.]+)\Z")
+_MODEL = re.compile(r"(?:.*\.)?(?:model|module|state_dict)\.(.+)\Z")
+
+
+def _of_dcp(path: Path) -> ForeignCheckpoint:
+    metadata = _SafeReader(path).read_metadata().state_dict_metadata
+    tensors = {key: its for key, its in metadata.items() if isinstance(its, TensorStorageMetadata)}
+    found = ForeignCheckpoint()
+    states: dict[str, list[str]] = {}
+    scalars: dict[str, str] = {}
+    for key, its in tensors.items():
+        shape, dtype = tuple(its.size), its.properties.dtype
+        tensor = ForeignTensor(shape, dtype, partial(_read_dcp, path, key, shape, dtype))
+        state = _OPTIM.match(key)
+        if state is not None and state[2] == "step":
+            scalars[state[1]] = key
+        elif state is not None:
+            states.setdefault(state[1], []).append(state[2])
+            found.tensors[state_key(state[1], state[2])] = tensor
+        else:
+            model = _MODEL.match(key)
+            found.add_weight(key if model is None else model[1], tensor)
+    if states or scalars:
+        steps = {name: int(_read_dcp(path, key, (), torch.float32)) for name, key in scalars.items()}
+        trained = list(dict.fromkeys([*steps, *states]))
+        groups = _groups_of_dcp(path, [key for key in metadata if key not in tensors], trained)
+        found.optimizer = _optimizer(groups, states, {name: steps.get(name, 0) for name in trained})
+        found.parameters = [
+            each.model_copy(update={"trained": each.name in states or each.name in steps}) for each in found.parameters
+        ]
+    return found
+
+
+def _read_dcp(path: Path, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    state = {key: torch.empty(shape, dtype=dtype, device="cpu")}
+    load_dcp(state, storage_reader=_SafeReader(path), planner=_SafePlanner(), no_dist=True)
+    return state[key]
+
+
+def _groups_of_dcp(path: Path, keys: Sequence[str], trained: Sequence[str]) -> list[dict[str, Any]]:
+    """The param groups. DCP has a value for each setting of each group, or of each parameter by its name."""
+    matches = {key: match for key in keys if (match := _GROUPS.match(key))}
+    planner = _SafePlanner()
+    if matches:
+        load_dcp(dict.fromkeys(matches), storage_reader=_SafeReader(path), planner=planner, no_dist=True)
+    found: dict[str, dict[str, Any]] = {}
+    for key, match in matches.items():
+        found.setdefault(match[1], {})[match[2]] = planner.plain[key]
+    if all(number.isdigit() and isinstance(its.get("params"), list) for number, its in found.items()) and found:
+        return [found[number] for number in sorted(found, key=int)]
+    groups: list[dict[str, Any]] = []
+    for name in trained:
+        settings = {key: value for key, value in found.get(name, {}).items() if key != "params"}
+        same = [group for group in groups if {**group, "params": None} == {**settings, "params": None}]
+        if same:
+            same[0]["params"].append(name)
+        else:
+            groups.append({**settings, "params": [name]})
+    return groups
+
+
+# -- whole weights out of any of them
+
+
+def fp32_weights(
+    directory: str | os.PathLike[str], tag: str | None = None, only_trained: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights and buffers of a checkpoint of ours or of another library, under each of their names. Local.
+
+    Floating-point ones are in fp32. only_trained: without parameters that were not trained. Raises CheckpointError and
+    OSError.
+    """
+    given = read_ours(directory, tag) if is_ours(directory, tag) else read_foreign(Path(directory, tag or ""))
+    parameters = [fact for fact in given.parameters if fact.trained or not only_trained]
+    for fact in (*parameters, *given.buffers):
+        value = given.tensors[WEIGHT + fact.name].read()
+        value = value.float() if value.is_floating_point() else value
+        for name in (fact.name, *fact.aliases):
+            yield name, value
+
+
+def is_ours(directory: str | os.PathLike[str], tag: str | None = None) -> bool:
+    """Whether it is a directory of our checkpoints, or one of them."""
+    return any(Path(directory).glob(f"{tag or '*'}/{MANIFEST}")) or Path(directory, MANIFEST).is_file()
+
+
+def read_ours(directory: str | os.PathLike[str], tag: str | None = None) -> ForeignCheckpoint:
+    """The weights of a checkpoint of ours. Raises CheckpointError and OSError."""
+    source = SavedCheckpoint(Directory(directory).find(tag))
+    stored = {key: each for key, each in source.tensors.items() if key.startswith(WEIGHT)}
+    tensors = {key: ForeignTensor(each.shape, each.dtype, partial(_read, each)) for key, each in stored.items()}
+    return ForeignCheckpoint(tensors, source.manifest.parameters, source.manifest.buffers)
