@@ -29,7 +29,7 @@ BY_OTHERS = {
     "gemini/model/operators.py parameter.grad": "a tensor's",
     "gemini/engine/config/config.py noted._ignored": "a config's, by the config that copies itself",
     "gemini/integrations/lightning.py module.forward": "of Lightning's module",
-    "gemini/integrations/lightning_module.py each._device": "of Lightning's modules",
+    "gemini/integrations/lightning.py each._device": "of Lightning's modules",
 }
 
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from gemini.access.link import link_of
 from gemini.access.states import FlatAccess, StateAccess, States
-from gemini.checkpoint.boxes import Order, whole
 from gemini.checkpoint.manifest import GRADIENT, WEIGHT, GradientFact, OptimizerFact, ParameterFact, rank_key, state_key
-from gemini.checkpoint.tensor_files import Part, can_hold
+from gemini.checkpoint.tensor_files import Order, Part, can_hold, whole
 from gemini.checkpoint.values import encode, name_of
 from gemini.errors import CheckpointError
 from gemini.model.sharded_model import ShardedModel

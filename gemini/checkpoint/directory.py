@@ -1,20 +1,60 @@
-"""The directory of a training's checkpoints: which there are, and how one comes and goes as a whole.
-
-A checkpoint is written into a folder whose name begins with a dot, beside the others. When all of it is on the disk the
-folder gets its own name, in one operation of the file system, and `latest` follows. A crash at any moment leaves the
-earlier checkpoints, and `latest` at one that is complete. Older ones go last.
-"""
+"""A directory of checkpoints, which all ranks see, and what they do on its files together."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from gemini.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_durably
 from gemini.errors import CheckpointError
+from gemini.ranks.communicator import Communicator
+
+# -- What each rank does on files by itself: all ranks learn of a failure, and none waits for one that has failed.
+
+
+@contextmanager
+def together(communicator: Communicator, what: str) -> Iterator[None]:
+    """Around what each rank does on its files alone: if one fails, all raise. Collective at the end of the block.
+
+    Raises CheckpointError with the first rank's reason on all ranks. Errors of arguments leave as they are, if all
+    ranks have them. As all ranks raise, their states stay as they are for whoever catches it. Any other exception is
+    published, as one that the others do not expect.
+    """
+    failure: Exception | None = None
+    with communicator.publishing():
+        try:
+            yield
+        except (OSError, CheckpointError, ValueError, TypeError, KeyError) as error:
+            failure = error
+    words = "" if failure is None else reason_of(failure)
+    every = communicator.all_gather_bytes(words.encode(), "files of a checkpoint")
+    failed = [(rank, each.decode()) for rank, each in enumerate(every) if each]
+    if not failed:
+        return
+    if failure is not None and communicator.world_size == len(failed) and not isinstance(failure, OSError):
+        raise failure
+    rank, reason = failed[0]
+    who = "" if communicator.world_size == 1 else f"rank {rank}: "
+    raise CheckpointError(f"{what}: {who}{reason}") from failure
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} (errno {error.errno}): {error.filename or 'a file of the checkpoint'}"
+    return str(error) or repr(error)
+
+
+# -- The directory of a training's checkpoints: which there are, and how one comes and goes as a whole.
+#
+# A checkpoint is written into a folder whose name begins with a dot, beside the others. When all of it is on the disk
+# the folder gets its own name, in one operation of the file system, and `latest` follows. A crash at any moment leaves
+# the earlier checkpoints, and `latest` at one that is complete. Older ones go last.
+
 
 LATEST = "latest"
 _PARTIAL = re.compile(r"\..+\.(partial|replaced|removed)")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.boxes import whole
 from gemini.checkpoint.directory import Directory
 from gemini.checkpoint.loading import SavedCheckpoint
 from gemini.checkpoint.manifest import (
@@ -23,7 +22,7 @@ from gemini.checkpoint.manifest import (
     ParameterFact,
     write_durably,
 )
-from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, TensorFile
+from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, TensorFile, whole
 from gemini.checkpoint.values import dtype_named
 from gemini.errors import CheckpointError
 from optim import HALF_DTYPES, round_master_

@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
-from gemini.checkpoint.boxes import whole
 from gemini.checkpoint.directory import Directory, check_tag
 from gemini.checkpoint.loading import SavedCheckpoint
 from gemini.checkpoint.manifest import (
@@ -47,7 +46,16 @@ from gemini.checkpoint.manifest import (
     state_key,
     write_durably,
 )
-from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, StoredTensor, TensorFile, can_hold, tensors_in
+from gemini.checkpoint.tensor_files import (
+    SUFFIX,
+    OpenFiles,
+    Part,
+    StoredTensor,
+    TensorFile,
+    can_hold,
+    tensors_in,
+    whole,
+)
 from gemini.checkpoint.values import encode, name_of
 from gemini.checkpoint.writing import rank_name
 from gemini.errors import CheckpointError
@@ -83,6 +91,10 @@ class ForeignCheckpoint:
         )
         self.parameters.append(fact)
         self.tensors[WEIGHT + name] = tensor
+
+    def note_trained(self, names: Collection[str]) -> None:
+        """These parameters were trained."""
+        self.parameters = [each.model_copy(update={"trained": each.name in names}) for each in self.parameters]
 
     def add_buffer(self, name: str, value: Tensor) -> None:
         """A buffer."""
@@ -561,9 +573,7 @@ def _of_dcp(path: Path) -> ForeignCheckpoint:
         trained = list(dict.fromkeys([*steps, *states]))
         groups = _groups_of_dcp(path, [key for key in metadata if key not in tensors], trained)
         found.optimizer = _optimizer(groups, states, {name: steps.get(name, 0) for name in trained})
-        found.parameters = [
-            each.model_copy(update={"trained": each.name in states or each.name in steps}) for each in found.parameters
-        ]
+        found.note_trained({*trained})
     return found
 
 

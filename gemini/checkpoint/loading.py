@@ -18,24 +18,21 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA
 
 from gemini.access.link import link_of
 from gemini.access.states import FlatAccess, FullPrecisionAccess, States, take_masters
-from gemini.checkpoint.boxes import Order
-from gemini.checkpoint.directory import Directory
+from gemini.checkpoint.directory import Directory, together
 from gemini.checkpoint.manifest import (
     GRADIENT,
     WEIGHT,
     Manifest,
     OptimizerFact,
     RankFile,
+    rank_files,
     rank_key,
     read_manifest,
     state_key,
+    verify_files,
 )
-from gemini.checkpoint.parts import load_into, pairs
-from gemini.checkpoint.random_state import set_random_state
-from gemini.checkpoint.tensor_files import OpenFiles, StoredTensor, tensors_in
-from gemini.checkpoint.together import together
-from gemini.checkpoint.values import decode
-from gemini.checkpoint.verifying import rank_files, verify_files
+from gemini.checkpoint.tensor_files import OpenFiles, Order, StoredTensor, tensors_in
+from gemini.checkpoint.values import decode, load_into, pairs, set_random_state
 from gemini.errors import CheckpointError
 from gemini.log import get_dist_logger
 from gemini.memory.transfer import Region

@@ -1,13 +1,4 @@
-"""What a checkpoint says of itself: `checkpoint.json`, and a file for what each rank alone has.
-
-[Note: Layout of a checkpoint] docs/checkpoints.md describes the layout for other programs. Version 1 is read for ever:
-`tests/checkpoints/` holds one.
-
-    DIRECTORY/latest                      the name of the newest complete checkpoint
-    DIRECTORY/TAG/checkpoint.json         `Manifest`: written last, so that a directory without it is incomplete
-    DIRECTORY/TAG/rank-00000.json         `RankFile`: this rank's random numbers, position in the data, and checksums
-    DIRECTORY/TAG/states-00000-0.safetensors    boxes of "model.NAME", "optim.state.NAME.STATE", "grad.NAME"
-"""
+"""What a checkpoint says of itself, and whether its files are as they were written."""
 
 from __future__ import annotations
 
@@ -18,13 +9,27 @@ import re
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gemini.checkpoint.file_io import DiskIO
+from gemini.checkpoint.tensor_files import checksum, parts_in
 from gemini.errors import CheckpointError
+
+# -- What a checkpoint says of itself: `checkpoint.json`, and a file for what each rank alone has.
+#
+# [Note: Layout of a checkpoint] docs/checkpoints.md describes the layout for other programs. Version 1 is read for
+# ever: `tests/checkpoints/` holds one.
+#
+#     DIRECTORY/latest                      the name of the newest complete checkpoint
+#     DIRECTORY/TAG/checkpoint.json         `Manifest`: written last, so that a directory without it is incomplete
+#     DIRECTORY/TAG/rank-00000.json         `RankFile`: this rank's random numbers, position in the data, and checksums
+#     DIRECTORY/TAG/states-00000-0.safetensors    boxes of "model.NAME", "optim.state.NAME.STATE", "grad.NAME"
+
 
 VERSION = 1
 MANIFEST = "checkpoint.json"
@@ -209,3 +214,47 @@ def _validated(kind: type[_Model], path: Path, found: dict[str, Any]) -> _Model:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{path} is damaged: {place}: {first['msg']}") from None
+
+
+# -- Reads checkpoints again and compares every byte with its checksum.
+
+
+def verify_rank(folder: Path, rank: int) -> None:
+    """Verify what one rank of those that saved has written. Raises OSError and CheckpointError."""
+    manifest = read_manifest(folder)
+    verify_files(folder, read_rank_file(folder, manifest.ranks[rank]))
+
+
+def verify_files(folder: Path, rank_file: RankFile, told: Callable[[int], None] | None = None) -> None:
+    """Verify the files of tensors that a rank's file names. Raises OSError and CheckpointError.
+
+    told: called with numbers of bytes that are verified.
+    """
+    with DiskIO() as io:
+        for name, summary in rank_file.files.items():
+            _verify_file(folder / name, summary, io, told)
+
+
+def _verify_file(path: Path, summary: FileSummary, io: DiskIO, told: Callable[[int], None] | None) -> None:
+    size = os.stat(path).st_size
+    if size != summary.num_bytes:
+        raise CheckpointError(f"{path} has {size} bytes, {summary.num_bytes} were written")
+    parts, data_start = parts_in(path)
+    if {stored.part.key for stored in parts} | {""} != set(summary.crc32):
+        raise CheckpointError(f"{path} has other tensors than were written")
+    spans = [(stored.part.key, stored.start, stored.part.num_bytes) for stored in parts]
+    file = os.open(path, os.O_RDONLY)
+    try:
+        for key, start, num_bytes in [("", 0, data_start), *spans]:
+            if checksum(io, file, path, start, num_bytes) != summary.crc32[key]:
+                what = f"tensor {key!r}" if key else "the header"
+                raise CheckpointError(f"{path} is damaged: {what} is not as it was written")
+            if told is not None:
+                told(num_bytes)
+    finally:
+        os.close(file)
+
+
+def rank_files(folder: Path, manifest: Manifest) -> list[RankFile]:
+    """What each rank alone has, by rank. Raises OSError and CheckpointError."""
+    return [read_rank_file(folder, summary) for summary in manifest.ranks]

@@ -17,12 +17,9 @@ from typing import Any, Literal, overload
 import torch
 
 from gemini.checkpoint.contents import Contents, Plain
-from gemini.checkpoint.directory import Directory, Keep, check_tag
+from gemini.checkpoint.directory import Directory, Keep, check_tag, reason_of, together
 from gemini.checkpoint.manifest import Manifest, RankFile, about
-from gemini.checkpoint.parts import states_of
-from gemini.checkpoint.random_state import random_state
-from gemini.checkpoint.together import reason_of, together
-from gemini.checkpoint.values import encode
+from gemini.checkpoint.values import encode, random_state, states_of
 from gemini.checkpoint.writing import Task, TensorQueue, write
 from gemini.errors import CheckpointError
 from gemini.memory.transfer import CopyRoom, Loan, spare_bytes

@@ -1,12 +1,9 @@
-"""Plain Python values as JSON, without pickle: what schedulers, samplers and scripts keep beside tensors.
-
-JSON has no tuples, bytes, tensors or keys that are no strings. Such a value is an object with the one key "$", whose
-value names the type, and "v". Decoding makes values of these types only: a file from elsewhere can run no code.
-"""
+"""What a checkpoint has beside tensors: plain values, states of schedules and data, random numbers."""
 
 from __future__ import annotations
 
 import base64
+import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +13,32 @@ import torch
 from torch import Tensor
 
 from gemini.errors import CheckpointError
+
+# -- The random number generators of this process: Python's, NumPy's, torch's on the CPU and on the model's device.
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that belongs to nobody. Plain values and small tensors. Local."""
+    found = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if device.type != "cpu":
+        found[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to what `random_state` returned, also of a process with another device. Local."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
+
+
+# -- Plain Python values as JSON, without pickle: what schedulers, samplers and scripts keep beside tensors.
+#
+# JSON has no tuples, bytes, tensors or keys that are no strings. Such a value is an object with the one key "$", whose
+# value names the type, and "v". Decoding makes values of these types only: a file from elsewhere can run no code.
+
 
 _TAG = "$"
 
@@ -123,3 +146,55 @@ def _encode_tensor(value: Tensor) -> dict[str, Any]:
 
 _PAIRS: dict[Any, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _SEQUENCES: dict[Any, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+
+
+# -- Schedulers, samplers and loaders of a script: anything with `state_dict()`, alone, in a list or in a dict.
+
+
+def states_of(part: Any, what: str) -> Any:
+    """The states of `part`. Raises TypeError for an object without `state_dict()`."""
+    if part is None:
+        return None
+    if isinstance(part, (list, tuple)):
+        return [states_of(each, f"{what}[{number}]") for number, each in enumerate(part)]
+    if isinstance(part, Mapping):
+        return {str(name): states_of(each, f"{what}[{name!r}]") for name, each in part.items()}
+    if not callable(getattr(part, "state_dict", None)):
+        raise TypeError(f"{what} is a {type(part).__name__} without state_dict(): give what has one, or a list or dict")
+    return part.state_dict()
+
+
+def load_into(part: Any, state: Any, what: str) -> None:
+    """Load what `states_of` returned. Raises what `load_state_dict` raises."""
+    for each, its in pairs(part, state, what):
+        each.load_state_dict(its)
+
+
+def pairs(part: Any, state: Any, what: str) -> list[tuple[Any, Any]]:
+    """Each object with its state. Raises CheckpointError if the checkpoint has other ones."""
+    if part is None:
+        return []
+    if state is None:
+        raise CheckpointError(f"the checkpoint has no state of {what}: leave it out, and it begins anew")
+    if isinstance(part, (list, tuple)):
+        if not isinstance(state, list) or len(state) != len(part):
+            number = len(state) if isinstance(state, list) else "no list of them"
+            raise CheckpointError(f"{what} has {len(part)} objects, the checkpoint has {number}")
+        return [
+            pair
+            for number, (each, its) in enumerate(zip(part, state, strict=True))
+            for pair in pairs(each, its, f"{what}[{number}]")
+        ]
+    if isinstance(part, Mapping):
+        names = [str(name) for name in part]
+        if not isinstance(state, Mapping) or sorted(names) != sorted(state):
+            there = sorted(state) if isinstance(state, Mapping) else "no dict of them"
+            raise CheckpointError(f"{what} has {sorted(names)}, the checkpoint has {there}")
+        return [
+            pair
+            for (_, each), name in zip(part.items(), names, strict=True)
+            for pair in pairs(each, state[name], f"{what}[{name!r}]")
+        ]
+    if not callable(getattr(part, "load_state_dict", None)):
+        raise TypeError(f"{what} is a {type(part).__name__} without load_state_dict()")
+    return [(part, state)]

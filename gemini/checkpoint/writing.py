@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from gemini.checkpoint.contents import ChunkEntry, Plain
-from gemini.checkpoint.directory import Directory, Keep
+from gemini.checkpoint.directory import Directory, Keep, reason_of
 from gemini.checkpoint.file_io import DiskIO
 from gemini.checkpoint.manifest import (
     MANIFEST,
@@ -31,11 +31,10 @@ from gemini.checkpoint.manifest import (
     RankSummary,
     dump,
     dump_manifest,
+    verify_files,
     write_durably,
 )
 from gemini.checkpoint.tensor_files import SUFFIX, Part, TensorFile
-from gemini.checkpoint.together import reason_of
-from gemini.checkpoint.verifying import verify_files
 from gemini.errors import CheckpointError
 from gemini.memory.transfer import Loan
 

@@ -48,8 +48,7 @@ def verify(directory: _Directory, tag: _Tag = None, as_json: _Json = False) -> N
     Example: gemini checkpoint verify checkpoints --tag step_100
     """
     from gemini.checkpoint.directory import Directory
-    from gemini.checkpoint.manifest import read_manifest
-    from gemini.checkpoint.verifying import rank_files, verify_files
+    from gemini.checkpoint.manifest import rank_files, read_manifest, verify_files
 
     with _said():
         folder = Directory(directory).find(tag)

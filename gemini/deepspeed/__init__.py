@@ -18,8 +18,7 @@ from gemini.deepspeed import utils as utils
 from gemini.deepspeed.accelerator import get_accelerator
 from gemini.deepspeed.comm import init_distributed
 from gemini.deepspeed.elsewhere import missing
-from gemini.deepspeed.engine import DeepSpeedEngine
-from gemini.deepspeed.initialize import add_config_arguments, initialize
+from gemini.deepspeed.engine import DeepSpeedEngine, add_config_arguments, initialize
 from gemini.deepspeed.runtime import zero as zero
 from gemini.deepspeed.utils import log_dist, logger
 

@@ -515,7 +515,7 @@ def initialize(
 ) -> tuple[Engine, Any, Any, Any]:
     """An `Engine` that trains the model sharded, as the config says. Collective: every rank calls it alike.
 
-    The call form of `colossalai.initialize`. For DeepSpeed's see `gemini.deepspeed.initialize`.
+    The call form of `colossalai.initialize`. For DeepSpeed's see `gemini.deepspeed.engine`.
 
     Args:
         model: any module, also one from a `ZeroInitContext`, or a `ShardedModel`, which stays as it is.

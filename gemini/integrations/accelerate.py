@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,99 @@ from torch.optim.lr_scheduler import LRScheduler
 from gemini.engine.config import Config
 from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import ConfigError, UnsupportedError
-from gemini.integrations.accelerate_plugins import PLAIN, refuse_plugins
-from gemini.integrations.batches import window_of, without_effect
-from gemini.integrations.precision import mixed_weights
-from gemini.integrations.prepared_optimizer import PreparedOptimizer, Whole
-from gemini.integrations.ranks import ending_together, load_shards, refuse_unknown_ranks, save_shards
+from gemini.integrations.shared import (
+    ending_together,
+    load_shards,
+    mixed_weights,
+    refuse_unknown_ranks,
+    save_shards,
+    window_of,
+    without_effect,
+)
 from gemini.launch import launched_config
 from gemini.log import get_dist_logger
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+
+# -- Plugins of Accelerate's that shard or move models themselves: they are refused by name.
+
+
+_PLUGINS = {
+    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
+    "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
+    "fsdp_plugin": "ACCELERATE_USE_FSDP",
+    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
+    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "torch_tp_plugin": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
+PLAIN = (
+    "choose Accelerate's plain training on several processes (accelerate launch --multi_gpu, or torchrun), and give "
+    "Accelerator(gemini=...) the stage and the budgets"
+)
+"""What an error says to do instead."""
+
+
+def refuse_plugins(given: dict[str, Any]) -> None:
+    """Raises UnsupportedError for a plugin among the arguments, or one that `accelerate launch` has set. Local."""
+    for name, variable in _PLUGINS.items():
+        if given.get(name) is not None:
+            raise UnsupportedError(f"{name}= shards or moves models itself: {PLAIN}")
+        if os.environ.get(variable, "false").lower() == "true":
+            raise UnsupportedError(f"{variable}=true, as `accelerate launch` sets it, is for {name}=: {PLAIN}")
+
+
+# -- `PreparedOptimizer`: a sharded optimizer in Accelerate's hands.
+
+
+class Whole(Enum):
+    """Where `state_dict()` has the whole state."""
+
+    ON_ALL = "on all ranks"
+    ON_RANK_0 = "on rank 0, which writes it"
+    NOWHERE = "nowhere: each rank writes its part"
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """A `ShardedOptimizer` as Accelerate hands it out: it steps where a window of micro-batches is full."""
+
+    optimizer: ShardedOptimizer
+    # This is an attribute because Accelerate calls `state_dict()` without arguments.
+    _whole = Whole.ON_ALL
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ShardedOptimizer.state_dict`. Collective. Raises GeminiError inside a forward or backward."""
+        if self._whole is Whole.NOWHERE:
+            return {}
+        return self.optimizer.state_dict(rank0_only=self._whole is Whole.ON_RANK_0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `ShardedOptimizer.load_state_dict`; an empty one stands for a state that ranks have in parts."""
+        if state_dict:
+            self.optimizer.load_state_dict(state_dict)
+
+    @contextmanager
+    def showing(self, whole: Whole) -> Iterator[None]:
+        """Inside, `state_dict()` is empty on the other ranks. Local. Raises nothing."""
+        self._whole = whole
+        try:
+            yield
+        finally:
+            self._whole = Whole.ON_ALL
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing, since a gradient was not finite: schedules stay then. Local."""
+        # Accelerate's own flag is set by its GradScaler alone, which does not exist here.
+        report = self.optimizer.last_step
+        return report is not None and report.skipped is not None
+
+
+# -- `Accelerator`: Hugging Face Accelerate's, whose `prepare` makes sharded models and sharded optimizers.
+#
+# A script changes one import and says what to shard; `prepare`, `backward`, `accumulate`, `clip_grad_norm_`,
+# `save_state` and the rest keep their meaning. Accelerate itself trains on one device or on several processes without a
+# plugin of its own, and sees models that it has nothing to do for.
+
 
 MIXED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -8,8 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini import CheckpointError
-from gemini.checkpoint.boxes import Box, Order, boxes_of, whole
-from gemini.checkpoint.tensor_files import OpenFiles, Part, TensorFile, parts_in, tensors_in
+from gemini.checkpoint.tensor_files import (
+    Box,
+    OpenFiles,
+    Order,
+    Part,
+    TensorFile,
+    boxes_of,
+    parts_in,
+    tensors_in,
+    whole,
+)
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 

@@ -13,9 +13,8 @@ import torch
 from safetensors import safe_open
 
 from gemini.checkpoint import file_io
-from gemini.checkpoint.boxes import whole
 from gemini.checkpoint.file_io import PIECE_BYTES, DiskIO
-from gemini.checkpoint.tensor_files import OpenFiles, Part, TensorFile, tensors_in
+from gemini.checkpoint.tensor_files import OpenFiles, Part, TensorFile, tensors_in, whole
 from gemini.errors import CheckpointError
 
 # Two that are divided at odd places, one of a whole piece, and small ones before, between and after.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini.checkpoint.directory import Directory, Keep
-from gemini.checkpoint.random_state import random_state, set_random_state
+from gemini.checkpoint.values import random_state, set_random_state
 from gemini.engine.engine import Engine
 from gemini.engine.trainer.hooks import Hook
 from gemini.log import get_dist_logger

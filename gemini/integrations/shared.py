@@ -1,4 +1,4 @@
-"""Ranks in another library's loop: whether it counts all of them, failures of which all must hear, common files."""
+"""What the integrations share: ranks in another library's loop, windows of micro-batches, mixed precision."""
 
 from __future__ import annotations
 
@@ -6,13 +6,82 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from gemini.checkpoint.loading import load_checkpoint
 from gemini.checkpoint.saving import save_checkpoint
-from gemini.errors import CheckpointError, UnsupportedError
+from gemini.engine.config import Config
+from gemini.errors import CheckpointError, ConfigError, UnsupportedError
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+from gemini.settings import Weights
+
+# -- What a library's mixed precision means for a sharded model: the dtype of its weights, and casts around it.
+#
+# Autocast keeps fp32 weights and casts them for every operation. A sharded model has the weights themselves in 16 bits
+# and their fp32 masters where the optimizer state is: less memory and traffic, and the same precision of updates. What
+# goes in and what comes out is cast at the model's border, so that the script around it computes in fp32 as before.
+
+
+def mixed_weights(config: Config, mixed: torch.dtype | None, said: str) -> Weights:
+    """`dtype=` of `ShardedModel` for a config and the library's mixed precision. Local.
+
+    mixed: the dtype of mixed precision, None without it. said: how the user said so, for messages.
+
+    Raises ConfigError if the config names another dtype.
+    """
+    own = config.dtype
+    if mixed is None:
+        # A config may ask for the casts by itself (`fp16.auto_cast` of DeepSpeed). A mapping of dtypes by module
+        # says already where casts are.
+        mixed = own if config.cast_inputs and isinstance(own, torch.dtype) else None
+        return own if mixed is None else _with_casts(mixed)
+    if own is not None and own != mixed:
+        raise ConfigError(f"{said}, and the config says dtype={own}: leave one of them out")
+    return _with_casts(mixed)
+
+
+def _with_casts(dtype: torch.dtype) -> Weights:
+    """The key "" chooses the root: its floating-point inputs are cast to `dtype`, its outputs back, or else to fp32."""
+    return {"": dtype, "*": torch.float32}
+
+
+# -- What a config says of batches and logs, where a script or its library decides about them.
+
+
+_DEFAULT = Config()
+_DECIDED_ELSEWHERE = {
+    "train_batch_size": "the data loader and the micro-batches of a step decide",
+    "train_micro_batch_size_per_gpu": "the data loader decides",
+    "drop_last": "the data loader decides",
+    "steps_per_print": "the script logs",
+    "monitors": "the script logs",
+}
+
+
+def window_of(config: Config, world_size: int) -> int | None:
+    """Micro-batches of an optimizer step, if the config says so, or both batch sizes; None if it does not. Local."""
+    sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
+    # One batch size alone leaves the other to the data loader, and so says nothing of the number of micro-batches.
+    if config.gradient_accumulation_steps is None and None in sizes:
+        return None
+    return config.batch_sizes(world_size).accumulation
+
+
+def without_effect(config: Config) -> list[str]:
+    """A line for each key that changes nothing, with what happens instead. Local."""
+    # A key that is left at its default asks for nothing, so it needs no line.
+    here = {
+        name: instead
+        for name, instead in _DECIDED_ELSEWHERE.items()
+        if getattr(config, name) != getattr(_DEFAULT, name)
+    }
+    return [f"without effect: {key}: {instead}" for key, instead in [*config.ignored, *here.items()]]
+
+
+# -- Ranks in another library's loop: whether it counts all of them, failures of which all must hear, common files.
+
 
 _TAG = "state"
 
