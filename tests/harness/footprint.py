@@ -46,7 +46,7 @@ SHOWN = {
     "Payloads.fetch": "",
     "NextUse.touch": "the trace: this chunk, at this event",
     "ParamStore.fetch": "",
-    "PayloadSlots.free_slot": "evicts the chunk that is used last",
+    "PayloadSlots.free_slot": "the farthest next use leaves",
     "ParamStore._depart": "home to slot, the gather starts",
     "ParamStore._arrive": "the gather ends",
     "Binding.bind": "parameters: views of the slot",
