@@ -3,8 +3,7 @@
     model = ShardedModel(module, device_memory="20GiB")
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3))
 
-Reading order: placement, memory, monitor, ranks, chunks, manager, access, building, model, optimizer,
-engine. See docs/architecture.md.
+README.md names the files to read first, and docs/architecture.md is the map of all of them.
 """
 
 from importlib import import_module

@@ -19,10 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOW: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+NAMING_PAGES = ["CONTRIBUTING.md", "README.md"] + [
+    f"docs/{page}.md" for page in ("testing", "architecture", "step", "planning", "decisions", "benchmarks", "log")
+]
 PINS = dict(re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.M))
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/testing.md"])
+@pytest.mark.parametrize("page", NAMING_PAGES)
 def test_pages_name_targets_and_files_that_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     assert set(re.findall(r"`make ([a-z]+)`", text)) <= TARGETS

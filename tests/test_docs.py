@@ -57,6 +57,16 @@ def test_every_page_is_in_the_sites_table_of_contents() -> None:
     assert pages == set(re.findall(r": ([\w/]+\.md)$", contents, re.M))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_pages_and_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([\w/.]+\.md)?(?:#([\w-]+))?\)", page.read_text()):
+        linked = page if not target else page.parent / target
+        assert linked.exists(), f"{target} is not there"
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
+        anchors = {re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-") for title in headings}
+        assert not anchor or anchor in anchors, f"{linked.name} has no heading for #{anchor}"
+
+
 def test_readme_names_only_what_is_there() -> None:
     tree = re.search(r"## Where things are\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert tree is not None

@@ -207,7 +207,7 @@ def test_how_gradients_accumulate_is_chosen_once() -> None:
 
 
 def test_only_one_file_names_streams_and_events_or_waits_for_a_device() -> None:
-    """Whoever needs a copy to be done waits for its region, see "Transfers and tickets" in docs/architecture.md."""
+    """Whoever needs a copy to be done waits for its region, see "Transfers and tickets" in docs/step.md."""
     found = [
         f"{path.relative_to(ROOT)}:{number} {line.strip()}"
         for path in sources(*PACKAGES)

@@ -1,14 +1,18 @@
 """What a reader of a training step must open: files, lines, calls and depth are counted, and may only go down.
 
-`python -m tests.test_step_footprint` prints the table. Counted are calls of Python functions of this project, in the
-third step of a model of four operators and eight chunks; files are those that a call enters, with all of their lines.
+`python -m tests.test_step_footprint` prints the table, and with `--tree` the step as a tree of calls. Counted are calls
+of Python functions of this project, in the third step of a model of four operators and eight chunks; files are those
+that a call enters, with all of their lines.
 """
 
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.footprint import FETCH, GRADIENT, OPERATOR, STEP, Footprint, measured
+from tests.harness.footprint import FETCH, GRADIENT, OPERATOR, STEP, Footprint, measured, step_tree
 from tests.harness.on_ranks import on_ranks
 from tests.harness.ranks import Ranks
 
@@ -61,6 +65,16 @@ def test_a_step_enters_no_more_than_it_did(rank: int, world_size: int, place: st
         assert all(now <= then for now, then in zip(rows[row], most, strict=True)), f"{row}: {rows[row]} above {most}"
 
 
+@on_ranks(2)
+def test_the_map_shows_the_calls_of_a_step(rank: int, world_size: int) -> None:
+    """Names, files and nesting are compared, numbers of calls are not."""
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
+    shown = re.search(r"```text\n(loss = model\(batch\)\n.*?)```", page, re.S)
+    assert shown is not None
+    now = "\n".join(step_tree(rank, world_size, PLACES["tight"]))
+    assert re.sub(r" x\d+", "", shown[1]).split() == re.sub(r" x\d+", "", now).split(), f"the step is now:\n{now}"
+
+
 def show(world_size: int, place: str, rows: dict[str, Footprint]) -> None:
     print(f"{world_size} rank{'s' * (world_size > 1)}, {place}")
     for row, (files, lines, calls, depth) in rows.items():
@@ -68,8 +82,12 @@ def show(world_size: int, place: str, rows: dict[str, Footprint]) -> None:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, or the tree."""
     two = Ranks(2)
+    if "--tree" in sys.argv[1:]:
+        print("\n".join(two.run(step_tree, PLACES["tight"])[0]))
+        two.stop()
+        return
     for world_size, place in BOUNDS:
         arguments = PLACES[place]
         show(world_size, place, two.run(measured, arguments)[0] if world_size == 2 else measured(0, 1, arguments))

@@ -1,7 +1,7 @@
 """The chunk manager: the owner of a model's chunks, of their memory, of what ranks agree on, and of every move of them.
 
 Its parts refer downwards only: `step` calls both stores in written order, the stores know memory and communicator, and
-nothing below knows the manager. See "Objects" in docs/architecture.md.
+nothing below knows the manager. See "The objects of a wrapped model" in docs/architecture.md.
 """
 
 from __future__ import annotations

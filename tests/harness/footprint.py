@@ -1,10 +1,13 @@
-"""Counts what a training step enters of this project: files, their lines, calls of Python functions, and depth."""
+"""Counts what a training step enters of this project: files, their lines, calls of Python functions, and depth.
+
+It also draws the step as a tree of the calls that a reader should know, which docs/architecture.md shows.
+"""
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -30,6 +33,46 @@ ROWS = {
     OPERATOR: ("_AroundOperator.before",),
     "backward's fetch": ("Backward.node_fetch",),
     "optimizer.step()": ("ShardedOptimizer.step",),
+}
+
+
+# The calls that `tree_of` shows, in no order: one that no step enters any more is an error.
+SHOWN = {
+    "ShardedModel.__call__": "",
+    "_AroundRoot.before": "the model's forward begins",
+    "Trainability.before_use": "is another plan due?",
+    "Step.begin_pass": "ranks compare what they expect",
+    "_AroundOperator.before": "an operator begins",
+    "Payloads.fetch": "",
+    "NextUse.touch": "the trace: this chunk, at this event",
+    "ParamStore.fetch": "",
+    "PayloadSlots.free_slot": "the farthest next use leaves",
+    "ParamStore._depart": "home to slot, the gather starts",
+    "ParamStore._arrive": "the gather ends",
+    "Binding.bind": "parameters: views of the slot",
+    "Payloads.fetch_ahead": "what comes next",
+    "_Pack.__call__": "autograd keeps handles of weights",
+    "_AroundOperator.after": "the pins are lifted",
+    "SavedTensors.unpack": "a node reads what it kept",
+    "Backward.node_fetch": "",
+    "AccumulateAndReduce.reduce": "at one point on all ranks",
+    "_take_gradient": "autograd has made a gradient",
+    "Arrivals.add": "it goes into the chunk's gradient",
+    "GradMemory.open": "a gradient slot; another may be spilled",
+    "AccumulateAndReduce.arrived": "is the chunk complete?",
+    "AccumulateAndReduce.end_backward": "what is left is reduced",
+    "Communicator.start_reduce_scatter": "then a sum in rank order",
+    "GradHomes.merge": "the reduced gradient comes to rest",
+    "ShardedOptimizer.step": "",
+    "Step.before_update": "edits come home, ranks compare",
+    "OptimizerStep._collect": "stale payloads leave their slots",
+    "ChunkUpdates.room": "memory comes before ranks agree",
+    "summarize": "the norm; one all-reduce",
+    "ChunkUpdates.update": "",
+    "ChunkUpdates._prepare": "weights and master, as one run",
+    "update_pieces": "the kernel",
+    "Step.after_chunk_update": "",
+    "GradStore.end_step": "the gradients are used up",
 }
 
 
@@ -94,23 +137,89 @@ def calls_of(names: Sequence[str], entries: Sequence[Entry]) -> list[list[Entry]
     return found
 
 
-def measured(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Footprint]:
-    """The rows of the third step of a model with these arguments, on this rank; none of what is never called."""
+class Shown:
+    """A call that the tree shows, with all others of one name at one place of the tree."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.num_calls = 0
+        self.below: dict[str, Shown] = {}
+
+    def names(self) -> set[str]:
+        """Of all functions below."""
+        return set(self.below).union(*(call.names() for call in self.below.values()))
+
+
+def tree_of(entries: Sequence[Entry], known: dict[str, set[str]]) -> list[str]:
+    """The calls of SHOWN as an indented tree: calls of one function at one place are one line, with their number.
+
+    known: names below a function whose calls were shown before, with which three dots are enough.
+    """
+    root = Shown("")
+    path = [(-1, root)]  # the running calls that are shown, with their depths
+    for entry in entries:
+        while path[-1][0] >= entry.depth:
+            path.pop()
+        name = entry.code.co_qualname
+        if name in SHOWN:
+            file = Path(entry.code.co_filename).relative_to(ROOT).as_posix()
+            shown = path[-1][1].below.setdefault(name, Shown(file.removeprefix("gemini/")))
+            shown.num_calls += 1
+            path.append((entry.depth, shown))
+    return list(_lines(root, 1, known))
+
+
+def _lines(shown: Shown, indent: int, known: dict[str, set[str]]) -> Iterator[str]:
+    for name, call in shown.below.items():
+        times = f" x{call.num_calls}" if call.num_calls > 1 else ""
+        again = bool(call.below) and call.names() <= known.get(name, set())
+        title = "  " * indent + name + times + " ..." * again
+        yield f"{title:46} {call.file:32} {SHOWN[name]}".rstrip()
+        if not again:
+            known.setdefault(name, set()).update(call.names())
+            yield from _lines(call, indent + 1, known)
+
+
+def step_tree(rank: int, world_size: int, arguments: dict[str, Any]) -> list[str]:
+    """The third step of a model with these arguments, on this rank, as `tree_of` shows it, under the script's lines."""
+    phases, _ = third_step(arguments)
+    entered = {entry.code.co_qualname for entry in chain(*phases.values())}
+    assert entered >= SHOWN.keys(), f"no step enters {sorted(SHOWN.keys() - entered)}: see SHOWN"
+    known: dict[str, set[str]] = {}
+    return [line for script, entries in phases.items() for line in (script, *tree_of(entries, known))]
+
+
+def third_step(arguments: dict[str, Any]) -> tuple[dict[str, list[Entry]], int]:
+    """What each line of a script enters in its third step; the number of chunks."""
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     model = ShardedModel(module, device="emulated", chunk_size=WIDTH * WIDTH, **arguments)
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3))
+    loss: Any = None
 
-    def step() -> None:
-        model(torch.ones(2, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def forward() -> None:
+        nonlocal loss
+        loss = model(torch.ones(2, WIDTH)).square().mean()
 
-    step()
-    step()
-    entries = entered_by(step)
+    lines: dict[str, Callable[[], Any]] = {
+        "loss = model(batch)": forward,
+        "loss.backward()": lambda: loss.backward(),
+        "optimizer.step()": optimizer.step,
+        "optimizer.zero_grad()": optimizer.zero_grad,
+    }
+    for _ in range(2):
+        for line in lines.values():
+            line()
+    phases = {script: entered_by(line) for script, line in lines.items()}
     num_chunks = len(model.chunk_manager.chunks)
     model.close()
+    return phases, num_chunks
+
+
+def measured(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Footprint]:
+    """The rows of the third step of a model with these arguments, on this rank; none of what is never called."""
+    phases, num_chunks = third_step(arguments)
+    entries = list(chain(*phases.values()))
     rows = {}
     for row, names in ROWS.items():
         # In backward a fetch is also the point where gradients are reduced, which is counted as theirs.

@@ -23,7 +23,7 @@ def test_chunks_of_one_size_move_no_byte_more_than_they_must(rows: dict[str, Row
 
 
 def test_chunks_of_several_sizes_move_little_more_than_they_must(rows: dict[str, Row]) -> None:
-    """Of two choices that fetch equally often the rule may take the one with more bytes: docs/architecture.md."""
+    """Of two choices that fetch equally often the rule may take the one with more bytes: docs/planning.md."""
     mixed = {kind: row for kind, row in rows.items() if not kind.startswith("equal")}
     assert len(mixed) == 5
     assert all(row.total / row.count < 1.07 and row.worst <= 1.25 for row in mixed.values()), mixed

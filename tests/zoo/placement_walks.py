@@ -33,7 +33,7 @@ class PlacementWalk(Walk):
     optimizers = {**OPTIMIZERS, "hybrid": lambda groups: HybridAdam(groups, lr=1e-2)}
 
     # The first time that a 16-bit gradient comes in pieces, from a reentrant part that is used twice, these are added
-    # up in 16 bits or in fp32, as the chunk is still open or not (docs/architecture.md).
+    # up in 16 bits or in fp32, as the chunk is still open or not (docs/decisions.md).
     checkpoints = None, False
 
     def __init__(self, chance: random.Random, world_size: int, rank: int, device: torch.device = CPU) -> None:
