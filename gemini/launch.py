@@ -37,9 +37,6 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-# -- `launch_from_torch` and `launch_from_slurm`: join the ranks that were started; one process alone needs nothing.
-
-
 # A rank that failed, or was killed, never counts itself as gone: the others stop waiting after this time.
 _LEAVE_S = 20.0
 _POLL_S = 0.02

@@ -66,7 +66,7 @@ class MovingAddress:
 
 # -- Which functions write to the tensors that they are given, told by their names.
 #
-# writes.py asks the operations that a function is made of instead: that takes a run of it.
+# `Writes` in grad.py asks the operations that a function is made of instead: that takes a run of it.
 
 
 OVERWRITES = frozenset(

@@ -31,7 +31,7 @@ def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix
     """Copies of all parameters and buffers under the plain module's names, on the CPU. Collective."""
     step = states.step
     step.check_idle("state_dict()")
-    # keep_vars gives the parameters themselves, which have links, and the hooks of state_hooks.py let them pass.
+    # keep_vars gives the parameters themselves, which have links, and the hooks below let them pass.
     entries: Mapping[str, Any] = nn.Module.state_dict(module, prefix=prefix, keep_vars=True)
     links = {name: link_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
     keep = not rank0_only or step.communicator.rank == 0

@@ -462,9 +462,6 @@ class DeepSpeedEngine(Engine):
         raise missing(type(self).__name__, name)
 
 
-# -- `deepspeed.initialize` and the options that its scripts add: DeepSpeed's call form.
-
-
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed`, `--deepspeed_config PATH` and `--local_rank N`, for `initialize(args=...)`. Local."""
     group = parser.add_argument_group("DeepSpeed", "the names of DeepSpeed's options; gemini trains")

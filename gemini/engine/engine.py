@@ -1,6 +1,6 @@
 """`Engine`: a sharded model, its optimizer, criterion and learning rate schedule, stepped together.
 
-Which backwards make an optimizer step: [Note: Windows] in open_window.py.
+Which backwards make an optimizer step: [Note: Windows] in this file.
 """
 
 from __future__ import annotations
@@ -179,11 +179,6 @@ class OpenWindow:
                 "step() has gradients that engine.backward(loss) did not make: call it in place of loss.backward(), as "
                 "it counts micro-batches, or engine.optimizer.step() in place of engine.step()"
             )
-
-
-# -- `Engine`: a sharded model, its optimizer, criterion and learning rate schedule, stepped together.
-#
-# Which backwards make an optimizer step: [Note: Windows] in open_window.py.
 
 
 # All engines of this process that train: the backward of one may go on into the models of others, as in `B(A(x))`.

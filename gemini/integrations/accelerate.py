@@ -116,13 +116,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return report is not None and report.skipped is not None
 
 
-# -- `Accelerator`: Hugging Face Accelerate's, whose `prepare` makes sharded models and sharded optimizers.
-#
-# A script changes one import and says what to shard; `prepare`, `backward`, `accumulate`, `clip_grad_norm_`,
-# `save_state` and the rest keep their meaning. Accelerate itself trains on one device or on several processes without a
-# plugin of its own, and sees models that it has nothing to do for.
-
-
 MIXED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

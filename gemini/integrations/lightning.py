@@ -162,12 +162,6 @@ def _borders(module: nn.Module, above: str = "") -> list[str]:
     return found
 
 
-# -- `GeminiStrategy`: Lightning's Trainer over a sharded model, with its own loops, callbacks and checkpoints.
-#
-# A LightningModule stays as it is: the strategy wraps it in a `ShardedModel`, runs its steps in the model's forward,
-# and makes a `ShardedOptimizer` of what `configure_optimizers` returns.
-
-
 _TIMEOUT = timedelta(minutes=30)
 _REST = "lightning.ckpt"  # beside the parts: all else that Lightning saves
 _IN_PARTS = "gemini_parts"  # the key of a checkpoint whose weights and states are in parts

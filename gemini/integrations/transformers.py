@@ -280,14 +280,6 @@ def _train_batch_size(args: Any) -> int:
     return size
 
 
-# -- `Trainer` and `Seq2SeqTrainer`: Hugging Face's, which train sharded under a budget.
-#
-# A script changes the line that imports them. As with DeepSpeed, `trainer.model` is the Hugging Face model itself,
-# whose parameters lie in chunks, and `trainer.model_wrapped` is the `ShardedModel` that the loop calls. What the
-# Trainer does with a model, an optimizer, and files that one rank writes goes through the methods below; the rest is
-# its own.
-
-
 _Trainer: Any = object  # the one that is named beside it
 SHARDS = "gemini"  # the folder of each checkpoint in which every rank has its part
 _SOME_STEPS = 2  # of a schedule, until the Trainer has counted its steps

@@ -157,7 +157,7 @@ class MemoryTier:
             if self.capacity_bytes is not None:
                 held, less = f"{held} of a budget of {self.capacity_bytes}", f"allow less with {self._knob}"
             words = str(error).splitlines()[0] if str(error) else type(error).__name__
-            # `taking.py` compares this number before and after, because a caller may catch the error and use the host
+            # `take_states` compares this number before and after: a caller may catch the error and use the host
             # instead.
             self.num_shortages += 1
             raise self._refusal(

@@ -511,7 +511,7 @@ def cast_tensors(values: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) 
 #
 # A leaf is a module that uses its children's parameters without calling the children (attention and recurrent modules
 # of torch, compiled modules), or that chooses its children by data. Ranks may choose differently, so if parameters are
-# gathered, all parameters of such a leaf are gathered together, in forward and backward: see leaf.py.
+# gathered, all parameters of such a leaf are gathered together, in forward and backward: see hooks.py.
 
 
 # `nn.MultiheadAttention` passes `out_proj.weight` to a function and never calls `out_proj`, whose hooks would not run.

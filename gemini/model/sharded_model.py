@@ -327,7 +327,8 @@ class ShardedModel(PlainView):
         return self._table.compiler.outside(self._call_following_compilation, args, kwargs)
 
     def _call_following_compilation(self, *args: Any, **kwargs: Any) -> Any:
-        # All of this may replace the plan, so it comes before the forward. See [Note: First batch] in free_memory.py.
+        # All of this may replace the plan, so it comes before the forward. See [Note: First batch]
+        # in replan/live_plan.py.
         self._table.follow_compilation(self.module)
         self.chunk_manager.recorder.note_batch(sum(tensor.nbytes for tensor in tensors_in((args, kwargs))))
         if torch.is_grad_enabled() and self.trainability.asks_for_bound():

@@ -131,7 +131,7 @@ def make_chunks(plan: Plan, by_name: dict[str, nn.Parameter], device: torch.devi
 #
 # Each parameter's own memory is freed as soon as its values are in their home, so at no time is there more than the
 # homes so far plus one chunk, or one operator of a model that was built in a `ZeroInitContext`. Every move is recorded,
-# so that the weights can move out again if wrapping fails (`move_out.py`).
+# so that the weights can move out again if wrapping fails (below).
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def _fill_given(
         if communicator.world_size > 1:
             communicator.broadcast_(payload, f"weights of chunk {chunk.index}")
             # If this rank alone fails below, `restore` leaves rank 0's values in the parameters, and they go home from
-            # there: see [Note: Nothing is lost] in move_out.py.
+            # there: see [Note: Nothing is lost] in this file.
             moves.note_received(originals)
         # A fine chunk has many small weights: one copy of them all is cheaper than a copy for each.
         if chunk.is_fine and len(given) == len(chunk.parameters):

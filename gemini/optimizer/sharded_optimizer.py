@@ -156,7 +156,7 @@ class _ParameterState(Mapping[str, Any]):
 
 # -- `ShardedOptimizer`: a torch optimizer over a `ShardedModel`'s chunks.
 #
-# It is what users call. A step is in optimizer_step.py: one all-reduce summarises all gradients (norm, non-finite
+# It is what users call. A step is in step.py: one all-reduce summarises all gradients (norm, non-finite
 # elements, which parameters have one), then each chunk is updated where its state rests, in order of first use.
 
 

@@ -218,7 +218,7 @@ def _is_number(value: Any) -> bool:
 # {"state": {number: {"step": ..., "exp_avg": whole tensor, ...}}, "param_groups": [...], "masters": {number: tensor}}
 #
 # Numbers count parameters through the param groups, as torch does, so a plain optimizer's state dict loads here
-# (load_state.py) and this one's (without "masters") loads there.
+# (`load_optimizer_state`) and this one's (without "masters") loads there.
 
 
 def whole_optimizer_state(

@@ -259,7 +259,7 @@ class ChunkUpdates:
                     self._update.update([nothing], self._param_groups, GradientFactors())
 
     def room(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
-        """Inside, `update` finds all that it needs beside the homes. See [Note: Room for an update] in staging.py.
+        """Inside, `update` finds all that it needs beside the homes. See [Note: Room for an update] in shards.py.
 
         Local. Raises torch.OutOfMemoryError or BudgetError, and nothing has changed then.
         """

@@ -180,7 +180,7 @@ class Demand:
     whole_scratch_bytes: int | None = None  # enough to exchange each gradient at once. None: `scratch_bytes` is
 
     def in_tiles(self) -> Demand:
-        """This demand with the least scratch: see [Note: Tiles] in scratch.py. Itself if tiles would need no less.
+        """This demand with the least scratch: see [Note: Tiles] in needs.py. Itself if tiles would need no less.
 
         Local; raises nothing.
         """

@@ -151,7 +151,7 @@ def merged(expected: Sequence[Touch], passed: Sequence[Touch]) -> list[Touch]:
 # -- Which chunk is used at which moment, and which chunk should leave: eviction by next use (Belady, 1966).
 #
 # A pass is the sequence of chunk touches of one forward and its backward, or of a forward alone. The trace of earlier
-# passes of the same kind predicts it. Touches are found in the trace by their event (see trace.py), so a pass may leave
+# passes of the same kind predicts it. Touches are found in the trace by their event, so a pass may leave
 # some out: the prediction continues behind them. When the pass ends, touches that were new are added to the trace, and
 # touches that the last eight passes all left out are dropped. If a pass has little in common with the trace, the rest
 # of it evicts the least recently used chunk; if much of it came in another order, it becomes the new trace. All of this
@@ -591,7 +591,7 @@ def _operators_inside(spec: ModelSpec, names: Sequence[str]) -> dict[int, list[i
 # contributes zeros, and a gradient that arrives later is reduced at the end of the backward.
 #
 # There are two kinds of points. If backward gathers parameters, points are touches: a chunk is reduced right before its
-# touch, or before the next later one in the trace that the pass has. A touch is named by its event (see trace.py), so
+# touch, or before the next later one in the trace that the pass has. A touch is named by its event, so
 # touches that a pass leaves out shift no point. If backward gathers nothing, only the order of the reductions matters:
 # `order` has the chunks that every rank completed, and in every backward all ranks reduce all of them in this order
 # before they agree on the remaining ones.

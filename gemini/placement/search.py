@@ -73,13 +73,13 @@ def _num_left(plan: Plan, later: Sequence[int]) -> int:
 
 # -- The search for the chunk size: the first plan of a model, over all packings that its settings allow.
 #
-# If the user names no chunk size, the candidate sizes are placed in the order of `chunk_size.py`, and the size with the
-# cheapest step is chosen (`choosing.py`). A model is refused only if no size fits.
+# If the user names no chunk size, the candidate sizes are placed in the order of `packing.py`, and the size with the
+# cheapest step is chosen (below). A model is refused only if no size fits.
 #
 # [Note: Optimizers to come] Chunks keep their size, and the optimizer comes after them. A first plan counts Adam's two
 # states per element. Under a short budget the best size for Adam may be too large for Adam with amsgrad, which keeps
 # three, although a smaller one would do: then a size is taken that has room for both, if there is one. Where no size
-# has room for Adam, the size is taken with which momentum fits, else plain SGD (`inference.py`). A size with room for
+# has room for Adam, the size is taken with which momentum fits, else plain SGD (below). A size with room for
 # some number of states has room for fewer, so that no optimizer is refused for which a chunk size could be found. With
 # more than three states it may be.
 

@@ -72,7 +72,7 @@ class Traffic:
 
 # -- The payloads of a simulated run: which ones are in slots, which come and which leave. No tensor, no device.
 #
-# This is the arithmetic of `runtime/params.py` and `payload_slots.py`, with the same `NextUse` and `EvictionQueue`.
+# This is the arithmetic of `runtime/params.py`, with the same `NextUse` and `EvictionQueue`.
 
 
 class SimulatedPayloads:

@@ -1,7 +1,7 @@
 """Gradients of a simulated run: open in slots, spilled, reduced. No tensor, no device, no other rank.
 
-This is the arithmetic of `runtime/reduce.py`, `reduce.py`, `grad_memory.py` and `arrivals.py`, for ranks that all
-get the same gradients in the same order. A change of the rules there needs the same change here.
+This is the arithmetic of `runtime/reduce.py`, `grad_homes.py` and `arrivals.py`, for ranks that all get
+the same gradients in the same order. A change of the rules there needs the same change here.
 """
 
 from __future__ import annotations

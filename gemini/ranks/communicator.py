@@ -3,7 +3,7 @@
 [Note: Ranks agree] All chunks have one size, so two ranks that gather different chunks would exchange garbage without
 any error. Every collective therefore carries (plan hash, sequence number, chunk, position) of every rank, and data
 whose tags differ is never used. Tags are left out only where all ranks have agreed on the collective before
-(replay.py).
+(`ScheduleReplay`).
 """
 
 from __future__ import annotations
@@ -206,14 +206,6 @@ def first_difference(one: str, other: str) -> str:
     start = max(0, at - _BEFORE)
     shown = ("..." * (start > 0) + line[start : at + _BEHIND] for line in (mine, its))
     return " against ".join(shown)
-
-
-# -- The collectives of one model: each is tagged with what it is for, watched while a rank waits for it, and counted.
-#
-# [Note: Ranks agree] All chunks have one size, so two ranks that gather different chunks would exchange garbage without
-# any error. Every collective therefore carries (plan hash, sequence number, chunk, position) of every rank, and data
-# whose tags differ is never used. Tags are left out only where all ranks have agreed on the collective before
-# (replay.py).
 
 
 _BUILD_ALIKE = "All ranks must build the same model with the same arguments"

@@ -27,7 +27,7 @@ from sharding import pieces_within
 #
 # [Note: Edits of split masters] When a weight is edited its remainder becomes zero. The values from before tell which
 # elements were edited. The home still has them unless it is the payload; then a copy is made before a write is possible
-# (`snapshots.py`). A write to a weight inside its own operator is noticed only afterwards: the whole parameter loses
+# (below). A write to a weight inside its own operator is noticed only afterwards: the whole parameter loses
 # its remainders, and a warning says so. Embeddings with `max_norm`, which write so in every forward, have whole
 # masters.
 
@@ -168,7 +168,7 @@ def master_from_weights(chunk: Chunk, only: ManagedParameter | None = None) -> N
             write_master(chunk, start, weights_of(chunk, start, numel))
 
 
-# -- The weights from before a write, for split masters: they show which elements were edited (see `masters.py`).
+# -- The weights from before a write, for split masters: they show which elements were edited.
 #
 # They are kept from the moment when a write is possible until the step, in host memory that the ledger counts. If the
 # payload is not the home, the home itself still has them.
@@ -382,7 +382,7 @@ class Binding:
         """A gathered chunk that stays is about to be updated: its next user gathers it again. Local.
 
         Its parameters fetch themselves until then, and stay views of its slot. See [Note: Staying chunks] in
-        staying.py.
+        params.py.
         """
         slot = chunk.own_slot
         assert slot is not None and chunk.slot is slot

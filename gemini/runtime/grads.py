@@ -115,7 +115,7 @@ class TrainingState:
             return
         with unseen(), untracked():
             on_host = sum(num_bytes for _, _, tier, num_bytes in missing if tier is Tier.HOST)
-            # One mapping of exactly this size, registered once: see host.py.
+            # One mapping of exactly this size, registered once: see memory/arena.py.
             self._memory.host.reserve(on_host + beside, words)
             try:
                 for chunk, kind, tier, num_bytes in missing:

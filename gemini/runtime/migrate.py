@@ -77,7 +77,7 @@ class Migration:
     ) -> None:
         """left: keeps gradients while states move, also from a move that found no memory to the one back.
 
-        trains: gradients and masters have their memory. Otherwise they take it later, see training_state.py.
+        trains: gradients and masters have their memory. Otherwise they take it later, see grads.py.
         """
         self._step = step
         self._left = left

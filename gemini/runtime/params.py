@@ -319,8 +319,8 @@ class PayloadSlots:
 #
 # Several ranks start to gather payloads a few touches before they are used (`Settings.max_prefetch` says how many), as
 # long as the pass is predicted. One rank does not prefetch from the host: its copies run in order with its kernels, so
-# it would wait for them earlier and no shorter. Which slot a chunk gets, and which chunk leaves for it:
-# payload_slots.py.
+# it would wait for them earlier and no shorter. Which slot a chunk gets, and which chunk leaves for it, says
+# `PayloadSlots`.
 
 
 class ParamStore:

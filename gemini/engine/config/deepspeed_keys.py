@@ -258,11 +258,6 @@ OFFLOAD = [
 ]
 
 
-# -- Every key of DeepSpeed's documented config classes, and what becomes of it here.
-#
-# The order matters where two keys are one field: the later row counts. docs/config.md prints this table.
-
-
 DtypeName = Literal["fp32", "fp16", "bfp16", "bf16"]
 
 _MEAN = NoEffect("the mean over ranks is made in fp32, after the sum")

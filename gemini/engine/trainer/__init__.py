@@ -1,7 +1,7 @@
 """`Trainer`: a training loop over an `Engine`, with hooks.
 
-Reading order: `batches.py` (from a batch to a loss), `together.py` (ranks begin and stop together), `trainer.py` (the
-loop), `hook.py` (what a hook is told), `metrics.py`, `schedule.py` and `writers.py` (the hooks that are here).
+Reading order: `trainer.py` (the loop), `hooks.py` (from a batch to a loss, and what a hook is told), `checkpoints.py`
+(ranks begin and stop together, and save).
 """
 
 from gemini.engine.trainer.checkpoints import CheckpointHook

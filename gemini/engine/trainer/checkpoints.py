@@ -106,13 +106,6 @@ class Together:
             yield batch
 
 
-# -- `CheckpointHook`: a `Trainer` that saves as it goes, and goes on where it was; `Position`: where that is.
-#
-# An epoch that was under way goes on in the middle of its data. A loader with a `state_dict()`, such as torchdata's
-# `StatefulDataLoader`, goes on by itself. Of others the batches that were trained are drawn again and left out, with
-# the random numbers that the epoch began with, which decide its order.
-
-
 _COUNTS = ("epoch", "num_batches", "first_epoch", "first_step")
 
 

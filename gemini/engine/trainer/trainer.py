@@ -242,9 +242,6 @@ class LRSchedulerHook(LearningRate):
             self.schedule.step()
 
 
-# -- `Trainer`: epochs over a loader, evaluation between them, hooks around both.
-
-
 # To show a metric the host reads it from the device, and waits for all that the device has been given to do. At every
 # step that would leave the device without work.
 _SHOWN_EVERY_S = 0.1
