@@ -203,7 +203,8 @@ class Transfer:
             return None
         self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.nbytes
         if self._lane is None:
-            # Copies are done at once here, but a thread may still read what is about to be overwritten: see [Note: In the background] in checkpoint/saving.py.
+            # Copies are done at once here, but a thread may still read what is about to be overwritten: see
+            # [Note: In the background] in checkpoint/saving.py.
             wait_on_host(to)
             to.flat.copy_(source.flat)
             return None

@@ -409,14 +409,6 @@ class MovingOut:
         self.communicator = communicator
         self.memory = memory
 
-    def note_stores(self, stores: list[BuildStore]) -> None:
-        """Parameters of the module are in these stores."""
-        self.stores = stores
-
-    def note_chunks(self, chunks: list[Chunk]) -> None:
-        """These chunks, which are empty, are about to take the parameters."""
-        self.chunks = chunks
-
     def undo(self, error: BaseException) -> None:
         """Undo the wrapping after `error`, of which all ranks know. Collective. Adds a note to it if weights are lost.
 
@@ -611,14 +603,14 @@ class Wrapping:
         communicator, settings, by_name = self.communicator, self._settings, self._by_name
         links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
         built = {name: link for name, link in links if link is not None}
-        self._back.note_stores(stores_of(built.values(), communicator.ranks))
+        self._back.stores = stores_of(built.values(), communicator.ranks)
         spec, given = model_spec(by_name, self.operators, self._places, self.weights), settings.shared()
         communicator.agree(repr((given, spec, [*built])).encode(), "the model", describe(given, spec, [*built]))
         device = self._memory.device.device
         own = bytes_freed(self._places, device, self._device), 0
         free = read_free(settings, own, communicator, self._device)
         first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
-        self._back.note_chunks(make_chunks(first, by_name, device, communicator.rank))
+        self._back.chunks = make_chunks(first, by_name, device, communicator.rank)
         # A policy of the user's was compared by its name alone: its placement may still differ by rank.
         had = placement_in_words(first.placement, first.budget_bytes)
         communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)

@@ -354,10 +354,6 @@ class ChunkOptimizer:
         """There were this many steps before, in another process."""
         self.num_steps = num_steps
 
-    def request(self, max_norm: float, norm_type: float) -> None:
-        """Clip the next step's gradients so. `saw` follows, with their norm."""
-        self.requested = max_norm, norm_type
-
     def saw(self, summary: GradientSummary) -> None:
         """Keep a summary of the present gradients for the step."""
         self.summary, self._seen = summary, self._now()
@@ -442,7 +438,7 @@ class OptimizerStep:
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Let the next step clip its gradients so. Returns their norm before that, 0-dim. Collective."""
         with self._manager.step.publishing():
-            self._next.request(max_norm, norm_type)
+            self._next.requested = (max_norm, norm_type)
             self._collect()
             summary = self._summarize(norm_type)
             self._next.saw(summary)

@@ -1,11 +1,12 @@
 """The watchdog: no rank waits for ever, and every rank learns why another one stopped.
 
-A rank that waits for a collective looks at the store once a second. If another rank has published an exception, or its
-process has ended, it raises `RemoteRankError` with that rank's message. If the process was killed, which ranks of the
-same host see (`process_is_gone`), it raises `RankLostError`. After `DIVERGED_AFTER_S`, or while it waits in `meet`, a rank
-publishes where it is. Two ranks that mean different collectives by one number have diverged, and so have two that keep
-waiting at different places: all ranks raise `DivergenceError` with both places. After `rank_timeout_s` the missing rank
-is called lost. The watch needs nothing but the store of the process group (`Messages`).
+A rank that waits for a collective looks at the store once a second. If another rank has published an exception, or
+its process has ended, it raises `RemoteRankError` with that rank's message. If the process was killed, which ranks of
+the same host see (`process_is_gone`), it raises `RankLostError`. After `DIVERGED_AFTER_S`, or while it waits in
+`meet`, a rank publishes where it is. Two ranks that mean different collectives by one number have diverged, and so
+have two that keep waiting at different places: all ranks raise `DivergenceError` with both places. After
+`rank_timeout_s` the missing rank is called lost. The watch needs nothing but the store of the process group
+(`Messages`).
 """
 
 from __future__ import annotations

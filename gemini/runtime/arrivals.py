@@ -65,10 +65,6 @@ class Waiting:
         """These parameters' gradients, by id, were copied while others wait: none of theirs waits after that."""
         self.copied.update(arrived)
 
-    def never_attach(self) -> None:
-        """A gradient is sparse, or a hook of the user's is to find one backward's gradient alone."""
-        self.may_attach = False
-
     def drop_arrived(self) -> None:
         """The waiting gradients were discarded."""
         self.arrived.clear()
@@ -141,7 +137,7 @@ class Arrivals:
         arrived, positions, has_pieces = waiting.take_arrived()
         # Autograd has added the gradients of a parameter that came twice.
         if has_pieces:
-            gradient.note_pieces()
+            gradient.in_pieces = True
         num_missing = gradient.expected - gradient.num_fired - len(positions)
         # The chunk goes on waiting only while more of its gradients are to come and no other chunk needs its slot.
         if are_all or num_missing <= 0 or not self._memory.is_in_nobodys_way(gradient):
@@ -173,7 +169,7 @@ class Arrivals:
                 raise graph_refused(chunk.parameters[positions[list(map(_has_graph, grads)).index(True)]].name)
             if not _STRIDED.issuperset(map(_layout_of, grads)):
                 # Added to a blank home, a sparse gradient would leave negative zeros in the rows that it does not have.
-                waiting.never_attach()
+                waiting.may_attach = False
                 grads = [grad.to_dense() if grad.layout is not torch.strided else grad for grad in grads]
             fired = gradient.fired
             # Gradients that must be added, or refused, are taken one by one.
@@ -220,7 +216,7 @@ class Arrivals:
         self._open(gradient, backward)
         view = gradient.views[position]
         if gradient.fired[position]:
-            gradient.note_pieces()
+            gradient.in_pieces = True
         if gradient.fired[position] or (gradient.content is Content.SUM and gradient.got[position]):
             view.add_(grad)
         else:
@@ -247,7 +243,7 @@ class Arrivals:
 
     def keep_apart(self, chunk: Chunk) -> None:
         """A user's hook is to find one backward's gradient alone in `.grad`: never attach the chunk. Local."""
-        self.waiting_of(chunk).never_attach()
+        self.waiting_of(chunk).may_attach = False
         gradient = self._memory.gradients.get(chunk.index)
         if gradient is not None:
             gradient.detach_home()

@@ -308,7 +308,7 @@ class Binding:
             # Whatever raises a version from here on is an edit of the user's, or a bump of ours, after which versions
             # are recorded again.
             self.versions[chunk.index] = chunk.versions()
-        chunk.note_plain()
+        chunk.plain = True
         self.plain_chunks.append(chunk)
         if not chunk.bound:
             chunk.note_bound()
@@ -357,7 +357,7 @@ class Binding:
         if chunk.plain:
             for parameter in chunk.raw:
                 parameter.__class__ = self.released_class
-            chunk.note_covered()
+            chunk.plain = False
 
     def unbind(self, chunk: Chunk) -> None:
         """Make the chunk's parameters show their placeholders."""
@@ -376,7 +376,7 @@ class Binding:
                 chunk.hide_data()
             finally:
                 set_guard()
-        chunk.note_unbound()
+        chunk.bound = chunk.plain = False
 
     def outdate(self, chunk: Chunk) -> None:
         """A gathered chunk that stays is about to be updated: its next user gathers it again. Local.
@@ -415,7 +415,7 @@ class Binding:
                         set_own_data(parameter, managed.placeholder)
                     parameter.__class__ = self.released_class
                 chunk.hide_data()
-                chunk.note_covered()
+                chunk.plain = False
         self.plain_chunks.clear()
         # An interrupt may have come between a bump of versions and its count: the numbers would show edits that never
         # were.

@@ -344,18 +344,6 @@ class ChunkUse:
         """The parameters' `.data` were made views of the payload."""
         self.bound = True
 
-    def note_plain(self) -> None:
-        """The parameters' class was made nn.Parameter, for as long as they are used."""
-        self.plain = True
-
-    def note_covered(self) -> None:
-        """The parameters' class was made the released one again. They may still be views of the payload."""
-        self.plain = False
-
-    def note_unbound(self) -> None:
-        """The parameters show their placeholders, and fetch themselves."""
-        self.bound = self.plain = False
-
     def note_update(self) -> None:
         """The weights were given new values, by a step or by a user: a backward through an older graph raises."""
         self.num_updates += 1
@@ -363,10 +351,6 @@ class ChunkUse:
     def count_gather(self) -> None:
         """The payload is about to be brought into a slot."""
         self.num_gathers += 1
-
-    def decide_stay(self, stays: bool) -> None:
-        """Decide whether the payload stays gathered between two updates. Equal on all ranks, after each placement."""
-        self.stays = stays
 
 
 # -- A chunk and its states.

@@ -94,7 +94,7 @@ class GradMemory:
             for spare, kind in spares:
                 if spare is not None:
                     self.memory.free(spare, kind)
-            gradient.drop_sums()
+            gradient.wide = gradient.unsynced = None
         self.gradients.clear()
         self._num_by_size = [0, 0]
 
@@ -378,7 +378,7 @@ class GradHomes:
         if gradient.reduced_state is ReducedState.WIDE or not gradient.chunk.widens:
             return
         if gradient.wide is None:
-            gradient.add_wide(self._allocate(gradient, torch.float32))
+            gradient.wide = self._allocate(gradient, torch.float32)
         is_first, shard = not gradient.is_reduced, gradient.shard
         gradient.become_reduced(ReducedState.WIDE, backward)
         if not is_first:
@@ -416,7 +416,7 @@ class GradHomes:
 
     def _take_home(self, gradient: ChunkGradient) -> None:
         """Take a home for a gradient that has none, for good. Raises BudgetError."""
-        gradient.rest_in(self._allocate(gradient, gradient.chunk.gradient_dtype))
+        gradient.home = gradient.own_shard = self._allocate(gradient, gradient.chunk.gradient_dtype)
 
     def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
         """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full."""

@@ -278,22 +278,6 @@ class ChunkGradient:
         # One rank: a gradient in `whole` needs no reduction and no copy.
         self.in_place = has_whole and self.is_alone
 
-    def rest_in(self, home: Region) -> None:
-        """Have `home`, (optim_numel,), for good. Only where there is none: the parameter home could not be lent."""
-        self.home = self.own_shard = home
-
-    def add_wide(self, wide: Region) -> None:
-        """Have room for the sum of several micro-batches in fp32. Only where there is none."""
-        self.wide = wide
-
-    def add_unsynced(self, unsynced: Region) -> None:
-        """Have room on the host for the sum under no_sync(). Only where there is none."""
-        self.unsynced = unsynced
-
-    def drop_sums(self) -> None:
-        """Have no room for sums any more: `GradMemory` has freed it. Between steps."""
-        self.wide = self.unsynced = None
-
     def take_over(self, before: ChunkGradient) -> None:
         """Keep what `before` knew about this chunk's gradient, whose memory was replaced between steps."""
         self.in_pieces, self.num_writes = before.in_pieces, before.num_writes
@@ -401,10 +385,6 @@ class ChunkGradient:
     def count_write(self) -> None:
         """The reduced gradient was written to: whole copies that were gathered before are stale."""
         self.num_writes += 1
-
-    def note_pieces(self) -> None:
-        """A parameter's gradient has come more than once in a backward."""
-        self.in_pieces = True
 
     def become_reduced(self, state: ReducedState, backward: int = 0) -> None:
         """Move the reduced gradient to `state`. Raises RuntimeError if the transition is not in `NEXT`.

@@ -351,7 +351,7 @@ class LeftGradients:
             return
         memory = self._memory.memory
         unsynced = memory.allocate(Tier.HOST, held.numel, held.dtype, "unsynced gradients")
-        gradient.add_unsynced(unsynced)
+        gradient.unsynced = unsynced
         memory.transfer.copy(unsynced, held)
         wait_on_host(held, unsynced)
         gradient.become_unsynced(UnsyncedState.HELD)

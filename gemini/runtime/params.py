@@ -553,7 +553,7 @@ def mark_staying(chunks: Sequence[Chunk]) -> bool:
     all_stay = all(_is_at_home(chunk) or _may_stay(chunk) for chunk in chunks)
     for chunk in chunks:
         # All or nothing: if one chunk can leave, the operators' hooks stay on for all.
-        chunk.decide_stay(all_stay and not _is_at_home(chunk))
+        chunk.stays = all_stay and (not _is_at_home(chunk))
     return all_stay
 
 

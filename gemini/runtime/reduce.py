@@ -102,7 +102,7 @@ class AccumulateInPlace(Accumulation):
         """See `Accumulation`. Pieces are added in their own dtype first, as by autograd, so they wait for the end."""
         if gradient.chunk.index in self._reduced:
             # A piece came after the chunk was merged in this backward, as reentrant checkpointing does.
-            gradient.note_pieces()
+            gradient.in_pieces = True
         # A gradient at home takes no slot and needs no merge: it comes to rest at the end of the backward.
         elif gradient.num_fired == gradient.expected and gradient.state is GradState.IN_SLOT:
             if not gradient.in_pieces:
@@ -332,7 +332,7 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) ->
     if total is None:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
         total = all_memory.allocate(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
-        gradient.add_unsynced(total)
+        gradient.unsynced = total
     if gradient.unsynced_state is UnsyncedState.HELD:
         ready(total).add_(ready(local))
     else:
@@ -460,7 +460,7 @@ class AccumulateAndReduce(Accumulation):
             # A piece came after the chunk was reduced: it is reduced by itself at the end, and the recorded point is
             # too early.
             self._off_plan = True
-            gradient.note_pieces()
+            gradient.in_pieces = True
         elif gradient.num_fired == gradient.expected:
             order.note_complete(index)
             if self.synchronizes and not self._gathers_in_backward:

@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(
         "a chunk with a sparse gradient is attached",
         "Arrivals.collect",
-        "waiting.never_attach()",
+        "waiting.may_attach = False",
         "",
         "tests/features/test_attached_gradients.py",
     ),
