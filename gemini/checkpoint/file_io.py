@@ -13,7 +13,7 @@ import mmap
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,23 +114,6 @@ class DiskIO:
             for piece in pieces:  # after an error: nothing may be written to `into` any more
                 if not piece.cancel():
                     piece.exception()
-
-    def pieces(self, file: int, path: Path, start: int, num_bytes: int) -> Iterator[memoryview]:
-        """The bytes of a part of a file, in order, each piece valid until the next. Raises as `read`."""
-        ahead = iter(range(0, num_bytes, PIECE_BYTES))
-        try:
-            while True:
-                while len(self._under_way) < _NUM_REQUESTS + 1 and (at := next(ahead, None)) is not None:
-                    buffer = self._buffer()[: min(PIECE_BYTES, num_bytes - at)]
-                    self._submit(buffer, read_exactly, file, path, start + at, buffer)
-                if not self._under_way:
-                    return
-                future, buffer = self._under_way[0]
-                future.result()
-                yield buffer
-                self._wait_for_oldest()
-        finally:
-            self.await_requests()
 
     # -- buffers and threads
 

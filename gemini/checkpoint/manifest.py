@@ -9,14 +9,14 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gemini.checkpoint.file_io import DiskIO
 from gemini.checkpoint.tensor_files import checksum, parts_in
 from gemini.errors import CheckpointError
 
@@ -32,6 +32,7 @@ from gemini.errors import CheckpointError
 
 
 VERSION = 1
+_NUM_VERIFYING = 3  # threads
 MANIFEST = "checkpoint.json"
 _CHECKSUM = re.compile(rb',"checksum":([0-9]+)}\Z')  # at the end of a manifest, of all before it
 
@@ -230,27 +231,50 @@ def verify_files(folder: Path, rank_file: RankFile, told: Callable[[int], None] 
 
     told: called with numbers of bytes that are verified.
     """
-    with DiskIO() as io:
-        for name, summary in rank_file.files.items():
-            _verify_file(folder / name, summary, io, told)
+    spans: list[_Span] = []
+    for name, summary in rank_file.files.items():
+        spans += _spans_of(folder / name, summary)
+    # A file is read in some threads while others compute: each alone does both in turns.
+    with ThreadPoolExecutor(_NUM_VERIFYING) as pool:
+        checks = [pool.submit(_verify, span) for span in spans]
+        try:
+            for check, span in zip(checks, spans, strict=True):
+                check.result()
+                if told is not None:
+                    told(span.num_bytes)
+        finally:
+            for check in checks:
+                check.cancel()
 
 
-def _verify_file(path: Path, summary: FileSummary, io: DiskIO, told: Callable[[int], None] | None) -> None:
+class _Span(NamedTuple):
+    """Bytes of a file, and the checksum that they had."""
+
+    path: Path
+    what: str
+    start: int
+    num_bytes: int
+    crc32: int
+
+
+def _spans_of(path: Path, summary: FileSummary) -> Iterator[_Span]:
     size = os.stat(path).st_size
     if size != summary.num_bytes:
         raise CheckpointError(f"{path} has {size} bytes, {summary.num_bytes} were written")
     parts, data_start = parts_in(path)
     if {stored.part.key for stored in parts} | {""} != set(summary.crc32):
         raise CheckpointError(f"{path} has other tensors than were written")
-    spans = [(stored.part.key, stored.start, stored.part.num_bytes) for stored in parts]
-    file = os.open(path, os.O_RDONLY)
+    yield _Span(path, "the header", 0, data_start, summary.crc32[""])
+    for stored in parts:
+        key = stored.part.key
+        yield _Span(path, f"tensor {key!r}", stored.start, stored.part.num_bytes, summary.crc32[key])
+
+
+def _verify(span: _Span) -> None:
+    file = os.open(span.path, os.O_RDONLY)
     try:
-        for key, start, num_bytes in [("", 0, data_start), *spans]:
-            if checksum(io, file, path, start, num_bytes) != summary.crc32[key]:
-                what = f"tensor {key!r}" if key else "the header"
-                raise CheckpointError(f"{path} is damaged: {what} is not as it was written")
-            if told is not None:
-                told(num_bytes)
+        if checksum(file, span.path, span.start, span.num_bytes) != span.crc32:
+            raise CheckpointError(f"{span.path} is damaged: {span.what} is not as it was written")
     finally:
         os.close(file)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.file_io import DiskIO, OutputFile, read_exactly, write_all
+from gemini.checkpoint.file_io import PIECE_BYTES, DiskIO, OutputFile, read_exactly, write_all
 from gemini.errors import CheckpointError
 
 # -- Boxes of named tensors: how a flat run of elements is described without chunks, ranks or stages.
@@ -383,9 +383,12 @@ def _joined(key: str, parts: Sequence[Stored]) -> StoredTensor:
     return StoredTensor(key, parts[0].part.dtype, shape, parts)
 
 
-def checksum(io: DiskIO, file: int, path: Path, start: int, num_bytes: int) -> int:
+def checksum(file: int, path: Path, start: int, num_bytes: int) -> int:
     """The CRC-32 of bytes of a file. Raises OSError, and CheckpointError if it is too short."""
+    buffer = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
     crc = 0
-    for piece in io.pieces(file, path, start, num_bytes):
+    for at in range(0, num_bytes, PIECE_BYTES):
+        piece = buffer[: num_bytes - at]
+        read_exactly(file, path, start + at, piece)
         crc = zlib.crc32(piece, crc)
     return crc
