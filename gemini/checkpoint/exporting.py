@@ -23,7 +23,7 @@ from gemini.checkpoint.manifest import (
     write_durably,
 )
 from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, TensorFile, whole
-from gemini.checkpoint.values import dtype_named
+from gemini.checkpoint.values import dtype_named, name_of
 from gemini.errors import CheckpointError
 from optim import HALF_DTYPES, round_master_
 
@@ -79,6 +79,7 @@ def export_weights(
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
         _copy_config(Path(config), folder)
+        _say_dtype(folder / "config.json", _targets(source, dtype))
     left_out = {fact.name for fact in source.manifest.parameters if only_trained and not fact.trained}
     wanted = [(fact, target) for fact, target in _targets(source, dtype) if fact.name not in left_out]
     files = _divided(wanted, max_file_bytes)
@@ -166,3 +167,13 @@ def _copy_config(config: Path, folder: Path) -> None:
     for each in sorted(config.iterdir()):
         if each.is_file() and each.suffix in (".json", ".model", ".txt") and each.name != INDEX:
             shutil.copy(each, folder / each.name)
+
+
+def _say_dtype(path: Path, targets: Iterator[tuple[ParameterFact, torch.dtype]]) -> None:
+    """Have the config name the dtype of the weights: `from_pretrained` would cast them to that of the base model."""
+    found = {target for fact, target in targets if fact.trained and target.is_floating_point}
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    key = next((name for name in ("dtype", "torch_dtype") if name in config), None)
+    if key is not None and len(found) == 1:
+        config[key] = name_of(found.pop())
+        path.write_text(json.dumps(config, indent=2) + "\n")

@@ -204,6 +204,7 @@ def test_a_checkpoint_is_exported_for_from_pretrained_and_comes_back(tmp_path: P
     assert command("export", *arguments)[0] == 0
     assert command("export", *arguments)[0] == 2, "the folder is not empty by now"
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.bfloat16, "as its config says"
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     whole = model.state_dict()
     assert all(torch.equal(value, whole[name]) for name, value in back.state_dict().items())
