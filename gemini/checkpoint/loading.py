@@ -7,8 +7,9 @@ checksum. Then each rank reads, of each state, the elements that it holds, into 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import CheckedState, check_optimizer_state, load_optimizer_state, numbers_of
 from gemini.placement.demand import Tier
 from gemini.ranks.communicator import Communicator
+from gemini.runtime.binding import round_as_master
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from optim import HALF_DTYPES
 
@@ -77,6 +79,7 @@ def load_checkpoint(
     strict: bool = True,
     weights_only: bool = False,
     verify: bool = True,
+    masters: bool = True,
 ) -> LoadedCheckpoint:
     """Load what `save_checkpoint` has saved, on any number of ranks, at any stage and budget. Collective.
 
@@ -92,6 +95,7 @@ def load_checkpoint(
         strict: False passes over parameters and buffers that only the model or only the checkpoint has.
         weights_only: load weights and buffers, and leave optimizer and random numbers alone.
         verify: compare every byte with its checksum before anything changes, the ranks each a part.
+        masters: False makes fp32 masters of the 16-bit weights again, and leaves those of the files.
 
     Returns a `LoadedCheckpoint`, with `extra`. Raises CheckpointError on all ranks if there is none, if it is damaged,
     or if it is another model's, with every name; ValueError for an optimizer of another kind, and BudgetError without
@@ -115,7 +119,7 @@ def load_checkpoint(
         if verify:
             with together(communicator, what):
                 source.verify(communicator)
-        load = _Load(model, None if weights_only else optimizer, source, strict)
+        load = _Load(model, None if weights_only else optimizer, source, strict, masters)
         with together(communicator, what):
             fits = load.check(scheduler, data)
         with communicator.publishing():
@@ -153,8 +157,14 @@ class _Load:
     """One load."""
 
     def __init__(
-        self, model: ShardedModel, optimizer: ShardedOptimizer | None, source: SavedCheckpoint, strict: bool
+        self,
+        model: ShardedModel,
+        optimizer: ShardedOptimizer | None,
+        source: SavedCheckpoint,
+        strict: bool,
+        masters: bool,
     ) -> None:
+        self._masters = masters
         self._model = model
         self._optimizer = optimizer
         self._source = source
@@ -290,9 +300,12 @@ class _Load:
                 step.before_chunk_update(chunk)
                 access = self._states.full_precision(chunk)
                 for managed, stored in its:
-                    if stored.dtype.itemsize > managed.dtype.itemsize and managed.owns_master:
+                    read = _Reader(managed, stored, files).read
+                    if not self._masters and managed.dtype in HALF_DTYPES:
+                        read = partial(_rounded, read, managed.dtype)
+                    elif stored.dtype.itemsize > managed.dtype.itemsize and managed.owns_master:
                         managed.note_fractions()
-                    access.fill(managed, _Reader(managed, stored, files).read)
+                    access.fill(managed, read)
                 step.after_chunk_update(chunk)
         step.end_update()
 
@@ -400,6 +413,11 @@ class _Load:
     def _dtype(self, name: str, state: str) -> torch.dtype:
         stored = self._source.tensors.get(state_key(name, state))
         return torch.float32 if stored is None else stored.dtype
+
+
+def _rounded(read: Callable[[int, int], Tensor], dtype: torch.dtype, start: int, numel: int) -> Tensor:
+    """Elements as the 16-bit weights have them, from which masters are made again."""
+    return round_as_master(read(start, numel), dtype)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -554,6 +554,7 @@ class Engine:
             tag=tag,
             strict=load_module_strict,
             weights_only=not goes_on,
+            masters=self.config.load_from_fp32_weights,
         )
         extra = loaded.extra if isinstance(loaded.extra, dict) else {}
         counts = extra.get("engine", {"global_steps": loaded.step or 0})

@@ -123,3 +123,32 @@ def test_a_stopped_training_goes_on_in_the_middle_of_an_epoch(
         trainer = gemini.Trainer(make_engine())
         trainer.fit(data(rank), epochs=3, hooks=[third, CheckpointHook(folder, resume="latest")])
         assert not third.losses, "nothing was left to train"
+
+
+def rounded(master: Tensor) -> Tensor:
+    """Half up on the bit pattern, as every step rounds a master to bf16."""
+    return ((master.view(torch.int32) + 0x8000) & ~0xFFFF).view(torch.float32)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_are_the_files_or_made_of_the_weights_again_as_asked(rank: int, world_size: int, stage: int) -> None:
+    with shared_folder() as folder:
+        masters = {}
+        for asked in (None, True, False):
+            how = {"dtype": "bf16", "cast_inputs": True, "stage": stage, "load_from_fp32_weights": asked is not False}
+            config = {**CONFIG, **how}
+            engine = gemini.initialize(net(), criterion=nn.MSELoss(), config=config, verbose=False)[0]
+            if asked is None:
+                for number in range(4):
+                    micro_batch(engine, number)
+                engine.save_checkpoint(folder)
+            else:
+                engine.load_checkpoint(folder)
+            masters[asked] = {
+                name: deepspeed.utils.safe_get_full_fp32_param(parameter)
+                for name, parameter in engine.module.named_parameters()
+            }
+        assert all(torch.equal(masters[True][name], its) for name, its in masters[None].items())
+        assert all(torch.equal(masters[False][name], rounded(its)) for name, its in masters[None].items())
+        assert any(not torch.equal(masters[False][name], its) for name, its in masters[None].items())

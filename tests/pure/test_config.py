@@ -10,8 +10,8 @@ import torch
 from gemini import CPUAdam, HybridAdam, Settings, TensorShardStrategy
 from gemini.engine.config import Config, load_config
 from gemini.engine.config.config import BatchSizes, batch_sizes
-from gemini.engine.config.load import with_tables
 from gemini.engine.config.read import nearest
+from gemini.engine.config.tables import with_tables
 from gemini.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
@@ -174,4 +174,4 @@ def test_json_may_have_comments_last_commas_and_pythons_constants(tmp_path: Path
 def test_the_tables_of_the_documentation_are_those_of_the_code() -> None:
     page = PAGE.read_text()
     assert page.count("<!-- table ") == 4
-    assert with_tables(page) == page, "run: python -m gemini.engine.config.load docs/config.md"
+    assert with_tables(page) == page, "run: python -m gemini.engine.config.tables docs/config.md"

@@ -347,6 +347,8 @@ class Config(_ConfigPart):
     """Dynamic loss scaling, which begins where trainable weights are fp16."""
     elementwise: bool = False
     """True: accept an optimizer that is not known to treat each element by itself; the user is responsible for it."""
+    load_from_fp32_weights: bool = True
+    """False: `load_checkpoint` makes fp32 masters of the 16-bit weights again, and leaves those of the files."""
     cast_inputs: bool = False
     """True: floating-point inputs of the model are cast to `dtype`."""
 

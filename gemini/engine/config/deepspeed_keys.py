@@ -34,14 +34,14 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 
 POLICY = "tensor_placement_policy"
 CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
-CHECKPOINTS = NoEffect("states are saved by `state_dict()`, whole and for any number of ranks")
+CHECKPOINTS = NoEffect("a checkpoint is loaded on any number of ranks, at any stage")
 _DISK = "there is no disk tier yet; gemini keeps states on the device and the host (cpu)"
 # Only `device: nvme` asks for a disk, and is refused. Keys that tune one change nothing without it.
 _NO_DISK = NoEffect("only a disk tier would use it, and there is none yet")
 _QUANTISED = "collectives that carry quantised values do not exist here; what travels has the dtype of `reduce_dtype`"
 _ALWAYS = NoEffect("gradients are reduced chunk by chunk while backward runs")
 _PINNED = NoEffect("host memory is page-locked wherever there is a CUDA device")
-_FROM_FILE = NoEffect("`load_state_dict` takes whole weights, at any stage and on any number of ranks")
+_FROM_FILE = NoEffect("each rank reads its own part of a checkpoint, and none the whole")
 _GATHERED = NoEffect("shards of parameters are gathered by all-gather")
 
 ZERO = [
@@ -60,7 +60,7 @@ ZERO = [
             "copies between device and host and the computation take turns"
         ),
     ),
-    Key("zero_optimization.load_from_fp32_weights", bool, NoEffect("masters are loaded where a state dict has them")),
+    Key("zero_optimization.load_from_fp32_weights", bool, MappedTo("load_from_fp32_weights")),
     Key("zero_optimization.elastic_checkpoint", bool, CHECKPOINTS),
     Key("zero_optimization.sub_group_size", Count, CHUNKS),
     Key("zero_optimization.cpu_offload_use_pin_memory", bool, _PINNED),
