@@ -63,10 +63,10 @@ def _lines_of(saved: Mapping[str, Any]) -> Iterator[str]:
 
 # -- The update of runs by a torch optimizer that works element by element.
 #
-# [Note: Tiles] A torch optimizer makes temporaries as large as what it updates, which no plan counts. So it is given
-# tiles of at most `TILE_NUMEL` elements, one after another: temporaries are of that size whatever the size of a chunk,
-# and a step finds room for them before anything has changed (`ChunkUpdates.room`). No bit depends on where tiles end,
-# as every element is updated by itself.
+# [Note: Tiles of an update] A torch optimizer makes temporaries as large as what it updates, which no plan counts. So
+# it is given tiles of at most `TILE_NUMEL` elements, one after another: temporaries are of that size whatever the size
+# of a chunk, and a step finds room for them before anything has changed (`ChunkUpdates.room`). No bit depends on where
+# tiles end, as every element is updated by itself.
 
 
 TILE_NUMEL = {"cpu": 2**20, "cuda": 2**22}

@@ -27,8 +27,8 @@ from optim import AdamPiece, Spans, join_master_, round_master_, split_master_
 # [Note: Room for an update] An update that finds no memory after the first chunk was updated would leave the model half
 # updated, on one rank or on all. So `reserve` finds all pieces before ranks agree on the step, for the chunk that needs
 # the most of each: a rank without memory fails while nobody has changed anything, and the others fail with it. What a
-# torch optimizer takes and gives back by itself (see [Note: Tiles] in elementwise.py) is only tried: torch's allocator
-# keeps the memory for it.
+# torch optimizer takes and gives back by itself (see [Note: Tiles of an update] in elementwise.py) is only tried:
+# torch's allocator keeps the memory for it.
 
 
 Needs = Mapping[tuple[Tier, str], int]

@@ -17,7 +17,8 @@ from gemini.placement.simulate import Exchange, Gradient, Homes, MoveReason, Sim
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
 
-_MAX_WAITING = 2  # fine chunks whose gradients may wait in `.grad`: `MAX_WAITING` of runtime/arrivals.py
+MAX_WAITING = 2
+"""Fine chunks whose gradients may wait in `.grad`, beyond the gradient slots: of a run and of its simulation."""
 
 
 class Gradients:
@@ -88,7 +89,7 @@ class Gradients:
             return
         waiting.setdefault(chunk, []).append(weight)
         # Waiting gradients take memory beyond the gradient slots, so few chunks may have them.
-        if len(waiting) > _MAX_WAITING:
+        if len(waiting) > MAX_WAITING:
             self._collect(next(iter(waiting)))
         if len(waiting.get(chunk, ())) >= gradient.expected:
             self._collect(chunk)

@@ -35,7 +35,6 @@ from gemini.runtime.reduce import Accumulation
 _has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
 _layout_of: Callable[[Tensor], torch.layout] = cast(Any, Tensor).layout.__get__
 _STRIDED = {torch.strided}
-MAX_WAITING = 2
 _AT_A_TIME = 256
 
 

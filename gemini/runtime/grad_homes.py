@@ -1,4 +1,4 @@
-"""Where gradients are: in slots while a backward fills them, at home on a tier once they are reduced."""
+"""Where gradients are: `GradMemory` has the slots that a backward fills, `GradHomes` where the reduced sums rest."""
 
 from __future__ import annotations
 
