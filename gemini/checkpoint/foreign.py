@@ -82,9 +82,13 @@ class ForeignCheckpoint:
     optimizer: OptimizerFact | None = None
 
     def add_weight(
-        self, name: str, tensor: ForeignTensor, dtype: torch.dtype | None = None, trained: bool = False,
+        self,
+        name: str,
+        tensor: ForeignTensor,
+        dtype: torch.dtype | None = None,
+        trained: bool = False,
         aliases: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A parameter, or its fp32 master. dtype: that of the model, if it is another than the tensor's."""
         fact = ParameterFact(
             name=name, shape=tensor.shape, dtype=name_of(dtype or tensor.dtype), aliases=tuple(aliases), trained=trained
@@ -174,7 +178,7 @@ def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
         return _of_dcp(path)
     folder = _deepspeed_folder(path)
     if folder is not None:
-        return _of_deepspeed(folder)
+        return _ZeroFolder(folder).read()
     paths = sorted(path.glob(f"*{SUFFIX}"))
     if not paths:
         raise CheckpointError(
@@ -322,138 +326,139 @@ class _Place:
         return torch.cat([_Pieces(each).read(self.start, part) for each in flats])[:numel].view(self.shape)
 
 
-def _of_deepspeed(folder: Path) -> ForeignCheckpoint:
-    models = _by_rank(folder, "zero_pp_rank_*_model_states.pt") or sorted(folder.glob("mp_rank_*_model_states.pt"))
-    if len(models) > 1 and models[0].name.startswith("mp_rank"):
-        raise CheckpointError(f"{folder}: the model is divided by tensor parallelism, which gemini does not have")
-    states = [_load(path) for path in models]
-    model, found = states[0], ForeignCheckpoint()
-    if not isinstance(model.get("module"), Mapping) or "param_shapes" not in model:
-        raise CheckpointError(f"{models[0]} is not of a ZeRO training: it has no 'param_shapes'")
-    shapes: list[dict[str, tuple[int, ...]]] = [
-        {name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]
-    ]
-    trained = [name for group in shapes for name in group]
-    shared = dict(model.get("shared_params") or {})
-    aliases: dict[str, list[str]] = {}
-    for alias, name in shared.items():
-        aliases.setdefault(name, []).append(alias)
+class _ZeroFolder:
+    """One step's folder of DeepSpeed's, as it is read."""
 
-    def add(name: str, tensor: ForeignTensor, is_trained: bool) -> None:
-        own = model["module"].get(name)
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError if it is of no ZeRO training, or divided by tensor parallelism."""
+        paths = _by_rank(folder, "zero_pp_rank_*_model_states.pt") or sorted(folder.glob("mp_rank_*_model_states.pt"))
+        if len(paths) > 1 and paths[0].name.startswith("mp_rank"):
+            raise CheckpointError(f"{folder}: the model is divided by tensor parallelism, which gemini does not have")
+        self._folder = folder
+        self._models = [_load(path) for path in paths]  # of each rank, or one
+        self._model = model = self._models[0]
+        if not isinstance(model.get("module"), Mapping) or "param_shapes" not in model:
+            raise CheckpointError(f"{paths[0]} is not of a ZeRO training: it has no 'param_shapes'")
+        self._shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+        self._shared: dict[str, str] = dict(model.get("shared_params") or {})
+        self._found = ForeignCheckpoint()
+        self._states: dict[str, list[str]] = {}  # by parameter, as are the steps
+        self._steps: dict[str, int] = {}
+
+    def read(self) -> ForeignCheckpoint:
+        """What is in it. Raises CheckpointError."""
+        zero = self._folder / "zero"
+        groups = self._add_universal(zero) if zero.is_dir() else self._add_zero()
+        named = [{**group, "params": [*names]} for group, names in zip(groups, self._shapes, strict=False)]
+        self._found.optimizer = _optimizer(named, self._states, self._steps)
+        self._add_frozen()
+        for name in self._model.get("buffer_names") or ():
+            self._found.add_buffer(name, self._model["module"][name])
+        return self._found
+
+    def _add(self, name: str, tensor: ForeignTensor, is_trained: bool = True) -> None:
+        own = self._model["module"].get(name)
         dtype = own.dtype if isinstance(own, Tensor) else None
-        found.add_weight(name, tensor, dtype, is_trained, aliases.get(name, ()))
+        aliases = [alias for alias, first in self._shared.items() if first == name]
+        self._found.add_weight(name, tensor, dtype, is_trained, aliases)
 
-    if (folder / "zero").is_dir():
-        _add_universal(folder / "zero", model, shapes, found, add)
-    else:
-        _add_zero(folder, model, shapes, found, add)
-    _add_frozen(states, trained, shared, add)
-    for name in model.get("buffer_names") or ():
-        found.add_buffer(name, model["module"][name])
-    return found
+    def _add_states(self, name: str, shape: tuple[int, ...], reads: Mapping[str, Callable[[], Tensor]]) -> None:
+        for state, read in reads.items():
+            self._found.tensors[state_key(name, state)] = ForeignTensor(shape, torch.float32, read)
+        self._states[name] = list(reads)
 
+    def _note_step(self, name: str, entry: Mapping[str, Any] | None, group: Mapping[str, Any]) -> None:
+        step = (entry or {}).get("step", group.get("step"))
+        taken = self._model.get("global_steps", 0) - self._model.get("skipped_steps", 0)
+        self._steps[name] = int(taken if step is None else step)
 
-def _add_frozen(
-    states: Sequence[Mapping[str, Any]], trained: Sequence[str], shared: Mapping[str, str],
-    add: Callable[[str, ForeignTensor, bool], None],
-) -> None:  # fmt: skip
-    """Parameters that were not trained: whole in each file, or in parts (ZeRO-3)."""
-    model = states[0]
-    fragments = model.get("frozen_param_fragments")
-    for name, value in model["module"].items():
-        if name in trained or name in shared or name in (model.get("buffer_names") or ()):
-            continue
-        shape = (model.get("frozen_param_shapes") or {}).get(name)
-        if shape is not None and value.shape != shape and fragments and name in fragments:
-            place = _Place(tuple(shape), 0)
-            parts = [[each["frozen_param_fragments"][name].reshape(-1)] for each in states]
-            add(name, ForeignTensor(place.shape, value.dtype, partial(place.read_parts, parts)), False)
-        elif isinstance(value, Tensor):
-            add(name, _here(value), False)
+    def _add_frozen(self) -> None:
+        """Parameters that were not trained: whole in each file, or in parts (ZeRO-3)."""
+        others = {*self._steps, *self._shared, *(self._model.get("buffer_names") or ())}
+        shapes = self._model.get("frozen_param_shapes") or {}
+        for name, value in self._model["module"].items():
+            if name in others or not isinstance(value, Tensor):
+                continue
+            tensor = _here(value)
+            if name in shapes and value.shape != shapes[name]:
+                place = _Place(tuple(shapes[name]), 0)
+                parts = [[each["frozen_param_fragments"][name].reshape(-1)] for each in self._models]
+                tensor = ForeignTensor(place.shape, value.dtype, partial(place.read_parts, parts))
+            self._add(name, tensor, is_trained=False)
 
+    def _add_zero(self) -> list[dict[str, Any]]:
+        """Masters and states of ZeRO-1, 2 and 3. Returns the param groups."""
+        folder = self._folder
+        paths = _by_rank(folder, "*zero_pp_rank_*_optim_states.pt")
+        if not paths:
+            raise CheckpointError(
+                f"{folder} has no *_optim_states.pt: its weights were saved without masters and states"
+            )
+        ranks = [_load(path)["optimizer_state_dict"] for path in paths]
+        saved_by = ranks[0].get("partition_count", len(ranks))
+        saved_by = max(saved_by) if isinstance(saved_by, (list, tuple)) else saved_by
+        if saved_by != len(ranks):
+            raise CheckpointError(f"{folder} was saved by {saved_by} ranks, and has the files of {len(ranks)}")
+        in_runs = "single_partition_of_fp32_groups" in ranks[0]
+        bases = [rank["base_optimizer_state" if in_runs else "optimizer_state_dict"] for rank in ranks]
+        if any(not isinstance(base, Mapping) for base in bases):
+            raise CheckpointError(
+                f"{folder} has 'elastic' optimizer states without their order: convert it with DeepSpeed's "
+                "ds_to_universal"
+            )
+        groups: list[dict[str, Any]] = bases[0]["param_groups"]
+        (self._add_runs if in_runs else self._add_parts)(ranks, [base["state"] for base in bases], groups)
+        return groups
 
-def _add_zero(
-    folder: Path, model: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]], found: ForeignCheckpoint,
-    add: Callable[[str, ForeignTensor, bool], None],
-) -> None:  # fmt: skip
-    """Masters and states of ZeRO-1, 2 and 3."""
-    paths = _by_rank(folder, "*zero_pp_rank_*_optim_states.pt")
-    if not paths:
-        raise CheckpointError(f"{folder} has no *_optim_states.pt: its weights were saved without masters and states")
-    ranks = [_load(path)["optimizer_state_dict"] for path in paths]
-    saved_by = ranks[0].get("partition_count", len(ranks))
-    saved_by = max(saved_by) if isinstance(saved_by, (list, tuple)) else saved_by
-    if saved_by != len(ranks):
-        raise CheckpointError(f"{folder} was saved by {saved_by} ranks, and has the files of {len(ranks)}")
-    is_whole = "single_partition_of_fp32_groups" in ranks[0]  # each rank has a run of the group, as in ZeRO-1 and 2
-    bases = [rank["base_optimizer_state" if is_whole else "optimizer_state_dict"] for rank in ranks]
-    if any(not isinstance(base, Mapping) for base in bases):
-        raise CheckpointError(
-            f"{folder} has 'elastic' optimizer states without their order: convert it with DeepSpeed's ds_to_universal"
-        )
-    groups = bases[0]["param_groups"]
-    keys = [group["params"] for group in groups]
-    numbers: dict[str, Any] = {}
-    states: dict[str, list[str]] = {}
-    place = 0
-    for number, group in enumerate(shapes):
+    def _add_runs(self, ranks: Sequence[Any], states: Sequence[Any], groups: Sequence[Any]) -> None:
+        """ZeRO-1 and 2: each rank has a run of each group's flat tensor."""
         paddings = ranks[0].get("param_alignment_paddings")
-        # ZeRO-3 has all parameters of all groups one behind the other; the others begin anew in each group.
-        place = place if not is_whole else 0
-        for index, (name, shape) in enumerate(group.items()):
-            where = _Place(shape, place)
-            if is_whole:
-                key = keys[number][0]
-                read: Any = where.read_run
-                flats: Any = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
-                its = {
-                    state: [base["state"][key][state] for base in bases] for state in _flat(bases[0]["state"].get(key))
-                }
-                place += prod(shape) + (paddings[number][index] if paddings else 0)
-            else:
-                every = sorted(bases[0]["state"])
-                read, flats = where.read_parts, [rank["fp32_flat_groups"] for rank in ranks]
-                names = _flat(bases[0]["state"][every[0]]) if every else []
-                its = {state: [[base["state"][key][state] for key in every] for base in bases] for state in names}
-                key = every[0] if every else None
-                place += -(-prod(shape) // len(ranks))
-            add(name, ForeignTensor(shape, torch.float32, partial(read, flats)), True)
-            for state, parts in its.items():
-                found.tensors[state_key(name, state)] = ForeignTensor(shape, torch.float32, partial(read, parts))
-            states[name] = list(its)
-            numbers[name] = _step_of(bases[0]["state"].get(key), groups[number], model)
-    found.optimizer = _optimizer([{**each, "params": [*group]} for each, group in zip(groups, shapes, strict=False)],
-                                 states, numbers)  # fmt: skip
+        for number, (group, shapes) in enumerate(zip(groups, self._shapes, strict=True)):
+            key, start = group["params"][0], 0
+            flats = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
+            its = {name: [state[key][name] for state in states] for name in _flat(states[0].get(key))}
+            for index, (name, shape) in enumerate(shapes.items()):
+                read = _Place(shape, start).read_run
+                self._add(name, ForeignTensor(shape, torch.float32, partial(read, flats)))
+                self._add_states(name, shape, {state: partial(read, parts) for state, parts in its.items()})
+                self._note_step(name, states[0].get(key), group)
+                start += prod(shape) + (paddings[number][index] if paddings else 0)
 
+    def _add_parts(self, ranks: Sequence[Any], states: Sequence[Any], groups: Sequence[Any]) -> None:
+        """ZeRO-3: each rank has a part of each parameter, all groups one behind the other."""
+        keys, start = sorted(states[0]), 0
+        first = states[0][keys[0]] if keys else None
+        flats = [rank["fp32_flat_groups"] for rank in ranks]
+        its = {name: [[state[key][name] for key in keys] for state in states] for name in _flat(first)}
+        for group, shapes in zip(groups, self._shapes, strict=True):
+            for name, shape in shapes.items():
+                read = _Place(shape, start).read_parts
+                self._add(name, ForeignTensor(shape, torch.float32, partial(read, flats)))
+                self._add_states(name, shape, {state: partial(read, parts) for state, parts in its.items()})
+                self._note_step(name, first, group)
+                start += -(-prod(shape) // len(ranks))
 
-def _add_universal(
-    folder: Path, model: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]], found: ForeignCheckpoint,
-    add: Callable[[str, ForeignTensor, bool], None],
-) -> None:  # fmt: skip
-    """A universal checkpoint has a folder for each parameter, and a file for each of its states."""
-    rest = folder / "optimizer_state.pt"
-    state = _load(rest) if rest.is_file() else {}
-    base = state.get("optimizer_state_dict") or state.get("base_optimizer_state") or state
-    groups = base.get("param_groups") or state.get("param_groups") or [{} for _ in shapes]
-    entries = [*base.get("state", {}).values()]
-    numbers: dict[str, Any] = {}
-    states: dict[str, list[str]] = {}
-    for number, group in enumerate(shapes):
-        for name, shape in group.items():
-            its = folder / name
-            if not (its / "fp32.pt").is_file():
-                raise CheckpointError(f"{folder} lacks {name}/fp32.pt: it is not complete")
-            add(name, ForeignTensor(shape, torch.float32, partial(_of_universal, its / "fp32.pt", shape)), True)
-            states[name] = sorted(path.stem for path in its.glob("*.pt") if path.stem not in ("fp32", "step"))
-            for each in states[name]:
-                read = partial(_of_universal, its / f"{each}.pt", shape)
-                found.tensors[state_key(name, each)] = ForeignTensor(shape, torch.float32, read)
-            step = its / "step.pt"
-            entry = {"step": _load(step)} if step.is_file() else entries[0] if entries else None
-            numbers[name] = _step_of(entry, groups[number], model)
-    found.optimizer = _optimizer([{**each, "params": [*group]} for each, group in zip(groups, shapes, strict=False)],
-                                 states, numbers)  # fmt: skip
+    def _add_universal(self, folder: Path) -> list[dict[str, Any]]:
+        """A universal checkpoint has a folder for each parameter, and a file for each state. Returns the groups."""
+        rest = folder / "optimizer_state.pt"
+        state = _load(rest) if rest.is_file() else {}
+        base = state.get("optimizer_state_dict") or state.get("base_optimizer_state") or state
+        groups: list[dict[str, Any]] = (
+            base.get("param_groups") or state.get("param_groups") or [{} for _ in self._shapes]
+        )
+        entry = next(iter(base.get("state", {}).values()), None)
+        for group, shapes in zip(groups, self._shapes, strict=False):
+            for name, shape in shapes.items():
+                its = folder / name
+                if not (its / "fp32.pt").is_file():
+                    raise CheckpointError(f"{folder} lacks {name}/fp32.pt: it is not complete")
+                paths = {path.stem: path for path in sorted(its.glob("*.pt"))}
+                reads = {stem: partial(_of_universal, path, shape) for stem, path in paths.items()}
+                self._add(name, ForeignTensor(shape, torch.float32, reads.pop("fp32")))
+                has_step = reads.pop("step", None) is not None
+                self._add_states(name, shape, reads)
+                self._note_step(name, {"step": _load(paths["step"])} if has_step else entry, group)
+        return groups
 
 
 def _of_universal(path: Path, shape: tuple[int, ...]) -> Tensor:
@@ -467,11 +472,6 @@ def _of_universal(path: Path, shape: tuple[int, ...]) -> Tensor:
 def _flat(entry: Mapping[str, Any] | None) -> list[str]:
     """The states of a parameter, or of a group, that have an element for each of its own."""
     return [name for name, value in (entry or {}).items() if isinstance(value, Tensor) and value.dim() > 0]
-
-
-def _step_of(entry: Mapping[str, Any] | None, group: Mapping[str, Any], model: Mapping[str, Any]) -> int:
-    step = (entry or {}).get("step", group.get("step"))
-    return int(model.get("global_steps", 0) - model.get("skipped_steps", 0) if step is None else step)
 
 
 def _optimizer(
