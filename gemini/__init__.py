@@ -7,9 +7,21 @@ README.md names the files to read first, and docs/architecture.md is the map of 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemini import shadowing as shadowing  # stands first: it checks that `optim` and `sharding` below are ours
+# The sister packages have short names, and a user's own `optim.py` or `sharding/` beside a script would win. Without
+# this check the first missing attribute would be reported, somewhere deep in gemini.
+for _name in ("optim", "sharding"):
+    _spec = find_spec(_name)  # runs no code of what it finds
+    _origin = None if _spec is None else _spec.origin
+    # A user's package of this name has an `__init__.py`, too, but hardly a `py.typed` beside it.
+    if _origin is None or not (Path(_origin).parent / "py.typed").is_file() or Path(_origin).name != "__init__.py":
+        raise ImportError(
+            f"gemini needs its own package {_name!r}, but Python finds {_origin or 'nothing'}: rename that file or "
+            "folder, or remove its folder from sys.path"
+        )
 
 if TYPE_CHECKING:
     from gemini.access.full_access import (

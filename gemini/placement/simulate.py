@@ -9,6 +9,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier
+from gemini.placement.gradient_rules import (
+    LendingHistory,
+    SumRule,
+    is_resident_for_good,
+    lies_beside_gradient,
+    may_stay,
+)
 from gemini.placement.next_use import TOUCHES_AHEAD, Events, EvictionQueue, NextUse
 
 if TYPE_CHECKING:
@@ -72,7 +79,8 @@ class Traffic:
 
 # -- The payloads of a simulated run: which ones are in slots, which come and which leave. No tensor, no device.
 #
-# This is the arithmetic of `runtime/params.py`, with the same `NextUse` and `EvictionQueue`.
+# It keeps the books of `runtime/params.py` without tensors. Both ask `NextUse`, `EvictionQueue` and
+# `gradient_rules.py` what is to be done.
 
 
 class SimulatedPayloads:
@@ -90,10 +98,15 @@ class SimulatedPayloads:
         # The model is resident if no payload ever leaves: it is at home and the home is not lent, or it is a fine chunk
         # that keeps its slot and is gathered once after each update.
         for_good = [
-            at_home and not (facts.may_lend_home and chunk.is_frozen is False)
+            is_resident_for_good(
+                is_payload_at_home=at_home, may_lend_home=facts.may_lend_home, is_trained=chunk.is_frozen is False
+            )
             for at_home, facts, chunk in zip(self.at_home, self._facts, plan.demand.chunks, strict=True)
         ]
-        stay = [facts.is_fine and i in self._kept and not facts.may_lend_home for i, facts in enumerate(self._facts)]
+        stay = [
+            may_stay(is_fine=facts.is_fine, has_own_slot=i in self._kept, may_lend_home=facts.may_lend_home)
+            for i, facts in enumerate(self._facts)
+        ]
         self.is_resident = all(good or stays for good, stays in zip(for_good, stay, strict=True))
         # All or nothing: if one chunk can leave, the operators' hooks are on for all, and chunks are gathered one by
         # one.
@@ -237,8 +250,7 @@ class SimulatedPayloads:
             victim = self._queues[size].first(self._num_slots[size], lambda: inside)
         if victim is None:
             return False
-        # The victim would be gathered again before this chunk is used, so nothing would be saved.
-        if ahead and self.next_use.next_use(victim) <= self.next_use.next_use(chunk):
+        if ahead and not self.next_use.is_later(victim, chunk):
             return False
         self.release(victim)
         return True
@@ -268,7 +280,7 @@ class SimulatedPayloads:
 
 # -- Reduced gradients of a simulated run: where they rest, and the bytes that cross a link when they move.
 #
-# This is the arithmetic of `runtime/grad_homes.py`, whose notes give the reasons.
+# It keeps the books of `runtime/grad_homes.py` without tensors. Both ask `gradient_rules.py` what is to be done.
 
 
 @dataclass
@@ -276,6 +288,7 @@ class Gradient:
     """The numbers of one trainable chunk's gradient on this rank: those of `ChunkGradient` in runtime/gradient.py."""
 
     home: Tier | None  # tier of its own home; None: it rests in the parameter home
+    sums: SumRule
     expected: int  # weights whose gradients complete the chunk
     state: str = "closed"  # or "at home", "in slot", "spilled", "reducing"
     fired: set[int] = field(default_factory=set)  # weights whose gradients are in the open payload
@@ -314,14 +327,13 @@ class Homes:
         self._held = {Tier.DEVICE: 0, Tier.HOST: 0}  # bytes in use that the plan has not counted
         self._peaks = dict(self._held)  # their peaks
         self.lent: set[int] = set()  # chunks whose parameter home holds the gradient
-        self._gathers: dict[int, int] = {}  # gathers of chunks with kept slots at their last reduction
-        self._used_after: set[int] = set()  # chunks that were gathered after their reduction in some step
+        self._lending = LendingHistory()
 
     @property
     def state(self) -> Hashable:
         """The part of the state that lasts from step to step."""
         # `lent` is left out: an update restores all homes, so none is lent between steps.
-        return frozenset(self._used_after), tuple(self._held.items())
+        return self._lending.used_after, tuple(self._held.items())
 
     def hold(self, tier: Tier, num_bytes: int) -> None:
         """Count bytes that the plan does not have: allocated, or freed if negative."""
@@ -356,7 +368,7 @@ class Homes:
         gradient = self._gradients[chunk]
         is_first = not gradient.is_reduced
         # Pieces of one backward are added in 16 bits, as autograd adds them. Another micro-batch is added in fp32.
-        if not is_first and gradient.first_backward != backward:
+        if not (is_first or gradient.first_backward == backward):
             self._widen(chunk)
         # A wide sum has memory of its own, so the parameter home is free for the parameters again.
         if gradient.is_wide:
@@ -394,26 +406,17 @@ class Homes:
         # one way, from history that they share.
         if not self._lends_home[chunk] or not payloads.is_kept(chunk):
             return
-        self._note_gather(chunk)
-        self._gathers[chunk] = payloads.num_gathers[chunk]
-        # The parameters are in use or on their way, so a release would have them gathered once more.
-        if payloads.pins[chunk] or payloads.is_coming(chunk):
-            self._used_after.add(chunk)
-        elif payloads.is_there(chunk) and chunk not in self.lent and chunk not in self._used_after:
+        is_in_use = bool(payloads.pins[chunk]) or payloads.is_coming(chunk)
+        is_gathered = payloads.is_there(chunk) and chunk not in self.lent
+        if self._lending.releases(chunk, payloads.num_gathers[chunk], is_in_use=is_in_use, is_gathered=is_gathered):
             payloads.release(chunk)
 
     def end_step(self) -> None:
         """Begin another step: reductions from now on belong to it."""
         for chunk in self._gradients:
             if self._lends_home[chunk]:
-                self._note_gather(chunk)
-        self._gathers.clear()
-
-    def _note_gather(self, chunk: int) -> None:
-        num_gathers = self._payloads.num_gathers[chunk]
-        # More gathers than at the last reduction: the parameters were needed between it and the step.
-        if self._gathers.get(chunk, num_gathers) < num_gathers:
-            self._used_after.add(chunk)
+                self._lending.note(chunk, self._payloads.num_gathers[chunk])
+        self._lending.end_step()
 
     def _resting(self, chunk: int) -> Tier:
         home = self._gradients[chunk].home
@@ -444,9 +447,7 @@ class Homes:
             return False
         if payloads.at_home[chunk]:
             return not payloads.pins[chunk]
-        # A slot of the pool lies beside the home. A kept slot has the home inside, and the gradient would overwrite the
-        # payload.
-        return not payloads.is_there(chunk) or not payloads.is_kept(chunk)
+        return lies_beside_gradient(has_own_slot=payloads.is_kept(chunk), is_gathered=payloads.is_there(chunk))
 
     def _take_home(self, chunk: int) -> None:
         self._gradients[chunk].home = self._allocate(self._resting(chunk), self.num_bytes(chunk))

@@ -1,7 +1,7 @@
 """Gradients of a simulated run: open in slots, spilled, reduced. No tensor, no device, no other rank.
 
-This is the arithmetic of `runtime/reduce.py`, `grad_homes.py` and `arrivals.py`, for ranks that all get
-the same gradients in the same order. A change of the rules there needs the same change here.
+It keeps the books of `runtime/reduce.py`, `grad_homes.py` and `arrivals.py`, for ranks that all get the same gradients
+in the same order. Both ask `gradient_rules.py` and `ReductionOrder` what is to be done.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.gradient_rules import MAX_WAITING, SumRule, expected_after, first_to_spill
 from gemini.placement.needs import num_tiles
+from gemini.placement.next_use import ReductionOrder
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.simulate import Exchange, Gradient, Homes, MoveReason, SimulatedPayloads, Traffic
 
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
-
-MAX_WAITING = 2
-"""Fine chunks whose gradients may wait in `.grad`, beyond the gradient slots: of a run and of its simulation."""
 
 
 class Gradients:
@@ -46,7 +45,8 @@ class Gradients:
                 dtypes = chunks[index].dtypes
                 has_sums = plan.demand.micro_batches > 1 and dtypes.widens
                 wide = home if has_sums else None
-                self.of[index] = Gradient(home, len(chunks[index].names), wide=wide)
+                sums = SumRule.of(plan.world_size, dtypes.weight.itemsize, rests_as_is=dtypes.rest == dtypes.weight)
+                self.of[index] = Gradient(home, sums, len(chunks[index].names), wide=wide)
                 # Gradients are written to a home only if it is on the device, has the dtype of the weight, and has room
                 # for a whole payload.
                 if self._keeps_whole and dtypes.rest == dtypes.weight and home is Tier.DEVICE:
@@ -57,8 +57,8 @@ class Gradients:
         self._gathers_in_backward = stage == 3 and not self._is_alone and not payloads.is_resident
         self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # chunks in gradient slots, by size
         self._in_flight: int | None = None  # the chunk whose reduction was launched and not finished
-        self._order = list(reversed(self.of))  # order of reductions, if backward gathers nothing
-        self._at_touch: dict[int, list[int]] | None = None  # reductions by touch, if it gathers; None: not recorded yet
+        self._order = ReductionOrder[int](list(self.of))  # a touch is its number within a backward here
+        self._touches: dict[int, int] = {}  # of the backward that was recorded last
         self._begin()
 
     # -- a backward
@@ -73,9 +73,8 @@ class Gradients:
         # By chunk: weights whose gradients wait in `.grad`, the chunk that has waited longest first.
         self._waiting: dict[int, list[int]] = {}
         self._reduced: set[int] = set()
-        self._fired: list[int] = []  # in order of completion
         self._complete: set[int] = set()  # open chunks with all expected gradients
-        self._last_fire: dict[int, int] = {}
+        self._order.begin(self._touches)
         self._next_in_order = 0
         self._num_touches = 0
         self._is_off = False
@@ -97,11 +96,11 @@ class Gradients:
     def before_touch(self) -> None:
         """Reduce the chunks that are due, before the backward uses a chunk that can leave its slot."""
         if self._gathers_in_backward:
-            if self._at_touch is None:
+            if self._order.points is None:
                 # While ranks record, they agree at each touch and reduce in the order of the model.
                 due = sorted(self._complete)
             else:
-                due = [i for i in self._at_touch.get(self._num_touches, ()) if i not in self._reduced]
+                due = [i for i in self._order.due(self._num_touches + 1) if i not in self._reduced]
             for chunk in due:
                 # Gradients that wait belong to the sum that is reduced.
                 self._collect(chunk)
@@ -127,23 +126,22 @@ class Gradients:
         # Several ranks: the rest of the known order, then all that is still open. If the backward deviated from the
         # order, the ranks agree on another one.
         if self._gathers_in_backward:
-            is_off = self._is_off or self._at_touch is None
+            is_off = self._is_off
         else:
-            is_off = self._is_off or self._fired != self._order
-            for chunk in self._order[self._next_in_order :]:
+            is_off = self._is_off or tuple(self._order.fired) != self._order.order
+            for chunk in self._order.order[self._next_in_order :]:
                 self._reduce(chunk)
         for chunk in [chunk for chunk, gradient in self.of.items() if gradient.is_open]:
             self._reduce(chunk)
         self._finish()
-        if is_off or self._at_touch is None:
+        if is_off or self._order.points is None:
             self._agree()
 
     def _agree(self) -> None:
         """Expect of the next backward what this one did."""
-        self._at_touch, self._order = {}, list(self._fired)
-        # Of chunks with one point the later one in the model is reduced first, as in `ReductionOrder.due`.
-        for chunk in sorted(self._last_fire, reverse=True):
-            self._at_touch.setdefault(self._last_fire[chunk], []).append(chunk)
+        order = self._order
+        self._touches = {number: number for number in range(self._num_touches)}
+        order.adopt([order.last_fire[chunk] for chunk in order.chunks], order.ranking(), self._touches)
         for chunk, gradient in self.of.items():
             # Ranks with other data may use other weights of a chosen chunk, so all of its weights stay expected.
             if not self._facts[chunk].is_chosen:
@@ -152,7 +150,7 @@ class Gradients:
     def _expect_less(self, gradient: Gradient) -> None:
         # `got` counts since the last step, so only the first backward shows what a single one brings.
         if self._backward == 1:
-            gradient.expected = max(1, len(gradient.got))
+            gradient.expected = expected_after(len(gradient.got))
 
     def end_step(self) -> None:
         """Drop all gradients after a step used them."""
@@ -187,7 +185,7 @@ class Gradients:
             gradient.in_pieces |= weight in gradient.fired
             gradient.fired.add(weight)
             gradient.got.add(weight)
-        self._last_fire[chunk] = self._num_touches
+        self._order.last_fire[chunk] = self._num_touches
         if len(gradient.fired) == gradient.expected:
             self._complete.add(chunk)
         else:
@@ -205,10 +203,10 @@ class Gradients:
             if gradient.state == "in slot" and not gradient.in_pieces:
                 self._reduce(chunk)
             return
-        self._fired.append(chunk)
+        self._order.note_complete(chunk)
         # Reduce in the agreed order only: a chunk that completes early waits for those before it.
-        while not self._gathers_in_backward and self._next_in_order < len(self._order):
-            following = self._order[self._next_in_order]
+        while not self._gathers_in_backward and self._next_in_order < len(self._order.order):
+            following = self._order.order[self._next_in_order]
             if not self.of[following].is_open or len(self.of[following].fired) != self.of[following].expected:
                 break
             self._reduce(following)
@@ -217,23 +215,19 @@ class Gradients:
     # -- memory
 
     def _may_write_home(self, chunk: int) -> bool:
-        gradient, dtypes = self.of[chunk], self._facts[chunk].dtypes
-        # A home with a reduced gradient takes another one only on one rank in full precision. With several ranks it
-        # holds a mean already, and in 16 bits the sum of micro-batches is made in fp32.
-        return not gradient.is_reduced or (self._is_alone and dtypes.weight.itemsize >= 4)
+        gradient = self.of[chunk]
+        return chunk in self._whole and (gradient.sums.adds_at_home or not gradient.is_reduced)
 
     def _resumes(self, chunk: int) -> bool:
         gradient = self.of[chunk]
-        if not self._is_alone or not gradient.is_reduced or gradient.is_wide:
+        if not gradient.is_reduced or gradient.is_wide:
             return False
-        # In 16 bits only pieces of one backward resume the sum, as autograd adds them. Micro-batches add in fp32.
-        dtypes = self._facts[chunk].dtypes
-        in_full = dtypes.weight.itemsize >= 4 and dtypes.rest == dtypes.weight
-        return in_full or gradient.first_backward == self._backward
+        sums = gradient.sums
+        return sums.resumes or (sums.resumes_pieces and gradient.first_backward == self._backward)
 
     def _lacks_slot(self, chunk: int) -> bool:
         gradient = self.of[chunk]
-        if gradient.state == "closed" and chunk in self._whole and self._may_write_home(chunk):
+        if gradient.state == "closed" and self._may_write_home(chunk):
             return False
         size = self._facts[chunk].oversize
         return len(self._inside[size]) >= self._num_slots[size]
@@ -247,7 +241,7 @@ class Gradients:
             self._traffic.copy(Tier.HOST, Tier.DEVICE, self._facts[chunk].payload_bytes, MoveReason.SPILL)
             self.homes.hold(Tier.HOST, -self._facts[chunk].payload_bytes)
             return
-        if chunk in self._whole and self._may_write_home(chunk):
+        if self._may_write_home(chunk):
             gradient.state = "at home"
             return
         self._take_slot(chunk)
@@ -258,10 +252,8 @@ class Gradients:
     def _take_slot(self, chunk: int) -> None:
         size = self._facts[chunk].oversize
         inside = self._inside[size]
-        # Spill complete gradients first, because they only wait for their turn. Of the others spill the first chunk of
-        # the model: backward reaches it last.
         if len(inside) >= self._num_slots[size]:
-            victim = max(inside, key=lambda i: (len(self.of[i].fired) == self.of[i].expected, -i))
+            victim = first_to_spill((len(self.of[i].fired) == self.of[i].expected, i) for i in inside)
             num_bytes = self._facts[victim].payload_bytes
             self._traffic.copy(Tier.DEVICE, Tier.HOST, num_bytes, MoveReason.SPILL)
             self.homes.hold(Tier.HOST, num_bytes)

@@ -14,6 +14,7 @@ from gemini.memory.slot import SharedStorage, Slot
 from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.observe import Observer, OpenMove
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.gradient_rules import LendingHistory, first_to_spill, lies_beside_gradient
 from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
 from gemini.runtime.params import ParamStore
@@ -100,7 +101,7 @@ class GradMemory:
 
     def lacks_slot(self, gradient: ChunkGradient) -> bool:
         """Whether the gradient can only be opened in a slot, and none is free."""
-        if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
+        if gradient.state is GradState.CLOSED and gradient.may_write_home:
             return False
         return self.pools[gradient.chunk.oversize].first_free() is None
 
@@ -108,7 +109,7 @@ class GradMemory:
         """Whether the gradient may stay open for any time: no other gradient lacks a slot because of it."""
         if gradient.state is GradState.AT_HOME:
             return True
-        if gradient.state is GradState.CLOSED and gradient.whole is not None and self._may_write_home(gradient):
+        if gradient.state is GradState.CLOSED and gradient.may_write_home:
             return True
         # With as many slots as chunks of this size each gradient can be open at once.
         oversize = gradient.chunk.oversize
@@ -125,7 +126,7 @@ class GradMemory:
             self._unspill(gradient)
             return
         slot, payload, content = None, gradient.whole, Content.UNDEFINED
-        if payload is None or not self._may_write_home(gradient):
+        if payload is None or not gradient.may_write_home:
             slot = self._slot_for(gradient)
             payload = gradient.chunk.payload_in(slot)
             # One rank continues the sum so far, in autograd's order of additions.
@@ -159,11 +160,6 @@ class GradMemory:
         if gradient.num_fired < len(gradient.fired):
             _zero_unwritten(gradient)
 
-    def _may_write_home(self, gradient: ChunkGradient) -> bool:
-        """Whether gradients may go to the home: nothing was reduced into it, or one rank adds in full precision."""
-        is_first = gradient.reduced_state is ReducedState.NONE
-        return is_first or (gradient.in_place and gradient.chunk.dtype.itemsize >= 4)
-
     def begin_reduction(self, gradient: ChunkGradient) -> None:
         """The payload goes to the other ranks and is not open any more."""
         self._num_open -= gradient.slot is not None
@@ -196,12 +192,11 @@ class GradMemory:
         pool = self.pools[gradient.chunk.oversize]
         slot = pool.first_free()
         if slot is None:
-            # Spill complete gradients first: they only wait to be reduced. Among incomplete ones spill the earliest
-            # chunk of the model: backward reaches it last.
             # None of these is being reduced, and could not be spilled then: `make_way` has finished a reduction that
             # held the last slot.
-            holders = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
-            slot = self._spill(max(holders, key=lambda g: (g.num_fired == g.expected, -g.chunk.index)), gradient)
+            inside = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
+            victim = first_to_spill((each.num_fired == each.expected, each.chunk.index) for each in inside)
+            slot = self._spill(self.gradients[victim], gradient)
         slot.occupy(gradient.chunk.index)
         return slot
 
@@ -296,8 +291,7 @@ class GradHomes:
         self.transfer = params.memory.transfer
         self._lendable: list[Chunk] = []
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
-        self._gathers: dict[int, int] = {}  # num_gathers of chunks with kept slots at the step's last reduction
-        self._used_after: set[int] = set()  # those of them that were gathered after a reduction, in any step
+        self._lending = LendingHistory()
         self._has_warned = False
         self.reset_lending()
 
@@ -435,17 +429,10 @@ class GradHomes:
         """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
         if not chunk.lends_home or chunk.own_slot is None:
             return
-        self._note_gather(chunk)
-        self._gathers[chunk.index] = chunk.num_gathers
-        if chunk.pins or self._params.is_coming(chunk):
-            # The parameters are in use or about to arrive, so releasing them would gather them once more.
-            self._used_after.add(chunk.index)
-        elif chunk.state is ParamState.GATHERED and chunk.index not in self._used_after:
+        is_in_use = bool(chunk.pins) or self._params.is_coming(chunk)
+        is_gathered = chunk.state is ParamState.GATHERED
+        if self._lending.releases(chunk.index, chunk.num_gathers, is_in_use=is_in_use, is_gathered=is_gathered):
             self._params.slots.release(chunk)
-
-    def _note_gather(self, chunk: Chunk) -> None:
-        if self._gathers.get(chunk.index, chunk.num_gathers) < chunk.num_gathers:
-            self._used_after.add(chunk.index)
 
     def _can_lend_now(self, chunk: Chunk) -> bool:
         # The prefetch in flight sends this home to the other ranks.
@@ -453,8 +440,8 @@ class GradHomes:
             return False
         if chunk.state is ParamState.RESIDENT:
             return self._release_resident(chunk)
-        # A payload in a slot of the pool lies beside the home. A kept slot has the home inside.
-        return chunk.state is ParamState.RELEASED or chunk.own_slot is None
+        is_gathered = chunk.state is not ParamState.RELEASED
+        return lies_beside_gradient(has_own_slot=chunk.own_slot is not None, is_gathered=is_gathered)
 
     def _release_resident(self, chunk: Chunk) -> bool:
         """Release a resident chunk. False if something uses it or holds a view of it."""
@@ -521,11 +508,11 @@ class GradHomes:
     def end_step(self) -> None:
         """A step ends: what is reduced from now on belongs to the next one."""
         for chunk in self._lendable:
-            self._note_gather(chunk)
-        self._gathers.clear()
+            self._lending.note(chunk.index, chunk.num_gathers)
+        self._lending.end_step()
 
     def reset(self) -> None:
         """Forget the history of lent slots after a failed step, of which ranks may have seen more or less."""
         # Ranks that failed at different points would release different kept slots, and gather other chunks from then
         # on.
-        self._used_after.clear()
+        self._lending.reset_history()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gemini.memory.slot import Slot
 from gemini.memory.transfer import Region, ready
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.gradient_rules import SumRule, expected_after
 from gemini.runtime.chunk import Chunk
 
 # -- torch's own `.grad`, where autograd accumulates, past the class of wrapped parameters, which shows another one.
@@ -218,6 +219,9 @@ class ChunkGradient:
         count = len(chunk.parameters)
         self.chunk: Final = chunk
         self.is_alone: Final = chunk.layout.world_size == 1  # one rank: the local gradient is the mean already
+        self._sums: Final = SumRule.of(
+            chunk.layout.world_size, chunk.dtype.itemsize, rests_as_is=chunk.gradient_dtype is chunk.dtype
+        )
         self.gaps: Final = gaps_of(chunk)  # (start, end) of each padding, in payload elements
         # A home in another dtype than the parameters' cannot take payloads as they are.
         self._keeps_whole: Final = keeps_whole and chunk.gradient_dtype is chunk.dtype
@@ -434,14 +438,17 @@ class ChunkGradient:
     def resumes(self, backward: int) -> bool:
         """Whether a payload that backward number `backward` opens starts as the reduced gradient and is added to it.
 
-        Only one rank does so: autograd computes (a + b) + c, and a + (b + c) has other bits. For 16-bit gradients of
-        several micro-batches it is False: their sum is made in fp32 instead.
+        See `SumRule`.
         """
-        if not self.is_alone or self.reduced_state is not ReducedState.IN_SHARD:
+        if self.reduced_state is not ReducedState.IN_SHARD:
             return False
-        # Another piece of the same backward is added in the gradient's own dtype in any case, as by autograd.
-        rests_in_full = self.chunk.dtype.itemsize >= 4 and self.chunk.gradient_dtype is self.chunk.dtype
-        return rests_in_full or self.first_backward == backward
+        return self._sums.resumes or (self._sums.resumes_pieces and self.first_backward == backward)
+
+    @property
+    def may_write_home(self) -> bool:
+        """Whether gradients go to `whole` now, which then needs no slot. See `SumRule`."""
+        is_first = self.reduced_state is ReducedState.NONE
+        return self.whole is not None and (is_first or self._sums.adds_at_home)
 
     @property
     def is_behind(self) -> bool:
@@ -488,9 +495,5 @@ class ChunkGradient:
         self.expected = len(self.trained)
 
     def expect_what_came(self) -> None:
-        """Count later payloads as complete with what the step's first backward brought, which has just ended.
-
-        Otherwise parameters that are not used would keep every later one open until its backward ends.
-        """
-        # It is at least 1: `num_fired` would never be equal to 0 once a gradient has come.
-        self.expected = max(1, sum(self.got))
+        """Count later payloads as complete with what the step's first backward brought, which has just ended."""
+        self.expected = expected_after(sum(self.got))

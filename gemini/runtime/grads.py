@@ -14,8 +14,8 @@ from gemini.memory.memory import RankMemory
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
 from gemini.memory.transfer import Region, Scratch, ready, wait_on_host
 from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.gradient_rules import MAX_WAITING
 from gemini.placement.next_use import NextUse
-from gemini.placement.simulated_gradients import MAX_WAITING
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.arrivals import Arrivals, Waiting
 from gemini.runtime.binding import master_from_weights

@@ -16,6 +16,7 @@ from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, wait_unt
 from gemini.memory.transfer import Region, wait_on_stream
 from gemini.observe import Observer, OpenMove
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.gradient_rules import is_resident_for_good, may_stay
 from gemini.placement.next_use import TOUCHES_AHEAD, EvictionQueue, NextUse
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.binding import Binding
@@ -202,7 +203,7 @@ class PayloadSlots:
         victim = self._victims.first(self.pools[chunk.oversize], chunk.oversize)
         if victim is None:
             return None
-        if ahead and self._next_use.next_use(victim.index) <= self._next_use.next_use(chunk.index):
+        if ahead and not self._next_use.is_later(victim.index, chunk.index):
             return None
         slot = victim.slot
         assert slot is not None
@@ -569,9 +570,12 @@ def make_plain(chunks: Sequence[Chunk], params: ParamStore) -> None:
 def _is_at_home(chunk: Chunk) -> bool:
     """Whether the chunk is resident for good: a home that may be lent is not."""
     # Not `lends_home`, which is known only once gradients have their homes: training takes these later.
-    return chunk.state is ParamState.RESIDENT and not (chunk.may_lend_home and chunk.trainable)
+    at_home = chunk.state is ParamState.RESIDENT
+    return is_resident_for_good(
+        is_payload_at_home=at_home, may_lend_home=chunk.may_lend_home, is_trained=chunk.trainable
+    )
 
 
 def _may_stay(chunk: Chunk) -> bool:
-    # A home that may be lent leaves its slot at a reduction: see [Note: Lent payloads] in grad_homes.py.
-    return chunk.is_fine and chunk.own_slot is not None and not chunk.may_lend_home
+    has_own_slot = chunk.own_slot is not None
+    return may_stay(is_fine=chunk.is_fine, has_own_slot=has_own_slot, may_lend_home=chunk.may_lend_home)

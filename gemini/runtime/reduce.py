@@ -18,7 +18,7 @@ from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_hos
 from gemini.observe import OpenMove
 from gemini.placement.demand import Tier
 from gemini.placement.needs import largest_tile
-from gemini.placement.next_use import NextUse, PassKind, Phase, ReductionOrder
+from gemini.placement.next_use import NextUse, PassKind, Phase, ReductionOrder, Touch
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.grad_homes import GradHomes, GradMemory
@@ -431,7 +431,7 @@ class AccumulateAndReduce(Accumulation):
 
     def reset_order(self) -> None:
         """See `Accumulation`."""
-        self._order = ReductionOrder(list(self._memory.gradients))
+        self._order = ReductionOrder[Touch](list(self._memory.gradients))
 
     def begin_backward(self) -> None:
         """See `Accumulation`."""
