@@ -59,7 +59,7 @@ class Options(TypedDict, total=False):
     model_persistence_threshold: int | None
     max_live_parameters: int | None
     ignored_parameters: Collection[str]
-    max_prefetch: int
+    max_prefetch: int | None
     gradient_accumulation_steps: int | None
     reuse_fp16_shard: bool
     dtype: Weights
@@ -107,9 +107,10 @@ class Settings:
         ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.
-        max_prefetch: payloads that several ranks at stage 3 may gather at once before they are asked for. Each goes
-            into a slot that is free, or whose content is used later, so a plan has no memory for it. 0: every operator
-            waits for its own. One rank gathers nothing, whatever the number. Results do not change.
+        max_prefetch: payloads that may be on their way to the device at once before they are asked for: gathered from
+            other ranks, or copied from the host. Each goes into a slot that is free, or whose content is used later, so
+            a plan has no memory for it. 0: every operator waits for its own. None: 1 where ranks gather or the device
+            is an accelerator, on which copies run beside kernels; else 0. Results do not change.
         gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
             the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
@@ -158,7 +159,7 @@ class Settings:
     model_persistence_threshold: int | None = None
     max_live_parameters: int | None = None
     ignored_parameters: Collection[str] = ()
-    max_prefetch: int = 1
+    max_prefetch: int | None = None
     gradient_accumulation_steps: int | None = None
     reuse_fp16_shard: bool = False
     dtype: Weights = None
@@ -238,6 +239,17 @@ class Settings:
             widens=self.accumulate_dtype is None and weight.is_half,
         )
 
+    def prefetch_depth(self, world_size: int) -> int:
+        """`max_prefetch`, or its default on `world_size` ranks with this device."""
+        if self.max_prefetch is not None:
+            return self.max_prefetch
+        if self.device is None:
+            has_streams = torch.accelerator.is_available()
+        else:
+            has_streams = not isinstance(self.device, Emulation) and str(self.device) not in ("emulated", "cpu")
+        # Without streams a copy that starts earlier takes the time of the operator before, and none is saved.
+        return int(self.gathers(world_size) or has_streams)
+
     def shared(self) -> tuple[str, ...]:
         """`name=value` of each field that all ranks must have in common; these decide the order of collectives.
 
@@ -277,9 +289,10 @@ class Settings:
         steps = self.gradient_accumulation_steps
         if steps is not None and (not _is_int(steps) or steps < 1):
             raise ValueError(f"gradient_accumulation_steps must be a number of at least 1, or None, found {steps!r}")
-        if not _is_int(self.max_prefetch) or self.max_prefetch < 0:
-            raise (ValueError if _is_int(self.max_prefetch) else TypeError)(
-                f"max_prefetch must be a number of payloads, of at least 0, found {self.max_prefetch!r}"
+        most = self.max_prefetch
+        if most is not None and (not _is_int(most) or most < 0):
+            raise (ValueError if _is_int(most) else TypeError)(
+                f"max_prefetch must be a number of payloads, of at least 0, found {most!r}"
             )
         size = self.chunk_size
         if size is not None and not _is_int(size):

@@ -1,5 +1,10 @@
 """Copies between tiers: what a region's tickets make the host and streams wait for, and what waiting costs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
@@ -25,6 +30,14 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> CountingLane:
 
 def made() -> Transfer:
     return Transfer(torch.device("cpu"))
+
+
+@contextmanager
+def waits() -> Iterator[list[Any]]:
+    """Inside: the streams on which the events were recorded that streams wait for, in order."""
+    found: list[Any] = []
+    with mock.patch.object(Stream, "wait_event", lambda stream, event: found.append(event.recorded_on)):
+        yield found
 
 
 def test_on_a_device_without_streams_a_copy_is_done_at_once() -> None:
@@ -84,11 +97,30 @@ def test_parts_and_casts_share_the_tickets_of_the_whole(lane: CountingLane) -> N
     assert lane.num_waits == 1
 
 
-def test_kernels_of_the_stream_of_the_copy_need_not_wait(lane: CountingLane) -> None:
-    slot = region(Tier.DEVICE)
+def test_a_copy_runs_beside_kernels_that_do_not_wait_for_it(lane: CountingLane) -> None:
+    slot, kernels = region(Tier.DEVICE), lane.current
     made().copy(slot, region(Tier.HOST))
+    assert lane.current is kernels and kernels.waited_for == []
     wait_on_stream(slot)
-    assert lane.current.waited_for == [] and lane.num_waits == 0
+    assert [event.recorded_on is kernels for event in kernels.waited_for] == [False] and lane.num_waits == 0
+
+
+def test_a_copy_begins_behind_the_kernels_that_were_launched_before_it(lane: CountingLane) -> None:
+    """The slot may still be read by the last of them, and the gradient may still be written."""
+    with waits() as recorded:
+        made().copy(region(Tier.DEVICE), region(Tier.HOST))
+        made().copy(region(Tier.HOST), region(Tier.DEVICE))
+    assert recorded == [lane.current, lane.current]
+
+
+def test_the_two_directions_run_beside_each_other(lane: CountingLane) -> None:
+    slot, gradient, homes = region(Tier.DEVICE), region(Tier.DEVICE), [region(Tier.HOST) for _ in range(2)]
+    copies = made()
+    copies.copy(slot, homes[0])
+    copies.copy(homes[1], gradient)
+    copies.copy(slot, homes[0])
+    wait_on_stream(slot, gradient)
+    assert len({id(event.recorded_on) for event in lane.current.waited_for}) == 2
 
 
 def test_kernels_of_another_stream_wait_for_the_copy_and_the_host_does_not(lane: CountingLane) -> None:
@@ -105,16 +137,41 @@ def test_kernels_of_another_stream_wait_for_the_copy_and_the_host_does_not(lane:
 def test_a_copy_on_another_stream_is_behind_those_of_its_regions(lane: CountingLane) -> None:
     slot, home, copies = region(Tier.DEVICE), region(Tier.HOST), made()
     copies.copy(home, slot)
-    lane.current = Stream()
-    copies.copy(slot, home)
-    assert lane.current.waited_for, "the slot is still read, and the home is still written"
+    with waits() as waited_for:
+        copies.copy(slot, home)
+    assert None not in waited_for and len(waited_for) == 2, "the slot is still read, and the home is still written"
 
 
 def test_a_copy_of_what_another_copy_brings_is_behind_it(lane: CountingLane) -> None:
     slot, copies = region(Tier.DEVICE), made()
     copies.copy(slot, region(Tier.HOST))
-    lane.current = Stream()
-    copies.copy(region(Tier.HOST), slot)
+    with waits() as waited_for:
+        copies.copy(region(Tier.HOST), slot)
+    assert waited_for[0] is lane.current and waited_for[1] not in (None, lane.current)
+
+
+def test_one_wait_of_the_host_answers_for_the_other_direction_too(lane: CountingLane) -> None:
+    """Kernels waited for the payload, and the gradient left behind the kernels: the payload has come."""
+    slot, weights, gradient, home = (region(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE, Tier.HOST))
+    copies = made()
+    copies.copy(slot, weights)
+    wait_on_stream(slot)
+    copies.copy(home, gradient)
+    wait_on_host(home)
+    wait_on_host(weights)
+    assert lane.num_waits == 1
+    copies.copy(slot, weights)
+    copies.copy(home, gradient)
+    wait_on_host(home)
+    wait_on_host(weights)
+    assert lane.num_waits == 3, "no kernel has waited for the payload, so it may still be on its way"
+
+
+def test_a_stream_waits_for_a_copy_once(lane: CountingLane) -> None:
+    slot = region(Tier.DEVICE)
+    made().copy(slot, region(Tier.HOST))
+    wait_on_stream(slot)
+    wait_on_stream(slot)
     assert len(lane.current.waited_for) == 1
 
 

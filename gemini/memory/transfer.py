@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -111,39 +112,78 @@ class Region:
 # - Kernels and collectives read or write a device region that copies fill or empty after `wait_on_stream(region)`.
 # - A copy itself starts after the tickets of both of its regions, so copies need nothing from their callers.
 #
-# Today a copy runs on the stream that is current at the call, so `wait_on_stream` does nothing unless the user has
-# changed streams meanwhile. Callers keep the contract of many streams nevertheless: if copies get streams of their own,
-# no other file changes. `tests/harness/late_copies.py` has a device on which every copy is as late as its ticket
-# allows.
+# Each direction has a stream of its own, so that payloads come and gradients leave beside the kernels, and beside each
+# other: a GPU has one copy engine for each. A copy begins behind everything that was launched on the current stream
+# before it, because kernels tell nobody when they have read a slot. What hides it is launched after it: that is why
+# payloads are fetched an operator ahead. `tests/harness/late_copies.py` has a device on which every copy is as late as
+# its ticket allows.
+
+
+Clock = dict[torch.Stream, int]
+"""By stream: the number of its last copy that is known to come before something. Copies of a stream run in order."""
 
 
 class OnStream:
-    """Starts copies on the current stream of an accelerator. Events are reused."""
+    """Starts copies on streams of an accelerator, one for each direction. Events are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.done: dict[torch.Stream, int] = {}  # by stream: the last copy that the host knows is done
+        self.done: Clock = {}  # the host knows that these copies are done
         self.events: list[torch.Event] = []  # of tickets that were dropped
+        self._streams: dict[Tier, torch.Stream] = {}  # by the tier to which they copy
+        self._clocks: dict[torch.Stream, Clock] = {}  # by stream: the copies behind which it runs from now on
         self._numbers = count()
 
     def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> StreamTicket:
-        """Copy `source` to `to` once all of `behind` are done."""
-        for ticket in behind:
-            ticket.order()
-        to.flat.copy_(source.flat, non_blocking=True)
-        event = self.events.pop() if self.events else self.new_event()
-        stream = self.stream()
+        """Copy `source` to `to` once all of `behind`, and what the current stream was given so far, are done."""
+        kernels, stream = self.stream(), self._streams.get(to.tier)
+        if stream is None:
+            stream = self._streams[to.tier] = self.new_stream()
+        launched = self._event()
+        launched.record(kernels)
+        stream.wait_event(launched)
+        # The stream waits for what the event stands for now, so that it may be recorded again at once.
+        self.reuse(launched)
+        clock = self.clock(stream)
+        advance(clock, self.clock(kernels))
+        with stream:
+            for ticket in behind:
+                ticket.order()
+            to.flat.copy_(source.flat, non_blocking=True)
+        event, number = self._event(), next(self._numbers)
         event.record(stream)
-        return StreamTicket(self, stream, event, next(self._numbers))
+        clock[stream] = number
+        return StreamTicket(self, stream, event, number, dict(clock))
+
+    def __del__(self) -> None:
+        """The model is dropped: wait for its last copies, whose memory is about to be freed."""
+        # No later copy of another model waits for these, because streams belong to one model.
+        if not sys.is_finalizing():
+            for stream in getattr(self, "_streams", {}).values():
+                stream.synchronize()
+
+    def clock(self, stream: torch.Stream) -> Clock:
+        """The copies behind which the stream runs from now on. To be advanced where it is told to wait."""
+        return self._clocks.setdefault(stream, {})
 
     def reuse(self, event: torch.Event) -> None:
         """Record a later copy with this event: its ticket was dropped, so nobody can wait for it any more."""
         # A ticket may die in any thread and at any moment. `append` is one operation, so it needs no lock.
         self.events.append(event)
 
+    def _event(self) -> torch.Event:
+        # One operation, since a thread may take the last event between a look and a `pop`.
+        try:
+            return self.events.pop()
+        except IndexError:
+            return self.new_event()
+
     def stream(self) -> torch.Stream:
         """The current stream of this thread."""
         return torch.accelerator.current_stream(self.device)
+
+    def new_stream(self) -> torch.Stream:
+        return torch.Stream(self.device)
 
     def new_event(self) -> torch.Event:
         return torch.Event(self.device)
@@ -152,31 +192,41 @@ class OnStream:
 class StreamTicket:
     """An event recorded after a copy. Once the ticket is dropped nobody can wait for the event, so it is reused."""
 
-    __slots__ = ("_event", "_lane", "_stream", "number")
+    __slots__ = ("_clock", "_event", "_lane", "_stream", "number")
 
-    def __init__(self, lane: OnStream, stream: torch.Stream, event: torch.Event, number: int) -> None:
-        self._lane, self._stream, self._event, self.number = lane, stream, event, number
+    def __init__(self, lane: OnStream, stream: torch.Stream, event: torch.Event, number: int, clock: Clock) -> None:
+        """clock: the copies that are done when this one is, itself included."""
+        self._lane, self._stream, self._event, self.number, self._clock = lane, stream, event, number, clock
 
     def wait(self) -> None:
         done = self._lane.done
-        # Copies of a stream finish in order, so one wait answers for all earlier tickets.
+        # One wait answers for all copies behind which this one began.
         if done.get(self._stream, -1) < self.number:
             self._event.synchronize()
-            done[self._stream] = self.number
+            advance(done, self._clock)
 
     def order(self) -> None:
         # A copy that the host has waited for is over.
         if self._lane.done.get(self._stream, -1) < self.number:
             stream = self._lane.stream()
-            # Work on one stream runs in order already.
-            if stream != self._stream:
+            clock = self._lane.clock(stream)
+            # Work on one stream runs in order already, and a stream waits for a copy once.
+            if stream != self._stream and clock.get(self._stream, -1) < self.number:
                 stream.wait_event(self._event)
+                advance(clock, self._clock)
 
     def implies(self, earlier: Ticket) -> bool:
-        return isinstance(earlier, StreamTicket) and earlier._stream == self._stream and earlier.number <= self.number
+        return isinstance(earlier, StreamTicket) and earlier.number <= self._clock.get(earlier._stream, -1)
 
     def __del__(self) -> None:
         self._lane.reuse(self._event)
+
+
+def advance(clock: Clock, other: Clock) -> None:
+    """Add to `clock` what `other` comes after."""
+    for stream, number in other.items():
+        if clock.get(stream, -1) < number:
+            clock[stream] = number
 
 
 def lane_of(device: torch.device) -> OnStream | None:

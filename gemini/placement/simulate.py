@@ -120,9 +120,7 @@ class SimulatedPayloads:
         self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # chunks in slots of the pools, by size
         # One queue for each size of slots: a chunk only makes room for one of its own size.
         self._queues = EvictionQueue(self.next_use, self._may_leave), EvictionQueue(self.next_use, self._may_leave)
-        # Only gathers are started ahead. A copy from the host runs in order with the kernels, so an earlier start would
-        # save nothing.
-        self.max_prefetch = 0 if all(whole) else plan.settings.max_prefetch
+        self.max_prefetch = plan.settings.prefetch_depth(plan.world_size)
         self._ahead: dict[int, None] = {}  # chunks on their way, into kept slots or slots of a pool
 
     @property
@@ -179,7 +177,7 @@ class SimulatedPayloads:
         self._arrive(chunk)
 
     def to_gather(self) -> Iterator[int]:
-        """The chunks to gather ahead, as long as a slot is free for the next one. Nothing on one rank.
+        """The chunks to fetch ahead, as long as a slot is free for the next one.
 
         The caller starts each with `gather_ahead` before it asks for the next, which changes the free slots.
         """

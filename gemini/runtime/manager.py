@@ -107,8 +107,8 @@ class ChunkManager:
         self.optimizer: OptimizerPart | None = None
         self.background = Background()
         binding = Binding(self.chunks, memory, released_class)
-        max_prefetch = plan.settings.max_prefetch
-        self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, max_prefetch)
+        depth = plan.settings.prefetch_depth(plan.world_size)
+        self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, depth)
         # The numbers of slots are set here. Their memory is taken at the first use, see `Payloads.take_room`.
         memory.slots.open(demand.slot_bytes, placement.num_slots)
         # ZeRO divides gradients over ranks from stage 2 on.

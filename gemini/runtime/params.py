@@ -318,10 +318,9 @@ class PayloadSlots:
 
 # -- Fetch: brings a chunk's payload into a slot, from this rank's home and the other ranks'.
 #
-# Several ranks start to gather payloads a few touches before they are used (`Settings.max_prefetch` says how many), as
-# long as the pass is predicted. One rank does not prefetch from the host: its copies run in order with its kernels, so
-# it would wait for them earlier and no shorter. Which slot a chunk gets, and which chunk leaves for it, says
-# `PayloadSlots`.
+# Payloads are prefetched a few touches before they are used (`Settings.max_prefetch` says how many), as long as the
+# pass is predicted: their gather, or their copy from the host, runs beside the kernels of the operators before. Which
+# slot a chunk gets, and which chunk leaves for it, says `PayloadSlots`.
 
 
 class ParamStore:
@@ -336,7 +335,7 @@ class ParamStore:
         observer: Observer,
         max_prefetch: int,
     ) -> None:
-        """max_prefetch: payloads that may be gathered ahead at once, if any are gathered."""
+        """max_prefetch: payloads that may be on their way at once before they are asked for."""
         self.chunks = chunks
         self.memory = memory
         self.device, self.host = memory.device, memory.host
@@ -349,7 +348,8 @@ class ParamStore:
         self.in_step = False  # a forward runs: operators may find their parameters plain
         self.slot_by_storage: dict[int, Slot] = {}
         self.resident_by_storage: dict[int, Chunk] = {}  # homes that are payloads
-        self.ahead = Ahead(max_prefetch if any(chunk.home_layout.world_size > 1 for chunk in chunks) else 0)
+        self.ahead = Ahead(max_prefetch)
+        self._at_home: frozenset[int] = frozenset()  # chunks whose home is their payload: they need no slot
         self.observer = observer
 
     def note_forward(self, runs: bool) -> None:
@@ -360,7 +360,8 @@ class ParamStore:
         """Chunks have new homes, and none is in a slot."""
         self.next_use.note_trained({chunk.index for chunk in self.chunks if chunk.trainable})
         self.slot_by_storage.clear()
-        at_home = ((chunk.payload, chunk) for chunk in self.chunks if chunk.payload is not None)
+        at_home = [(chunk.payload, chunk) for chunk in self.chunks if chunk.payload is not None]
+        self._at_home = frozenset(chunk.index for _, chunk in at_home)
         self.resident_by_storage.clear()  # not another dict: saved tensors look up in this one
         self.resident_by_storage.update((payload.untyped_storage()._cdata, chunk) for payload, chunk in at_home)
 
@@ -419,7 +420,7 @@ class ParamStore:
             if self.ahead.is_full:
                 return
             chunk = self.chunks[index]
-            if chunk.payload is not None or index in self.ahead:
+            if chunk.payload is not None or index in self.ahead or index in self._at_home:
                 continue
             with untracked():
                 slot = self.slots.free_slot(chunk, ahead=True)
@@ -428,7 +429,7 @@ class ParamStore:
             yield chunk, slot
 
     def fetch_ahead(self, chunk: Chunk, slot: Slot) -> None:
-        """Start to gather a chunk that `slots_ahead` named. Collective."""
+        """Start to fetch a chunk that `slots_ahead` named. Collective where parameters are sharded."""
         with untracked():
             self.ahead.add(self._depart(chunk, slot, self.ahead.free_lane(), "prefetch"))
 

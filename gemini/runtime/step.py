@@ -219,7 +219,10 @@ class Payloads:
         return self.params.open_own_part(chunk)
 
     def fetch_ahead(self) -> None:
-        """Start to gather what will be used next, as far as slots are free before it is used. Collective."""
+        """Start to fetch what will be used next, as far as slots are free before it is used.
+
+        Collective where parameters are sharded.
+        """
         if not self.params.ahead.most:
             return
         for chunk, slot in self.params.slots_ahead():

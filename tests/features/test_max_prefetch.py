@@ -1,7 +1,8 @@
-"""`max_prefetch`: the payloads that several ranks gather before they are asked for. It decides no bit and no memory."""
+"""`max_prefetch`: the payloads that are fetched before they are asked for. It decides no bit and no memory."""
 
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
+from tests.harness import late_copies
 from tests.harness.on_ranks import on_ranks
 from tests.zoo import mlp
 
@@ -77,10 +79,22 @@ def test_as_many_payloads_are_on_their_way_as_the_user_allows(rank: int, world_s
 
 
 @on_ranks(1, 2)
-def test_a_model_that_gathers_nothing_ahead_does_not_look_ahead(rank: int, world_size: int) -> None:
-    """One rank, a stage without parameters of other ranks, or a user who does not want it."""
-    options: dict[str, Any] = {"max_prefetch": 4} if world_size == 1 else {"max_prefetch": 0}
-    for more in (options, {"max_prefetch": 4, "stage": 2}):
+def test_payloads_come_from_the_host_before_they_are_asked_for(rank: int, world_size: int) -> None:
+    """Nothing is gathered here: every rank holds the parameters whole. Copies are as late as their tickets allow."""
+    found, stage = [], {"stage": 1} if world_size > 1 else {}
+    for most, are_late in itertools.product((0, 1, 4), (False, True)):
+        with late_copies.installed() if are_late else nullcontext():
+            model, optimizer = wrap("slots change hands", max_prefetch=most, **stage)
+            trained = mlp.train_while(model, optimizer, rank)
+            assert (model.observer.counts["prefetch"] > 0) == (most > 0)
+            found.append((trained, model.chunk_manager.memory.device.ledger.peak_bytes))
+    assert found.count(found[0]) == len(found)
+
+
+@on_ranks(1, 2)
+def test_a_model_that_fetches_nothing_ahead_does_not_look_ahead(rank: int, world_size: int) -> None:
+    """A user who does not want it; by default where copies take turns with kernels, and nothing is gathered."""
+    for more in ({"max_prefetch": 0}, {"stage": 2}):
         model, optimizer = mlp.sharded("smallest", **more)
         with mock.patch.object(NextUse, "coming", side_effect=AssertionError):
             mlp.train_while(model, optimizer, rank)

@@ -12,12 +12,24 @@ from gemini.memory.transfer import OnStream
 
 @dataclass(eq=False)
 class Stream:
-    """Notes the events that it was told to wait for."""
+    """Notes the events that it was told to wait for. As a context it is its lane's current stream."""
 
+    lane: CountingLane | None = None
     waited_for: list[Any] = field(default_factory=list)
+
+    def synchronize(self) -> None:
+        """Copies are made at once."""
 
     def wait_event(self, event: Event) -> None:
         self.waited_for.append(event)
+
+    def __enter__(self) -> None:
+        assert self.lane is not None
+        self.outer, self.lane.current = self.lane.current, self
+
+    def __exit__(self, *error: object) -> None:
+        assert self.lane is not None
+        self.lane.current = self.outer
 
 
 @dataclass(eq=False)
@@ -35,7 +47,7 @@ class Event:
 
 
 class CountingLane(OnStream):
-    """Copies on `current`, which a test may change."""
+    """Kernels run on `current`, which a test may change."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -45,6 +57,9 @@ class CountingLane(OnStream):
 
     def stream(self) -> Any:
         return self.current
+
+    def new_stream(self) -> Any:
+        return Stream(self)
 
     def new_event(self) -> Any:
         self.num_events += 1

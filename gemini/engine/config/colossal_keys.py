@@ -80,7 +80,7 @@ _PLUGIN_KEYS = [
     Key(f"{_PLUGIN}.max_norm", Number, MappedTo("clip_grad_norm", lambda norm: norm or None, "0: no clipping")),
     Key(f"{_PLUGIN}.norm_type", Number, Refused("configs clip by the 2-norm; clip_grad_norm_() has inf, too", (2.0,))),
     Key(f"{_PLUGIN}.enable_gradient_accumulation", bool, NoEffect("micro-batches are added up in any case")),
-    Key(f"{_PLUGIN}.max_prefetch", Count, MappedTo("max_prefetch", note="without it 1; results do not change")),
+    Key(f"{_PLUGIN}.max_prefetch", Count, MappedTo("max_prefetch", note="results do not change")),
     Key(f"{_PLUGIN}.warmup_non_model_data_ratio", Number, _BUDGET),
     Key(f"{_PLUGIN}.steady_cuda_cap_ratio", Number, _BUDGET),
     *(

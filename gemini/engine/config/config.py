@@ -309,8 +309,8 @@ class Config(_ConfigPart):
     """Elements that such parameters have in all, at most. None: no bound."""
     max_live_parameters: Annotated[int | None, Setting] = None
     """Elements that are gathered, or fetched from the host, at any instant, at most. None: the budget decides."""
-    max_prefetch: Annotated[int, Setting] = 1
-    """Payloads that several ranks may gather at once before they are asked for. 0: none."""
+    max_prefetch: Annotated[int | None, Setting] = None
+    """Payloads that may be on their way at once before they are asked for. None: 1, or 0 where copies take turns."""
     ignored_parameters: Annotated[Collection[str], Setting] = ()
     """Names of parameters, as "head.*", that are left alone: in no chunk, not reduced; their optimizer is another."""
     dtype: Annotated[Weights, Setting] = None

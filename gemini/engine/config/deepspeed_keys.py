@@ -56,8 +56,7 @@ ZERO = [
         "zero_optimization.overlap_comm",
         bool,
         NoEffect(
-            "several ranks always reduce the last chunk and gather the next ones while others compute; on one rank "
-            "copies between device and host and the computation take turns"
+            "the last chunk is always reduced, and the next ones gathered or copied from the host, while others compute"
         ),
     ),
     Key("zero_optimization.load_from_fp32_weights", bool, MappedTo("load_from_fp32_weights")),
@@ -70,7 +69,7 @@ ZERO = [
         MappedTo(
             "max_prefetch",
             lambda numel: None if numel else 0,
-            "0: nothing is gathered ahead. Any other number of elements: the next chunk is, where no chunk that is "
+            "0: nothing is fetched ahead. Any other number of elements: the next chunk is, where no chunk that is "
             "needed earlier has to leave for it",
         ),
         ("stage3_prefetch_bucket_size",),

@@ -255,10 +255,11 @@ void queue_to_device(c10::Stream stream, const at::Tensor& target, const at::Ten
 void queue_to_host(c10::Stream stream, const at::Tensor& target, const at::Tensor& source) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     reach_device(key_of(stream), queues[key_of(stream)].number);
-    // What earlier copies of this stream read may be written by a later one.
+    // What earlier copies read may be written by a later one, on this stream or on one that waited for them.
     HostMemory host(target);
-    for (auto& work : queues[key_of(stream)].work)
-        if (work.host.overlaps(host)) verify(work);
+    for (auto& [_, queue] : queues)
+        for (auto& work : queue.work)
+            if (work.reached_device && work.host.overlaps(host)) verify(work);
     auto brought = source.to(target.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     std::memset(target.mutable_data_ptr(), 0xFF, target.nbytes());
     append(key_of(stream), {Work::TO_HOST, host, {}, std::move(brought)});
