@@ -1,7 +1,7 @@
 """Copies between tiers: what a region's tickets make the host and streams wait for, and what waiting costs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gemini.memory import transfer
+from gemini.memory.memory import HostSums
 from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Tier
 from tests.harness import late_copies
@@ -257,3 +258,45 @@ def test_a_copy_without_the_tickets_of_its_memory_is_found() -> None:
         stranger = Region(Tier.DEVICE, slot.flat)
         with pytest.raises(AssertionError, match="is not behind one that uses the same memory"):
             copies.copy(region(Tier.HOST), stranger)
+
+
+# -- sums on the host
+
+
+def test_an_addition_waits_for_its_copy_when_the_sum_is_read(lane: CountingLane) -> None:
+    sums, total = HostSums(made(), pins=False), region(Tier.HOST, 1.0)
+    sums.put(total, region(Tier.DEVICE, 2.0), replaces=False)
+    assert lane.num_waits == 0
+    assert ready(total).tolist() == [3.0] * NUMEL
+    assert lane.num_waits == 1
+    assert ready(total).tolist() == [3.0] * NUMEL, "it is added once"
+
+
+def test_additions_are_made_in_their_order_however_many_wait() -> None:
+    """0.1 + 0.2 + 0.3 has other bits than 0.3 + 0.2 + 0.1."""
+    with late_copies.installed():
+        sums, totals = HostSums(made(), pins=False), [region(Tier.HOST, dtype=torch.float64) for _ in range(3)]
+        addends = [[region(Tier.DEVICE, value, torch.float64) for _ in totals] for value in (0.1, 0.2, 0.3)]
+        for round_ in addends:
+            for total, addend in zip(totals, round_, strict=True):
+                sums.put(total, addend, replaces=round_ is addends[0])
+        assert [ready(total).tolist() for total in totals] == [[0.1 + 0.2 + 0.3] * NUMEL] * 3
+
+
+def test_a_copy_of_a_sum_has_all_that_was_added() -> None:
+    for context in (nullcontext, late_copies.installed):
+        with context():
+            transfer_ = made()
+            sums, total, slot = HostSums(transfer_, pins=False), region(Tier.HOST, 1.0), region(Tier.DEVICE)
+            addend = region(Tier.DEVICE, 2.0)
+            sums.put(total, addend, replaces=False)
+            transfer_.copy(slot, total)
+            wait_on_stream(slot)
+            assert slot.flat.tolist() == [3.0] * NUMEL
+
+
+def test_parts_of_a_sum_share_its_tickets() -> None:
+    sums, total = HostSums(made(), pins=False), region(Tier.HOST, 1.0)
+    for part in (slice(0, 4), slice(4, 8)):
+        sums.put(total[part], region(Tier.DEVICE, 2.0)[part], replaces=part.start == 0)
+    assert ready(total).tolist() == [2.0] * 4 + [3.0] * 4

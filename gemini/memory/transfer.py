@@ -256,6 +256,9 @@ class Transfer:
             # Copies are done at once here, but a thread may still read what is about to be overwritten: see
             # [Note: In the background] in checkpoint/saving.py.
             wait_on_host(to)
+            # A sum on the host may still be made: see `HostSum`.
+            if source.tickets.write is not None:
+                source.tickets.write.wait()
             to.flat.copy_(source.flat)
             return None
         # Reads may overlap: the copy waits for the source's last write only, but for every pending use of its target.

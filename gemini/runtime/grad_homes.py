@@ -8,7 +8,7 @@ import torch
 
 from gemini.errors import BudgetError
 from gemini.log import warn_at_script
-from gemini.memory.memory import RankMemory
+from gemini.memory.memory import HostSums, RankMemory
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SharedStorage, Slot
 from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
@@ -283,12 +283,13 @@ def _zero_unwritten(gradient: ChunkGradient, are_left: bool = False) -> None:
 class GradHomes:
     """The reduced gradients of all trainable chunks of one model. All of it is local."""
 
-    def __init__(self, gradients: dict[int, ChunkGradient], params: ParamStore) -> None:
-        """gradients: by chunk index. The dict has other chunks once others are trained."""
+    def __init__(self, gradients: dict[int, ChunkGradient], params: ParamStore, pins: bool) -> None:
+        """gradients: by chunk index. The dict has other chunks once others are trained. pins: see `HostSums`."""
         self._gradients = gradients
         self._params = params
         self._memory = params.memory
         self.transfer = params.memory.transfer
+        self.sums = HostSums(self.transfer, pins)
         self._lendable: list[Chunk] = []
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
         self._lending = LendingHistory()
@@ -344,11 +345,7 @@ class GradHomes:
         elif target.tier is Tier.DEVICE:
             ready(target).add_(reduced.flat)
         else:
-            # The host adds: the sum so far never travels to the device.
-            staging = Region(Tier.HOST, torch.empty(target.numel, dtype=reduced.dtype, device="cpu"))
-            self.transfer.copy(staging, reduced)
-            wait_on_host(staging, target)
-            target.flat.add_(staging.flat)
+            self.sums.put(target, reduced, replaces=False)
 
     def fill(self, gradient: ChunkGradient, backward: int) -> None:
         """Give the chunk a gradient of zeros, as if backward number `backward` had made it, unless it has one.

@@ -227,8 +227,9 @@ class Leftovers:
         gradient.count_write()
         if gradient.unsynced_state is UnsyncedState.HELD:
             assert gradient.unsynced is not None
+            unsynced = ready(gradient.unsynced)
             for managed in some:
-                gradient.unsynced.flat[managed.offset : managed.offset + managed.numel].zero_()
+                unsynced[managed.offset : managed.offset + managed.numel].zero_()
         if not gradient.is_reduced:
             return
         # Autograd adds to an attached home, and -0.0 is the only zero that changes no bit of a gradient.

@@ -118,7 +118,9 @@ class ChunkManager:
             if chunk.trainable:
                 grad_memory.add(chunk)
         # The store for homes shares the dict of gradients, which changes when other chunks are trained.
-        homes = GradHomes(grad_memory.gradients, self.params)
+        # Pinning waits for the device, which on several ranks may wait for a collective that waits for this rank.
+        pins = communicator.world_size == 1 and memory.device.device.type != "cpu"
+        homes = GradHomes(grad_memory.gradients, self.params, pins)
         scratch = Scratch(memory.device, demand.scratch_bytes)
         self.training = TrainingState(self.chunks, memory, grad_memory)
         self.training.follow(demand, placement, plan.infers)

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gemini.memory.memory import HostSums
 from gemini.memory.modes import untracked
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
 from gemini.observe import OpenMove
@@ -318,26 +319,23 @@ def in_tile(piece: Piece, start: int) -> slice:
 # follows from the backwards that all ranks run.
 
 
-def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory) -> None:
+def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory, sums: HostSums) -> None:
     """Add an open local gradient of backward number `backward` to the chunk's sum on the host. Local."""
     chunk, all_memory = gradient.chunk, memory.memory
     # The gradient may have been spilled: bring it back into a slot.
     memory.open(gradient, backward)
     assert gradient.payload is not None
     memory.complete(gradient)
-    # The host adds, in fp32: the sum never travels to the device before it is reduced.
-    local = Region(Tier.HOST, torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu"))
-    all_memory.transfer.copy(local, gradient.payload)
     total = gradient.unsynced
     if total is None:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
         total = all_memory.allocate(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
         gradient.unsynced = total
-    if gradient.unsynced_state is UnsyncedState.HELD:
-        ready(total).add_(ready(local))
-    else:
-        # The memory is kept from step to step: the first gradient of a step overwrites an old sum.
-        ready(total).copy_(ready(local))
+    # The host adds, in fp32: the sum never travels to the device before it is reduced. Its memory is kept from step to
+    # step: the first gradient of a step overwrites an old sum.
+    is_first = gradient.unsynced_state is not UnsyncedState.HELD
+    sums.put(total, gradient.payload, replaces=is_first)
+    if is_first:
         gradient.become_unsynced(UnsyncedState.HELD)
     memory.close(gradient)
 
@@ -377,7 +375,7 @@ def _fill(gradient: ChunkGradient, transfer: Transfer, rows: Region, start: int,
         for piece in pieces_within(chunk.layout.slices(rank), start, numel):
             part = gradient.unsynced[piece.in_payload]
             if part.dtype is not rows.dtype:
-                part = Region(Tier.HOST, part.flat.to(rows.dtype))
+                part = Region(Tier.HOST, ready(part).to(rows.dtype))
                 casts.append(part)
             transfer.copy(row[in_tile(piece, start)], part)
     wait_on_host(*casts)  # the casts are dropped at return
@@ -502,7 +500,7 @@ class AccumulateAndReduce(Accumulation):
                 # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as
                 # one.
                 if gradient.is_open:
-                    keep_unsynced(gradient, backward, self._memory)
+                    keep_unsynced(gradient, backward, self._memory, self._homes.sums)
                 reduce_unsynced(gradient, backward, self._homes, self._scratch, self._communicator)
                 return
             # A rank without a gradient of this chunk takes part all the same: `open` gives it a payload, and `complete`
@@ -602,7 +600,7 @@ class AccumulateAndReduce(Accumulation):
         if not self.synchronizes:
             for gradient in gradients:
                 if gradient.is_open:
-                    keep_unsynced(gradient, backward, self._memory)
+                    keep_unsynced(gradient, backward, self._memory, self._homes.sums)
                 # Other ranks may have left something: this rank takes part in its reduction later, with zeros.
                 elif not gradient.is_behind:
                     gradient.become_unsynced(UnsyncedState.ELSEWHERE)

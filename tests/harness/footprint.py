@@ -1,4 +1,4 @@
-"""Counts what a training step enters of this project: files, their lines, calls of Python functions, and depth.
+"""Counts what a training step enters of this project: files, functions' lines, calls, and depth.
 
 It also draws the step as a tree of the calls that a reader should know, which docs/architecture.md shows.
 """
@@ -78,7 +78,7 @@ SHOWN = {
 
 class Footprint(NamedTuple):
     files: int  # that a call enters
-    lines: int  # of these files, all of them
+    lines: int  # of the functions that are entered
     calls: int
     depth: int  # the largest number of our functions that run at once, each called by another
 
@@ -114,15 +114,17 @@ def entered_by(function: Callable[[], Any]) -> list[Entry]:
 
 
 @cache
-def lines_of(file: str) -> int:
-    return len(Path(file).read_text().splitlines())
+def lines_of(code: CodeType) -> int:
+    """Lines of a function, from its first decorator to its last statement."""
+    return max(line for *_, line in code.co_lines() if line is not None) - code.co_firstlineno + 1
 
 
 def footprint(calls: Sequence[Entry], num_times: int = 1) -> Footprint:
     """Of entries in their order; those of several equal jobs are divided among them."""
     files = {entry.code.co_filename for entry in calls}
     depth = max(entry.depth for entry in calls) - min(entry.depth for entry in calls) + 1
-    return Footprint(len(files), sum(map(lines_of, files)), round(len(calls) / num_times), depth)
+    lines = sum(map(lines_of, {entry.code for entry in calls}))
+    return Footprint(len(files), lines, round(len(calls) / num_times), depth)
 
 
 def calls_of(names: Sequence[str], entries: Sequence[Entry]) -> list[list[Entry]]:

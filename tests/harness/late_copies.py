@@ -114,6 +114,9 @@ class LateLane:
         self.num_late = 0
 
     def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> LateCopy:
+        for each in behind:
+            if not isinstance(each, LateCopy):  # a thread, or a sum that the host makes
+                each.order()
         self.copies = [each for each in self.copies if not each.is_over]
         for each in self.copies:  # a temporary that died is found while there is a model to blame
             each.check_owners()

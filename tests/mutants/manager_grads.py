@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches are not added",
-        "GradHomes.put",
+        "HostSum.wait",
         "target.flat.add_",
         "target.flat.copy_",
         HALF,
@@ -282,8 +282,8 @@ MUTANTS = [
     ),
     Mutant(
         "a micro-batch is added before it has arrived",
-        "GradHomes.put",
-        "wait_on_host(staging, target)",
+        "HostSum.wait",
+        "wait_on_host(self._addend)",
         "",
         "tests/features/test_late_copies.py",
     ),
