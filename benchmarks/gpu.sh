@@ -15,7 +15,7 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results/gpu}
 mkdir -p "$OUT"
 CASES=$OUT/cases.jsonl LOG=$OUT/log.txt
-rm -f "$CASES" "$LOG" "$OUT/profile.txt" "$OUT/table.txt" "$OUT"/tests*.txt
+rm -f "$CASES" "$LOG" "$OUT"/profile*.txt "$OUT"/profile*.json "$OUT/table.txt" "$OUT"/tests*.txt
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 DEVICE=(--device cuda)
 [ -n "${TINY:-}" ] && DEVICE=(--device cpu --tiny)
@@ -99,8 +99,9 @@ run_case "ours 1.3B" 60 "ours" 1.3B '{}' --profile-to "$OUT/profile.txt"
 run_case "plain autocast 1.3B" 40 "plain autocast" 1.3B '{}'
 run_case "FSDP2 1.3B" 40 "FSDP2" 1.3B '{}'
 run_case "FSDP2 offload 1.3B" 45 "FSDP2 + CPUOffloadPolicy" 1.3B '{"offload": true}'
-run_case "ours on the host 1.3B" 45 "ours" 1.3B "$ON_HOST"
-run_case "ours 7B in $BIG_MEMORY" 170 "ours" 7B "{$HOST, \"device_memory\": \"$BIG_MEMORY\"}" --warm-up 2 --steps 3
+run_case "ours on the host 1.3B" 45 "ours" 1.3B "$ON_HOST" --profile-to "$OUT/profile_host.txt"
+run_case "ours 7B in $BIG_MEMORY" 170 "ours" 7B "{$HOST, \"device_memory\": \"$BIG_MEMORY\"}" --warm-up 2 --steps 3 \
+  --profile-to "$OUT/profile_big.txt"
 run_case "ours 3B" 60 "ours" 3B '{}' --steps 4
 run_case "FSDP2 3B" 60 "FSDP2" 3B '{}' --steps 4
 run_case "plain autocast 3B" 60 "plain autocast" 3B '{}' --steps 4

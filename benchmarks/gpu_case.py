@@ -23,7 +23,7 @@ import psutil
 import torch
 import typer
 
-from benchmarks import case_file
+from benchmarks import case_file, overlap
 from benchmarks.gpu_systems import SYSTEMS, Training
 from benchmarks.llama import SIZES, Size
 
@@ -122,8 +122,8 @@ def measure(case: Case, training: Training, size: Size, memory: Memory, warm_up:
     }
 
 
-def profile(training: Training, size: Size, memory: Memory, path: Path) -> None:
-    """The operations that took longest in one more step."""
+def profile(training: Training, size: Size, memory: Memory, path: Path) -> overlap.Overlap:
+    """Write the operations that took longest in one more step, and its trace beside them. What ran beside what."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if memory.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -134,7 +134,12 @@ def profile(training: Training, size: Size, memory: Memory, path: Path) -> None:
         memory.synchronize()
     averages = recorded.key_averages()
     orders = ["self_cpu_time_total", *(["self_cuda_time_total"] if memory.is_cuda else [])]
-    path.write_text("\n".join(averages.table(sort_by=order, row_limit=25) for order in orders))
+    trace = path.with_name(f"{path.stem}_trace.json")
+    recorded.export_chrome_trace(str(trace))
+    found = overlap.read(trace)
+    tables = (averages.table(sort_by=order, row_limit=25) for order in orders)
+    path.write_text("\n".join([found.in_words(), *tables]))
+    return found
 
 
 def _facts(training: Training) -> dict[str, Any]:
@@ -214,7 +219,7 @@ def run(case: Case, size: Size, device: torch.device, warm_up: int, steps: int, 
     case.entry |= _facts(training)
     if profile_to is not None and not case.late(2 * case.entry["step_s"] + 10):
         case.phase("profile")
-        profile(training, size, memory, profile_to)
+        case.entry["overlap_ms"] = profile(training, size, memory, profile_to)._asdict()
     training.close()
 
 

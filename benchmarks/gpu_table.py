@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import case_file
+from benchmarks import case_file, overlap
 
 COLUMNS = ("case", "steps", "step ms", "fwd+bwd ms", "optimizer ms", "tokens/s", "TFLOP/s", "device peak", "host")
 
@@ -38,6 +38,9 @@ def main(path: Annotated[Path, typer.Argument(help="The file of JSON lines.")]) 
     for entry in entries.values():
         table.add_row(*row(entry))
     console.print(table)
+    for name, entry in entries.items():
+        if "overlap_ms" in entry:
+            console.print(escape(f"{name}, one profiled {overlap.Overlap(**entry['overlap_ms']).in_words()}"))
     for system, holds in {entry["system"]: entry["holds"] for entry in entries.values() if "holds" in entry}.items():
         console.print(f"[bold]{system}[/bold] holds (bytes a parameter): {holds}")
     for entry in entries.values():

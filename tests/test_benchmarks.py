@@ -12,7 +12,7 @@ import torch
 import typer
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import case_file, gpu_table, streams
+from benchmarks import case_file, gpu_table, overlap, streams
 from benchmarks.bytes_per_parameter import Line
 from benchmarks.deepspeed_adam import DeepSpeedAdam, DeepSpeedFailed
 from benchmarks.launch import ROOT, RankFailed, run_ranks
@@ -291,3 +291,31 @@ def test_the_gpus_model_is_known_to_checkpoint_its_blocks() -> None:
     without = most_activations(model, [tokens])
     assert bound is not None and without is not None
     assert bound < 0.6 * without
+
+
+def _event(category: str, name: str, begin: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": end - begin}
+
+
+def test_what_ran_beside_what_is_read_from_a_trace(tmp_path: Path) -> None:
+    events = [
+        _event("user_annotation", "step", 0, 10_000),
+        _event("kernel", "gemm", 1_000, 4_000),
+        _event("kernel", "gemm", 3_000, 5_000),  # on another stream
+        _event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 4_000, 6_000),
+        _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 5_500, 7_000),
+        _event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 8_000, 9_000),  # crosses no link
+        {"ph": "i", "name": "an instant", "ts": 20_000},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = overlap.read(path)
+    assert found == overlap.Overlap(10.0, 4.0, 2.0, 1.5, 1.0, 2.0, 4.0)
+    assert "copies beside kernels 1.0 (33.3%), exposed 2.0; device idle 4.0" in found.in_words()
+
+
+def test_a_trace_without_a_step_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": []}))
+    done = run("benchmarks.overlap", str(path))
+    assert done.returncode == 1 and "no event that lasts" in done.stderr

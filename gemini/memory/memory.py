@@ -118,19 +118,19 @@ class HostSums:
         """pins: the buffers are pinned, so that a copy to them lets the host go on."""
         self._transfer = transfer
         self._pins = pins
-        self._buffers: list[Region | None] = [None, None]
+        self._staging: list[Region | None] = [None, None]
         self._pending: list[HostSum | None] = [None, None]
         self._next = 0
 
     def put(self, target: Region, addend: Region, replaces: bool) -> None:
         """Add `addend`, on the device, to `target`, or set it if `replaces`, at the latest when `target` is used."""
         number, self._next = self._next, 1 - self._next
-        before, buffer = self._pending[number], self._buffers[number]
+        before, buffer = self._pending[number], self._staging[number]
         if before is not None:
             before.wait()
         if buffer is None or buffer.nbytes < addend.nbytes:
             memory = torch.empty(addend.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pins)
-            buffer = self._buffers[number] = Region(Tier.HOST, memory)
+            buffer = self._staging[number] = Region(Tier.HOST, memory)
         staged = buffer[: addend.nbytes].view(addend.dtype)
         self._transfer.copy(staged, addend)
         self._pending[number] = HostSum(target, staged, replaces)
