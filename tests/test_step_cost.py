@@ -7,7 +7,10 @@ import torch
 
 from gemini import ShardedModel, ShardedOptimizer, state_hash
 from gemini.memory import transfer
+from gemini.memory.transfer import Region, Transfer
 from gemini.optimizer import elementwise, update
+from gemini.optimizer.elementwise import AdamUpdate
+from gemini.placement.demand import Tier
 from optim import update_pieces
 from tests.harness.streams import CountingLane
 from tests.zoo import mlp
@@ -97,3 +100,36 @@ def test_batches_change_no_bit(place: str, dtype: torch.dtype | None, monkeypatc
             optimizer.step()
         hashes.add(state_hash(model, optimizer))
     assert len(hashes) == 1
+
+
+def test_the_next_chunk_is_on_its_way_while_the_host_updates_one(
+    monkeypatch: pytest.MonkeyPatch, lane: CountingLane
+) -> None:
+    """Weights on the device, states on the host: the link and the processor do not take turns."""
+    layers = 4
+    model = ShardedModel(
+        mlp.build(lambda: mlp.Mlp(layers)),
+        device="emulated",
+        tensor_placement_policy="static",
+        offload_optim_frac=1.0,
+        chunk_size=mlp.CHUNK_NUMEL,
+    )
+    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+    optimizer.backward(mlp.loss_of(model, 0, None))
+    seen: list[str] = []
+    copy, change = Transfer.copy, AdamUpdate.update
+
+    def noted_copy(transfer_: Transfer, to: Region, source: Region) -> Any:
+        if (source.tier, to.tier) == (Tier.DEVICE, Tier.HOST):
+            seen.append("copy")
+        return copy(transfer_, to, source)
+
+    def noted_update(rule: AdamUpdate, runs: Any, *rest: Any) -> None:
+        if any(each.run.numel for each in runs):
+            seen.append("update")
+        change(rule, runs, *rest)
+
+    monkeypatch.setattr(Transfer, "copy", noted_copy)
+    monkeypatch.setattr(AdamUpdate, "update", noted_update)
+    optimizer.step()
+    assert seen == ["copy", *["copy", "update"] * (layers - 1), "update"]

@@ -91,7 +91,10 @@ class Staging:
             piece = self._borrowed(num_bytes) if tier is Tier.DEVICE else None
             if piece is None:
                 device = self._device.device if tier is Tier.DEVICE else "cpu"
-                piece = Region(tier, torch.empty(num_bytes, dtype=torch.uint8, device=device))
+                # A copy to or from memory that is not pinned makes the host wait for it. No collective is under way
+                # between a step's reductions and its update, so pinning waits for none of another rank's.
+                pins = tier is Tier.HOST and self._device.device.type != "cpu"
+                piece = Region(tier, torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pins))
             self._pieces[tier, name] = piece
         return piece
 
@@ -129,6 +132,10 @@ class Staging:
 # They are in the parameter home (fp32 weights are their own master), in a whole fp32 master beside it, or in both (a
 # split master). Memory on the update's tier is used in place. Other memory is copied to a staging buffer on that tier,
 # and `close` copies it back.
+
+
+TURNS: dict[Tier, tuple[str, ...]] = {Tier.HOST: ("", " ahead"), Tier.DEVICE: ("",)}
+"""What the names of staging buffers on a tier end with: chunks use the one and the other in turns."""
 
 
 class Segment(NamedTuple):
@@ -184,8 +191,10 @@ class Segment(NamedTuple):
 class ShardView:
     """One chunk's weights on the tier of its update: as segments (our Adam), or as one flat tensor (`load`)."""
 
-    def __init__(self, chunk: Chunk, params: ParamStore, staging: Staging, tier: Tier) -> None:
+    def __init__(self, chunk: Chunk, params: ParamStore, staging: Staging, tier: Tier, turn: str) -> None:
+        """turn: which of the buffers of each name it stages to, see `TURNS`."""
         self._chunk = chunk
+        self._turn = turn
         self._transfer = params.memory.transfer
         self._staging = staging
         self._tier = tier
@@ -193,14 +202,15 @@ class ShardView:
         self._master = chunk.homes.get(Kind.MASTER)
         self._splits = self._master is not None and chunk.splits_master
         self._staged: list[tuple[Region, Region]] = []  # (home or a part of it, its staged copy on the tier)
+        self._on_its_tier: tuple[list[tuple[int, Region]], list[tuple[int, Region]]] | None = None  # master, home
         self._segments: list[Segment] | None = None
         self._whole_master: Tensor | None = None  # on the tier, once there are segments; None if the master is split
         self._flat: Tensor | None = None
         self.is_staged = False  # some of its memory is a staging buffer
 
-    def segments(self) -> list[Segment]:
-        """The weights on the tier, with their remainders or 16-bit copies, in the order of elements."""
-        if self._segments is None:
+    def stage(self) -> tuple[list[tuple[int, Region]], list[tuple[int, Region]]]:
+        """Start the copies of what rests on the other tier. Return (first element, region) of master and home."""
+        if self._on_its_tier is None:
             # A whole master replaces the parameters, so their old values need no copy to the tier. If the update passes
             # over some elements, `close` rounds those from the master, too.
             master = self._master
@@ -208,6 +218,13 @@ class ShardView:
             slices = self._chunk.home_slices()
             parts = [(piece.shard_start, self._home[piece.in_payload]) for piece in slices]
             homes = self._on_tier("home", parts, reads=master is None or self._splits)
+            self._on_its_tier = on_tier, homes
+        return self._on_its_tier
+
+    def segments(self) -> list[Segment]:
+        """The weights on the tier, with their remainders or 16-bit copies, in the order of elements."""
+        if self._segments is None:
+            on_tier, homes = self._on_its_tier or self.stage()
             wait_on_tier(*(region for _, region in (*on_tier, *homes)))
             whole = on_tier[0][1].flat if on_tier else None
             self._whole_master = None if self._splits else whole
@@ -272,7 +289,7 @@ class ShardView:
 
     def _stage(self, name: str, dtype: torch.dtype) -> Region:
         self.is_staged = True
-        return self._staging.buffer(self._tier, name, self._chunk.optim_numel, dtype)
+        return self._staging.buffer(self._tier, name + self._turn, self._chunk.optim_numel, dtype)
 
 
 def staged_bytes(chunk: Chunk, tier: Tier, loads: bool) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,16 @@ from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
 from gemini.monitor.live import LiveMemory
 from gemini.optimizer.chunk_states import ChunkOptimizerState
 from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
-from gemini.optimizer.shards import GradientFactors, Run, RunUpdate, ShardView, Staging, spans_of, staged_bytes
+from gemini.optimizer.shards import (
+    TURNS,
+    GradientFactors,
+    Run,
+    RunUpdate,
+    ShardView,
+    Staging,
+    spans_of,
+    staged_bytes,
+)
 from gemini.placement.demand import Kind, Tier
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk
@@ -213,11 +222,26 @@ def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | 
 #
 # A launch and the Python around it cost as much as the update of a small chunk. So chunks whose update touches only one
 # tier are launched together, in batches. A chunk that needs a staging buffer is the last of its batch: the next chunk
-# would overwrite the buffer before the launch.
+# but one would overwrite the buffer before the launch.
+#
+# The copies of a chunk that is updated on the host begin before the update of the chunk ahead of it, in the other of
+# two buffers: the link brings the next gradient while the processor works. On the device, where a second buffer would
+# take memory that the plan does not have, copy and update take turns.
 
 
 BATCH_NUMEL = 2**25
 """Elements that are updated together: 0.2 ms at 4 TB/s. More would only delay the work that follows an update."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A chunk whose copies to the tier of its update were started."""
+
+    chunk: Chunk
+    runs: list[Run]
+    weights: ShardView | None  # None: this rank has nothing to update
+    gradient: Region | None  # on the tier
+    is_gradient_staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -277,7 +301,8 @@ class ChunkUpdates:
                 staged["gradient"] = reduced.nbytes
             for name, num_bytes in staged.items():
                 # Chunks are staged one after the other in the same pieces, so the largest need counts and not the sum.
-                needs[tier, name] = max(num_bytes, needs.get((tier, name), 0))
+                for turn in TURNS[tier]:
+                    needs[tier, name + turn] = max(num_bytes, needs.get((tier, name + turn), 0))
             if tier is Tier.DEVICE:
                 its = self._update.temporary_bytes(
                     chunk.optim_numel, self._states[chunk.index].dtype, memory.device.device
@@ -296,14 +321,28 @@ class ChunkUpdates:
         """
         batch: list[_ChunkUpdate] = []
         numel = 0
-        for chunk, steps in chunks.items():
-            must_end = self._prepare(chunk, steps, batch)
-            numel += chunk.optim_numel
+        for begun in self._begin_all(chunks):
+            must_end = self._prepare(begun, batch)
+            numel += begun.chunk.optim_numel
             if must_end or numel >= BATCH_NUMEL:
                 self._finish(batch, factors)
                 batch, numel = [], 0
         if batch:
             self._finish(batch, factors)
+
+    def _begin_all(self, chunks: Mapping[Chunk, bytes]) -> Iterator[_Begun]:
+        """Begin the chunks in their order, one ahead of the caller. The last begun may be the next one."""
+        ahead: list[_Begun] = []
+        for number, (chunk, steps) in enumerate(chunks.items()):
+            turns = TURNS[self._states[chunk.index].tier]
+            # On the device both chunks would be in one buffer: the one ahead is launched first.
+            if len(turns) == 1:
+                yield from ahead
+                ahead = []
+            begun = self._begin(chunk, steps, turns[number % len(turns)])
+            yield from ahead
+            ahead = [begun]
+        yield from ahead
 
     def steps(self, chunk: Chunk, summary: GradientSummary) -> bytes:
         """Whether each parameter, by position, has a gradient on some rank and is in a param group."""
@@ -313,28 +352,37 @@ class ChunkUpdates:
             has_gradient = bytes(has and group is not None for has, group in zip(has_gradient, groups, strict=True))
         return has_gradient
 
-    def _prepare(self, chunk: Chunk, steps: bytes, batch: list[_ChunkUpdate]) -> bool:
-        """Add a chunk to the batch. Returns whether the batch must end with it."""
+    def _begin(self, chunk: Chunk, steps: bytes, turn: str) -> _Begun:
+        """Start the copies of what rests on another tier. turn: which of the staging buffers they go to."""
         state = self._states[chunk.index]
         runs = state.runs(steps)
         # All updated parameters are in other ranks' shards. Count their steps here too.
         if not any(run.numel for run in runs):
+            return _Begun(chunk, runs, None, None)
+        state.wait_for_readers()
+        view = ShardView(chunk, self._step.params, self._staging, state.tier, turn)
+        view.stage()
+        reduced = self._step.grads.of(chunk).reduced()
+        if reduced.tier is state.tier:
+            return _Begun(chunk, runs, view, reduced)
+        staged = self._staging.buffer(state.tier, "gradient" + turn, reduced.numel, reduced.dtype)
+        # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
+        self._step.params.memory.transfer.copy(staged, reduced)
+        return _Begun(chunk, runs, view, staged, is_gradient_staged=True)
+
+    def _prepare(self, begun: _Begun, batch: list[_ChunkUpdate]) -> bool:
+        """Add a chunk to the batch. Returns whether the batch must end with it."""
+        state, runs, view = self._states[begun.chunk.index], begun.runs, begun.weights
+        if view is None or begun.gradient is None:
             batch.append(_ChunkUpdate(state, None, [state.start(run) for run in runs]))
             return False
-        tier = state.tier
-        state.wait_for_readers()
-        view = ShardView(chunk, self._step.params, self._staging, tier)
-        gradient = self._step.grads.of(chunk)
-        reduced = gradient.reduced()
-        is_grad_staged = reduced.tier is not tier
-        grad = self._staged(reduced, tier) if is_grad_staged else ready(reduced)
-        # Stage the weights now: only then `is_staged`, which ends the batch, is known.
+        grad = ready(begun.gradient)
         view.segments()
         updates = [state.start(run, view, grad) if run.numel else state.start(run) for run in runs]
         batch.append(_ChunkUpdate(state, view, updates))
         # A torch optimizer updates one chunk at a time: its call of `ShardView.load` may stage weights, which is not
         # known yet here.
-        return is_grad_staged or view.is_staged or not self._update.is_fused
+        return begun.is_gradient_staged or view.is_staged or not self._update.is_fused
 
     def _finish(self, batch: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
         """Launch the batch, and bring the new weights home.
@@ -357,14 +405,6 @@ class ChunkUpdates:
             # the order of chunks, in which the gathers must come.
             if _is_updated_in_parts(chunk):
                 _all_gather_weights(step, chunk)
-
-    def _staged(self, gradient: Region, tier: Tier) -> Tensor:
-        """A copy of the gradient on `tier`, ready to be read there."""
-        memory = self._step.params.memory
-        staged = self._staging.buffer(tier, "gradient", gradient.numel, gradient.dtype)
-        # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
-        memory.transfer.copy(staged, gradient)
-        return ready(staged)
 
 
 def _is_updated_in_parts(chunk: Chunk) -> bool:

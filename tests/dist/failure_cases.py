@@ -114,7 +114,7 @@ def a_torn_step(rank: int, world_size: int) -> tuple[str, list[str]]:
     if rank == 1:
         updates = optimizer._optimizer_step._updates
         prepare = updates._prepare
-        updates._prepare = lambda chunk, *rest: boom() if chunk.index == 4 else prepare(chunk, *rest)  # type: ignore[method-assign]
+        updates._prepare = lambda begun, *rest: boom() if begun.chunk.index == 4 else prepare(begun, *rest)  # type: ignore[method-assign]
     said = []
     for step in range(1, 4):
         try:

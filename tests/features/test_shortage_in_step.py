@@ -197,10 +197,10 @@ def test_an_update_that_fails_half_way_is_not_repeated(rank: int, world_size: in
     engine = engine_on(EmulatedDevice(TOTAL))
     prepare = ChunkUpdates._prepare
 
-    def fails(self: Any, chunk: Any, *rest: Any) -> bool:
-        if chunk.index == 3:
+    def fails(self: Any, begun: Any, *rest: Any) -> bool:
+        if begun.chunk.index == 3:
             raise torch.OutOfMemoryError("no room for a kernel's own temporaries")
-        return prepare(self, chunk, *rest)
+        return prepare(self, begun, *rest)
 
     with (
         told() as lines,
