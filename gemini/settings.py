@@ -240,7 +240,7 @@ class Settings:
         )
 
     def prefetch_depth(self, world_size: int) -> int:
-        """`max_prefetch`, or its default on `world_size` ranks with this device."""
+        """`max_prefetch`, or its default on `world_size` ranks with this device. Local; raises nothing."""
         if self.max_prefetch is not None:
             return self.max_prefetch
         if self.device is None:

@@ -362,12 +362,13 @@ class ChunkUpdates:
         state.wait_for_readers()
         view = ShardView(chunk, self._step.params, self._staging, state.tier, turn)
         view.stage()
-        reduced = self._step.grads.of(chunk).reduced()
+        gradient, memory = self._step.grads.of(chunk), self._step.params.memory
+        reduced = gradient.reduced()
         if reduced.tier is state.tier:
             return _Begun(chunk, runs, view, reduced)
         staged = self._staging.buffer(state.tier, "gradient" + turn, reduced.numel, reduced.dtype)
         # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
-        self._step.params.memory.transfer.copy(staged, reduced)
+        memory.transfer.copy(staged, reduced)
         return _Begun(chunk, runs, view, staged, is_gradient_staged=True)
 
     def _prepare(self, begun: _Begun, batch: list[_ChunkUpdate]) -> bool:
