@@ -1,9 +1,10 @@
 """What ran beside what in a profiled step: kernels, copies in each direction, and the time in which the device idled.
 
-    python -m benchmarks.overlap benchmarks/results/gpu/trace.json
+    python -m benchmarks.overlap benchmarks/results/gpu/profile_trace.json
 
-It reads a trace of `torch.profiler` (`export_chrome_trace`), which `benchmarks/gpu.sh` leaves for one case. The same
-file opens in Perfetto (ui.perfetto.dev), with a row for each stream.
+It reads a trace of `torch.profiler` (`export_chrome_trace`). `benchmarks/gpu.sh` leaves one for each case that it
+profiles: profile_trace.json, profile_host_trace.json and profile_big_trace.json. The same files open in Perfetto
+(ui.perfetto.dev), with a row for each stream.
 """
 
 from __future__ import annotations

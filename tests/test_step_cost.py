@@ -133,3 +133,23 @@ def test_the_next_chunk_is_on_its_way_while_the_host_updates_one(
     monkeypatch.setattr(AdamUpdate, "update", noted_update)
     optimizer.step()
     assert seen == ["copy", *["copy", "update"] * (layers - 1), "update"]
+
+
+def test_chunks_that_the_host_updates_in_turns_do_not_share_a_buffer() -> None:
+    """Weights and gradients cross the link to the update: it has the bits of one where they rest."""
+    hashes = []
+    for options in (
+        {"tensor_placement_policy": "static", "offload_optim_frac": 1.0},
+        {"tensor_placement_policy": "cuda"},
+    ):
+        model = ShardedModel(
+            mlp.build(lambda: mlp.Mlp(4)),
+            device="emulated",
+            chunk_size=mlp.CHUNK_NUMEL,
+            **options,  # type: ignore[arg-type]
+        )
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+        for step in range(3):
+            mlp.train_step(model, optimizer, step)
+        hashes.append(state_hash(model, optimizer))
+    assert hashes[0] == hashes[1]

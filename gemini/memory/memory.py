@@ -88,7 +88,7 @@ class HostSum:
 
     def wait(self) -> None:
         with self._lock:
-            # Taken out first: after an interrupt in here it must not be added twice. That drops the gradients.
+            # Taken out first: an interrupt in here drops the gradients of the step, but must not have one added twice.
             target, self._target = self._target, None
             if target is None:
                 return

@@ -221,8 +221,8 @@ def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | 
 # -- Updates of chunks, each on the tier of its state.
 #
 # A launch and the Python around it cost as much as the update of a small chunk. So chunks whose update touches only one
-# tier are launched together, in batches. A chunk that needs a staging buffer is the last of its batch: the next chunk
-# but one would overwrite the buffer before the launch.
+# tier are launched together, in batches. A chunk that needs a staging buffer is the last of its batch: a later chunk
+# would overwrite the buffer before the launch.
 #
 # The copies of a chunk that is updated on the host begin before the update of the chunk ahead of it, in the other of
 # two buffers: the link brings the next gradient while the processor works. On the device, where a second buffer would
@@ -331,7 +331,7 @@ class ChunkUpdates:
             self._finish(batch, factors)
 
     def _begin_all(self, chunks: Mapping[Chunk, bytes]) -> Iterator[_Begun]:
-        """Begin the chunks in their order, one ahead of the caller. The last begun may be the next one."""
+        """Begin the chunks, and yield them in their order. One chunk more than was yielded may have begun."""
         ahead: list[_Begun] = []
         for number, (chunk, steps) in enumerate(chunks.items()):
             turns = TURNS[self._states[chunk.index].tier]

@@ -8,8 +8,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from gemini import ShardedModel, ShardedOptimizer
+from gemini import ShardedModel, ShardedOptimizer, state_hash
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
 from tests.harness import late_copies
@@ -99,3 +100,30 @@ def test_a_model_that_fetches_nothing_ahead_does_not_look_ahead(rank: int, world
         with mock.patch.object(NextUse, "coming", side_effect=AssertionError):
             mlp.train_while(model, optimizer, rank)
         assert model.observer.counts["fetch"] and not model.observer.counts["prefetch"]
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.5])
+def test_a_home_that_is_lent_to_a_gradient_is_not_fetched_into_a_slot(fraction: float) -> None:
+    """It is the payload of a chunk on the device, which comes back in place when its second micro-batch needs it."""
+    hashes = []
+    for most in (0, 2):
+        model = ShardedModel(
+            mlp.build(lambda: mlp.Mlp(6)),
+            device="emulated",
+            chunk_size=mlp.CHUNK_NUMEL,
+            dtype=torch.float16,
+            reuse_fp16_shard=True,
+            max_prefetch=most,
+            tensor_placement_policy="static",
+            offload_param_frac=fraction,
+            offload_optim_frac=1.0,
+        )
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), initial_scale=8.0)
+        for step in range(3):
+            for micro in range(2):
+                optimizer.backward(mlp.loss_of(model, 2 * step + micro, torch.float16))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (model.observer.counts["prefetch"] > 0) == (most > 0)
+        hashes.append(state_hash(model, optimizer))
+    assert hashes[0] == hashes[1]

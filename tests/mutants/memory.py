@@ -74,11 +74,25 @@ MUTANTS = [
         "tests/test_transfer.py::test_a_stream_waits_for_a_copy_once",
     ),
     Mutant(
+        "the host updates a chunk before the next one is on its way",
+        "ChunkUpdates._begin_all",
+        "len(turns) == 1",
+        "True",
+        "tests/test_step_cost.py::test_the_next_chunk_is_on_its_way_while_the_host_updates_one",
+    ),
+    Mutant(
+        "two chunks that the host updates are staged in one buffer",
+        "ChunkUpdates._begin_all",
+        "turns[number % len(turns)]",
+        "turns[0]",
+        "tests/test_step_cost.py::test_chunks_that_the_host_updates_in_turns_do_not_share_a_buffer",
+    ),
+    Mutant(
         "a payload at home on the device is fetched ahead",
         "ParamStore._slots_for",
         "chunk.payload is not None or index in self.ahead or index in self._at_home",
         "chunk.payload is not None or index in self.ahead",
-        "tests/features/test_plan_is_the_run.py::test_every_byte_of_a_step_is_predicted",
+        "tests/features/test_max_prefetch.py::test_a_home_that_is_lent_to_a_gradient_is_not_fetched_into_a_slot",
     ),
     Mutant(
         "the host waits for each chunk's weights",
