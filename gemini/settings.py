@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     max_live_parameters: int | None
     ignored_parameters: Collection[str]
     max_prefetch: int | None
+    deferred_update: bool | None
     gradient_accumulation_steps: int | None
     reuse_fp16_shard: bool
     dtype: Weights
@@ -111,6 +112,10 @@ class Settings:
             other ranks, or copied from the host. Each goes into a slot that is free, or whose content is used later, so
             a plan has no memory for it. 0: every operator waits for its own. None: 1 where ranks gather or the device
             is an accelerator, on which copies run beside kernels; else 0. Results do not change.
+        deferred_update: True: where optimizer states rest on the host, `step()` of `HybridAdam` returns when gradients
+            are summed up and clipped. A thread then updates one chunk after the other, and each is waited for where it
+            is used next. At stages 1 and 2 of several ranks, where a step gathers weights, it has no effect. None: True
+            if the device is an accelerator. Results do not change.
         gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
             the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
@@ -160,6 +165,7 @@ class Settings:
     max_live_parameters: int | None = None
     ignored_parameters: Collection[str] = ()
     max_prefetch: int | None = None
+    deferred_update: bool | None = None
     gradient_accumulation_steps: int | None = None
     reuse_fp16_shard: bool = False
     dtype: Weights = None
@@ -243,12 +249,20 @@ class Settings:
         """`max_prefetch`, or its default on `world_size` ranks with this device. Local; raises nothing."""
         if self.max_prefetch is not None:
             return self.max_prefetch
-        if self.device is None:
-            has_streams = torch.accelerator.is_available()
-        else:
-            has_streams = not isinstance(self.device, Emulation) and str(self.device) not in ("emulated", "cpu")
         # Without streams a copy that starts earlier takes the time of the operator before, and none is saved.
-        return int(self.gathers(world_size) or has_streams)
+        return int(self.gathers(world_size) or self._has_streams())
+
+    @property
+    def defers_update(self) -> bool:
+        """`deferred_update`, or its default with this device. Raises nothing."""
+        # On the emulated device forward and update would share the processor's cores, and none is idle.
+        return self._has_streams() if self.deferred_update is None else self.deferred_update
+
+    def _has_streams(self) -> bool:
+        """Whether kernels and copies run beside the host."""
+        if self.device is None:
+            return torch.accelerator.is_available()
+        return not isinstance(self.device, Emulation) and str(self.device) not in ("emulated", "cpu")
 
     def shared(self) -> tuple[str, ...]:
         """`name=value` of each field that all ranks must have in common; these decide the order of collectives.
@@ -310,9 +324,10 @@ class Settings:
         timeout = self.rank_timeout
         if not (_is_int(timeout) or isinstance(timeout, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"rank_timeout must be a number of seconds above 0, found {timeout!r}")
-        for name in ("reuse_fp16_shard", "ignore_unused_parameters"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
+        for name in ("reuse_fp16_shard", "ignore_unused_parameters", "deferred_update"):
+            value, or_none = getattr(self, name), name == "deferred_update"
+            if not isinstance(value, bool) and not (or_none and value is None):
+                raise TypeError(f"{name} must be True or False{', or None' * or_none}, found {value!r}")
 
     def _check_dtypes(self) -> None:
         if isinstance(self.dtype, Mapping):

@@ -17,7 +17,7 @@ from gemini.model.estimate import packed_of
 from gemini.monitor.live import MemoryMonitor
 from gemini.monitor.rates import rates_of
 from gemini.monitor.readings import HOST_RESERVE
-from gemini.placement.budget import ACTIVATION_FRACTION, MORE_ACTIVATIONS, RESERVE, FreeBytes
+from gemini.placement.budget import LESS_FOR_ACTIVATIONS, MORE_ACTIVATIONS, RESERVE, FreeBytes
 from gemini.placement.cost import Ranks
 from gemini.placement.demand import (
     OPTIM_STATES,
@@ -216,7 +216,7 @@ class Question:
     def plan(self) -> Plan:
         """The plan for training. Local. Raises BudgetError also where there is room for the weights alone."""
         # The bound of activations counts like a peak that a step has measured: chunks get all that it leaves, less the
-        # margins of `Budget.of`. Where there is no bound, ACTIVATION_FRACTION of the device is left to activations.
+        # margins of `Budget.of`. Where there is no bound, a fixed part of the device is left to activations.
         there, free, plan = self.cluster.host_bytes, FreeBytes(activations=self.activations), None
         try:
             plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states)
@@ -266,7 +266,7 @@ class Question:
         # Two bytes more cover the rounding to whole bytes in `Budget.of`.
         activations = self.activations
         if activations is None:
-            return math.ceil((model_bytes + 2) / (1 - ACTIVATION_FRACTION))
+            return math.ceil((model_bytes + 2) / (1 - LESS_FOR_ACTIVATIONS[-1]))
         return math.ceil((model_bytes + activations * (1 + MORE_ACTIVATIONS) + 2) / (1 - RESERVE))
 
     def tokens_beside(self, model_bytes: int) -> int | None:

@@ -18,7 +18,7 @@ from gemini.errors import BudgetError
 from gemini.memory.modes import uncollected
 from gemini.model.estimate import num_parameters_of, packed_of
 from gemini.model.workload import blocks_of, gradient_bytes, workload_of
-from gemini.placement.budget import ACTIVATION_FRACTION
+from gemini.placement.budget import ACTIVATION_FRACTION, LESS_FOR_ACTIVATIONS
 from gemini.placement.cost import ModelledStep, MovedBytes, modelled_step, moves_of
 from gemini.placement.demand import OPTIM_STATES, Dtype, Tier, format_bytes
 from gemini.placement.machines import Rates
@@ -121,9 +121,10 @@ class _Answering:
         if question.cluster.host_bytes is None:
             self._notes.append("No --host-memory was given: the host is taken to have room for all that rests there.")
         if question.activations is None:
+            share = ACTIVATION_FRACTION if plan is None else plan.activation_fraction
             self._notes.append(
                 "Activations are not known: their formulas do not cover this model. As ShardedModel does before the "
-                f"first step, {ACTIVATION_FRACTION:.0%} of the device are left to them."
+                f"first step, {share:.0%} of the device are left to them."
             )
         # Both figures of activations are shown, so that the reader sees what checkpointing saves before it is chosen.
         return Answer(
@@ -160,8 +161,8 @@ class _Answering:
         refused = self._question.refusal_at_first()
         if refused is not None:
             self._notes.append(
-                f"With device_memory={device} alone ShardedModel leaves {ACTIVATION_FRACTION:.0%} to activations until "
-                f"a step has run, and refuses to train: {refused}."
+                f"With device_memory={device} alone ShardedModel leaves at least {LESS_FOR_ACTIVATIONS[-1]:.0%} to "
+                f"activations until a step has run, and refuses to train: {refused}."
             )
         return plan.budget_bytes
 

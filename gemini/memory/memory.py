@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -13,7 +18,7 @@ from gemini.memory.arena import CudaRuntime, HostTier
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SlotPools
 from gemini.memory.tier import MemoryTier
-from gemini.memory.transfer import Region, Ticket, Transfer, wait_on_host, wait_on_tier
+from gemini.memory.transfer import Region, Ticket, Tickets, Transfer, wait_on_host, wait_on_tier
 from gemini.placement.budget import Budget
 from gemini.placement.demand import Tier
 from gemini.settings import Device, Emulation, check_device
@@ -136,6 +141,153 @@ class HostSums:
         self._pending[number] = HostSum(target, staged, replaces)
 
 
+# -- Work that a thread does on regions while training goes on: updates on the host, beside the next forward.
+#
+# Whoever uses one of these regions next finds the work's ticket there, and waits for this one piece of work. The thread
+# has regions of its own over the same memory, with the tickets that were pending when the work was handed over: those
+# are what the work itself waits for.
+
+
+class WorkTicket:
+    """A piece of work on some regions. It is the `Ticket` of all of them, for everybody but the thread that does it."""
+
+    number = -1  # it is no copy of a stream's
+
+    def __init__(self, thread: WorkThread) -> None:
+        self._thread = thread
+        self._over: Future[None] = Future()
+        self._regions: list[tuple[Tickets, Tickets]] = []  # everybody's, and those of the thread
+        self._left: list[Ticket] = []  # of copies that the work has started
+
+    def hand_over(self, region: Region) -> Region:
+        """The region as the work may use it. Everybody else waits for the work from now on."""
+        for theirs, own in self._regions:
+            # A gradient may lie in its parameters' home, which is handed over once.
+            if theirs is region.tickets:
+                return Region(region.tier, region.flat, own)
+        own = region.tickets.copy()
+        region.tickets.note_write(self)
+        self._regions.append((region.tickets, own))
+        return Region(region.tier, region.flat, own)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The work is done, or has failed with `error`, unless it was done before. Called by the thread."""
+        if self._over.done():
+            return
+        left = Tickets()
+        for _, own in self._regions:
+            for ticket in own.pending():
+                # Earlier work is over. Its own ticket here would keep all work before it alive, step for step.
+                for each in ticket._left if isinstance(ticket, WorkTicket) else [ticket]:
+                    left.note_read(each)
+        self._left, self._regions = left.reads, []
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
+
+    def wait(self) -> None:
+        """See `Ticket`. Raises what the work has raised."""
+        self._thread.wait_for(self._over)
+        for ticket in self._left:
+            ticket.wait()
+
+    def order(self) -> None:
+        """See `Ticket`: the host waits for the thread, and the stream for the copies that it has started."""
+        self._thread.wait_for(self._over)
+        for ticket in self._left:
+            ticket.order()
+
+    def implies(self, earlier: Ticket) -> bool:
+        """Whether `earlier` is done with it. It cannot be told of a copy."""
+        return earlier is self
+
+
+class WorkThread:
+    """A thread that does one piece of work after another. There is none before the first."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+        self._busy_s = self._waited_s = 0.0
+        _work_threads.add(self)
+
+    @property
+    def is_busy(self) -> bool:
+        """Some work is left."""
+        return self._last is not None and not self._last.done()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Have `work` done, after all that began before."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "gemini-update")
+        self._last = self._executor.submit(self._carry_out, work)
+
+    def _carry_out(self, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        try:
+            work()
+        finally:
+            self._busy_s += time.perf_counter() - start
+
+    def wait_for(self, over: Future[None]) -> None:
+        """Wait for a part of the work. Raises what it has raised."""
+        if not over.done():
+            start = time.perf_counter()
+            try:
+                wait([over])
+            finally:
+                self._waited_s += time.perf_counter() - start
+        over.result()
+
+    def finish(self) -> None:
+        """Wait until no work is left. Raises what the last piece has raised, once."""
+        last = self._last
+        if last is not None:
+            try:
+                self.wait_for(last)
+            finally:
+                # An interrupt leaves it to be waited for again.
+                self._last = None if last.done() else last
+
+    def pop_times(self) -> tuple[float, float]:
+        """Seconds that the thread has worked, and that others have waited for it, since the last call."""
+        times, self._busy_s, self._waited_s = (self._busy_s, self._waited_s), 0.0, 0.0
+        return times
+
+    def join(self) -> None:
+        """Wait until no work is left, done or failed."""
+        if self._last is not None:
+            wait([self._last])
+
+    def close(self) -> None:
+        """Wait until no work is left, done or failed, and end the thread. The next work has another."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+
+    def drop(self) -> None:
+        """A forked child has no such thread."""
+        self._executor = self._last = None
+
+
+_work_threads: weakref.WeakSet[WorkThread] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    # The child, such as a DataLoader's worker, would see weights that nobody updates to the end.
+    for each in list(_work_threads):
+        each.join()
+
+
+def _after_fork() -> None:
+    for each in list(_work_threads):
+        each.drop()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
 # -- All memory of one model on this rank: its tiers, its slots, and the copies between tiers.
 
 
@@ -146,6 +298,7 @@ class RankMemory:
         self.device = device
         self.host = host
         self.transfer = Transfer(device.device)
+        self.work = WorkThread()  # beside training
         self.slots = SlotPools(device, "slots")  # of payloads
         self.gradient_slots = SlotPools(device, "gradient slots")
 

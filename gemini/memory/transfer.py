@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -60,6 +61,12 @@ class Tickets:
         """A copy into the memory was started, after everything that was pending."""
         # Whoever waits for this write has waited for the earlier tickets too, because the copy began behind them.
         self.write, self.reads = ticket, []
+
+    def copy(self) -> Tickets:
+        """The same tickets, for another reader of the memory."""
+        own = Tickets()
+        own.write, own.reads = self.write, self.reads
+        return own
 
     def clear(self) -> None:
         """Drop all tickets: the host has waited for them."""
@@ -133,27 +140,43 @@ class OnStream:
         self._streams: dict[Tier, torch.Stream] = {}  # by the tier to which they copy
         self._clocks: dict[torch.Stream, Clock] = {}  # by stream: the copies behind which it runs from now on
         self._numbers = count()
+        self._aside: torch.Stream | None = None
+        # A thread that updates weights starts copies, too. Whoever waits for a thread does so without the lock.
+        self.lock = threading.RLock()
 
     def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> StreamTicket:
         """Copy `source` to `to` once all of `behind`, and what the current stream was given so far, are done."""
-        kernels, stream = self.stream(), self._streams.get(to.tier)
-        if stream is None:
-            stream = self._streams[to.tier] = self.new_stream()
-        launched = self._event()
-        launched.record(kernels)
-        stream.wait_event(launched)
-        # The stream waits for what the event stands for now, so that it may be recorded again at once.
-        self.reuse(launched)
-        clock = self.clock(stream)
-        advance(clock, self.clock(kernels))
+        with self.lock:
+            stream = self._streams.get(to.tier)
+            if stream is None:
+                stream = self._streams[to.tier] = self.new_stream()
+            self._follow(stream, self.stream())
         with stream:
             for ticket in behind:
                 ticket.order()
-            to.flat.copy_(source.flat, non_blocking=True)
-        event, number = self._event(), next(self._numbers)
-        event.record(stream)
-        clock[stream] = number
-        return StreamTicket(self, stream, event, number, dict(clock))
+            with self.lock:
+                to.flat.copy_(source.flat, non_blocking=True)
+                event, number, clock = self._event(), next(self._numbers), self.clock(stream)
+                event.record(stream)
+                clock[stream] = number
+                return StreamTicket(self, stream, event, number, dict(clock))
+
+    def aside(self) -> torch.Stream:
+        """A stream for another thread to enter, behind everything that the current stream was given so far."""
+        with self.lock:
+            if self._aside is None:
+                self._aside = self.new_stream()
+            self._follow(self._aside, self.stream())
+            return self._aside
+
+    def _follow(self, stream: torch.Stream, other: torch.Stream) -> None:
+        """Order `stream` behind everything that `other` was given so far. With the lock."""
+        launched = self._event()
+        launched.record(other)
+        stream.wait_event(launched)
+        # The stream waits for what the event stands for now, so that it may be recorded again at once.
+        self.reuse(launched)
+        advance(self.clock(stream), self.clock(other))
 
     def __del__(self) -> None:
         """The model is dropped: wait for its last copies, whose memory is about to be freed."""
@@ -209,11 +232,12 @@ class StreamTicket:
         # A copy that the host has waited for is over.
         if self._lane.done.get(self._stream, -1) < self.number:
             stream = self._lane.stream()
-            clock = self._lane.clock(stream)
-            # Work on one stream runs in order already, and a stream waits for a copy once.
-            if stream != self._stream and clock.get(self._stream, -1) < self.number:
-                stream.wait_event(self._event)
-                advance(clock, self._clock)
+            with self._lane.lock:
+                clock = self._lane.clock(stream)
+                # Work on one stream runs in order already, and a stream waits for a copy once.
+                if stream != self._stream and clock.get(self._stream, -1) < self.number:
+                    stream.wait_event(self._event)
+                    advance(clock, self._clock)
 
     def implies(self, earlier: Ticket) -> bool:
         return isinstance(earlier, StreamTicket) and earlier.number <= self._clock.get(earlier._stream, -1)
@@ -240,6 +264,11 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self.bytes_by_link: Counter[str] = Counter()  # copied so far: "host->device", "device->host"
         self._lane = lane_of(device)
+        self._counting = threading.Lock()  # two threads may copy
+
+    def aside(self) -> AbstractContextManager[object]:
+        """For another thread to enter: its copies come behind what was launched here so far, and nothing else."""
+        return nullcontext() if self._lane is None else self._lane.aside()
 
     def copy(self, to: Region, source: Region) -> Ticket | None:
         """Copy `source` to `to` element by element, with a cast if the dtypes differ. None: the copy is done.
@@ -251,7 +280,8 @@ class Transfer:
             (wait_on_host if to.tier is Tier.HOST else wait_on_stream)(to, source)
             to.flat.copy_(source.flat)
             return None
-        self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.nbytes
+        with self._counting:
+            self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.nbytes
         if self._lane is None:
             # Copies are done at once here, but a thread may still read what is about to be overwritten: see
             # [Note: In the background] in checkpoint/saving.py.

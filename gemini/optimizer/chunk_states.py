@@ -6,6 +6,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -75,10 +76,9 @@ class ChunkOptimizerState:
         """(optim_numel,) a flat state."""
         return Region(self.tier, self.flats[name], self.tickets)
 
-    def wait_for_readers(self) -> None:
-        """The states are about to be written: whoever reads them in the background has to be done."""
-        if self.tickets.reads:
-            wait_on_tier(*map(self.region, self.flats))
+    def any_region(self) -> Region:
+        """A region without memory that has the tickets of all flat states."""
+        return Region(self.tier, self._no_gradient(), self.tickets)
 
     def allocate(self, names: Sequence[str], params: ParamStore) -> None:
         """Allocate zeroed flat states beside the present ones. Raises BudgetError; nothing has changed then.
@@ -116,7 +116,7 @@ class ChunkOptimizerState:
         # All states rest on one tier, where the update runs. Copy the present ones, and free the old memory only after
         # the copies have ended.
         if leaves:
-            moves = [(taken[name], Region(self.tier, flat)) for name, flat in self.flats.items()]
+            moves = [(taken[name], self.region(name)) for name in self.flats]
             for to, source in moves:
                 params.memory.transfer.copy(to, source)
             wait_on_tier(*(region for pair in moves for region in pair))
@@ -139,7 +139,7 @@ class ChunkOptimizerState:
 
     def discard(self, managed: ManagedParameter) -> None:
         """Reset one parameter's state to that before its first update."""
-        self.wait_for_readers()
+        wait_on_tier(self.any_region())
         position = managed.position
         self.scalars[position], self.made[position] = None, ()
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
@@ -195,11 +195,8 @@ class ChunkOptimizerState:
         """Whether the runs cover all elements of this rank, paddings included."""
         return len(runs) == 1 and runs[0].numel == self.chunk.optim_numel and runs[0].spans is None
 
-    def start(self, run: Run, weights: ShardView | None = None, grad: Tensor | None = None) -> RunUpdate:
-        """The update of one run.
-
-        weights, grad: of the whole chunk, `grad` with shape (optim_numel,). None for a run without elements.
-        """
+    def start(self, run: Run, weights: ShardView | None = None) -> RunUpdate:
+        """The update of one run. weights: of the whole chunk; None for a run without elements."""
         # Parameters of one run have equal scalars and states, so the first one stands for all of them.
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
         names = self.names(run.positions[0])
@@ -207,16 +204,17 @@ class ChunkOptimizerState:
         # States that these parameters lack and that have memory already: if the update creates one, its values go
         # there.
         room = {name: each[part] for name, each in self.flats.items() if name not in names}
-        grad = self._no_gradient() if grad is None else grad[part]
         # The scalars are copied, because a parameter that this step passes over may share the dict, and its step count
         # must not grow.
-        return RunUpdate(run, weights, grad, flat, dict(scalars or {}), is_new=scalars is None, room=room)
+        its = dict(scalars or {})
+        return RunUpdate(run, weights, self._no_gradient(), flat, its, is_new=scalars is None, room=room)
 
     def _no_gradient(self) -> Tensor:
-        """The gradient of a run without elements. It tells the update which dtype the weights have, and where."""
+        """The gradient before it is there. It tells the update which dtype the weights have, and where."""
         # Torch's optimizers refuse a gradient on another device than their states, though neither has an element.
-        device = next((flat.device for flat in self.flats.values()), torch.device("cpu"))
-        return torch.zeros(0, dtype=self.dtype, device=device)
+        for flat in self.flats.values():
+            return _nothing(self.dtype, flat.device)
+        return _nothing(self.dtype, torch.device("cpu"))
 
     def store_updates(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
         """Store the states and scalars that the updates of a step have made."""
@@ -246,6 +244,12 @@ class ChunkOptimizerState:
     def note_made(self, position: int, names: Iterable[str]) -> None:
         """Record that the parameter has these flat states too."""
         self.made[position] = tuple(sorted({*self.made[position], *names}))
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(0, dtype=dtype, device=device)
 
 
 def _share(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

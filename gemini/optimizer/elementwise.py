@@ -301,12 +301,18 @@ class AdamUpdate:
     def update(
         self, updates: Sequence[RunUpdate], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
     ) -> None:
-        """Update the runs' weights, states and scalars: one launch for all that have the same constants.
+        """Update the runs' weights, states and scalars. Raises what `begin` raises."""
+        self.begin(updates, groups, factors)
+        self.launch(updates)
+
+    def begin(
+        self, updates: Sequence[RunUpdate], groups: Sequence[Mapping[str, Any]], factors: GradientFactors
+    ) -> None:
+        """Update the runs' scalars, and read everything that `launch` needs beside weights, gradients and moments.
 
         Raises ValueError for a hyperparameter of `groups` that is not valid, and UnsupportedError for fp64 weights.
         """
         constants: dict[tuple[int, int], AdamScalars] = {}  # by step and param group
-        pieces: dict[AdamScalars, list[AdamPiece]] = {}
         for each in updates:
             if each.grad.dtype is torch.float64:
                 raise UnsupportedError("HybridAdam updates fp32 weights; this model has fp64 ones: use AdamW")
@@ -316,14 +322,20 @@ class AdamUpdate:
             if key not in constants:
                 settings = hyperparameters(groups[each.run.group])
                 constants[key] = adam_scalars(step=step, **factors._asdict(), **settings)
-            if each.weights is not None:
+            each.constants = constants[key]
+
+    def launch(self, updates: Sequence[RunUpdate]) -> None:
+        """Update weights and moments of runs that were begun: one launch for all that have the same constants."""
+        pieces: dict[AdamScalars, list[AdamPiece]] = {}
+        for each in updates:
+            if each.weights is not None and each.constants is not None:
                 moments = each.flat["exp_avg"], each.flat["exp_avg_sq"]
                 its = (
                     part.piece(each.run.start, each.grad, *moments, each.run.spans) for part in each.weights.segments()
                 )
                 # Pieces are collected by constants and not by group, so that groups with equal hyperparameters share a
                 # launch.
-                pieces.setdefault(constants[key], []).extend(piece for piece in its if piece is not None)
+                pieces.setdefault(each.constants, []).extend(piece for piece in its if piece is not None)
         for scalars, alike in pieces.items():
             update_pieces(alike, scalars)
 

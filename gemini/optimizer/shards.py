@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
+from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.needs import round_to_alignment
 from gemini.runtime.chunk import Chunk
-from gemini.runtime.params import ParamStore
 from gemini.runtime.step import Step
-from optim import AdamPiece, Spans, join_master_, round_master_, split_master_
+from optim import AdamPiece, AdamScalars, Spans, join_master_, round_master_, split_master_
 
 # -- Memory that an update needs beside the homes: what rests on one tier is staged on the other, where the update runs.
 #
@@ -191,15 +190,17 @@ class Segment(NamedTuple):
 class ShardView:
     """One chunk's weights on the tier of its update: as segments (our Adam), or as one flat tensor (`load`)."""
 
-    def __init__(self, chunk: Chunk, params: ParamStore, staging: Staging, tier: Tier, turn: str) -> None:
-        """turn: which of the buffers of each name it stages to, see `TURNS`."""
+    def __init__(
+        self, chunk: Chunk, homes: Mapping[Kind, Region], transfer: Transfer, staging: Staging, tier: Tier, turn: str
+    ) -> None:
+        """homes: of weights and master. turn: which of the buffers of each name it stages to, see `TURNS`."""
         self._chunk = chunk
         self._turn = turn
-        self._transfer = params.memory.transfer
+        self._transfer = transfer
         self._staging = staging
         self._tier = tier
-        self._home = chunk.homes[Kind.PARAM]
-        self._master = chunk.homes.get(Kind.MASTER)
+        self._home = homes[Kind.PARAM]
+        self._master = homes.get(Kind.MASTER)
         self._splits = self._master is not None and chunk.splits_master
         self._staged: list[tuple[Region, Region]] = []  # (home or a part of it, its staged copy on the tier)
         self._on_its_tier: tuple[list[tuple[int, Region]], list[tuple[int, Region]]] | None = None  # master, home
@@ -339,10 +340,11 @@ class RunUpdate:
 
     run: Run
     weights: ShardView | None  # those of the whole chunk; None for a run without elements
-    grad: Tensor  # (numel,)
+    grad: Tensor  # (numel,), once it is on the tier; before that without elements
     flat: dict[str, Tensor]  # (numel,) each: views into the chunk's state
     scalars: dict[str, Any]  # shared by all elements; the update replaces them
     is_new: bool  # these elements have not been updated before
+    constants: AdamScalars | None = None  # of our Adam's update, once it has begun
     room: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: of states that the update may create
     made: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: states that the update created
 

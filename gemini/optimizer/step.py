@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -29,13 +30,17 @@ from optim import clip_coefficient
 
 @dataclass(frozen=True)
 class StepReport:
-    """The outcome of a step. Equal on all ranks."""
+    """The outcome of a step. Equal on all ranks, but for the times and bytes, which are this rank's."""
 
     number: int  # of the step, from 1. Skipped steps and those without a gradient count
     grad_norm: float  # L2, or the norm that clip_grad_norm_() requested, before clipping and without the loss scale
     clip: float  # the factor by which gradients were clipped
     skipped: str | None  # the first parameter with a non-finite gradient, for which nothing was updated
     loss_scale: float  # the loss scale of the step's backwards; 1 without one
+    # Since the step before:
+    moved_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)  # by link, as "host->device"
+    update_ms: float = field(default=0.0, compare=False)  # that a thread has updated weights, see `deferred_update`
+    exposed_ms: float = field(default=0.0, compare=False)  # that training has waited for this thread
 
 
 # -- The dynamic loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), with hysteresis.
@@ -433,7 +438,10 @@ class OptimizerStep:
         self._next = factors  # what the next step will apply
         self._max_norm = max_norm
         self._device = manager.memory.device.device
-        self._updates = ChunkUpdates(manager.step, states.by_chunk, update, param_groups)
+        defers = model.settings.defers_update
+        self._updates = ChunkUpdates(manager.step, states.by_chunk, update, param_groups, defers)
+        self._transfer, self._work = manager.memory.transfer, manager.memory.work
+        self._moved_before = Counter(self._transfer.bytes_by_link)
 
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Let the next step clip its gradients so. Returns their norm before that, 0-dim. Collective."""
@@ -448,6 +456,8 @@ class OptimizerStep:
     def run(self) -> None:
         """Agree on the step in its last all-reduce before the update. A rank that cannot update fails before that."""
         step = self._manager.step
+        self._updates.finish()
+        self._times_ms = tuple(1e3 * seconds for seconds in self._work.pop_times())
         # Everything that may be refused is checked first, while no rank has changed anything.
         self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self._model, self._states)
@@ -499,9 +509,15 @@ class OptimizerStep:
                 self._updates.update(updated, factors)
             states.note_step()
         step.grads.end_step(Becomes.USED, ungrouped)
-        self.last = StepReport(number, norm, factors.clip, skipped, self._scaling.value)
+        scale = self._scaling.value
+        self.last = StepReport(number, norm, factors.clip, skipped, scale, self._moved(), *self._times_ms)
         if updated:
             self._scaling.after_step(skipped)
+
+    def _moved(self) -> dict[str, int]:
+        """Bytes by link since the last call."""
+        before, self._moved_before = self._moved_before, Counter(self._transfer.bytes_by_link)
+        return {link: count - before[link] for link, count in self._moved_before.items()}
 
     def _settings(self) -> str:
         return settings_of_step(self._next.requested or self._max_norm, self._scaling.value, self._param_groups)

@@ -7,15 +7,18 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemini.errors import GeminiError
+from gemini.memory.memory import WorkTicket
 from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
 from gemini.monitor.live import LiveMemory
 from gemini.optimizer.chunk_states import ChunkOptimizerState
-from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
+from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate, settings_in_words
 from gemini.optimizer.shards import (
     TURNS,
     GradientFactors,
@@ -28,6 +31,7 @@ from gemini.optimizer.shards import (
 )
 from gemini.placement.demand import Kind, Tier
 from gemini.ranks.communicator import Communicator
+from gemini.ranks.exit_report import words_of
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.step import Step
@@ -234,23 +238,29 @@ BATCH_NUMEL = 2**25
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A chunk whose copies to the tier of its update were started."""
-
-    chunk: Chunk
-    runs: list[Run]
-    weights: ShardView | None  # None: this rank has nothing to update
-    gradient: Region | None  # on the tier
-    is_gradient_staged: bool = False
-
-
-@dataclass(frozen=True)
 class _ChunkUpdate:
-    """A chunk in a batch, prepared and not launched yet."""
+    """The update of one chunk."""
 
     state: ChunkOptimizerState
     weights: ShardView | None  # None: this rank has nothing to update
+    gradient: Region | None  # where it rests; None like `weights`
+    moments: Region | None  # as the thread may use them: all of them share its tickets
     runs: list[RunUpdate]
+    turn: str = ""  # which of the staging buffers its gradient is copied to
+    ticket: WorkTicket | None = None  # where a thread carries it out
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The thread has updated the chunk, or has failed to."""
+        if self.ticket is not None:
+            self.ticket.end(error)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A chunk whose copies to the tier of its update were started."""
+
+    update: _ChunkUpdate
+    gradient: Region | None  # on the tier
 
 
 class ChunkUpdates:
@@ -262,12 +272,18 @@ class ChunkUpdates:
         states: Mapping[int, ChunkOptimizerState],
         update: ElementwiseUpdate,
         param_groups: list[dict[str, Any]],
+        defers: bool,
     ) -> None:
+        """defers: a thread updates chunks whose states are on the host, beside what follows the step."""
         self._step = step
         self._states = states
         self._update = update
         self._param_groups = param_groups
         self._staging = Staging(step)
+        self._memory = memory = step.params.memory
+        self._transfer, self._work = memory.transfer, memory.work
+        # A torch optimizer's update is code of the user's, and allocates.
+        self._defers = defers and isinstance(update, AdamUpdate)
 
     def refuse_bad_hyperparameters(self) -> None:
         """Raise for bad hyperparameters before the step, by an update of no elements. Nothing has changed then."""
@@ -288,7 +304,6 @@ class ChunkUpdates:
         Local. Raises torch.OutOfMemoryError or BudgetError, and nothing has changed then.
         """
         needs: dict[tuple[Tier, str], int] = {}
-        memory = self._step.params.memory
         temporaries = 0  # on the device; the host has no bound that an allocation would find
         gathers_in_slot = False
         for chunk in chunks:
@@ -305,7 +320,7 @@ class ChunkUpdates:
                     needs[tier, name + turn] = max(num_bytes, needs.get((tier, name + turn), 0))
             if tier is Tier.DEVICE:
                 its = self._update.temporary_bytes(
-                    chunk.optim_numel, self._states[chunk.index].dtype, memory.device.device
+                    chunk.optim_numel, self._states[chunk.index].dtype, self._memory.device.device
                 )
                 temporaries = max(temporaries, its)
             gathers_in_slot |= _is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
@@ -319,30 +334,65 @@ class ChunkUpdates:
 
         chunks: the chunks to update, with their `steps`.
         """
-        batch: list[_ChunkUpdate] = []
-        numel = 0
-        for begun in self._begin_all(chunks):
-            must_end = self._prepare(begun, batch)
-            numel += begun.chunk.optim_numel
-            if must_end or numel >= BATCH_NUMEL:
-                self._finish(batch, factors)
-                batch, numel = [], 0
-        if batch:
+        later = self._deferred(chunks)
+        if later:
+            self._defer(
+                [
+                    self._plan(chunk, chunks[chunk], number, WorkTicket(self._work))
+                    for number, chunk in enumerate(later)
+                ],
+                factors,
+            )
+        now = (chunk for chunk in chunks if chunk not in later)
+        for batch in self._batches(self._plan(chunk, chunks[chunk], number) for number, chunk in enumerate(now)):
             self._finish(batch, factors)
 
-    def _begin_all(self, chunks: Mapping[Chunk, bytes]) -> Iterator[_Begun]:
-        """Begin the chunks, and yield them in their order. One chunk more than was yielded may have begun."""
-        ahead: list[_Begun] = []
-        for number, (chunk, steps) in enumerate(chunks.items()):
-            turns = TURNS[self._states[chunk.index].tier]
-            # On the device both chunks would be in one buffer: the one ahead is launched first.
-            if len(turns) == 1:
-                yield from ahead
-                ahead = []
-            begun = self._begin(chunk, steps, turns[number % len(turns)])
-            yield from ahead
-            ahead = [begun]
-        yield from ahead
+    def finish(self) -> None:
+        """Wait for the updates of the last step. Raises why one of them has failed."""
+        self._work.finish()
+
+    def _deferred(self, chunks: Mapping[Chunk, bytes]) -> dict[Chunk, None]:
+        """The chunks that a thread updates while training goes on, in their order."""
+        # Gathers of weights that ranks update in parts are collectives, which all ranks launch in one order.
+        if not self._defers or any(map(_is_updated_in_parts, chunks)):
+            return {}
+        return {chunk: None for chunk in chunks if self._states[chunk.index].tier is Tier.HOST}
+
+    def _defer(self, updates: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
+        """Have a thread carry out updates, and write down that they are done. Who needs a region waits for it."""
+        update = self._update
+        assert isinstance(update, AdamUpdate)
+        for each in updates:
+            update.begin(each.runs, self._param_groups, factors)
+        self._work.begin(partial(self._carry_out, update, updates, self._transfer.aside()))
+        for each in updates:
+            self._note_updated(each)
+
+    def _carry_out(
+        self, update: AdamUpdate, updates: Sequence[_ChunkUpdate], beside: AbstractContextManager[object]
+    ) -> None:
+        """Carry out updates that were begun: what the thread does."""
+        at = updates[0].state.chunk
+        try:
+            with self._step.failures.tearing(), torch.no_grad(), beside:
+                try:
+                    for batch in self._batches(updates):
+                        at = batch[0].state.chunk
+                        update.launch([run for each in batch for run in each.runs])
+                        for each in batch:
+                            at = each.state.chunk
+                            _close(each)
+                            each.end()
+                except Exception as error:
+                    raise GeminiError(
+                        f"the update of chunk {at.index} ({at.names()}) on the host, beside the next forward, failed: "
+                        f"{words_of(error)}"
+                    ) from error
+        except BaseException as error:
+            # Whoever waits for one of them is told, and changes nothing more.
+            for each in updates:
+                each.end(error)
+            raise
 
     def steps(self, chunk: Chunk, summary: GradientSummary) -> bytes:
         """Whether each parameter, by position, has a gradient on some rank and is in a param group."""
@@ -352,60 +402,116 @@ class ChunkUpdates:
             has_gradient = bytes(has and group is not None for has, group in zip(has_gradient, groups, strict=True))
         return has_gradient
 
-    def _begin(self, chunk: Chunk, steps: bytes, turn: str) -> _Begun:
-        """Start the copies of what rests on another tier. turn: which of the staging buffers they go to."""
+    def _plan(self, chunk: Chunk, steps: bytes, number: int, ticket: WorkTicket | None = None) -> _ChunkUpdate:
+        """What to update of a chunk, and where it is. number: of the chunk, for its turn. Nothing moves yet."""
         state = self._states[chunk.index]
         runs = state.runs(steps)
         # All updated parameters are in other ranks' shards. Count their steps here too.
         if not any(run.numel for run in runs):
-            return _Begun(chunk, runs, None, None)
-        state.wait_for_readers()
-        view = ShardView(chunk, self._step.params, self._staging, state.tier, turn)
-        view.stage()
-        gradient, memory = self._step.grads.of(chunk), self._step.params.memory
-        reduced = gradient.reduced()
-        if reduced.tier is state.tier:
-            return _Begun(chunk, runs, view, reduced)
-        staged = self._staging.buffer(state.tier, "gradient" + turn, reduced.numel, reduced.dtype)
-        # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
-        memory.transfer.copy(staged, reduced)
-        return _Begun(chunk, runs, view, staged, is_gradient_staged=True)
+            return _ChunkUpdate(state, None, None, None, [state.start(run) for run in runs])
+        grads, moments, homes = self._step.grads, None, chunk.homes
+        gradient = grads.of(chunk).reduced()
+        if ticket is not None:
+            gradient, moments = ticket.hand_over(gradient), ticket.hand_over(state.any_region())
+            homes = {kind: ticket.hand_over(homes[kind]) for kind in (Kind.PARAM, Kind.MASTER) if kind in homes}
+        turns = TURNS[state.tier]
+        turn = turns[number % len(turns)]
+        view = ShardView(chunk, homes, self._transfer, self._staging, state.tier, turn)
+        updates = [state.start(run, view) if run.numel else state.start(run) for run in runs]
+        return _ChunkUpdate(state, view, gradient, moments, updates, turn, ticket)
 
-    def _prepare(self, begun: _Begun, batch: list[_ChunkUpdate]) -> bool:
-        """Add a chunk to the batch. Returns whether the batch must end with it."""
-        state, runs, view = self._states[begun.chunk.index], begun.runs, begun.weights
-        if view is None or begun.gradient is None:
-            batch.append(_ChunkUpdate(state, None, [state.start(run) for run in runs]))
+    def _batches(self, updates: Iterable[_ChunkUpdate]) -> Iterator[list[_ChunkUpdate]]:
+        """Bring chunks to the tiers of their updates, and yield those that are launched together."""
+        batch: list[_ChunkUpdate] = []
+        numel = 0
+        for begun in self._begin_all(updates):
+            must_end, update = self._prepare(begun), begun.update
+            batch.append(update)
+            numel += update.state.chunk.optim_numel
+            if must_end or numel >= BATCH_NUMEL:
+                yield batch
+                batch, numel = [], 0
+        if batch:
+            yield batch
+
+    def _begin_all(self, updates: Iterable[_ChunkUpdate]) -> Iterator[_Begun]:
+        """Begin the chunks, and yield them in their order. One chunk more than was yielded may have begun."""
+        ahead: list[_Begun] = []
+        for update in updates:
+            # On the device both chunks would be in one buffer: the one ahead is launched first.
+            if len(TURNS[update.state.tier]) == 1:
+                yield from ahead
+                ahead = []
+            begun = self._begin(update)
+            yield from ahead
+            ahead = [begun]
+        yield from ahead
+
+    def _begin(self, update: _ChunkUpdate) -> _Begun:
+        """Start the copies of what rests on another tier."""
+        state, view, reduced = update.state, update.weights, update.gradient
+        if view is None or reduced is None:
+            return _Begun(update, None)
+        # The states are about to be written: whoever reads them in the background has to be done.
+        if update.moments is not None or state.tickets.reads:
+            wait_on_tier(update.moments or state.any_region())
+        view.stage()
+        tier = state.tier
+        if reduced.tier is tier:
+            return _Begun(update, reduced)
+        staged = self._staging.buffer(tier, "gradient" + update.turn, reduced.numel, reduced.dtype)
+        # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
+        self._transfer.copy(staged, reduced)
+        return _Begun(update, staged)
+
+    def _prepare(self, begun: _Begun) -> bool:
+        """Have everything on the tier. Returns whether the chunk's batch must end with it."""
+        update, gradient = begun.update, begun.gradient
+        view = update.weights
+        if view is None or gradient is None:
             return False
-        grad = ready(begun.gradient)
+        grad = ready(gradient)
         view.segments()
-        updates = [state.start(run, view, grad) if run.numel else state.start(run) for run in runs]
-        batch.append(_ChunkUpdate(state, view, updates))
+        for each in update.runs:
+            run = each.run
+            if run.numel:
+                each.grad = grad[run.start : run.start + run.numel]
         # A torch optimizer updates one chunk at a time: its call of `ShardView.load` may stage weights, which is not
         # known yet here.
-        return begun.is_gradient_staged or view.is_staged or not self._update.is_fused
+        return gradient is not update.gradient or view.is_staged or not self._update.is_fused
 
     def _finish(self, batch: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
         """Launch the batch, and bring the new weights home.
 
         Collective if each rank has updated a part of weights that all ranks hold whole.
         """
-        step = self._step
         self._update.update([run for each in batch for run in each.runs], self._param_groups, factors)
         for each in batch:
-            state, chunk = each.state, each.state.chunk
-            state.store_updates(each.runs, step.params)
-            if each.weights is not None:
-                # The gradient is used up: a home that was lent to it takes the new weights in `close`.
-                step.grads.homes.consumed(chunk)
-                each.weights.close(state.are_all([update.run for update in each.runs]))
-            # If this rank had nothing to update, the chunk's home may still hold the gradient.
-            step.grads.homes.restore(chunk)
-            step.after_chunk_update(chunk)
+            # A torch optimizer's new states get memory in here.
+            self._note_updated(each)
+            _close(each)
             # Ranks may end their batches at different chunks, as staging depends on what each updates. All of them keep
             # the order of chunks, in which the gathers must come.
+            chunk = each.state.chunk
             if _is_updated_in_parts(chunk):
-                _all_gather_weights(step, chunk)
+                _all_gather_weights(self._step, chunk)
+
+    def _note_updated(self, update: _ChunkUpdate) -> None:
+        """The chunk has new weights, or whoever asks for them waits for them."""
+        step, state = self._step, update.state
+        state.store_updates(update.runs, step.params)
+        if update.weights is not None:
+            # The gradient is used up: a home that was lent to it takes the new weights in `close`.
+            step.grads.homes.consumed(state.chunk)
+        # If this rank had nothing to update, the chunk's home may still hold the gradient.
+        step.grads.homes.restore(state.chunk)
+        step.after_chunk_update(state.chunk)
+
+
+def _close(update: _ChunkUpdate) -> None:
+    """Bring a chunk's new weights home."""
+    if update.weights is not None:
+        update.weights.close(update.state.are_all([each.run for each in update.runs]))
 
 
 def _is_updated_in_parts(chunk: Chunk) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gemini.errors import BudgetError
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 ACTIVATION_FRACTION = 0.3
 """Fraction of `device_memory` left to activations and workspace until a step has measured them."""
+
+LESS_FOR_ACTIVATIONS = (0.24, 0.18, 0.12, 0.06)
+"""Fractions that are left to them where there is no room to train otherwise; the first with which there is counts.
+
+A batch may need less than any of these. If it needs more, the first forward makes room, or the first step runs out of
+memory, says so, and is told what to change: a refusal before would be final, and might be wrong.
+"""
 
 MORE_ACTIVATIONS = 0.1
 """Margin added to the measured activations, because the next batch may be slightly larger."""
@@ -39,16 +46,18 @@ class FreeBytes:
         host: free bytes, likewise. None: likewise.
         activations: the peak of non-model bytes that a step has measured on the device. None: not measured yet.
         most_activations: an upper bound of them for the batch at hand, until a step has measured. None: unknown.
+        fraction: of the device, which is left to activations until a step has measured them.
     """
 
     device: int | None = None
     host: int | None = None
     activations: int | None = None
     most_activations: int | None = None
+    fraction: float = ACTIVATION_FRACTION
 
     @property
     def are_activations_unknown(self) -> bool:
-        """Whether activations are unknown, so that `ACTIVATION_FRACTION` of the device is left to them."""
+        """Whether activations are unknown, so that `fraction` of the device is left to them."""
         return self.activations is None and self.most_activations is None
 
 
@@ -97,7 +106,7 @@ def _left_out(whole: int, free: FreeBytes) -> int:
     if free.activations is not None:
         # At most all of it: other processes may by now have taken what the measured activations need.
         return min(whole, int(free.activations * (1 + MORE_ACTIVATIONS) + whole * RESERVE))
-    by_default = whole - int(whole * (1 - ACTIVATION_FRACTION))
+    by_default = whole - int(whole * (1 - free.fraction))
     # The bound may be twice the true peak or more. It may only take room from model data: granting room before a step
     # has measured the peak risks running out of memory in that very step.
     if free.most_activations is None or free.most_activations <= by_default:
@@ -106,11 +115,20 @@ def _left_out(whole: int, free: FreeBytes) -> int:
     return min(whole, int(free.most_activations + whole * RESERVE))
 
 
-def device_memory_for(model_data_bytes: int) -> int:
-    """The least `device_memory` that leaves so many bytes to model data until a step has measured its activations."""
+def with_less_for_activations(settings: Settings, free: FreeBytes) -> Iterator[FreeBytes]:
+    """`free` with each of `LESS_FOR_ACTIVATIONS`. None, where the budget of the device does not depend on it."""
+    if later_device_bytes(settings, free) and free.are_activations_unknown:
+        yield from (replace(free, fraction=fraction) for fraction in LESS_FOR_ACTIVATIONS)
+
+
+def device_memory_for(model_data_bytes: int, fraction: float) -> int:
+    """The least `device_memory` that leaves so many bytes to model data until a step has measured its activations.
+
+    fraction: of it, which is left to them until then.
+    """
     # The error message quotes this number as sufficient, so correct the rounding that `_left_out` applies.
-    whole = int(model_data_bytes / (1 - ACTIVATION_FRACTION))
-    while whole - _left_out(whole, FreeBytes()) < model_data_bytes:
+    whole = int(model_data_bytes / (1 - fraction))
+    while whole - _left_out(whole, FreeBytes(fraction=fraction)) < model_data_bytes:
         whole += 1
     return whole
 
@@ -132,25 +150,27 @@ def _greater(one: int | None, other: int | None) -> int | None:
 # -- Refusals of a plan: which one is raised if no chunk size fits, and what its message advises besides a budget.
 
 
-def advised(error: BudgetError, spec: ModelSpec, settings: Settings, is_by_default: bool) -> BudgetError:
+def advised(error: BudgetError, spec: ModelSpec, settings: Settings, fraction: float | None) -> BudgetError:
     """The refusal, with what would help on the device besides `model_data_memory`.
 
-    is_by_default: activations are not known, so that the budget leaves them `ACTIVATION_FRACTION` of the device.
+    fraction: of the device, which the budget leaves to activations because they are not known. None: they are.
     """
     # All of the advice is about device memory.
     if error.tier != "device":
         return error
     enough_bytes = None
-    if is_by_default and settings.model_data_memory is None and error.needed_bytes is not None:
-        enough_bytes = device_memory_for(error.needed_bytes)
-    words = ". ".join([str(error), *_advice(error, spec, settings, enough_bytes)])
+    if fraction is not None and settings.model_data_memory is None and error.needed_bytes is not None:
+        enough_bytes = device_memory_for(error.needed_bytes, fraction)
+    words = ". ".join([str(error), *_advice(error, spec, settings, enough_bytes, fraction)])
     return error.reworded(words, enough_bytes=enough_bytes)
 
 
-def _advice(error: BudgetError, spec: ModelSpec, settings: Settings, enough_bytes: int | None) -> Iterator[str]:
-    if enough_bytes is not None:
+def _advice(
+    error: BudgetError, spec: ModelSpec, settings: Settings, enough_bytes: int | None, fraction: float | None
+) -> Iterator[str]:
+    if enough_bytes is not None and fraction is not None:
         yield (
-            f"Model data gets {1 - ACTIVATION_FRACTION:.0%} of device_memory= until a step has shown its activations: "
+            f"Model data gets {1 - fraction:.0%} of device_memory= at most until a step has shown its activations: "
             f"{enough_bytes} bytes of it are enough"
         )
     # The name of a static policy goes on with its fractions, hence the prefix.

@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack
 
 from gemini.errors import BudgetError
 from gemini.placement import predict as explain
-from gemini.placement.budget import Budget, advised
+from gemini.placement.budget import ACTIVATION_FRACTION, Budget, advised
 from gemini.placement.demand import ChunkDemand, Demand, Kind, ModelSpec, OperatorSpec, Placement, Tier, format_bytes
 from gemini.placement.needs import min_slots, packing_demand, trained_at_first, uses_of
 from gemini.placement.packing import Packing, packings
@@ -47,6 +47,7 @@ class Plan:
         is_first: the plan was made for wrapping, when the chunk size could still be chosen.
         offloaded: states that rest on the host until the model is used again, against the policy.
         infers: the plan treats all weights as frozen. Another plan replaces it when training begins.
+        activation_fraction: of the device, which its budget leaves to activations until a step has measured them.
     """
 
     spec: ModelSpec
@@ -61,6 +62,7 @@ class Plan:
     is_first: bool = True
     offloaded: frozenset[Kind] = frozenset()
     infers: bool = False
+    activation_fraction: float = ACTIVATION_FRACTION
 
     @property
     def policy(self) -> str:
@@ -197,9 +199,9 @@ def replan(
         # Until training begins no step has shown its activations, so the budget leaves them the default.
         is_by_default = changes.get("is_by_default", before.is_first and budget == before.budget)
         # The advised error contains the text of the first one, which a chained traceback would repeat.
-        raise advised(error, spec, settings, is_by_default) from None
+        raise advised(error, spec, settings, before.activation_fraction if is_by_default else None) from None
     # The chunks exist already, so that the minimum of this plan is that of their size alone.
-    return replace(plan, is_first=False)
+    return replace(plan, is_first=False, activation_fraction=before.activation_fraction)
 
 
 def plan_packing(

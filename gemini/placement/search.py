@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gemini.errors import BudgetError
 from gemini.placement.budget import (
+    LESS_FOR_ACTIVATIONS,
     Budget,
     FreeBytes,
     advised,
@@ -16,6 +17,7 @@ from gemini.placement.budget import (
     has_host_room_for_steps,
     later_device_bytes,
     least_of,
+    with_less_for_activations,
 )
 from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Kind, ModelSpec, Tier
 from gemini.placement.needs import Packed, trained_at_first
@@ -114,12 +116,16 @@ def plan_packed(packed: Packed, settings: Settings, free: FreeBytes | None = Non
 
     settings: those of `packed`; budgets and policy may be others. Raises as `plan_model` does.
     """
-    found = find_plans(packed, settings, free)
-    if found.trains is not None:
-        return _with_room_for_more(found.trains, packed, free)
+    free, wraps = free or FreeBytes(), None
+    # How much activations need is not known yet. What might fit once it is known is not refused before.
+    for freer in (free, *with_less_for_activations(settings, free)):
+        found = find_plans(packed, settings, freer)
+        if found.trains is not None:
+            return replace(_with_room_for_more(found.trains, packed, freer), activation_fraction=freer.fraction)
+        wraps = wraps or found.wraps
     # Without room to train the model may be meant for inference. An optimizer or a backward raises the refusal.
-    if found.wraps is not None:
-        return found.wraps
+    if wraps is not None:
+        return wraps
     raise refusal_of(found.refused, packed.spec, settings, free) from None
 
 
@@ -227,7 +233,8 @@ def refusal_of(
 ) -> BudgetError:
     """The one to raise of the refusals by all packings, with what would help."""
     error = least_of(refused, is_searched=settings.chunk_size is None)
-    return advised(error, spec, settings, is_by_default=free is None or free.are_activations_unknown)
+    is_unknown = free is None or free.are_activations_unknown
+    return advised(error, spec, settings, LESS_FOR_ACTIVATIONS[-1] if is_unknown else None)
 
 
 def _with_room_for_more(plan: Plan, packed: Packed, free: FreeBytes | None) -> Plan:

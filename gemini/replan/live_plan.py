@@ -192,7 +192,7 @@ class FreeMemory:
         if agreed is None:
             return None
         # Both budgets follow from the same reading, so that they differ by the bound alone.
-        known = FreeBytes(agreed.free, plan.budget.host)
+        known = FreeBytes(agreed.free, plan.budget.host, fraction=plan.activation_fraction)
         bounded_budget = Budget.of(plan.settings, replace(known, most_activations=agreed.activations))
         # The bound asks for no more than the default leaves to activations.
         if bounded_budget == Budget.of(plan.settings, known):

@@ -215,7 +215,8 @@ class Trainability:
         words = [f"{name}={settings.budget_bytes(name)}" for name in BUDGETS]
         before = self._manager.plan
         # `free` was read just now, but what activations take is known from earlier steps only.
-        budget = Budget.of(settings, replace(free, activations=self._free.activations))
+        known = replace(free, activations=self._free.activations, fraction=before.activation_fraction)
+        budget = Budget.of(settings, known)
         # If the user names host_memory= alone, the device keeps the budget that it has.
         names_device = named != {"host_memory"}
         budget = Budget(

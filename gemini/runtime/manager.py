@@ -266,6 +266,7 @@ class ChunkManager:
     def close(self) -> None:
         """Give slots and process group back. Collective. Raises nothing of its own."""
         self.background.join()  # a checkpoint that is being written reads the homes
+        self.memory.work.close()
         # A `.grad` that is a view of a home would keep the home in memory for as long as its parameter lives.
         self.grads.detach_homes()
         self.step.failures.note_close()

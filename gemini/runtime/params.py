@@ -564,6 +564,8 @@ def make_plain(chunks: Sequence[Chunk], params: ParamStore) -> None:
     stale = [chunk for chunk in chunks if chunk.stays and chunk.state is ParamState.RELEASED]
     if stale:
         params.fetch_all(stale)
+    # Updates of weights at home may still be under way.
+    wait_on_stream(*(chunk.homes[Kind.PARAM] for chunk in chunks if chunk.state is ParamState.RESIDENT))
     for chunk in chunks:
         params.binding.bind(chunk)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gemini.errors import GeminiError
 from gemini.memory.modes import A_HOOK, never_traced, unseen
 from gemini.memory.tier import Ledger
-from gemini.memory.transfer import Region
+from gemini.memory.transfer import Region, ready
 from gemini.monitor.device import DeviceSource, PositionPeaks
 from gemini.placement.demand import Kind
 from gemini.placement.next_use import PassKind, Phase, StepEvent
@@ -149,15 +149,23 @@ class Payloads:
         self.grads = grads
         self.is_alone = params.communicator.world_size == 1
         self.has_room = False  # slots and buffers have their memory
+        self._work = params.memory.work
         self.note_placement()
 
     def note_placement(self) -> None:
         """Chunks have new homes: find out which payloads never leave."""
         self.params.note_placement()
-        self.is_resident = mark_staying(self.chunks)  # no payload leaves between forward and update
+        self.is_resident = self._never_leave = mark_staying(self.chunks)  # between forward and update
         # Where no payload leaves, backward launches no gathers. Fetches are then no points that ranks share for
         # reductions.
         self.grads.accumulation.note_placement(self.is_resident)
+
+    def begin_pass(self) -> None:
+        """Take the room that a pass needs, and decide whether its operators find all payloads in place."""
+        self.take_room()
+        # While a thread still updates weights at home, operators fetch: each waits for its own. On several ranks where
+        # payloads are decides about collectives, and how far this rank's thread has come must not.
+        self.is_resident = self._never_leave and not (self.is_alone and self._work.is_busy)
 
     def take_room(self) -> None:
         """Allocate all slots and buffers at the first use, in one go.
@@ -191,8 +199,8 @@ class Payloads:
             self.restore_parameters(chunk)
         if chunk.state is ParamState.RESIDENT:
             self.note_use(chunk)
-            assert chunk.payload is not None
-            return chunk.payload
+            # Its update may still be under way.
+            return ready(chunk.homes[Kind.PARAM])
         # The touch is recorded first: gradients whose point of reduction it is are due before the fetch.
         self.params.next_use.touch(chunk.index)
         if self.grads.in_backward:
@@ -461,7 +469,7 @@ class Step:
     def begin_pass(self) -> None:
         """Begin the pass of a forward: operators may come. Collective."""
         # This comes before the pass makes activations, which would come to lie between slots and buffers.
-        self.payloads.take_room()
+        self.payloads.begin_pass()
         if torch.is_grad_enabled():
             # Several forwards before their backward, as in a contrastive loss, are one pass: only the first one begins
             # it.

@@ -106,15 +106,19 @@ def an_interrupt_that_all_catch(rank: int, world_size: int, where: str) -> tuple
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the ranks are started
 
 
-def a_torn_step(rank: int, world_size: int) -> tuple[str, list[str]]:
-    """An update that fails half way, on one rank: (its error, what the next steps say)."""
+def a_torn_step(rank: int, world_size: int, deferred: bool) -> tuple[str, list[str]]:
+    """An update that fails half way, on one rank: (the first error, what the next steps say)."""
     impatient()
-    model, optimizer, _ = make()
+    model, optimizer, _ = make(deferred_update=deferred)
     train_step(model, optimizer, rank, 0)
+    model.chunk_manager.memory.work.join()
     if rank == 1:
         updates = optimizer._optimizer_step._updates
         prepare = updates._prepare
-        updates._prepare = lambda begun, *rest: boom() if begun.chunk.index == 4 else prepare(begun, *rest)  # type: ignore[method-assign]
+        updates._prepare = lambda begun, *rest: boom() if begun.update.state.chunk.index == 4 else prepare(begun, *rest)  # type: ignore[method-assign]
+    if deferred:
+        optimizer.backward(model(batch(rank, 9)).square().mean())
+        optimizer.step()  # a thread fails after it
     said = []
     for step in range(1, 4):
         try:

@@ -155,8 +155,9 @@ def test_after_ctrl_c_on_one_rank_that_all_catch_training_goes_on(ranks: RankPoo
     assert hashes[0] == hashes[1]
 
 
-def test_a_step_that_fails_half_way_is_final_on_all_ranks(ranks: RankPool) -> None:
-    exits = ranks(2).run(cases.a_torn_step, fresh=True, forked=True, timeout_s=60)
+@pytest.mark.parametrize("deferred", [False, True], ids=["in the step", "beside the next forward"])
+def test_a_step_that_fails_half_way_is_final_on_all_ranks(ranks: RankPool, deferred: bool) -> None:
+    exits = ranks(2).run(cases.a_torn_step, deferred, fresh=True, forked=True, timeout_s=60)
     for one in exits:
         assert one.result is not None, one.stderr[-3000:]
         assert all("failed half way" in words for words in one.result[1][-1:]), one.result

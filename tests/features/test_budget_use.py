@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from gemini import FreeBytes, Plan, Settings, Tier, plan_model, specs_of
-from gemini.placement.budget import Budget, device_memory_for
+from gemini.placement.budget import ACTIVATION_FRACTION, Budget, device_memory_for
 from gemini.placement.plan import replan
 from tests.harness.on_ranks import on_ranks_with
 from tests.harness.reference import Recipe, train_plain
@@ -102,7 +102,7 @@ def use_after_a_step(case: ModelCase, dtype: torch.dtype | None, world_size: int
     budget = random_budget(case, settings, world_size, chance)
     if budget is None:
         return
-    settings = replace(settings, device_memory=device_memory_for(budget))
+    settings = replace(settings, device_memory=device_memory_for(budget, ACTIVATION_FRACTION))
     plan = plan_model(specs_of(case.build(torch.float32), settings, world_size), settings, world_size)
     whole, least = settings.budget_bytes("device_memory"), plan.packed_minimum_bytes
     assert whole is not None and least is not None

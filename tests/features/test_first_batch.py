@@ -238,3 +238,17 @@ def test_of_other_models_and_inputs_nobody_claims_to_know() -> None:
     assert most_activations(composite, ids) == most_activations(build(Lm), ids)
     convolved = nn.Sequential(nn.Embedding(8, 8), build(Lm), nn.Conv1d(8, 8, 3))
     assert most_activations(convolved, ids) is None, "a convolution has more outputs than inputs"
+
+
+@on_ranks(1, 2)
+def test_what_fits_once_activations_are_known_is_not_refused_before(rank: int, world_size: int) -> None:
+    """The host has no room for what 70 % of the device leaves over, and a small batch needs little of the rest."""
+    free = run(EmulatedDevice(), rank, 1, 3)
+    total = int(whole_bytes(world_size) / 0.85)
+    on_host = whole_bytes(world_size) // 10
+    tight = run(EmulatedDevice(total), rank, 1, 3, host_memory=on_host, device_memory=total)
+    fraction = tight.plans[0].activation_fraction
+    assert fraction < 0.3
+    assert tight.plans[0].budget.device == int(total * (1 - fraction))
+    assert tight.plans[0].predicted.host_peak <= on_host
+    assert tight.found() == free.found()

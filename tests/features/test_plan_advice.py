@@ -15,10 +15,16 @@ from tests.features.test_plan_command import SMALL, asked, refused, run
 from tests.zoo.mlp import Mlp
 
 BLOCKS = "tests.features.test_plan_advice:blocks"
+DEEP = "tests.features.test_plan_advice:deep"
 
 
 def blocks() -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+
+def deep() -> nn.Module:
+    """Activations take next to nothing beside its model data."""
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
 
 
 class Convolutions(nn.Sequential):
@@ -63,16 +69,16 @@ def test_a_model_can_be_wrapped_with_the_plan_that_is_shown(device_memory: str) 
 
 
 def test_a_training_that_the_device_memory_alone_would_have_refused_is_said() -> None:
-    options = (SMALL, "--ranks", "1", "--policy", "cuda", "--host-memory", "1MB", "--device-memory")
+    options = (DEEP, "--ranks", "1", "--policy", "cuda", "--host-memory", "1MB", "--device-memory")
     knobs = " ".join(refused(*options, "10KB")[0]["would_change"])
     enough = int(re.search(r"--device-memory (\d+)B", knobs)[1])  # type: ignore[index]
     found = asked(*options, f"{enough}B")
     (note,) = [note for note in found["notes"] if "refuses to train" in note]
     alone = {"device_memory": enough, "host_memory": "1MB", "tensor_placement_policy": "cuda"}
     with pytest.raises(BudgetError) as error:
-        trained(Mlp(), **alone)
+        trained(deep(), **alone)
     assert f"needs {error.value.needed_bytes} bytes of model data" in note
-    trained(Mlp(), **found["wrap_with"], tensor_placement_policy="cuda")
+    trained(deep(), **found["wrap_with"], tensor_placement_policy="cuda")
     assert not any("refuses to train" in note for note in asked(*options, f"{2 * enough}B")["notes"])
 
 

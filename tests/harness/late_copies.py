@@ -9,8 +9,9 @@ without a GPU, even where a single stream would still have ordered it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -61,14 +62,16 @@ class LateCopy:
         return earlier in self.all_before()
 
     def wait(self) -> None:
-        for each in self.all_before():
-            each.check_owners()
-            each.end()
+        with self.lane.lock:
+            for each in self.all_before():
+                each.check_owners()
+                each.end()
 
     def order(self) -> None:
-        for each in self.all_before():
-            each.check_owners()
-            each.end_read() if each.to_host else each.end_write()
+        with self.lane.lock:
+            for each in self.all_before():
+                each.check_owners()
+                each.end_read() if each.to_host else each.end_write()
 
     def device_side(self) -> Tensor | None:
         return self.source if self.to_host else self.target
@@ -112,11 +115,21 @@ class LateLane:
     def __init__(self) -> None:
         self.copies: list[LateCopy] = []  # that are not over
         self.num_late = 0
+        self.lock = threading.RLock()  # a thread that updates weights makes copies, too
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> LateCopy:
         for each in behind:
             if not isinstance(each, LateCopy):  # a thread, or a sum that the host makes
                 each.order()
+        # What a thread has left may be copies.
+        behind = [late for each in behind for late in getattr(each, "_left", [each])]
+        with self.lock:
+            return self._start(to, source, behind)
+
+    def _start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> LateCopy:
         self.copies = [each for each in self.copies if not each.is_over]
         for each in self.copies:  # a temporary that died is found while there is a model to blame
             each.check_owners()

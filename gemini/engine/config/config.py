@@ -311,6 +311,8 @@ class Config(_ConfigPart):
     """Elements that are gathered, or fetched from the host, at any instant, at most. None: the budget decides."""
     max_prefetch: Annotated[int | None, Setting] = None
     """Payloads that may be on their way at once before they are asked for. None: 1, or 0 where copies take turns."""
+    deferred_update: Annotated[bool | None, Setting] = None
+    """Whether updates on the host run beside the next forward. None: with an accelerator. Results do not change."""
     ignored_parameters: Annotated[Collection[str], Setting] = ()
     """Names of parameters, as "head.*", that are left alone: in no chunk, not reduced; their optimizer is another."""
     dtype: Annotated[Weights, Setting] = None
