@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,8 +17,10 @@ import torch
 
 import gemini
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, state_hash
-from gemini.memory.memory import WorkTicket
+from gemini.memory.memory import WorkThread, WorkTicket
+from gemini.memory.transfer import Region
 from gemini.optimizer import update
+from gemini.placement.demand import Tier
 from tests.harness import late_copies, slow_updates
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.zoo import half, mlp
@@ -206,6 +209,8 @@ def test_each_chunk_is_waited_for_by_itself(place: str) -> None:
     handle = model.layers[0].register_forward_hook(runs)
     with mock.patch.object(update, "_close", closes):
         mlp.loss_of(model, 1).backward()
+        for event in (entered, may_go_on):
+            event.clear()
         optimizer.step()
         mlp.loss_of(model, 2).backward()
     handle.remove()
@@ -302,16 +307,14 @@ def test_nothing_is_deferred_where_states_are_on_the_device_or_the_optimizer_is_
         assert not slow.num_begun
 
 
-def test_steps_keep_no_tickets_of_earlier_steps() -> None:
+def test_work_keeps_nothing_of_the_work_before_it() -> None:
     """Otherwise each step's tickets would keep those of the step before."""
-    with late_copies.installed():
-        places = mlp.placed(tensor_placement_policy="static", offload_optim_frac=1.0, deferred_update=True)
-        model = ShardedModel(mlp.build(), **places)
-        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
-        for step in range(6):
-            mlp.train_step(model, optimizer, step)
-        model.chunk_manager.memory.work.join()
-        for chunk in model.chunk_manager.chunks:
-            for home in chunk.homes.values():
-                for ticket in home.tickets.pending():
-                    assert not any(isinstance(each, WorkTicket) for each in getattr(ticket, "_left", ()))
+    thread, region = WorkThread(), Region(Tier.DEVICE, torch.zeros(4))
+    before, after = WorkTicket(thread), WorkTicket(thread)
+    before.hand_over(region)
+    before.end()
+    after.hand_over(region)
+    after.end()
+    is_kept = weakref.ref(before)
+    del before
+    assert region.tickets.pending() == [after] and is_kept() is None

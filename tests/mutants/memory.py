@@ -211,7 +211,7 @@ MUTANTS = [
         "WorkTicket.end",
         "ticket._left if isinstance(ticket, WorkTicket) else [ticket]",
         "[ticket]",
-        "tests/features/test_deferred_update.py::test_steps_keep_no_tickets_of_earlier_steps",
+        "tests/features/test_deferred_update.py::test_work_keeps_nothing_of_the_work_before_it",
     ),
     Mutant(
         "a fork waits for nothing",
