@@ -148,7 +148,11 @@ def _facts(training: Training) -> dict[str, Any]:
     if report is None:
         return {}
     device, host = training.model.chunk_manager.memory.tiers  # type: ignore[misc]
+    step = training.optimizer.last_step  # type: ignore[attr-defined]
     return {
+        "moved_bytes": dict(step.moved_bytes),
+        "update_ms": step.update_ms,
+        "exposed_ms": step.exposed_ms,
         "model_data_device_bytes": device.ledger.peak_bytes,
         "model_data_host_bytes": host.ledger.peak_bytes,
         "memory_report": report(),

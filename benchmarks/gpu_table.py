@@ -39,6 +39,11 @@ def main(path: Annotated[Path, typer.Argument(help="The file of JSON lines.")]) 
         table.add_row(*row(entry))
     console.print(table)
     for name, entry in entries.items():
+        if entry.get("update_ms"):
+            hidden = (
+                f"the host's update took {entry['update_ms']:.0f} ms, and {entry['exposed_ms']:.0f} were waited for"
+            )
+            console.print(escape(f"{name}, last step: {hidden}"))
         if "overlap_ms" in entry:
             console.print(escape(f"{name}, one profiled {overlap.Overlap(**entry['overlap_ms']).in_words()}"))
     for system, holds in {entry["system"]: entry["holds"] for entry in entries.values() if "holds" in entry}.items():
