@@ -5,8 +5,9 @@
 
 A stack of linear layers trains on the emulated device with its weights and states on the host. Each layer sleeps in
 place of a kernel, so the processor is as idle as beside a GPU. The same training updates at once and beside the next
-forward, in turns; the losses must have the same bits. Nothing here is a GPU's time: what is measured is how the update
-and the waiting for it are arranged.
+forward, in turns; the losses must have the same bits. A turn is two steps, of which the second counts: its forward
+follows an update of its own training, and no update runs into another turn. Nothing here is a GPU's time: what is
+measured is how the update and the waiting for it are arranged.
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ class Training:
         self.x = torch.randn(4, width)
         self.losses: list[float] = []
 
+    def turn(self) -> tuple[float, float, float]:
+        """Milliseconds of the second of two steps, of the update before it, and that it waited for this update."""
+        self.step()
+        elapsed, report = self.step(), self.optimizer.last_step
+        assert report is not None
+        self.model.chunk_manager.memory.work.join()
+        return elapsed, report.update_ms, report.exposed_ms
+
     def step(self) -> float:
         """Milliseconds of one step."""
         start = time.perf_counter()
@@ -85,7 +94,7 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers, each a chunk.")] = 12,
     width: Annotated[int, typer.Option(help="Width of a layer, which has its square in weights.")] = 2048,
     kernel_ms: Annotated[float, typer.Option(help="Time of a layer's forward.")] = 4.0,
-    rounds: Annotated[int, typer.Option(help="Steps of each training that count.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Turns of each training that count.")] = 15,
 ) -> None:
     """Print the time of a step with the update at once and deferred, and what training waited for."""
     trainings = {name: Training(name == "deferred", layers, width, kernel_ms / 1e3) for name in ("at once", "deferred")}
@@ -95,14 +104,12 @@ def main(
     for number in range(WARM_UP + rounds):
         order = list(trainings.items())
         for name, training in order if number % 2 else reversed(order):
-            elapsed = training.step()
-            report = training.optimizer.last_step
-            assert report is not None
+            elapsed, update_ms, exposed_ms = training.turn()
             if number >= WARM_UP:
                 times[name].append(elapsed)
                 if name == "deferred":
-                    busy.append(report.update_ms)
-                    exposed.append(report.exposed_ms)
+                    busy.append(update_ms)
+                    exposed.append(exposed_ms)
     losses = [training.losses for training in trainings.values()]
     assert losses[0] == losses[1], "the losses have other bits"
     table = Table(title=f"{layers} layers of {width}², {kernel_ms:g} ms each forward and {2 * kernel_ms:g} backward")

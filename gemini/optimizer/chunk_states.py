@@ -76,8 +76,8 @@ class ChunkOptimizerState:
         """(optim_numel,) a flat state."""
         return Region(self.tier, self.flats[name], self.tickets)
 
-    def any_region(self) -> Region:
-        """A region without memory that has the tickets of all flat states."""
+    def all_flats(self) -> Region:
+        """What stands for all flat states where they are waited for: a region of no elements, with their tickets."""
         return Region(self.tier, self._no_gradient(), self.tickets)
 
     def allocate(self, names: Sequence[str], params: ParamStore) -> None:
@@ -139,7 +139,7 @@ class ChunkOptimizerState:
 
     def discard(self, managed: ManagedParameter) -> None:
         """Reset one parameter's state to that before its first update."""
-        wait_on_tier(self.any_region())
+        wait_on_tier(self.all_flats())
         position = managed.position
         self.scalars[position], self.made[position] = None, ()
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other

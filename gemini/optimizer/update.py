@@ -339,13 +339,7 @@ class ChunkUpdates:
         """
         later = self._deferred(chunks)
         if later:
-            self._defer(
-                [
-                    self._plan(chunk, chunks[chunk], number, WorkTicket(self._work))
-                    for number, chunk in enumerate(later)
-                ],
-                factors,
-            )
+            self._defer(later, factors)
         now = (chunk for chunk in chunks if chunk not in later)
         for batch in self._batches(self._plan(chunk, chunks[chunk], number) for number, chunk in enumerate(now)):
             self._finish(batch, factors)
@@ -354,20 +348,31 @@ class ChunkUpdates:
         """Wait for the updates of the last step. Raises why one of them has failed."""
         self._work.finish()
 
-    def _deferred(self, chunks: Mapping[Chunk, bytes]) -> dict[Chunk, None]:
-        """The chunks that a thread updates while training goes on, in their order."""
+    def _deferred(self, chunks: Mapping[Chunk, bytes]) -> dict[Chunk, bytes]:
+        """Those of the chunks that a thread updates while training goes on, in their order."""
         # Gathers of weights that ranks update in parts are collectives, which all ranks launch in one order.
         if not self._defers or any(map(_is_updated_in_parts, chunks)):
             return {}
-        return {chunk: None for chunk in chunks if self._states[chunk.index].tier is Tier.HOST}
+        return {chunk: steps for chunk, steps in chunks.items() if self._states[chunk.index].tier is Tier.HOST}
 
-    def _defer(self, updates: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
-        """Have a thread carry out updates, and write down that they are done. Who needs a region waits for it."""
+    def _defer(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors) -> None:
+        """Have a thread update chunks, and write down that it is done. Who needs a region waits for it."""
         update = self._update
         assert isinstance(update, AdamUpdate)
-        for each in updates:
-            update.begin(each.runs, self._param_groups, factors)
-        self._work.begin(partial(self._carry_out, update, updates, self._transfer.aside()))
+        tickets = [WorkTicket(self._work) for _ in chunks]
+        try:
+            updates = [
+                self._plan(chunk, steps, number, ticket)
+                for number, ((chunk, steps), ticket) in enumerate(zip(chunks.items(), tickets, strict=True))
+            ]
+            for each in updates:
+                update.begin(each.runs, self._param_groups, factors)
+            self._work.begin(partial(self._carry_out, update, updates, self._transfer.aside()))
+        except BaseException as error:
+            # No thread will end them: whoever waited for one, such as `close`, would wait for ever.
+            for ticket in tickets:
+                ticket.end(GeminiError(f"an update on the host did not begin: {words_of(error)}"))
+            raise
         for each in updates:
             self._note_updated(each)
 
@@ -415,7 +420,7 @@ class ChunkUpdates:
         grads, moments, homes = self._step.grads, None, chunk.homes
         gradient = grads.of(chunk).reduced()
         if ticket is not None:
-            gradient, moments = ticket.hand_over(gradient), ticket.hand_over(state.any_region())
+            gradient, moments = ticket.hand_over(gradient), ticket.hand_over(state.all_flats())
             homes = {kind: ticket.hand_over(homes[kind]) for kind in (Kind.PARAM, Kind.MASTER) if kind in homes}
         turns = TURNS[state.tier]
         turn = turns[number % len(turns)]
@@ -460,7 +465,7 @@ class ChunkUpdates:
             return _Begun(update, None)
         # The states are about to be written: whoever reads them in the background has to be done.
         if update.moments is not None or state.tickets.reads:
-            wait_on_tier(update.moments or state.any_region())
+            wait_on_tier(update.moments or state.all_flats())
         view.stage()
         tier = state.tier
         if reduced.tier is tier:

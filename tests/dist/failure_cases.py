@@ -126,6 +126,7 @@ def a_torn_step(rank: int, world_size: int, deferred: bool) -> tuple[str, list[s
             said.append("nothing")
         except (Boom, GeminiError) as error:
             said.append(f"{type(error).__name__}: {error}")
+    model.close()
     return said[0], said[1:]
 
 

@@ -18,7 +18,7 @@ import torch
 import gemini
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, state_hash
 from gemini.memory.memory import WorkThread, WorkTicket
-from gemini.memory.transfer import Region
+from gemini.memory.transfer import Region, wait_on_host
 from gemini.optimizer import update
 from gemini.placement.demand import Tier
 from tests.harness import late_copies, slow_updates
@@ -174,6 +174,13 @@ def wrapped(**options: Any) -> tuple[ShardedModel, ShardedOptimizer]:
     return model, optimizer
 
 
+def assert_as_plain(model: ShardedModel, num_steps: int) -> None:
+    reference, its = mlp.plain()
+    for step in range(num_steps):
+        mlp.train_step(reference, its, step)
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+
+
 def test_a_step_returns_before_the_update() -> None:
     with slow_updates.installed() as slow:
         model, optimizer = wrapped()
@@ -182,10 +189,7 @@ def test_a_step_returns_before_the_update() -> None:
             optimizer.step()
             assert model.chunk_manager.memory.work.is_busy
             assert optimizer.last_step is not None and optimizer.last_step.number == 2
-        reference, its = mlp.plain()
-        for step in range(2):
-            mlp.train_step(reference, its, step)
-        mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+        assert_as_plain(model, 2)
 
 
 @pytest.mark.parametrize("place", ["all on the host", "weights at home on the device"])
@@ -241,6 +245,18 @@ def test_an_update_that_fails_is_final() -> None:
             mlp.train_step(model, optimizer, 3)
 
 
+def test_a_thread_that_does_not_begin_leaves_nobody_waiting() -> None:
+    model, optimizer = wrapped()
+    mlp.loss_of(model, 1).backward()
+    with mock.patch.object(WorkThread, "begin", side_effect=Boom("can't start new thread")), pytest.raises(Boom):
+        optimizer.step()
+    with pytest.raises(GeminiError, match="failed half way"):
+        mlp.train_step(model, optimizer, 2)
+    with pytest.raises(GeminiError, match="did not begin: Boom: can't start new thread"):
+        wait_on_host(*model.chunk_manager.chunks[0].homes.values())
+    model.close()
+
+
 def test_an_interrupt_while_waiting_loses_nothing() -> None:
     with slow_updates.installed() as slow:
         model, optimizer = wrapped()
@@ -255,10 +271,7 @@ def test_an_interrupt_while_waiting_loses_nothing() -> None:
             for timer in timers:
                 timer.join()
         mlp.train_step(model, optimizer, 2)
-        reference, its = mlp.plain()
-        for step in range(3):
-            mlp.train_step(reference, its, step)
-        mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+        assert_as_plain(model, 3)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -269,11 +282,7 @@ def test_a_forked_process_has_the_new_weights() -> None:
         child = os.fork()
         if not child:
             try:
-                reference, its = mlp.plain()
-                for step in range(2):
-                    mlp.train_step(reference, its, step)
-                # A child has no thread, and does not wait for one.
-                mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+                assert_as_plain(model, 2)  # a child has no thread, and does not wait for one
                 os._exit(0)
             finally:
                 os._exit(1)
