@@ -107,6 +107,8 @@ run_case "FSDP2 3B" 60 "FSDP2" 3B '{}' --steps 4
 run_case "plain autocast 3B" 60 "plain autocast" 3B '{}' --steps 4
 run_case "ours on the host 3B" 70 "ours" 3B "$ON_HOST" --warm-up 1 --steps 3
 run_case "FSDP2 offload 3B" 70 "FSDP2 + CPUOffloadPolicy" 3B '{"offload": true}' --warm-up 1 --steps 3
+run_case "ours 13B" 60 "ours" 13B "{\"host_memory\": \"110GiB\"}" --warm-up 1 --steps 3
+run_case "ours 17B" 80 "ours" 17B "{\"host_memory\": \"112GiB\"}" --warm-up 1 --steps 3
 run_case "plain HybridAdam 1.3B" 40 "plain HybridAdam" 1.3B '{}'
 run_case "ours in half 1.3B" 40 "ours" 1.3B "{$HOST, \"bytes_per_parameter\": 8}"
 

@@ -16,6 +16,7 @@ import signal
 import statistics
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -171,6 +172,7 @@ def main(
     options: Annotated[str, typer.Option(help="JSON: for ours, arguments of ShardedModel.")] = "{}",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     tiny: Annotated[bool, typer.Option("--tiny", help="The smallest model, to try the code.")] = False,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step; else the size's own.")] = None,
     warm_up: Annotated[int, typer.Option(min=0)] = 2,
     steps: Annotated[int, typer.Option(min=1)] = 5,
     max_s: Annotated[float, typer.Option(help="Start no step that would end after this many seconds.")] = 1e9,
@@ -184,7 +186,7 @@ def main(
     if size not in SIZES:
         raise typer.BadParameter(f"must be one of {', '.join(SIZES)}, found {size!r}", param_hint="--size")
     signal.signal(signal.SIGTERM, _stop)
-    chosen = SIZES[size]
+    chosen = SIZES[size] if batch is None else replace(SIZES[size], batch=batch)
     entry = {
         "name": name,
         "system": system,

@@ -79,18 +79,20 @@ def _plain_hybrid(size: Size, device: torch.device, options: dict[str, Any]) -> 
 
 
 def _ours(size: Size, device: torch.device, options: dict[str, Any]) -> Training:
-    """`options` go to ShardedModel; `bytes_per_parameter` is turned into model_data_memory."""
+    """`options` go to ShardedModel, but for two: `bytes_per_parameter` is turned into model_data_memory, and
+    `clip_grad_norm` goes to the optimizer (null: no clipping)."""
     from gemini import ShardedModel, ShardedOptimizer
     from optim import HybridAdam
 
     module = build(size, torch.bfloat16, device)
     where = dict(options)
     per_parameter = where.pop("bytes_per_parameter", None)
+    clip = where.pop("clip_grad_norm", MAX_NORM)
     if per_parameter is not None:
         where["model_data_memory"] = int(per_parameter * sum(p.numel() for p in module.parameters()))
     model = ShardedModel(module, device="emulated" if device.type == "cpu" else device, dtype=torch.bfloat16, **where)
     adam = HybridAdam(model.parameters(), lr=LEARNING_RATE)
-    return Training(model, ShardedOptimizer(model, adam, clip_grad_norm=MAX_NORM), closing=[model.close])
+    return Training(model, ShardedOptimizer(model, adam, clip_grad_norm=clip), closing=[model.close])
 
 
 def _fsdp2(size: Size, device: torch.device, options: dict[str, Any]) -> Training:

@@ -35,6 +35,8 @@ SIZES = {
     "1.3B": Size(layers=24, width=2048, hidden=5504, heads=16),
     "3B": Size(layers=26, width=3072, hidden=8192, heads=24),
     "7B": Size(layers=32, width=4096, hidden=11008, heads=32),
+    "13B": Size(layers=40, width=5120, hidden=13824, heads=40),
+    "17B": Size(layers=53, width=5120, hidden=13824, heads=40),  # 17.2 B parameters
 }
 
 
