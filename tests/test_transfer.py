@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gemini.memory import transfer
-from gemini.memory.memory import HostSums
+from gemini.memory.memory import EmulatedTier, HostSums
+from gemini.memory.slot import Slot, SlotPool
 from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Tier
 from tests.harness import late_copies
@@ -270,6 +271,26 @@ def test_an_addition_waits_for_its_copy_when_the_sum_is_read(lane: CountingLane)
     assert ready(total).tolist() == [3.0] * NUMEL
     assert lane.num_waits == 1
     assert ready(total).tolist() == [3.0] * NUMEL, "it is added once"
+
+
+def test_a_free_slot_is_taken_whose_last_copy_is_oldest(lane: CountingLane) -> None:
+    pool, copies, host = SlotPool(EmulatedTier(), 4 * NUMEL, 2, "gradient slots"), made(), region(Tier.HOST)
+    first, second = _take(pool), _take(pool)
+    for slot in (second, first):
+        assert slot.region is not None
+        copies.copy(host, slot.region.view(torch.float32))  # its gradient leaves
+        pool.vacate(slot)
+    # What comes into the first in order would wait for the copy that has just begun.
+    assert _take(pool) is second
+    assert _take(pool) is first
+    pool.close()
+
+
+def _take(pool: SlotPool) -> Slot:
+    slot = pool.first_free()
+    assert slot is not None
+    slot.occupy(0)
+    return slot
 
 
 def test_additions_are_made_in_their_order_however_many_wait() -> None:

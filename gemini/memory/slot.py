@@ -52,6 +52,7 @@ class Slot(SharedStorage):
         # (num_bytes,) uint8; None once it was given back
         self.region: Region | None = Region(Tier.DEVICE, tier.allocate(num_bytes, kind))
         super().__init__(self.region.flat)
+        self.tickets = self.region.tickets  # of whatever is in the slot
         self.num_bytes = num_bytes
         self.chunk: int | None = None
         self.place = -1  # order among its pool's slots; -1 while it is in no pool
@@ -143,7 +144,8 @@ class SlotPool:
     """The slots of one size. Slots that foreign views hold wait in `held` until the views die.
 
     From the first use on there are always `count` slots beside the held ones: a rank with one more or less would evict
-    other chunks than the other ranks. The first free slot in order is taken.
+    other chunks than the other ranks. The first free slot in order is taken, or the one whose last copy began first:
+    what comes into a slot waits for its copies, and the copy out of another slot may have ended long ago.
     """
 
     def __init__(self, tier: MemoryTier, num_bytes: int, count: int, kind: str) -> None:
@@ -165,9 +167,15 @@ class SlotPool:
             # Entries are not removed when a slot is taken or leaves the pool: skip the stale ones.
             place, slot = self._free[0]
             if slot.chunk is None and slot.place == place:
-                return slot
+                tickets = slot.tickets
+                if tickets.write is None and not tickets.reads:
+                    return slot
+                return min(self._all_free(), key=lambda each: (each.tickets.last_number(), each.place))
             heappop(self._free)
         return None
+
+    def _all_free(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.chunk is None]
 
     def vacate(self, slot: Slot) -> None:
         """Mark a slot as free."""
@@ -178,7 +186,7 @@ class SlotPool:
         slot.vacate()
 
     def _find_free(self) -> None:
-        self._free = [(slot.place, slot) for slot in self.slots if slot.chunk is None]
+        self._free = [(slot.place, slot) for slot in self._all_free()]
         heapify(self._free)
 
     def _join(self, slot: Slot) -> None:

@@ -52,6 +52,10 @@ class Tickets:
         """The tickets that must be done before the memory is written."""
         return self.reads if self.write is None else [self.write, *self.reads]
 
+    def last_number(self) -> int:
+        """The number of the last copy that may not be done. -1: there is none."""
+        return max((ticket.number for ticket in self.pending()), default=-1)
+
     def note_read(self, ticket: Ticket) -> None:
         """A copy out of the memory was started, after its last write."""
         # Tickets that the new one implies are dropped: a region that is read in every step would collect them for ever.
