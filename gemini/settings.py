@@ -250,16 +250,17 @@ class Settings:
         if self.max_prefetch is not None:
             return self.max_prefetch
         # Without streams a copy that starts earlier takes the time of the operator before, and none is saved.
-        return int(self.gathers(world_size) or self._has_streams())
+        return int(self.gathers(world_size) or self.has_streams)
 
     @property
     def defers_update(self) -> bool:
         """`deferred_update`, or its default with this device. Raises nothing."""
         # On the emulated device forward and update would share the processor's cores, and none is idle.
-        return self._has_streams() if self.deferred_update is None else self.deferred_update
+        return self.has_streams if self.deferred_update is None else self.deferred_update
 
-    def _has_streams(self) -> bool:
-        """Whether kernels and copies run beside the host."""
+    @property
+    def has_streams(self) -> bool:
+        """Whether kernels and copies run beside the host: the device is an accelerator. Raises nothing."""
         if self.device is None:
             return torch.accelerator.is_available()
         return not isinstance(self.device, Emulation) and str(self.device) not in ("emulated", "cpu")

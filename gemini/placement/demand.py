@@ -151,6 +151,7 @@ class ChunkDemand:
     persists: bool = False  # the parameters must rest whole on the device: they never take a slot
     numel: int = 0  # elements of the payload
     link: LinkBytes = LinkBytes()
+    updated_numel: int = 0  # elements that this rank updates in a step
     optim_states: int = field(default=OPTIM_STATES, compare=False)  # per element; in `home_bytes`, if it has any
 
     def needs_slot_of(self, kind: Kind) -> bool:
@@ -159,6 +160,25 @@ class ChunkDemand:
         Local; raises nothing.
         """
         return self.needs_gradient_slot if kind is Kind.GRAD else self.needs_slot
+
+
+class Costs(NamedTuple):
+    """What else takes time in a step, as the bytes that the link could carry meanwhile."""
+
+    copy: int
+    """To launch a copy over the link, with all that is done for it."""
+    host_update: int
+    """By which the update of an element takes longer on the host than on the device."""
+    waits_for_fetch: bool
+    """Kernels run beside a prefetch and wait for a fetch: bytes that find no slot ahead count twice."""
+
+
+ON_THE_CPU = Costs(128 * 2**10, 0, False)
+"""Of the emulated device: 10 us a launch at 12 GB/s, not measured. An update takes as long on either tier."""
+WITH_STREAMS = Costs(4 * 2**20, 10, True)
+"""Of an accelerator. One H200 with 16 cores and a link of 50 GB/s (`bash benchmarks/gpu.sh`, "7B in 40GiB"): the host
+updates 4.5e9 elements in 0.9 s, the device in a thirtieth of that; a fetch takes 0.08 ms of the thread that launches
+all kernels."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +198,7 @@ class Demand:
     max_host_bytes: int | None = None  # host budget, kept to if some placement can. None: no bound
     tiled_scratch_bytes: int | None = None  # enough if the largest weights' gradients are exchanged in tiles
     whole_scratch_bytes: int | None = None  # enough to exchange each gradient at once. None: `scratch_bytes` is
+    costs: Costs = ON_THE_CPU  # of what a step does beside moving bytes
 
     def in_tiles(self) -> Demand:
         """This demand with the least scratch: see [Note: Tiles] in needs.py. Itself if tiles would need no less.

@@ -8,8 +8,11 @@ from itertools import islice
 
 from gemini.placement.demand import (
     FLOAT32,
+    ON_THE_CPU,
     OPTIM_STATES,
+    WITH_STREAMS,
     ChunkDemand,
+    Costs,
     Demand,
     Dtype,
     Kind,
@@ -170,12 +173,13 @@ def demand_of(
     micro_batches: int = 1,
     max_host_bytes: int | None = None,
     optim_states: Sequence[int] | None = None,
+    costs: Costs = ON_THE_CPU,
 ) -> Demand:
     """The demand of these chunks.
 
     trained: for each weight, in the order of the chunks. kept: the states that frozen chunks still have, by chunk
     index. micro_batches: per step, whose gradients are added up. max_host_bytes: budget of the host. None: no bound.
-    optim_states: how many states per element the optimizer keeps, by chunk. None: Adam's two.
+    optim_states: how many states per element the optimizer keeps, by chunk. None: Adam's two. costs: of the device.
     """
     # One trained weight makes its chunk a trained one: gradient and optimizer state are allocated per chunk.
     flags = iter(trained)
@@ -207,6 +211,7 @@ def demand_of(
         micro_batches,
         max_host_bytes,
         tiled_scratch_bytes(trainable, stage, world_size),
+        costs=costs,
     )
 
 
@@ -265,6 +270,7 @@ def _chunk_demand(
         persists=chunk.persists,
         numel=chunk.layout.numel,
         link=_link_bytes(chunk, stage, world_size, micro_batches) if is_trained else LinkBytes(),
+        updated_numel=optim_numel if is_trained else 0,
         optim_states=optim_states,
     )
 
@@ -419,6 +425,7 @@ def packing_demand(
         micro_batches=settings.gradient_accumulation_steps or micro_batches,
         max_host_bytes=max_host_bytes,
         optim_states=optim_states,
+        costs=WITH_STREAMS if settings.has_streams else ON_THE_CPU,
     )
 
 

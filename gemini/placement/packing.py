@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from gemini.placement.demand import ChunkDtypes, Demand, ModelSpec, Placement, Tier, WeightSpec
-from gemini.placement.policy import link_bytes
+from gemini.placement.policy import moved_and_updated
 from gemini.settings import Settings
 from sharding import (
     ALIGNMENT,
@@ -274,8 +274,6 @@ Two gloo ranks on one machine: about 1 MiB (`python -m benchmarks.collective_cos
 40 us and 12 GB/s, not measured: 240 to 480 KiB. Half a MiB is between the two.
 """
 
-BYTES_PER_COPY = 128 * 2**10
-"""The same for the launch of a copy over the link: some 10 us at 12 GB/s, not measured."""
 CHUNKS_PLACED = 2_000
 """Chunks that are placed while searching the size for a budget; after that the best size so far is taken. They take
 some hundredths of a second."""
@@ -337,13 +335,13 @@ def report(chunks: Sequence[Sized], chunk_bytes: int, model_bytes: int) -> Searc
 
 
 def step_cost(demand: Demand, placement: Placement, world_size: int) -> int:
-    """Bytes over the link in a step under a budget, plus the launches of copies and collectives converted to bytes."""
+    """Bytes over the link in a step under a budget; updates on the host and launches count as bytes of equal time."""
     # The copies of a chunk are counted like its collectives: two fetches and one gradient.
     copies = sum(
         count * _COLLECTIVES_PER_CHUNK for _, homes, count in placement.alike(demand) if Tier.HOST in homes.values()
     )
     collectives = _COLLECTIVES_PER_CHUNK * len(demand.chunks) if world_size > 1 else 0
-    return link_bytes(demand, placement) + BYTES_PER_COPY * copies + BYTES_PER_COLLECTIVE * collectives
+    return moved_and_updated(demand, placement) + demand.costs.copy * copies + BYTES_PER_COLLECTIVE * collectives
 
 
 def candidates(packer: Packer, world_size: int) -> Iterator[tuple[SearchReport, list[Cut]]]:

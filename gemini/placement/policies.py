@@ -17,8 +17,8 @@ from gemini.placement.policy import (
     fill_slots,
     keep_slots,
     keepable,
-    link_bytes,
     more_slots,
+    moved_and_updated,
     place,
     place_unbounded,
     slots_for,
@@ -47,6 +47,7 @@ class Purchase(Enum):
     UPDATED = "gradients, master and moments"
     WHOLE = "all that a chunk has"
     KEPT = "slots that chunks keep around their parameters on the device"
+    AHEAD = "one slot more of each size, into which the next payload is prefetched"
     SLOTS = "slots for all chunks"
 
 
@@ -63,8 +64,8 @@ _KINDS = {
 def spend(demand: Demand, placement: Placement, budget_bytes: int | None, steps: Sequence[Purchase]) -> Placement:
     """`placement` with more on the device: these steps in order, each as far as the budget lasts."""
     for step in steps:
-        if step is Purchase.SLOTS:
-            placement = fill_slots(demand, placement, budget_bytes)
+        if step in (Purchase.SLOTS, Purchase.AHEAD):
+            placement = fill_slots(demand, placement, budget_bytes, most=1 if step is Purchase.AHEAD else None)
         elif step is Purchase.KEPT:
             placement = keep_slots(demand, placement, budget_bytes)
         else:
@@ -144,7 +145,8 @@ def _addition(chunk: ChunkDemand, kinds: Sequence[Kind]) -> Addition:
 # `cpu`     all states rest on the host; the device holds only slots.
 # `cuda`    all states rest on the device, with as many slots as the budget allows.
 # `auto`    spends the budget on chunks, parts of them and slots in several orders, and takes the result that moves the
-#           fewest bytes over the link in a step.
+#           fewest bytes over the link in a step. With an accelerator an element that the host updates counts like
+#           bytes that move, see `Costs`.
 # `static`  the user chooses the fractions of bytes that rest on the host.
 #
 # Masters and optimizer state of frozen chunks, which no step reads, stay on the device only if everything fits there.
@@ -236,13 +238,13 @@ def check_fraction(name: str, value: object) -> float:
 
 
 def _cost(demand: Demand, placement: Placement) -> tuple[int, int]:
-    """The cost by which placements are compared: bytes beyond the host's budget, then bytes over the link.
+    """The cost by which placements are compared: bytes beyond the host's budget, then the time of link and updates.
 
     Bytes beyond the host's budget come first, because with any of them training is refused.
     """
     max_host_bytes = demand.max_host_bytes
     beyond = 0 if max_host_bytes is None else max(0, placement.host_bytes(demand) - max_host_bytes)
-    return beyond, link_bytes(demand, placement)
+    return beyond, moved_and_updated(demand, placement)
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,8 @@ class AutoPolicy:
         # Frozen parameters first: no update ever takes them to the host, so each of their bytes saves fetches only.
         placement = spend(demand, placement, budget_bytes, (Purchase.FROZEN,))
         # No order of spending is the best for all models, see `_WAYS`, so all of them are tried and compared.
-        ways = [spend(demand, placement, budget_bytes, steps) for steps in _WAYS]
+        firsts: tuple[tuple[Purchase, ...], ...] = ((), (Purchase.AHEAD,)) if demand.costs.waits_for_fetch else ((),)
+        ways = [spend(demand, placement, budget_bytes, (*first, *steps)) for steps in _WAYS for first in firsts]
         costs = [_cost(demand, each) for each in ways]
         cost = min(costs)
         best = ways[costs.index(cost)]  # of equal ones the first

@@ -19,6 +19,27 @@ from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier, 
 
 def link_bytes(demand: Demand, placement: Placement) -> int:
     """Bytes in both directions together, on one rank. A pure function: local."""
+    num_bytes = sum(
+        count * at_rest_bytes(chunk, homes) for chunk, homes, count in placement.alike(demand) if Kind.GRAD in homes
+    )
+    return num_bytes + sum(_fetched_bytes(demand, placement))
+
+
+def moved_and_updated(demand: Demand, placement: Placement) -> int:
+    """`link_bytes`, and what else takes time with this device, in bytes that the link could carry meanwhile. Local."""
+    costs, num_bytes = demand.costs, link_bytes(demand, placement)
+    if costs.host_update:
+        alike = placement.alike(demand)
+        on_host = (count * chunk.updated_numel for chunk, its, count in alike if its.get(Kind.OPTIM) is Tier.HOST)
+        num_bytes += costs.host_update * sum(on_host)
+    if costs.waits_for_fetch:
+        pools = zip(_fetched_bytes(demand, placement), placement.num_slots, demand.min_slots, strict=True)
+        num_bytes += sum(fetched for fetched, count, least in pools if count <= least)
+    return num_bytes
+
+
+def _fetched_bytes(demand: Demand, placement: Placement) -> list[int]:
+    """The bytes that fetches bring to the device in a step, by size of slots."""
     # A chunk that is gathered from device shards moves no byte over the link, but occupies a slot: count it as 0.
     fetched: tuple[list[int], list[int]] = [], []  # by size of slots: what a fetch of each user of the pool moves
     for index, (chunk, homes) in enumerate(zip(demand.chunks, placement.homes, strict=True)):
@@ -26,18 +47,15 @@ def link_bytes(demand: Demand, placement: Placement) -> int:
             fetched[chunk.oversize].append(chunk.home_bytes[Kind.PARAM])
         elif chunk.needs_slot and index not in placement.kept:
             fetched[chunk.oversize].append(0)
-    num_bytes = sum(
-        count * at_rest_bytes(chunk, homes) for chunk, homes, count in placement.alike(demand) if Kind.GRAD in homes
-    )
-    passes = 2 * demand.micro_batches
+    passes, found = 2 * demand.micro_batches, []
     for users, count in zip(fetched, placement.num_slots, strict=True):
         held_for_backward = sum(users[max(0, len(users) - count) :])
         held_for_forward = sum(users[:count])
         # Every backward finds the last users of its forward in the slots. The first forward of a step finds none,
         # because the update before it has outdated all payloads.
         turns = demand.micro_batches
-        num_bytes += passes * sum(users) - turns * held_for_backward - (turns - 1) * held_for_forward
-    return num_bytes
+        found.append(passes * sum(users) - turns * held_for_backward - (turns - 1) * held_for_forward)
+    return found
 
 
 def at_rest_bytes(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
@@ -235,13 +253,14 @@ def keepable(demand: Demand, placement: Placement) -> list[int]:
     ]
 
 
-def fill_slots(demand: Demand, placement: Placement, budget_bytes: int | None) -> Placement:
-    """`placement` with as many more slots for all chunks as the bounds allow. Numbers only, so local."""
+def fill_slots(demand: Demand, placement: Placement, budget_bytes: int | None, most: int | None = None) -> Placement:
+    """`placement` with as many more slots as the bounds allow, for all chunks or `most` of a size. Numbers only."""
     users = _num_users(demand, placement, Kind.PARAM)
     # Oversize slots first: they are the scarcest.
     for oversize in (True, False):
         # A slot beyond the number of its users would stay empty.
         wanted = users[oversize] - placement.num_slots[oversize]
+        wanted = wanted if most is None else min(wanted, most)
         # A size that no chunk has gets slots of 0 bytes, by which nothing can be divided.
         if budget_bytes is not None and demand.slot_bytes[oversize]:
             # Computed for each size again: the oversize slots of the first turn have taken a part of the budget.

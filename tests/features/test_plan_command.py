@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_the_plan_is_the_librarys() -> None:
     found = asked(SMALL, *TWO_RANKS, "--batch", "4", "--stage", "2")
-    settings = Settings(stage=2, device_memory="20KiB")
+    settings = Settings(stage=2, device_memory="20KiB", device="cuda")
     activations = found["activations_at_most"]["whole"]
     spec = specs_of(Mlp(), settings, 2)
     plan = plan_model(spec, settings, 2, FreeBytes(activations=activations))
@@ -84,13 +85,16 @@ def test_the_plan_is_that_of_an_optimizer_with_so_many_states(states: int) -> No
     options = (SMALL, "--ranks", "1", "--device-memory", "26KiB")
     found, of_adam = asked(*options, "--optim-states", str(states)), asked(*options)
     module = Mlp()
-    model = ShardedModel(module, device="emulated", **found["wrap_with"])
+    # The machine that is asked for has accelerators, for which a plan counts other costs.
+    with mock.patch.object(Settings, "has_streams", True):
+        model = ShardedModel(module, device="emulated", **found["wrap_with"])
     optimizers: dict[int, Any] = {
         0: torch.optim.SGD(model.parameters(), lr=0.1),
         1: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         3: torch.optim.AdamW(model.parameters(), amsgrad=True),
     }
-    ShardedOptimizer(model, optimizers[states])
+    with mock.patch.object(Settings, "has_streams", True):
+        ShardedOptimizer(model, optimizers[states])
     for tier in Tier:
         assert found[tier.value] == model.plan.placement.bytes_by_kind(model.plan.demand, tier)
     total = {

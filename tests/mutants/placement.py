@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         "states rest on a host that has no room for them, so that fewer bytes cross the link",
         "_cost",
-        "return beyond, link_bytes(demand, placement)",
-        "return 0, link_bytes(demand, placement)",
+        "return beyond, moved_and_updated(demand, placement)",
+        "return 0, moved_and_updated(demand, placement)",
         "tests/pure/test_optimal_placement.py::test_a_host_that_is_nearly_full_comes_before_bytes_over_the_link",
     ),
     Mutant(

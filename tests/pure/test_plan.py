@@ -12,8 +12,10 @@ from hypothesis import assume, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from benchmarks.llama import SIZES, Llama
 from benchmarks.planning import NUMEL, spec_of
 from gemini import BudgetError, FreeBytes, Kind, Plan, Settings, Tier, plan_model
+from gemini.model.operators import specs_of
 from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec
 from gemini.placement.packing import step_cost
 from gemini.placement.plan import replan
@@ -302,3 +304,25 @@ def test_a_size_with_which_everything_fits_is_not_taken_at_any_price() -> None:
     assert not fitting.host_bytes
     costs = [step_cost(plan.demand, plan.placement, world_size=2) for plan in (chosen, fitting)]
     assert costs[0] < costs[1] / 2
+
+
+def llama(device: str) -> Plan:
+    """Of 1.3 B parameters, whose model data fits to a third."""
+    with torch.device("meta"):
+        module = Llama(SIZES["1.3B"]).bfloat16()
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    settings = Settings(dtype=torch.bfloat16, device=device, model_data_memory=5 * numel)
+    return plan_model(specs_of(module, settings, 1), settings, 1)
+
+
+def test_with_an_accelerator_the_host_updates_less_and_a_payload_finds_a_slot_ahead() -> None:
+    """On the CPU an update takes as long on either tier, and nothing runs beside a copy."""
+    updated = {}
+    for device in ("emulated", "cuda:0"):
+        plan = llama(device)
+        pairs = zip(plan.demand.chunks, plan.placement.homes, strict=True)
+        updated[device] = sum(chunk.updated_numel for chunk, homes in pairs if homes[Kind.OPTIM] is Tier.HOST)
+        # Neither so many chunks that launches take longer than copies, nor so few that nothing runs beside one.
+        assert 2**25 < plan.packing.chunk_bytes < 2**28
+    assert updated["cuda:0"] < updated["emulated"]
+    assert plan.placement.num_slots[0] > plan.demand.min_slots[0]
