@@ -141,7 +141,8 @@ class HostSums:
         self._pending[number] = HostSum(target, staged, replaces)
 
 
-# -- Work that a thread does on regions while training goes on: updates on the host, beside the next forward.
+# -- Work that a thread does on regions while training goes on: updates on the host, beside the next forward, and the
+# sums for the gradient norm, beside the backward.
 #
 # Whoever uses one of these regions next finds the work's ticket there, and waits for this one piece of work. The thread
 # has regions of its own over the same memory, with the tickets that were pending when the work was handed over: those
@@ -169,6 +170,10 @@ class WorkTicket:
         region.tickets.note_write(self)
         self._regions.append((region.tickets, own))
         return Region(region.tier, region.flat, own)
+
+    def read(self, region: Region) -> None:
+        """The work reads the region. Whoever writes to it next waits for the work."""
+        region.tickets.note_read(self)
 
     def end(self, error: BaseException | None = None) -> None:
         """The work is done, or has failed with `error`, unless it was done before. Called by the thread."""

@@ -19,7 +19,14 @@ from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import ElementwiseUpdate, group_in_words
 from gemini.optimizer.shards import GradientFactors
-from gemini.optimizer.update import ChunkUpdates, GradientSummary, compare_settings, settings_of_step, summarize
+from gemini.optimizer.update import (
+    ChunkUpdates,
+    GradientSummary,
+    SumsAhead,
+    compare_settings,
+    settings_of_step,
+    summarize,
+)
 from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.grads import Becomes, GradStore
 from gemini.runtime.step import Step
@@ -441,6 +448,9 @@ class OptimizerStep:
         defers = model.settings.defers_update
         self._updates = ChunkUpdates(manager.step, states.by_chunk, update, param_groups, defers)
         self._transfer, self._work = manager.memory.transfer, manager.memory.work
+        self._ahead = SumsAhead(self._work) if defers else None
+        if self._ahead is not None:
+            manager.grads.homes.read_with(self._ahead.begin)
         self._moved_before = Counter(self._transfer.bytes_by_link)
 
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
@@ -487,7 +497,7 @@ class OptimizerStep:
         trained, ungrouped = self._states.trained, self._states.ungrouped()
         live = self._manager.live if self._model.settings.model_data_memory is None else None
         step, num_parameters = self._manager.step, len(self._manager.parameters)
-        return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live)
+        return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live, self._ahead)
 
     def _update_all(self, summary: GradientSummary, max_norm: float | None) -> None:
         """Do what all ranks have agreed on. Nothing in here may fail on one rank alone."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gemini.errors import GeminiError
-from gemini.memory.memory import WorkTicket
-from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
+from gemini.memory.memory import WorkThread, WorkTicket
+from gemini.memory.transfer import Region, Ticket, ready, wait_on_stream, wait_on_tier
 from gemini.monitor.live import LiveMemory
 from gemini.optimizer.chunk_states import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate, settings_in_words
@@ -71,12 +71,13 @@ def summarize(
     norm_type: float,
     settings: str,
     live: LiveMemory | None,
+    ahead: SumsAhead | None,
 ) -> GradientSummary:
     """Look at all gradients once, which are reduced. Collective.
 
     ungrouped: flags of parameters in no param group, by chunk index, then by position. Their values do not count.
     live: readings of the device, which ranks agree on here. None: the user has fixed the budget.
-    settings: the optimizer's settings, in words.
+    settings: the optimizer's settings, in words. ahead: sums that were made while the backward ran.
 
     Raises DivergenceError on all ranks if their settings differ. Another learning rate on one rank would give its
     shards another update, without any error.
@@ -95,13 +96,20 @@ def summarize(
             continue
         flat = gradient.reduced().flat
         device_sums = sums.setdefault(flat.device, _Sums(flat.device))
-        for piece in _counted(chunk, gradient, ungrouped.get(chunk.index)):
+        pieces = _counted(chunk, gradient, ungrouped.get(chunk.index))
+        made = None if ahead is None or several or norm_type != 2.0 else ahead.find(gradient, pieces)
+        if made is not None:
+            device_sums.add_made(chunk, made)
+            continue
+        for piece in pieces:
             part = flat[piece.in_shard]
             # Sums of several micro-batches are in fp32. A gradient that came only once is still in 16 bits: widen it,
             # so that both are counted by the same rule.
             if several and chunk.widens:
                 part = part.float()
             device_sums.add(chunk, piece, part, norm_type)
+    if ahead is not None:
+        ahead.note_step(several)
     device, communicator = step.params.device.device, step.communicator
     # Read the device's free memory before the host waits for the sums: the driver answers slowly, and the device would
     # be idle meanwhile.
@@ -190,6 +198,12 @@ class _Sums:
             # `torch.maximum` stays on the device. A comparison on the host would wait for each piece.
             self.largest = torch.maximum(self.largest, max_abs(part).double())
 
+    def add_made(self, chunk: Chunk, made: _MadeSum) -> None:
+        """Add the pieces of a chunk that were summed before."""
+        self._seen.extend((chunk, piece) for piece in made.pieces)
+        self._first_bad.extend(made.first_bad)
+        self.limbs.add_(made.limbs)
+
     def non_finite(self) -> list[int]:
         """Indices of the parameters that have the first non-finite element of a piece. Waits for the device."""
         found = torch.stack(self._first_bad).tolist() if self._first_bad else []
@@ -220,6 +234,75 @@ def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | 
     if several and chunk.optim_layout.world_size == 1:
         return [Piece(piece.payload_start, piece.payload_start, piece.numel) for piece in pieces]
     return pieces
+
+
+# -- Sums of gradients that rest on the host, made by a thread while the backward goes on.
+#
+# A norm's limbs are integers, so chunks may be summed in any order: each one is, as soon as its gradient has come to
+# rest. A step takes the sum if nothing has written to the gradient since, and else makes another. Steps of several
+# micro-batches sum up at the end: only then is the gradient whole.
+
+
+@dataclass
+class _MadeSum:
+    """The sum of one chunk's gradient, and of which elements it is."""
+
+    ticket: WorkTicket
+    source: Tensor
+    version: int  # of `source`, which every write raises
+    pieces: list[Piece]
+    limbs: Tensor  # see `zero_norm_limbs`
+    first_bad: list[Tensor]  # see `_Sums`
+
+
+class SumsAhead:
+    """The sums of one model's gradients that a thread makes for the next step."""
+
+    def __init__(self, work: WorkThread) -> None:
+        self._work = work
+        self._made: dict[int, _MadeSum] = {}  # by chunk index
+        self._is_of_use = True
+
+    def begin(self, gradient: ChunkGradient, backward: int) -> None:
+        """Sum up a gradient that has come to rest on the host, or is on its way there. Local."""
+        if backward > 1 or not self._is_of_use:
+            return
+        chunk, region = gradient.chunk, gradient.reduced()
+        pieces, ticket, arriving = _counted(chunk, gradient, None), WorkTicket(self._work), region.tickets.write
+        made = _MadeSum(ticket, region.flat, region.flat._version, pieces, zero_norm_limbs(), [])
+        ticket.read(region)
+        try:
+            self._work.begin(partial(_sum_up, made, arriving))
+        except BaseException as error:
+            ticket.end(GeminiError(f"the sum of a gradient did not begin: {words_of(error)}"))
+            raise
+        self._made[chunk.index] = made
+
+    def find(self, gradient: ChunkGradient, pieces: list[Piece]) -> _MadeSum | None:
+        """The sum of these pieces of the gradient as it is now, or None. Waits until it is made."""
+        made, flat = self._made.get(gradient.chunk.index), gradient.reduced().flat
+        if made is None or made.pieces != pieces or flat.data_ptr() != made.source.data_ptr():
+            return None
+        made.ticket.wait()
+        return made if flat._version == made.version and flat.dtype is made.source.dtype else None
+
+    def note_step(self, had_several: bool) -> None:
+        """The sums were taken. had_several: the step had several micro-batches, as the next one will."""
+        self._made.clear()
+        self._is_of_use = not had_several
+
+
+def _sum_up(made: _MadeSum, arriving: Ticket | None) -> None:
+    try:
+        if arriving is not None:
+            arriving.wait()
+        with torch.no_grad():
+            for piece in made.pieces:
+                made.first_bad.append(accumulate_sum_of_squares_(made.limbs, made.source[piece.in_shard]))
+    except BaseException as error:
+        made.ticket.end(error)
+        raise
+    made.ticket.end()
 
 
 # -- Updates of chunks, each on the tier of its state.

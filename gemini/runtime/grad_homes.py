@@ -294,7 +294,12 @@ class GradHomes:
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
         self._lending = LendingHistory()
         self._has_warned = False
+        self._reader: Callable[[ChunkGradient, int], None] | None = None
         self.reset_lending()
+
+    def read_with(self, reader: Callable[[ChunkGradient, int], None]) -> None:
+        """Have `reader` called with each gradient that has come to rest on the host, and its backward's number."""
+        self._reader = reader
 
     def reset_lending(self) -> None:
         """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
@@ -314,7 +319,10 @@ class GradHomes:
     def merge(self, gradient: ChunkGradient, reduced: Region, backward: int) -> None:
         """Write `reduced` to the shard, or add it if the step has a gradient that the payload did not start with."""
         is_first = self.begin(gradient, backward)
-        self.put(gradient.reduced(), reduced, replaces=is_first or gradient.content is Content.SUM)
+        target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
+        self.put(target, reduced, replaces)
+        if self._reader is not None and replaces and target.tier is Tier.HOST:
+            self._reader(gradient, backward)
 
     def begin(self, gradient: ChunkGradient, backward: int, is_sum: bool = False) -> bool:
         """Make memory ready for what backward number `backward` reduces. True if it is the first of the step.

@@ -166,6 +166,55 @@ def test_other_stages_have_the_same_bits(rank: int, world_size: int, stage: int)
     assert found[0][0] == found[1][0]
 
 
+def _doubles(trained: Trained) -> None:
+    for parameter in trained.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(2)
+
+
+def _sets_one(trained: Trained) -> None:
+    gemini.safe_set_full_grad(trained.weight, torch.ones_like(gemini.safe_get_full_grad(trained.weight)))
+
+
+def _discards_one(trained: Trained) -> None:
+    trained.weight.grad = None
+
+
+def _goes_on(trained: Trained) -> None:
+    trained.backward(7)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("change", [half._nothing, _doubles, _sets_one, _discards_one, _goes_on])
+def test_the_norm_is_of_the_gradients_as_they_are_in_the_step(
+    rank: int, world_size: int, change: Callable[[Trained], None]
+) -> None:
+    found, taken = [], []
+    find = update.SumsAhead.find
+
+    def finding(self: update.SumsAhead, *args: Any) -> Any:
+        taken.append(find(self, *args))
+        return taken[-1]
+
+    for deferred in (False, True):
+        with slow_updates.installed(), mock.patch.object(update.SumsAhead, "find", finding):
+            arguments = {"tensor_placement_policy": "cpu", "deferred_update": deferred, "dtype": torch.bfloat16}
+            trained = Trained(rank, world_size, False, arguments)
+            for step in range(3):
+                trained.backward(step)
+                change(trained)
+                trained.optimizer.step()
+                assert trained.optimizer.grad_norm is not None
+                trained.losses.append(trained.optimizer.grad_norm.clone())
+            found.append((state_hash(trained.model, trained.optimizer), [float(loss) for loss in trained.losses]))
+            trained.model.close()
+    assert found[0] == found[1]
+    were_taken = [made is not None for made in taken]
+    assert {half._nothing: all(were_taken), _doubles: not any(were_taken)}.get(change, True), were_taken
+    # A step of several micro-batches adds to them: nothing is summed ahead of it.
+    assert bool(taken) == (change is not _goes_on)
+
+
 def wrapped(**options: Any) -> tuple[ShardedModel, ShardedOptimizer]:
     """A model after a step, whose update is done."""
     model, optimizer = mlp.sharded("cpu", deferred_update=True, **options)
